@@ -1,0 +1,146 @@
+"""What flows through the house: questions, documents, steps and episodes, with their JSON forms.
+
+Knows no text format, no tokens and no model.
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+ANSWERED, CUT_OFF, MALFORMED = "answered", "cut_off", "malformed"  # the values of Episode.finish
+
+
+@dataclass(frozen=True)
+class Document:
+    """A passage of a corpus or a paragraph that came with a question."""
+
+    id: str
+    title: str
+    text: str
+
+    def to_json(self) -> dict:
+        return {"id": self.id, "title": self.title, "text": self.text}
+
+    @staticmethod
+    def from_json(record: dict) -> "Document":
+        return Document(str(record["id"]), record["title"], record["text"])
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One gold sub-question. `#1` in its text stands for the answer of the first hop, `#2` for the second's."""
+
+    question: str
+    answer: str
+    document: Document | None = None
+
+
+def _folded(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip().casefold()
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with what its data set knows about it.
+
+    `documents` are the paragraphs that come with it, `gold` those that the answer needs, `hops` the decomposition
+    where the data set has one. `gold_by` says how a passage of some corpus is recognised as a gold one: by title in
+    HotpotQA and 2Wiki, whose titles are unique; by title and text in MuSiQue, where one title has many paragraphs.
+    """
+
+    id: str
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[Document, ...] = ()
+    gold: tuple[Document, ...] = ()
+    gold_by: Literal["title", "text"] = "text"
+    hops: tuple[Hop, ...] = ()
+
+    @property
+    def hop_count(self) -> int:
+        """Length of the decomposition, else the number of gold paragraphs, else 1."""
+        return len(self.hops) or len(self.gold) or 1
+
+    def gold_index(self, document: Document) -> int | None:
+        """Which gold paragraph `document` is (perhaps cut at its end, or a window of it), or None."""
+        for i, gold in enumerate(self.gold):
+            if _folded(gold.title) == _folded(document.title):
+                ours, theirs = _folded(gold.text), _folded(document.text)
+                if self.gold_by == "title" or ours == theirs or (theirs and theirs in ours) or (ours and ours in theirs):
+                    return i
+        return None
+
+    def gold_found(self, documents) -> set[int]:
+        """Indices of the gold paragraphs among `documents`."""
+        return {i for i in map(self.gold_index, documents) if i is not None}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: an analysis, then either a query with the documents it brought, or the final answer.
+
+    `faults` are names from `formats.FAULTS`; a step without any is well-formed.
+    """
+
+    analysis: str = ""
+    query: str | None = None
+    documents: tuple[Document, ...] = ()
+    answer: str | None = None
+    faults: tuple[str, ...] = ()
+
+    def with_documents(self, documents) -> "Step":
+        return replace(self, documents=tuple(documents))
+
+    def to_json(self) -> dict:
+        record = {"analysis": self.analysis}
+        if self.query is not None:
+            record |= {"query": self.query, "documents": [d.to_json() for d in self.documents]}
+        if self.answer is not None:
+            record["answer"] = self.answer
+        if self.faults:
+            record["faults"] = list(self.faults)
+        return record
+
+    @staticmethod
+    def from_json(record: dict) -> "Step":
+        return Step(
+            analysis=record.get("analysis", ""),
+            query=record.get("query"),
+            documents=tuple(Document.from_json(d) for d in record.get("documents", ())),
+            answer=record.get("answer"),
+            faults=tuple(record.get("faults", ())),
+        )
+
+
+@dataclass
+class Episode:
+    """One attempt at a question: its steps, how it ended, and what it was paid for, by part."""
+
+    question: Question
+    steps: list[Step] = field(default_factory=list)
+    finish: str = CUT_OFF
+    rewards: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def prediction(self) -> str:
+        """The final answer, empty where there is none."""
+        return next((s.answer for s in reversed(self.steps) if s.answer is not None), "")
+
+    @property
+    def documents(self) -> list[Document]:
+        """All passages that its queries brought, in order."""
+        return [d for s in self.steps for d in s.documents]
+
+    @property
+    def searches(self) -> int:
+        return sum(s.query is not None for s in self.steps)
+
+    def to_json(self) -> dict:
+        return {
+            "id": self.question.id,
+            "question": self.question.text,
+            "answers": list(self.question.answers),
+            "prediction": self.prediction,
+            "steps": [s.to_json() for s in self.steps],
+            "finish": self.finish,
+        }

@@ -1,0 +1,156 @@
+"""The text protocol that a model speaks: R3 steps, and the prompts around them.
+
+R3-RAG (arXiv 2505.23794) writes an episode as numbered steps. The model writes
+
+    Step 1:
+    The problem analysis: what is known and what is missing
+    The retrieval query: what to look up            (or)   The final answer: the answer
+
+and what its query brought is given back under `The retrieval documents:`. An episode is a chat: the question is the
+first user turn, each step is an assistant turn, each batch of documents is the next user turn. Parsing sees one
+assistant turn at a time, so it can never mistake the prompt's own example for what the model said.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from r3lite.episode import Document, Step
+from r3lite.errors import R3LiteError
+
+FAULTS = {
+    "no_step_heading": "does not open with `Step k:`",
+    "wrong_step_number": "opens with the wrong number",
+    "no_analysis": "has no problem analysis, or a blank one",
+    "no_query_or_answer": "has neither a query nor an answer",
+    "query_and_answer": "has both a query and an answer",
+    "blank_query": "asks for nothing",
+    "blank_answer": "answers nothing",
+    "repeated_query": "asks again what an earlier step asked",
+    "repeated_heading": "writes a heading twice",
+    "text_after_query": "goes on after the query",
+    "text_after_answer": "goes on after the answer",
+    "wrote_documents": "writes retrieval documents itself",
+    "answer_was_forced": "asks for more when only an answer was left to give",
+}
+STEP = re.compile(r"\s*Step[ \t]+(\d+)[ \t]*:[ \t]*\n?")
+ANALYSIS, QUERY, DOCUMENTS, ANSWER = (
+    "The problem analysis:",
+    "The retrieval query:",
+    "The retrieval documents:",
+    "The final answer:",
+)
+HEADING = re.compile(rf"^[ \t]*({'|'.join(map(re.escape, (ANALYSIS, QUERY, DOCUMENTS, ANSWER)))})", re.MULTILINE)
+
+
+def same_query(a: str, b: str) -> bool:
+    """Whether two queries ask the same thing, but for case, punctuation and spaces."""
+    return re.findall(r"\w+", a.casefold()) == re.findall(r"\w+", b.casefold())
+
+
+class R3Format:
+    """Parsing and rendering of R3 steps. `parse(render(step, k), k) == step` for every well-formed step."""
+
+    # A model that goes on past its query would invent the documents; its turn is over when it starts to.
+    stop_strings = (DOCUMENTS,)
+
+    def render(self, step: Step, number: int) -> str:
+        """The assistant turn of one step; its documents belong to the next user turn."""
+        last = f"{QUERY} {step.query}" if step.answer is None else f"{ANSWER} {step.answer}"
+        return f"Step {number}:\n{ANALYSIS} {step.analysis}\n{last}"
+
+    def forced_answer(self, number: int) -> str:
+        """Opening of a turn in which only the answer is left to write."""
+        return f"Step {number}:\n{ANALYSIS} No further retrieval is possible.\n{ANSWER}"
+
+    def parse(self, text: str, number: int, earlier_queries: Sequence[str] = ()) -> Step:
+        """Reads one assistant turn strictly; whatever is wrong with it is named in `faults`.
+
+        A step with a usable query, or else a usable answer, carries it in spite of its faults, so that an episode
+        can go on and be paid for what is right in it. Both at once is no usable step.
+        """
+        faults = []
+        opening = STEP.match(text)
+        if opening is None:
+            faults.append("no_step_heading")
+        elif int(opening[1]) != number:
+            faults.append("wrong_step_number")
+        body = text[opening.end() :] if opening else text
+        marks = list(HEADING.finditer(body))
+        if opening and marks and body[: marks[0].start()].strip():
+            faults.append("no_analysis")  # text that stands under no heading
+        sections: dict[str, str] = {}
+        for mark, following in zip(marks, [*marks[1:], None]):
+            if mark[1] in sections:
+                faults.append("repeated_heading")
+                continue
+            sections[mark[1]] = body[mark.end() : following.start() if following else len(body)].strip()
+        if DOCUMENTS in sections:
+            faults.append("wrote_documents")
+        if not sections.get(ANALYSIS):
+            faults.append("no_analysis")
+        query = self._line(sections.get(QUERY), "query", faults)
+        answer = self._line(sections.get(ANSWER), "answer", faults)
+        if QUERY in sections and ANSWER in sections:
+            faults.append("query_and_answer")
+            query = answer = None
+        elif QUERY not in sections and ANSWER not in sections:
+            faults.append("no_query_or_answer")
+        if query and any(same_query(query, q) for q in earlier_queries):
+            faults.append("repeated_query")
+        return Step(sections.get(ANALYSIS, ""), query, (), answer, tuple(dict.fromkeys(faults)))
+
+    @staticmethod
+    def _line(section: str | None, what: str, faults: list[str]) -> str | None:
+        """The one line that a query or an answer is."""
+        if section is None:
+            return None
+        line, _, rest = section.partition("\n")
+        if rest.strip():
+            faults.append(f"text_after_{what}")
+        if not line.strip():
+            faults.append(f"blank_{what}")
+        return line.strip() or None
+
+
+def render_documents(documents: Sequence[Document]) -> str:
+    """Numbered passages, one a line, as they stand in a user turn."""
+    if not documents:
+        return "(nothing was found)"
+    return "\n".join(f"[{i}] {d.title}: {' '.join(d.text.split())}" for i, d in enumerate(documents, 1))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The user's own words around the steps: `init` holds {question}, `step` holds {documents}."""
+
+    init: str
+    step: str
+    system: str | None = None  # None: what the model's chat markup says by default
+
+    @staticmethod
+    def load(init_file: str | Path, step_file: str | Path, system: str | None = None) -> "Prompts":
+        return Prompts(_template(init_file, "question"), _template(step_file, "documents"), system)
+
+    def opening(self, question: str) -> str:
+        """The first user turn."""
+        return self.init.replace("{question}", question)
+
+    def documents(self, documents: Sequence[Document]) -> str:
+        """The user turn that answers a query."""
+        return self.step.replace("{documents}", render_documents(documents))
+
+
+def _template(path: str | Path, placeholder: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise R3LiteError(f"prompt file {path} cannot be read: {error}", "Name a UTF-8 text file.") from error
+    found = re.findall(r"\{(\w+)\}", text)
+    if found != [placeholder]:
+        raise R3LiteError(
+            f"prompt file {path} has the placeholders {found or 'none'}",
+            f"It must hold {{{placeholder}}} exactly once and no other word in braces.",
+        )
+    return text

@@ -1,0 +1,180 @@
+"""Qwen2 as published by the Qwen team (arXiv 2407.10671), in plain PyTorch.
+
+Owns the network and its sizes; knows nothing of files, adapters, sampling or losses. Module and parameter names
+are those of the published checkpoints, so a state dict is a checkpoint.
+
+Shape legend, used in every file of r3lite:
+    B  rows (sequences) of a batch         H  attention heads          C  hidden size
+    T  tokens of a row                     K  key/value heads          V  vocabulary
+    S  slots of a KV cache that are used   D  size of one head         N  rows of a flat list of tokens
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from r3lite.models.kv_cache import KVCache, LayerCache
+
+
+@dataclass(frozen=True)
+class Qwen2Config:
+    """Sizes of one model, under the names that `config.json` uses."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    max_position_embeddings: int = 32_768
+    tie_word_embeddings: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv 1910.07467), computed in fp32.
+
+    Residual activations of Qwen2.5 reach about 8,000; their squares do not fit in fp16.
+    """
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, 1, T, D] of rotary position embedding (arXiv 2104.09864) for positions [B, T], fp32."""
+    powers = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions[:, None, :, None].float() / theta**powers  # [B, 1, T, D/2]
+    angles = torch.cat((angles, angles), dim=-1)  # [B, 1, T, D]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the heads x [B, H, T, D] by their positions' angles [B, 1, T, D]; keeps x's dtype."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries: each key/value head serves H / K query heads."""
+
+    def __init__(self, config: Qwen2Config):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        B, T, _ = x.shape
+        q = self.q_proj(x).view(B, T, self.heads, self.head_dim).transpose(1, 2)  # [B, H, T, D]
+        k = self.k_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, D]
+        v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, D]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.append(k, v)  # [B, K, S, D]
+        # Expanded rather than enable_gqa: on CUDA that flag is served only by the flash and math kernels, so
+        # cards without FlashAttention-2 would fall silently to the O(T^2) math kernel.
+        groups = self.heads // self.kv_heads
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, S, D]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, D]
+        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: Qwen2Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, config: Qwen2Config):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: everything but the head."""
+
+    def __init__(self, config: Qwen2Config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Qwen2(nn.Module):
+    """The causal language model. Calling it gives hidden states; `logits` applies the head where it is wanted.
+
+    A logit row is 151,936 numbers wide, so nothing here makes more of them than the caller asks for.
+    """
+
+    def __init__(self, config: Qwen2Config):
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        # Replaced by models.activation_checkpointing: how one layer is run when gradients are wanted.
+        self.run_layer = lambda layer, *inputs: layer(*inputs)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output head [V, C]; the embedding itself when the two are tied."""
+        return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    def forward(self, input_ids: Tensor, cache: KVCache | None = None, lengths: Tensor | None = None) -> Tensor:
+        """Hidden states [B, T, C] after the final norm, for token ids [B, T].
+
+        Rows are padded on the right. Attention is causal, so padding changes no token before it and needs no mask.
+        With a `cache`, the ids are appended to what its first B rows hold; `lengths` [B] says how many of the T ids
+        of each row are real (all of them when None).
+        """
+        B, T = input_ids.shape
+        x = self.model.embed_tokens(input_ids)  # [B, T, C]
+        if cache is None:
+            positions, mask = torch.arange(T, device=x.device)[None], None
+        else:
+            positions, mask = cache.begin(B, T)  # [B, T], [B, 1, T, S]
+        cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        for i, layer in enumerate(self.model.layers):
+            layer_cache = None if cache is None else cache.layer(i)
+            x = self.run_layer(layer, x, cos, sin, mask, layer_cache)
+        if cache is not None:
+            cache.end(B, T, lengths)
+        return self.model.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., C], in the weights' dtype."""
+        return F.linear(hidden, self.head_weight)
