@@ -1,0 +1,58 @@
+"""How every `python -m r3lite.X` starts and ends: arguments, `--dry-run`, errors, signals and exit codes."""
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from r3lite.config import UsageError, flat, resolve, sections
+from r3lite.errors import R3LiteError
+
+COMMANDS = ("sft", "ppo", "evaluate", "collect", "index", "retrieve", "quickstart")
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. Training loops catch it to save first; whoever catches it raises it again."""
+
+
+def _terminate(signum, frame):
+    raise Terminated
+
+
+def describe(config: Any) -> str:
+    """The resolved settings, by group, for `--dry-run`."""
+    width = max(map(len, flat(config)))
+    lines = []
+    for section in sections(config).values():
+        lines.append(type(section).__doc__.strip().splitlines()[0].rstrip("."))
+        lines += [f"  {k:<{width}}  {v}" for k, v in vars(section).items()]
+    return "\n".join(lines)
+
+
+def run(command: str, default: Any, work: Callable[[Any], None], argv: list[str] | None = None, plan: Callable[[Any], str] | None = None) -> int:
+    """Resolves the settings and does the work; returns the exit status.
+
+    0 done, 1 a foreseeable failure (cause and remedy on stderr), 2 a usage error, 130 Ctrl-C, 143 SIGTERM.
+    `plan` adds lines to what `--dry-run` prints.
+    """
+    try:
+        config = resolve(command, default, sys.argv[1:] if argv is None else argv, COMMANDS)
+        if flat(config)["dry_run"]:
+            print(describe(config))
+            if plan:
+                print(plan(config))
+            return 0
+        signal.signal(signal.SIGTERM, _terminate)
+        work(config)
+        return 0
+    except UsageError as error:
+        print(f"r3lite.{command}: {error}", file=sys.stderr)
+        return 2
+    except R3LiteError as error:
+        print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except Terminated:
+        return 143

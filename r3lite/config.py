@@ -1,0 +1,258 @@
+"""Settings: frozen dataclasses, and how a command line, a TOML file and a preset become one.
+
+A command's settings are a frozen dataclass of sections; a section is a frozen dataclass of scalars. The flag of a
+field is its name, its help is the string under it, its bounds stand in its type. Later wins: default, preset, TOML
+file, command line. In a TOML file a key stands at the top (for every command that has it) or in a table named after
+a command; the `config.toml` of a run is such a file.
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import json
+import textwrap
+import tomllib
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+
+class UsageError(Exception):
+    """A bad flag, key or value: one line, exit status 2."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Inclusive limits of a number, or exclusive below with `above`."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+
+    def check(self, name: str, value: float) -> None:
+        if self.low is not None and value < self.low:
+            raise UsageError(f"{name} is {value}; it must be at least {self.low}")
+        if self.above is not None and value <= self.above:
+            raise UsageError(f"{name} is {value}; it must be greater than {self.above}")
+        if self.high is not None and value > self.high:
+            raise UsageError(f"{name} is {value}; it must be at most {self.high}")
+
+
+Count = Annotated[int, Bounds(low=1)]
+Whole = Annotated[int, Bounds(low=0)]
+Positive = Annotated[float, Bounds(above=0)]
+NonNegative = Annotated[float, Bounds(low=0)]
+Fraction = Annotated[float, Bounds(low=0, high=1)]
+
+
+class Section:
+    """Base of every group of settings; its docstring's first line is the group's heading in `--help`."""
+
+
+def shipped(*parts: str) -> Path:
+    """A file or folder that travels with r3lite: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).parent
+    inside = package.joinpath(*parts)
+    return inside if inside.exists() else package.parent.joinpath(*parts)
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass, by field name."""
+    docs = {}
+    for base in reversed(cls.__mro__):
+        if base is object or not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for node, following in zip(body, body[1:]):
+            if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                docs[node.target.id] = " ".join(following.value.value.split())
+    return docs
+
+
+def sections(config: Any) -> dict[str, Any]:
+    """Section name -> section instance of a command's settings."""
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+
+
+def flat(config: Any) -> dict[str, Any]:
+    """Every setting of a command, by its name."""
+    return {f.name: getattr(s, f.name) for s in sections(config).values() for f in dataclasses.fields(s)}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a field's annotation says: how to read it from text and how to check it."""
+
+    scalar: type
+    optional: bool = False
+    many: bool = False
+    choices: tuple = ()
+    bounds: Bounds | None = None
+
+    @staticmethod
+    def of(annotation: Any) -> "_Kind":
+        if typing.get_origin(annotation) is Annotated:
+            inner, bounds = typing.get_args(annotation)
+            return dataclasses.replace(_Kind.of(inner), bounds=bounds)
+        if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+            (inner,) = (a for a in typing.get_args(annotation) if a is not type(None))
+            return dataclasses.replace(_Kind.of(inner), optional=True)
+        if typing.get_origin(annotation) is Literal:
+            return _Kind(str, choices=typing.get_args(annotation))
+        if typing.get_origin(annotation) is tuple:
+            return dataclasses.replace(_Kind.of(typing.get_args(annotation)[0]), many=True)
+        return _Kind(annotation)
+
+    def read(self, name: str, value: Any) -> Any:
+        """A value from text or TOML as the field's type; raises UsageError."""
+        if value is None or (self.optional and value == "none" and "none" not in self.choices):
+            return None
+        if self.many:
+            items = [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value
+            if not isinstance(items, (list, tuple)):
+                raise UsageError(f"{name} is {value!r}; it must be a list")
+            return tuple(dataclasses.replace(self, many=False).read(name, v) for v in items)
+        if self.choices:
+            if value not in self.choices:
+                raise UsageError(f"{name} is {value!r}; choose from {', '.join(self.choices)}{nearest(str(value), self.choices)}")
+            return value
+        if self.scalar is bool:
+            if isinstance(value, bool):
+                return value
+            raise UsageError(f"{name} is {value!r}; it must be true or false")
+        if self.scalar is str and not isinstance(value, str):
+            raise UsageError(f"{name} is {value!r}; it must be text")
+        try:
+            if isinstance(value, bool) or (self.scalar is int and isinstance(value, float)):
+                raise ValueError
+            value = self.scalar(value)
+        except ValueError:
+            raise UsageError(f"{name} is {value!r}; it must be {'a whole number' if self.scalar is int else 'a number'}") from None
+        if self.bounds:
+            self.bounds.check(name, value)
+        return value
+
+
+@functools.cache
+def _kinds(cls: type) -> dict[str, _Kind]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: _Kind.of(hints[f.name]) for f in dataclasses.fields(cls)}
+
+
+def nearest(word: str, names) -> str:
+    """` (did you mean X?)`, or nothing."""
+    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def all_settings() -> set[str]:
+    """Names of the settings of all commands: a preset may hold keys that only some commands have."""
+    return {f.name for cls in Section.__subclasses__() if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls)}
+
+
+def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
+    """`config` with some settings replaced, read and checked; `where` names the source in an error."""
+    changed = {}
+    for name, section in sections(config).items():
+        kinds = _kinds(type(section))
+        mine = {k: kinds[k].read(f"{where}{k}", v) for k, v in values.items() if k in kinds}
+        changed[name] = dataclasses.replace(section, **mine)
+    return dataclasses.replace(config, **changed)
+
+
+def read_toml(path: Path, command: str, commands: tuple[str, ...]) -> dict[str, Any]:
+    """The settings that a TOML file holds for one command."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    known, values = all_settings(), {}
+    for source in (tables, tables.get(command, {})):
+        for key, value in source.items():
+            if isinstance(value, dict):
+                if source is not tables or key not in commands:
+                    raise UsageError(f"{path}: no command is named {key!r}{nearest(key, commands)}")
+            elif key not in known:
+                raise UsageError(f"{path}: unknown key {key!r}{nearest(key, known)}")
+            else:
+                values[key] = value
+    unknown = {k for t, body in tables.items() if isinstance(body, dict) for k in body} - known
+    if unknown:
+        key = sorted(unknown)[0]
+        raise UsageError(f"{path}: unknown key {key!r}{nearest(key, known)}")
+    return values
+
+
+def to_toml(config: Any, command: str) -> str:
+    """The resolved settings as a TOML file that `--config` reads back. TOML has no null: an unset key is left out."""
+    lines = [f"# resolved settings of: python -m r3lite.{command}", f"[{command}]"]
+    for section in sections(config).values():
+        for f in dataclasses.fields(section):
+            value = getattr(section, f.name)
+            if value is not None and f.name not in ("config", "dry_run"):
+                # JSON's strings, numbers, booleans and lists are TOML's too, except for escapes that we never write.
+                lines.append(f"{f.name} = {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines) + "\n"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UsageError(message)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
+    """The command line of a command, from its settings."""
+    parser = _Parser(
+        prog=f"python -m r3lite.{command}",
+        usage=f"python -m r3lite.{command} [--setting VALUE ...]",
+        description=inspect.cleandoc(type(default).__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for section in sections(default).values():
+        cls = type(section)
+        group = parser.add_argument_group(inspect.cleandoc(cls.__doc__).splitlines()[0].rstrip("."))
+        docs, kinds = field_docs(cls), _kinds(cls)
+        for f in dataclasses.fields(section):
+            kind, value = kinds[f.name], getattr(section, f.name)
+            shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            text = docs[f.name].replace("%", "%%")
+            text += "" if value in (None, "", False) else f" [{shown}]"
+            if kind.scalar is bool:
+                parser_action = argparse.BooleanOptionalAction if value else "store_true"
+                group.add_argument(_flag(f.name), action=parser_action, help=text)
+            else:
+                metavar = ",".join(kind.choices) if kind.choices else {int: "N", float: "X"}.get(kind.scalar, "TEXT")
+                group.add_argument(_flag(f.name), metavar=metavar, help=text)
+    return parser
+
+
+def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ...]) -> Any:
+    """The settings of one invocation: default, then preset, then TOML file, then command line."""
+    parser = build_parser(command, default)
+    given, rest = parser.parse_known_args(argv)
+    if rest:
+        flags = [_flag(name) for name in flat(default)]
+        word = rest[0].partition("=")[0]
+        raise UsageError(f"unknown argument {rest[0]}{nearest(word, flags)}")
+    given = vars(given)
+    # A file may name its preset, which it then refines.
+    from_file = read_toml(Path(given["config"]), command, commands) if given.get("config") else {}
+    preset = given.get("preset") or from_file.get("preset") or flat(default)["preset"]
+    presets = sorted(p.stem for p in shipped("presets").glob("*.toml"))
+    if preset not in presets:
+        raise UsageError(f"no preset is named {preset!r}; there are {', '.join(presets)}{nearest(preset, presets)}")
+    config = with_values(default, read_toml(shipped("presets", f"{preset}.toml"), command, commands), f"preset {preset}: ")
+    config = with_values(config, from_file, f"{given.get('config')}: ")
+    return with_values(config, {**{k: v for k, v in given.items()}, "preset": preset}, "")

@@ -1,0 +1,1 @@
+"""Retrieval: corpora, encoders, indexes, and the function that a rollout is handed."""

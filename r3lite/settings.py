@@ -1,0 +1,250 @@
+"""Every setting of every command, by section. Each command puts together the sections it needs."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from r3lite.config import Count, Fraction, NonNegative, Positive, Section, Whole
+
+
+@dataclass(frozen=True)
+class Common(Section):
+    """General."""
+
+    preset: str = "laptop-4gb"
+    """name of a shipped set of defaults"""
+    config: str | None = None
+    """TOML file of settings, such as the config.toml of an earlier run"""
+    output: str | None = None
+    """folder or file to write; by default runs/<command>-<time>"""
+    seed: Whole = 0
+    """seed of every random stream"""
+    dry_run: bool = False
+    """print the resolved settings and exit"""
+
+
+@dataclass(frozen=True)
+class Schedule(Section):
+    """Length of the run, checkpoints and resuming."""
+
+    max_steps: Count | None = None
+    """optimizer steps (SFT) or rollout-and-update rounds (RL); the learning-rate schedule spans them"""
+    epochs: Positive = 1.0
+    """passes over the data, where --max-steps is not given"""
+    save_every: Whole = 50
+    """steps between checkpoints; 0: only at the end"""
+    keep_checkpoints: Count = 2
+    """newest checkpoints kept"""
+    stop_after: Count | None = None
+    """leave cleanly after this many steps of this process, with the schedule unchanged"""
+    resume: str | None = None
+    """auto: newest sound checkpoint in --output, or a fresh start; or the folder of a run or a checkpoint"""
+
+
+@dataclass(frozen=True)
+class ModelSettings(Section):
+    """Model."""
+
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """folder, hub id, or tiny (the shipped checkpoint)"""
+    adapter: str | None = None
+    """LoRA adapter to start from: a run folder or its adapter/"""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """precision of the frozen base and of autocast; auto: bf16 where the device has it, else fp16 (on a CPU fp32)"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto: cuda where there is one, else mps, else cpu"""
+
+
+@dataclass(frozen=True)
+class LoraSettings(Section):
+    """LoRA adapter (arXiv 2106.09685)."""
+
+    lora_r: Count = 8
+    """rank"""
+    lora_alpha: Positive = 16.0
+    """scale; the adapter is multiplied by alpha / r"""
+    lora_dropout: Fraction = 0.0
+    """dropout before the adapter"""
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """projections that get an adapter"""
+    rslora: bool = False
+    """scale by alpha / sqrt(r) instead (arXiv 2312.03732)"""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings(Section):
+    """Optimizer."""
+
+    learning_rate: Positive = 2e-4
+    """peak learning rate of AdamW on the adapter"""
+    min_learning_rate: Fraction = 0.1
+    """end of the cosine, as a fraction of the peak; 1: constant after the warm-up"""
+    warmup: Fraction = 0.03
+    """fraction of the steps in which the rate rises linearly"""
+    weight_decay: NonNegative = 0.0
+    """decoupled weight decay"""
+    max_grad_norm: Positive = 1.0
+    """gradients are clipped to this norm"""
+
+
+@dataclass(frozen=True)
+class DataSettings(Section):
+    """Data."""
+
+    data: str | None = None
+    """trajectory file, question file of any supported format, or a hub string name,subset,split"""
+    limit: Count | None = None
+    """only the first N questions or rows"""
+    skip_bad_rows: bool = False
+    """count malformed rows and go on, instead of stopping at the first"""
+
+
+@dataclass(frozen=True)
+class RetrievalSettings(Section):
+    """Retrieval."""
+
+    retriever: Literal["semantic", "golden", "none"] = "semantic"
+    """semantic: nearest passages by embedding; golden: the question's own gold paragraphs; none"""
+    corpus: str | None = None
+    """passages (id, title, text) as JSONL, indexed on the fly; by default the paragraphs that come with --data"""
+    index: str | None = None
+    """index folder built by `python -m r3lite.index`"""
+    encoder: str = "intfloat/e5-base-v2"
+    """BERT encoder: folder or hub id; or hashing (TF-IDF on hashed words, no download)"""
+    encoder_style: Literal["auto", "e5", "plain"] = "auto"
+    """e5: query/passage prefixes; plain: none; auto: e5 where the encoder's name says so"""
+    top_k: Count = 5
+    """passages per query"""
+
+
+@dataclass(frozen=True)
+class ProtocolSettings(Section):
+    """Step format and prompts."""
+
+    format: Literal["r3"] = "r3"
+    """r3: numbered steps of analysis and query or answer (arXiv 2505.23794)"""
+    init_prompt: str | None = None
+    """file that opens an episode, with {question}; default: the shipped prompts/init_prompt.txt"""
+    step_prompt: str | None = None
+    """file that gives the documents of a query, with {documents}; default: the shipped prompts/step_prompt.txt"""
+    system_prompt: str | None = None
+    """system message; default: the one of the model's chat markup"""
+
+
+@dataclass(frozen=True)
+class LengthSettings(Section):
+    """Limits of an episode."""
+
+    max_hops: Count = 5
+    """most retrievals in an episode; then an answer is forced"""
+    max_new_tokens: Count = 256
+    """most tokens of one turn of the model"""
+    max_length: Count = 4096
+    """most tokens of a whole episode"""
+    max_document_tokens: Count = 160
+    """most tokens of one document; longer ones are cut"""
+
+
+@dataclass(frozen=True)
+class SamplingSettings(Section):
+    """Sampling."""
+
+    temperature: NonNegative = 1.0
+    """of the softmax; 0: greedy"""
+    top_k_sampling: Whole = 0
+    """sample from the k likeliest tokens only; 0: all"""
+    top_p: Fraction = 1.0
+    """sample from the smallest set of tokens with this probability"""
+    rollout_batch_size: Count = 32
+    """episodes decoded together"""
+
+
+@dataclass(frozen=True)
+class RewardSettings(Section):
+    """Rewards."""
+
+    outcome_em: NonNegative = 1.0
+    """paid at the end for an exact match"""
+    outcome_f1: NonNegative = 0.0
+    """paid at the end per unit of F1"""
+    outcome_judge: NonNegative = 0.0
+    """paid at the end when the judge calls the answer right"""
+    process_recall: NonNegative = 0.3
+    """paid at each query per share of the gold paragraphs found for the first time"""
+    process_judge: NonNegative = 0.0
+    """paid at each query per unit of the judge's relevance and coherence"""
+    format_reward: NonNegative = 0.1
+    """paid at each well-formed step"""
+    gamma_correct: float = 0.6
+    """process rewards of a trajectory with a right answer are multiplied by 1 + this (R3-RAG)"""
+    gamma_incorrect: float = -0.2
+    """the same for a wrong answer"""
+    gamma_fail: float = -0.1
+    """the same for an episode without an answer"""
+
+
+@dataclass(frozen=True)
+class JudgeSettings(Section):
+    """Judge."""
+
+    judge: Literal["none", "gemini"] = "none"
+    """who judges answers and steps; the key is read from GOOGLE_API_KEY or GEMINI_API_KEY"""
+    judge_model: str = "gemini-2.5-flash"
+    """name of the judging model"""
+    judge_base_url: str | None = None
+    """address of a compatible server"""
+    judge_rpm: Count = 60
+    """most requests a minute"""
+    judge_concurrency: Count = 4
+    """most requests under way at once"""
+    judge_timeout: Positive = 60.0
+    """seconds before a request counts as failed"""
+    judge_retries: Whole = 4
+    """tries after the first, with backoff"""
+    judge_thinking: bool = False
+    """let the model think first; thinking can eat the output limit and cut the reply"""
+    judge_max_calls: Count | None = None
+    """most requests of the run"""
+    judge_max_cost: Positive | None = None
+    """most US dollars of the run, by --judge-input-price and --judge-output-price"""
+    judge_input_price: NonNegative = 0.30
+    """US dollars per million input tokens"""
+    judge_output_price: NonNegative = 2.50
+    """US dollars per million output tokens"""
+    judge_cache: str | None = None
+    """folder of cached replies; default: judge-cache in the output folder"""
+
+
+@dataclass(frozen=True)
+class RLSettings(Section):
+    """Reinforcement learning."""
+
+    algorithm: Literal["ppo", "grpo"] = "ppo"
+    """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (arXiv 2402.03300)"""
+    batch_size: Count = 8
+    """questions of one round"""
+    num_generations: Count = 8
+    """episodes sampled per question"""
+    kl_beta: NonNegative = 0.001
+    """weight of the KL divergence from the reference adapter"""
+    update_epochs: Count = 1
+    """passes over the episodes of a round"""
+    mini_batch_size: Count = 16
+    """episodes of one optimizer step"""
+    micro_batch_size: Count = 4
+    """episodes of one backward pass"""
+    clip_low: NonNegative = 0.2
+    """the probability ratio is clipped below at 1 - this"""
+    clip_high: NonNegative = 0.2
+    """and above at 1 + this"""
+    value_clip: NonNegative = 0.2
+    """values move at most this far from the old ones without being clipped (ppo)"""
+    value_coefficient: NonNegative = 0.1
+    """weight of the value loss (ppo)"""
+    value_learning_rate: Positive = 1e-3
+    """learning rate of the value head (ppo)"""
+    gamma: Fraction = 1.0
+    """discount (ppo)"""
+    gae_lambda: Fraction = 0.95
+    """lambda of generalized advantage estimation (arXiv 1506.02438) (ppo)"""
+    entropy_coefficient: NonNegative = 0.0
+    """weight of an entropy bonus"""
