@@ -2,8 +2,7 @@
 
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from r3lite.errors import R3LiteError
@@ -13,16 +12,15 @@ def write_text(path: str | Path, text: str) -> None:
     """Writes a text file by way of a temporary one beside it, so that a crash leaves the old file or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, value) -> None:
@@ -33,18 +31,24 @@ def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 
 
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
-    """Line number and object of each line that is not blank."""
+def read_jsonl(path: str | Path, on_bad: Callable[[R3LiteError], None] | None = None) -> Iterator[tuple[int, dict]]:
+    """Line number and object of each line that is not blank; a bad line raises, or is handed to `on_bad` and left out."""
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    try:
-                        record = json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise R3LiteError(f"{path}, line {number}: not JSON: {error}", "Mend or remove the line.") from error
-                    if not isinstance(record, dict):
-                        raise R3LiteError(f"{path}, line {number}: not a JSON object", "Each line must be one {...}.")
-                    yield number, record
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise R3LiteError(f"{path} cannot be read: {error}", "Name a UTF-8 file of JSON lines.") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            problem = None if isinstance(record, dict) else "not a JSON object"
+        except json.JSONDecodeError as error:
+            problem = f"not JSON: {error}"
+        if problem is None:
+            yield number, record
+            continue
+        bad = R3LiteError(f"{path}, line {number}: {problem}", "Mend or remove the line, or pass --skip-bad-rows.")
+        if on_bad is None:
+            raise bad
+        on_bad(bad)
