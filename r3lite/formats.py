@@ -32,6 +32,7 @@ FAULTS = {
     "text_after_query": "goes on after the query",
     "text_after_answer": "goes on after the answer",
     "wrote_documents": "writes retrieval documents itself",
+    "cut_off": "was not finished within the token limit",
     "answer_was_forced": "asks for more when only an answer was left to give",
 }
 STEP = re.compile(r"\s*Step[ \t]+(\d+)[ \t]*:[ \t]*\n?")
@@ -54,6 +55,8 @@ class R3Format:
 
     # A model that goes on past its query would invent the documents; its turn is over when it starts to.
     stop_strings = (DOCUMENTS,)
+    # The user turn before a turn in which only the answer is left to write.
+    answer_request = "No further retrieval is possible. Give the final answer."
 
     def render(self, step: Step, number: int) -> str:
         """The assistant turn of one step; its documents belong to the next user turn."""

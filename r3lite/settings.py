@@ -154,7 +154,7 @@ class SamplingSettings(Section):
     """sample from the k likeliest tokens only; 0: all"""
     top_p: Fraction = 1.0
     """sample from the smallest set of tokens with this probability"""
-    rollout_batch_size: Count = 32
+    rollout_batch_size: Count = 16
     """episodes decoded together"""
 
 

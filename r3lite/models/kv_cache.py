@@ -1,4 +1,4 @@
-"""Keys and values of tokens already read: one preallocated block for a batch of sequences.
+"""Keys and values of tokens already read, for a batch of sequences.
 
 A token's slot is its position, so a row's slots 0 .. length-1 are exactly what the row has read. Padding of a
 ragged append writes beyond a row's length; the next append overwrites it before any query may look there.
@@ -6,6 +6,8 @@ ragged append writes beyond a row's length; the next append overwrites it before
 
 import torch
 from torch import Tensor
+
+BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 
 
 class LayerCache:
@@ -24,27 +26,35 @@ class LayerCache:
 
 
 class KVCache:
-    """KV cache of `rows` sequences of up to `capacity` tokens, for `num_layers` layers."""
+    """KV cache of `rows` sequences for `num_layers` layers; its capacity grows with what is appended."""
 
-    def __init__(self, num_layers: int, rows: int, kv_heads: int, capacity: int, head_dim: int, dtype, device):
-        shape = (num_layers, rows, kv_heads, capacity, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, num_layers: int, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+        empty = torch.zeros(rows, kv_heads, 0, head_dim, dtype=dtype, device=device)
+        self.keys = [empty] * num_layers  # each [rows, K, capacity, D]
+        self.values = [empty] * num_layers
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.capacity = capacity
+
+    def _reserve(self, slots: int) -> None:
+        """Makes room for `slots` tokens a row, one layer at a time so that only one is ever held twice."""
+        more = -(-slots // BLOCK) * BLOCK - self.keys[0].shape[2]
+        if more > 0:
+            for blocks in (self.keys, self.values):
+                for i, block in enumerate(blocks):
+                    blocks[i] = torch.nn.functional.pad(block, (0, 0, 0, more))
 
     def begin(self, B: int, T: int) -> tuple[Tensor, Tensor]:
         """Positions [B, T] of T new tokens in the first B rows, and the mask [B, 1, T, S] of what each may see."""
         device = self.lengths.device
-        self.slots = self.lengths[:B, None] + torch.arange(T, device=device)  # [B, T]
-        self.used = int(self.lengths[:B].max()) + T
-        assert self.used <= self.capacity, f"KV cache of {self.capacity} slots asked to hold {self.used}"
-        mask = torch.arange(self.used, device=device) <= self.slots[:, None, :, None]  # [B, 1, T, S]
-        return self.slots, mask
+        self._slots = self.lengths[:B, None] + torch.arange(T, device=device)  # [B, T]
+        self._used = int(self.lengths[:B].max()) + T
+        self._reserve(self._used)
+        mask = torch.arange(self._used, device=device) <= self._slots[:, None, :, None]  # [B, 1, T, S]
+        return self._slots, mask
 
     def layer(self, i: int) -> LayerCache:
-        rows = self.slots.shape[0]
-        return LayerCache(self.keys[i, :rows], self.values[i, :rows], self.slots, self.used)
+        """Layer i's cache between `begin` and `end`."""
+        rows = self._slots.shape[0]
+        return LayerCache(self.keys[i][:rows], self.values[i][:rows], self._slots, self._used)
 
     def end(self, B: int, T: int, lengths: Tensor | None) -> None:
         """Counts the appended tokens: `lengths` [B] of them in each row, or T."""
@@ -53,6 +63,5 @@ class KVCache:
     def swap(self, i: int, j: int) -> None:
         """Exchanges two rows, so that rows still decoding stay at the front and a step costs what they cost."""
         if i != j:
-            for block in (self.keys, self.values):
-                block[:, [i, j]] = block[:, [j, i]]
-            self.lengths[[i, j]] = self.lengths[[j, i]]
+            for block in (*self.keys, *self.values, self.lengths):
+                block[[i, j]] = block[[j, i]]

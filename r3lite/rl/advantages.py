@@ -1,0 +1,56 @@
+"""Advantages: how much better an action was than expected. Pure functions over tensors."""
+
+import torch
+from torch import Tensor
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of x where mask holds; both of any one shape."""
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """x [B, T] with mean 0 and variance 1 over the mask; 0 elsewhere."""
+    mean = masked_mean(x, mask)
+    variance = masked_mean((x - mean) ** 2, mask)
+    return (x - mean) * torch.rsqrt(variance + 1e-8) * mask
+
+
+def gae(rewards: Tensor, values: Tensor, action: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) over action tokens only.
+
+    delta_t = r_t + gamma V_t' - V_t and A_t = delta_t + gamma lambda A_t', where t' is the next *action* token after
+    t (V and A are 0 past the last one). Observations are skipped: given V = 0 instead, a step's last action would be
+    told that its future is worth nothing. Takes rewards, values and the mask [B, T]; returns advantages and returns
+    (advantage + value), both [B, T] and 0 at observations.
+    """
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])  # [B]
+    for t in range(values.shape[1] - 1, -1, -1):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        next_value = torch.where(action[:, t], values[:, t], next_value)
+        next_advantage = torch.where(action[:, t], advantage, next_advantage)
+        advantages[:, t] = torch.where(action[:, t], advantage, 0.0)
+    return advantages, (advantages + values) * action
+
+
+def group_normalized(returns: Tensor, groups: Tensor, eps: float = 1e-4) -> Tensor:
+    """GRPO's advantage (arXiv 2402.03300): (R - mean) / (std + eps) within a group, for returns and groups [B].
+
+    std is the sample standard deviation, as in TRL. A group of one, or one whose returns are all equal, gets 0: it
+    gives no gradient.
+    """
+    advantages = torch.zeros_like(returns)
+    for group in groups.unique():
+        mine = groups == group
+        if mine.sum() > 1:
+            r = returns[mine]
+            advantages[mine] = (r - r.mean()) / (r.std() + eps)
+    return advantages
+
+
+def share_without_variance(returns: Tensor, groups: Tensor) -> float:
+    """Share of the groups whose returns are all equal, for returns and groups [B]."""
+    kinds = groups.unique()
+    return sum(float(returns[groups == g].max() - returns[groups == g].min() < 1e-6) for g in kinds) / len(kinds)
