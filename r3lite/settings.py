@@ -149,13 +149,19 @@ class SamplingSettings(Section):
     """Sampling."""
 
     temperature: NonNegative = 1.0
-    """of the softmax; 0: greedy"""
+    """of the softmax; 0: greedy (not in RL)"""
+    rollout_batch_size: Count = 16
+    """episodes decoded together"""
+
+
+@dataclass(frozen=True)
+class TruncationSettings(Section):
+    """Truncated sampling."""
+
     top_k_sampling: Whole = 0
     """sample from the k likeliest tokens only; 0: all"""
     top_p: Fraction = 1.0
     """sample from the smallest set of tokens with this probability"""
-    rollout_batch_size: Count = 16
-    """episodes decoded together"""
 
 
 @dataclass(frozen=True)
