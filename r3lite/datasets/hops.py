@@ -1,0 +1,187 @@
+"""Sub-questions: MuSiQue's made readable, and those that HotpotQA and 2WikiMultiHopQA lack made by rule, without a teacher.
+
+A sub-question may use only what a reader knows by then: the question, and the answers of earlier hops. What the gold
+paragraphs say beyond that must not leak into it, or a model would learn to ask for what it cannot know.
+"""
+
+import html
+import re
+
+from r3lite.episode import Document, Hop, Question
+
+PERSONS = {
+    "performer", "composer", "author", "director", "producer", "screenwriter", "father", "mother", "spouse", "sibling", "child", "founder",
+    "creator", "editor", "architect", "cast member", "lyricist", "head of state", "head of government", "chief executive officer", "husband",
+    "wife", "paternal grandfather", "paternal grandmother", "maternal grandfather", "maternal grandmother", "father-in-law", "mother-in-law",
+    "sibling-in-law", "uncle", "aunt", "stepfather", "stepmother", "son", "daughter", "grandchild", "doctoral advisor", "winner", "head coach",
+}  # fmt: skip
+# Wikidata relations that are not nouns; `of what` follows from the others by `relation_question`.
+PHRASES = {
+    "located in the administrative territorial entity": "In which administrative territorial entity is {x} located?",
+    "contains administrative territorial entity": "Which administrative territorial entity does {x} contain?",
+    "shares border with": "What does {x} share a border with?",
+    "located in or next to body of water": "Which body of water is {x} located in or next to?",
+    "located on terrain feature": "On which terrain feature is {x} located?",
+    "mouth of the watercourse": "Where is the mouth of {x}?",
+    "licensed to broadcast to": "Where is {x} licensed to broadcast to?",
+    "applies to jurisdiction": "Which jurisdiction does {x} apply to?",
+    "educated at": "Where was {x} educated?",
+    "member of political party": "Which political party is {x} a member of?",
+    "member of sports team": "Which sports team is {x} a member of?",
+    "member of": "What is {x} a member of?",
+    "present in work": "In which work is {x} present?",
+    "position played on team / speciality": "Which position does {x} play?",
+    "conflict": "In which conflict did {x} take part?",
+    "location": "Where is {x}?",
+    "location of formation": "Where was {x} formed?",
+    "residence": "Where does {x} live?",
+    "instance of": "What is {x} an instance of?",
+    "capital of": "What is {x} the capital of?",
+    "follows": "What does {x} follow?",
+    "crosses": "What does {x} cross?",
+    "lyrics by": "Who wrote the lyrics of {x}?",
+    "has part": "What is a part of {x}?",
+    "publication date": "When was {x} published?",
+    "inception": "When was {x} founded?",
+    "date of birth": "When was {x} born?",
+    "date of death": "When did {x} die?",
+    "place of birth": "Where was {x} born?",
+    "place of death": "Where did {x} die?",
+    "place of burial": "Where is {x} buried?",
+    "country of citizenship": "Of which country is {x} a citizen?",
+    "place of detention": "Where was {x} detained?",
+    "country": "Which country is {x} in or from?",
+}
+VERBAL = re.compile(r"\b(of|by|in|at|to|with|for|from|after|on|as)$")
+
+
+def relation_question(subject: str, relation: str) -> str:
+    """`X >> relation` as a question: `Paris >> capital of` becomes `What is Paris the capital of?`."""
+    relation = " ".join(relation.split())
+    if relation.lower() in PHRASES:
+        return PHRASES[relation.lower()].format(x=subject)
+    if VERBAL.search(relation):
+        return f"What is {subject} {relation}?"
+    return f"{'Who' if relation.lower() in PERSONS else 'What'} is the {relation} of {subject}?"
+
+
+def natural(text: str) -> str:
+    """A MuSiQue sub-question as a person would write it: `>>` spelled out, stray spaces gone, a capital and a question mark."""
+    text = " ".join(text.split())
+    text = re.sub(r" ([?,.;:)]|'s\b)", r"\1", text)
+    subject, arrow, relation = text.partition(" >> ")
+    if arrow:
+        return relation_question(subject.strip(), relation.strip(" ?"))
+    if text[-1:].isalnum() or text[-1:] in "\")'":
+        text += "?"
+    return text[:1].upper() + text[1:]
+
+
+def from_evidences(question: Question, evidences) -> tuple[Hop, ...]:
+    """2WikiMultiHopQA: one hop per evidence (subject, relation, object), in the data set's order.
+
+    A subject that is the object of an earlier evidence becomes `#i`. Evidences that share subject and relation are one
+    hop with several answers. The paragraph of a hop is the gold one titled like the subject, else the one that names
+    both subject and object. Returns nothing where a hop has no paragraph.
+    """
+    merged: dict[tuple[str, str], list[str]] = {}
+    for subject, relation, value in evidences:
+        merged.setdefault((" ".join(subject.split()), " ".join(relation.split())), []).append(
+            " ".join(str(value).split())
+        )
+    found: list[Hop] = []
+    for (subject, relation), values in merged.items():
+        document = _paragraph_of(question, subject, values)
+        if document is None:
+            return ()
+        earlier = next((i for i, hop in enumerate(found, 1) if hop.answer.casefold() == subject.casefold()), None)
+        asked = f"#{earlier}" if earlier else subject
+        found.append(Hop(relation_question(asked, relation), " and ".join(dict.fromkeys(values)), document))
+    return tuple(found)
+
+
+def _paragraph_of(question: Question, subject: str, values: list[str]) -> Document | None:
+    for document in question.gold:
+        if name_of(document.title).casefold() == name_of(subject).casefold():
+            return document
+    return next(
+        (d for d in question.gold if _mentions(d.text, subject) and any(_mentions(d.text, v) for v in values)), None
+    )
+
+
+def from_supporting(question: Question, kind: str, sentences: dict[str, str]) -> tuple[Hop, ...]:
+    """HotpotQA: hops from the two paragraphs of the supporting facts; nothing where there are not two.
+
+    `kind` is the data set's `type`, `sentences` maps a gold title to its supporting sentences.
+
+    - comparison: one hop per paragraph, in the order in which the question names them; its answer is the supporting
+      sentences themselves, the facts to compare.
+    - bridge: two hops. The second paragraph is the one that has the answer, the first leads there. The answer of the
+      first hop is the bridge entity, that is the title of one paragraph that the other one mentions; the second hop
+      asks the question again with the bridge named.
+    """
+    if len(question.gold) != 2:
+        return ()
+    if "comparison" in kind:
+        ordered = sorted(question.gold, key=lambda d: _position(question.text, d.title))
+        return tuple(
+            Hop(f"What is there to know about {name_of(d.title)} for this: {question.text}", sentences[d.title], d)
+            for d in ordered
+        )
+    first, second = _bridge_order(question, sentences)
+    bridge = _bridge(question, first, second, sentences)
+    known = name_of(first.title)
+    if known != bridge and _overlap(known, question.text) == 1:
+        lead = f"Which name in connection with {known} is needed for this: {question.text}"
+    else:
+        lead = f"Which name is needed first for this: {question.text}"
+    return Hop(lead, bridge, first), Hop(f"Given {bridge}: {question.text}", question.answers[0], second)
+
+
+def _bridge_order(question: Question, sentences: dict[str, str]) -> tuple[Document, Document]:
+    a, b = question.gold
+    answer = question.answers[0]
+
+    def leads(first: Document, second: Document) -> float:
+        """How well the chain first -> second explains the question."""
+        evidence = 1.5 * (_mentions(sentences[second.title], answer) - _mentions(sentences[first.title], answer))
+        evidence += _overlap(name_of(first.title), question.text) - _overlap(name_of(second.title), question.text)
+        return evidence + 0.5 * _mentions(sentences[first.title], name_of(second.title))
+
+    return (a, b) if leads(a, b) >= leads(b, a) else (b, a)
+
+
+def _bridge(question: Question, first: Document, second: Document, sentences: dict[str, str]) -> str:
+    """The entity that the first hop finds: a title that the other paragraph mentions and the question does not give away."""
+    names = name_of(first.title), name_of(second.title)
+    for of_first, of_second in ((sentences[first.title], sentences[second.title]), (first.text, second.text)):
+        linked = [n for n, text in ((names[1], of_first), (names[0], of_second)) if _mentions(text, n)]
+        unknown = [n for n in linked if _overlap(n, question.text) < 1]
+        if unknown or linked:
+            return (unknown or linked)[0]
+    return next((n for n in (names[1], names[0]) if _overlap(n, question.text) < 1), names[1])
+
+
+def name_of(title: str) -> str:
+    """A title as it would stand in a sentence: `Neighbours (TV series)` is `Neighbours`."""
+    title = " ".join(html.unescape(title).split())
+    return re.sub(r"\s*\([^()]*\)$", "", title) or title
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())
+
+
+def _mentions(text: str, name: str) -> bool:
+    return bool(_words(name)) and f" {' '.join(_words(name))} " in f" {' '.join(_words(text))} "
+
+
+def _overlap(name: str, text: str) -> float:
+    """Share of the name's words that the text has, 0 to 1."""
+    words = set(_words(name))
+    return len(words & set(_words(text))) / max(len(words), 1)
+
+
+def _position(text: str, title: str) -> int:
+    at = text.casefold().find(name_of(title).casefold())
+    return at if at >= 0 else len(text)

@@ -1,0 +1,122 @@
+"""From what `--data` says to files on this disk: paths as they are, hub strings by download, parquet by pyarrow.
+
+Never unpickles and never runs a data set's own loading script: only JSON, JSON lines and parquet files are taken.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from r3lite.errors import R3LiteError
+
+KINDS = (".jsonl", ".json", ".parquet")  # in order of preference: parquet needs an extra
+TIMEOUT = 10.0  # seconds for the hub's answer to a listing
+# Script-only data sets are converted by the hub itself, to this branch.
+CONVERTED = "refs/convert/parquet"
+
+
+def files_of(data: str) -> list[Path]:
+    """The files behind a path or a hub string `name,subset,split` (subset may be empty: `name,,split`)."""
+    path = Path(data)
+    if path.is_file():
+        return [path]
+    parts = [p.strip() for p in data.split(",")]
+    if len(parts) == 3 and parts[0] and parts[2]:
+        return _download(*parts)
+    if path.is_dir():
+        raise R3LiteError(f"--data {data} is a folder", "Name one file in it.")
+    raise R3LiteError(
+        f"--data {data}: there is no such file", "Name a question file, or a hub string name,subset,split."
+    )
+
+
+def parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    """Place and content of each row of a parquet file."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise R3LiteError(
+            f"{path} is a parquet file, and pyarrow is not installed", "pip install 'r3lite[hub]'"
+        ) from error
+    try:
+        number = 0
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise R3LiteError(f"{path} cannot be read as parquet: {error}", "The file is damaged; get it again.") from error
+
+
+def _download(name: str, subset: str, split: str) -> list[Path]:
+    import huggingface_hub
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        revision, files = None, _data_files(huggingface_hub.HfApi(), name, None)
+        if not files:
+            try:
+                revision, files = CONVERTED, _data_files(huggingface_hub.HfApi(), name, CONVERTED)
+            except RevisionNotFoundError:
+                pass  # reported below as a data set without usable files
+        chosen = pick(files, name, subset, split)
+        return [
+            Path(huggingface_hub.hf_hub_download(name, f, repo_type="dataset", revision=revision, etag_timeout=TIMEOUT))
+            for f in chosen
+        ]
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise R3LiteError(
+            f"the hub has no data set {name!r} that can be read", "Check the name; a private one needs a login."
+        ) from error
+    except (OSError, HfHubHTTPError, OfflineModeIsEnabled, *_connection_errors()) as error:
+        raise R3LiteError(
+            f"the data set {name!r} cannot be fetched from the hub: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            f"Download it where there is a network and pass the file's path to --data instead of {name},{subset},{split}; "
+            "for HotpotQA that is hotpot_train_v1.1.json or hotpot_dev_distractor_v1.json from https://hotpotqa.github.io.",
+        ) from error
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """What the hub's HTTP client raises without a network: httpx from huggingface_hub 1.0 on, requests (an OSError) before."""
+    try:
+        import httpx
+    except ImportError:
+        return ()
+    return (httpx.HTTPError,)
+
+
+def _data_files(api, name: str, revision: str | None) -> list[str]:
+    info = api.dataset_info(name, revision=revision, timeout=TIMEOUT)
+    return sorted(s.rfilename for s in info.siblings or [] if s.rfilename.endswith(KINDS))
+
+
+def pick(files: list[str], name: str, subset: str, split: str) -> list[str]:
+    """The files of one subset and split, of one kind. Both names are looked for as whole words of the path."""
+    of_subset = [f for f in files if not subset or _names(f, subset)]
+    in_name = [f for f in of_subset if _names(PurePosixPath(f).name, split)]
+    chosen = in_name or [f for f in of_subset if _names(f, split)]
+    for kind in KINDS:
+        same = [f for f in chosen if f.endswith(kind)]
+        folders = sorted({str(PurePosixPath(f).parent) for f in same})
+        if len(folders) > 1:
+            raise R3LiteError(
+                f"{name} has the split {split!r} in several subsets: {', '.join(folders)}",
+                f"Name one: {name},SUBSET,{split}",
+            )
+        if same:
+            return same
+    there = ", ".join(files[:10]) or "no JSON or parquet file (a loading script is never run)"
+    raise R3LiteError(
+        f"{name} has no file for subset {subset!r} and split {split!r}; there is {there}",
+        "Name a subset and a split that are there.",
+    )
+
+
+def _names(path: str, word: str) -> bool:
+    return re.search(rf"(?<![a-z0-9]){re.escape(word.lower())}(?![a-z0-9])", path.lower()) is not None

@@ -1,0 +1,216 @@
+"""Question sets: HotpotQA, 2WikiMultiHopQA, MuSiQue and plain question-and-answer rows, told apart by content.
+
+Owns what a row of each data set means. Knows neither corpora nor retrieval; how sub-questions are made where a data
+set has none is in `hops.py`, how a hub string becomes files in `hub.py`.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from r3lite.datasets import hops, hub
+from r3lite.episode import Document, Hop, Question
+from r3lite.errors import R3LiteError
+from r3lite.files import read_jsonl
+
+MEND = "Mend or remove the row, or pass --skip-bad-rows."
+
+
+class BadRow(ValueError):
+    """Why a row cannot be used; the caller adds the file and the line."""
+
+
+def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bool = False) -> list[Question]:
+    """The first `limit` questions of a file (JSON array, JSON lines or parquet) or of a hub string `name,subset,split`.
+
+    A bad row raises R3LiteError with file, line (or row) and reason; with `skip_bad_rows` bad rows are left out and
+    their number is printed. MuSiQue's unanswerable questions are left out too, and counted.
+    """
+    questions: list[Question] = []
+    bad: list[R3LiteError] = []
+    unanswerable = 0
+    for path in hub.files_of(str(data)):
+        if limit is not None and len(questions) >= limit:
+            break
+        for where, row in _rows(path, bad.append if skip_bad_rows else None):
+            if row.get("answerable") is False:
+                unanswerable += 1
+                continue
+            try:
+                questions.append(read_row(row, default_id=f"{path.stem}-{where.split()[-1]}"))
+            except BadRow as error:
+                problem = R3LiteError(f"{path}, {where}: {error}", MEND)
+                if not skip_bad_rows:
+                    raise problem from error
+                bad.append(problem)
+            if limit is not None and len(questions) >= limit:
+                break
+    if bad:
+        print(f"{data}: {len(bad)} bad rows skipped; the first: {bad[0].cause}", file=sys.stderr)
+    if unanswerable:
+        print(f"{data}: {unanswerable} unanswerable questions left out", file=sys.stderr)
+    if not questions:
+        raise R3LiteError(
+            f"{data} holds no usable question", "Name a HotpotQA, 2WikiMultiHopQA, MuSiQue or question-and-answer file."
+        )
+    return questions
+
+
+def read_row(row: dict, default_id: str = "") -> Question:
+    """One row of any supported data set as a Question; raises BadRow."""
+    reader = _plain
+    if "paragraphs" in row and "question_decomposition" in row:
+        reader = _musique
+    elif "context" in row and "supporting_facts" in row:
+        reader = _hotpot
+    try:
+        return reader(row, str(row.get("_id") or row.get("id") or default_id))
+    except BadRow:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        name = {_plain: "question-and-answer", _musique: "MuSiQue", _hotpot: "HotpotQA"}[reader]
+        raise BadRow(f"not a row in {name} format: {type(error).__name__}: {error}") from error
+
+
+def _rows(path: Path, on_bad) -> Iterator[tuple[str, dict]]:
+    """Place (`line 3`, `row 7`) and object of each row; syntax errors raise, or go to `on_bad` where reading can go on."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
+    except OSError as error:
+        raise R3LiteError(
+            f"{path} cannot be read: {error}", "Name a question file, or a hub string name,subset,split."
+        ) from error
+    if head.startswith(b"PAR1"):
+        yield from hub.parquet_rows(path)
+    elif head.startswith(b"["):
+        yield from _array_rows(path)
+    else:
+        yield from ((f"line {number}", row) for number, row in read_jsonl(path, on_bad))
+
+
+def _array_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    """Elements of a JSON array, decoded one at a time: HotpotQA's training file is half a gigabyte."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise R3LiteError(f"{path} cannot be read: {error}", "Name a UTF-8 JSON file.") from error
+    decoder, number = json.JSONDecoder(), 0
+    at = _skip_space(text, text.index("[") + 1)
+    while at < len(text) and text[at] != "]":
+        number += 1
+        try:
+            row, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise R3LiteError(
+                f"{path}, row {number}: not JSON: {error}", "The file is damaged from here on; get it again."
+            ) from error
+        if not isinstance(row, dict):
+            row = {"question": None}  # reported with its row number like any other bad row
+        yield f"row {number}", row
+        at = _skip_space(text, at)
+        if text[at : at + 1] == ",":
+            at = _skip_space(text, at + 1)
+    if at >= len(text):
+        raise R3LiteError(
+            f"{path} ends inside row {number + 1}: the closing ] is missing", "The file is cut; get it again."
+        )
+
+
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _text(row: dict, key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise BadRow(f"{key!r} is missing or blank")
+    return " ".join(value.split())
+
+
+def _answers(row: dict) -> tuple[str, ...]:
+    """`answer` (with MuSiQue's `answer_aliases`), `answers` or `golden_answers`: text, a number or a list of them."""
+    found = next((row[k] for k in ("answer", "answers", "golden_answers") if row.get(k) is not None), [])
+    # SQuAD and its kin write {"text": [...]}.
+    found = found.get("text", []) if isinstance(found, dict) else found
+    found = [*(found if isinstance(found, (list, tuple)) else [found]), *(row.get("answer_aliases") or [])]
+    texts = [" ".join(str(a).split()) for a in found if isinstance(a, (str, int, float))]
+    texts = list(dict.fromkeys(t for t in texts if t))
+    if not texts:
+        raise BadRow("it has no answer ('answer', 'answers' or 'golden_answers')")
+    return tuple(texts)
+
+
+def _plain(row: dict, id: str) -> Question:
+    return Question(id=id, text=_text(row, "question"), answers=_answers(row))
+
+
+def _musique(row: dict, id: str) -> Question:
+    """MuSiQue: the supporting paragraphs are named by the decomposition; one title has many paragraphs."""
+    documents = {p["idx"]: Document(f"{id}/{p['idx']}", p["title"], p["paragraph_text"]) for p in row["paragraphs"]}
+    found = []
+    for hop in row["question_decomposition"]:
+        support = hop.get("paragraph_support_idx")
+        if support is not None and support not in documents:
+            raise BadRow(f"a hop is supported by paragraph {support}, which is not there")
+        document = documents[support] if support is not None else None
+        found.append(Hop(hops.natural(hop["question"]), " ".join(str(hop["answer"]).split()), document))
+    gold = [documents[p["idx"]] for p in row["paragraphs"] if p.get("is_supporting")]
+    gold = [h.document for h in found if h.document] or gold
+    return Question(
+        id=id,
+        text=_text(row, "question"),
+        answers=_answers(row),
+        documents=tuple(documents.values()),
+        gold=tuple({d.id: d for d in gold}.values()),
+        gold_by="text",
+        hops=tuple(found),
+    )
+
+
+def _hotpot(row: dict, id: str) -> Question:
+    """HotpotQA and 2WikiMultiHopQA, official or columnar: gold are the paragraphs that supporting facts name."""
+    context, facts = _unpacked(row["context"]), _unpacked(row["supporting_facts"])
+    context = _pairs(context, "title", "sentences") if isinstance(context, dict) else context
+    facts = _pairs(facts, "title", "sent_id") if isinstance(facts, dict) else facts
+    # HotpotQA's sentences bring their own spaces, 2WikiMultiHopQA's do not.
+    spaced = any(s[:1].isspace() for _, sentences in context for s in sentences[1:])
+    supporting: dict[str, list[int]] = {}
+    for title, sentence in facts:
+        supporting.setdefault(title, []).append(int(sentence))
+    documents, gold, sentences_of = [], [], {}
+    for index, (title, sentences) in enumerate(context):
+        document = Document(f"{id}/{index}", title, ("" if spaced else " ").join(sentences))
+        documents.append(document)
+        if title in supporting and title not in sentences_of:
+            gold.append(document)
+            # Some supporting facts of HotpotQA name a sentence past the end of the paragraph.
+            named = [sentences[i].strip() for i in sorted(set(supporting[title])) if 0 <= i < len(sentences)]
+            sentences_of[title] = " ".join(" ".join(named or sentences[:1]).split())
+    question = Question(
+        id=id,
+        text=_text(row, "question"),
+        answers=_answers(row),
+        documents=tuple(documents),
+        gold=tuple(gold),
+        gold_by="title",
+    )
+    evidences = _unpacked(row.get("evidences") or [])
+    if isinstance(evidences, dict):
+        evidences = list(zip(*evidences.values()))
+    found = hops.from_evidences(question, evidences) or hops.from_supporting(
+        question, str(row.get("type")), sentences_of
+    )
+    return Question(**{**vars(question), "hops": found})
+
+
+def _unpacked(value):
+    """Some hub copies keep nested fields as JSON text."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _pairs(columns: dict, *names: str) -> list[tuple]:
+    return list(zip(*(columns[n] for n in names), strict=True))
