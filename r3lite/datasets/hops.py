@@ -1,4 +1,4 @@
-"""Sub-questions: MuSiQue's made readable, and those that HotpotQA and 2WikiMultiHopQA lack made by rule, without a teacher.
+"""Sub-questions: MuSiQue's made readable; those that HotpotQA and 2WikiMultiHopQA lack made by rule, without a teacher.
 
 A sub-question may use only what a reader knows by then: the question, and the answers of earlier hops. What the gold
 paragraphs say beyond that must not leak into it, or a model would learn to ask for what it cannot know.
@@ -9,12 +9,13 @@ import re
 
 from r3lite.episode import Document, Hop, Question
 
-PERSONS = {
-    "performer", "composer", "author", "director", "producer", "screenwriter", "father", "mother", "spouse", "sibling", "child", "founder",
-    "creator", "editor", "architect", "cast member", "lyricist", "head of state", "head of government", "chief executive officer", "husband",
-    "wife", "paternal grandfather", "paternal grandmother", "maternal grandfather", "maternal grandmother", "father-in-law", "mother-in-law",
-    "sibling-in-law", "uncle", "aunt", "stepfather", "stepmother", "son", "daughter", "grandchild", "doctoral advisor", "winner", "head coach",
-}  # fmt: skip
+PERSONS = re.compile(
+    "performer|composer|author|director|producer|screenwriter|lyricist|founder|creator|editor|architect|cast member|"
+    "father|mother|spouse|husband|wife|sibling|child|son|daughter|grandchild|uncle|aunt|stepfather|stepmother|"
+    "(paternal|maternal) grand(father|mother)|(father|mother|sibling)-in-law|head of (state|government)|"
+    "chief executive officer|doctoral advisor|winner|head coach",
+    re.IGNORECASE,
+)
 # Wikidata relations that are not nouns; `of what` follows from the others by `relation_question`.
 PHRASES = {
     "located in the administrative territorial entity": "In which administrative territorial entity is {x} located?",
@@ -62,11 +63,11 @@ def relation_question(subject: str, relation: str) -> str:
         return PHRASES[relation.lower()].format(x=subject)
     if VERBAL.search(relation):
         return f"What is {subject} {relation}?"
-    return f"{'Who' if relation.lower() in PERSONS else 'What'} is the {relation} of {subject}?"
+    return f"{'Who' if PERSONS.fullmatch(relation) else 'What'} is the {relation} of {subject}?"
 
 
 def natural(text: str) -> str:
-    """A MuSiQue sub-question as a person would write it: `>>` spelled out, stray spaces gone, a capital and a question mark."""
+    """A MuSiQue sub-question as a person would write it: no `>>`, no stray spaces, a capital and a question mark."""
     text = " ".join(text.split())
     text = re.sub(r" ([?,.;:)]|'s\b)", r"\1", text)
     subject, arrow, relation = text.partition(" >> ")
@@ -124,10 +125,7 @@ def from_supporting(question: Question, kind: str, sentences: dict[str, str]) ->
         return ()
     if "comparison" in kind:
         ordered = sorted(question.gold, key=lambda d: _position(question.text, d.title))
-        return tuple(
-            Hop(f"What is there to know about {name_of(d.title)} for this: {question.text}", sentences[d.title], d)
-            for d in ordered
-        )
+        return tuple(Hop(f"What is known about {name_of(d.title)}?", sentences[d.title], d) for d in ordered)
     first, second = _bridge_order(question, sentences)
     bridge = _bridge(question, first, second, sentences)
     known = name_of(first.title)
@@ -152,7 +150,7 @@ def _bridge_order(question: Question, sentences: dict[str, str]) -> tuple[Docume
 
 
 def _bridge(question: Question, first: Document, second: Document, sentences: dict[str, str]) -> str:
-    """The entity that the first hop finds: a title that the other paragraph mentions and the question does not give away."""
+    """The entity that the first hop finds: a title that the other paragraph mentions, better one the question lacks."""
     names = name_of(first.title), name_of(second.title)
     for of_first, of_second in ((sentences[first.title], sentences[second.title]), (first.text, second.text)):
         linked = [n for n, text in ((names[1], of_first), (names[0], of_second)) if _mentions(text, n)]

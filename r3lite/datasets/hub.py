@@ -1,10 +1,10 @@
-"""From what `--data` says to files on this disk: paths as they are, hub strings by download, parquet by pyarrow.
+"""From what `--data` says to files on this disk: paths as they are, hub strings by download.
 
 Never unpickles and never runs a data set's own loading script: only JSON, JSON lines and parquet files are taken.
 """
 
+import contextlib
 import re
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from r3lite.errors import R3LiteError
@@ -30,65 +30,30 @@ def files_of(data: str) -> list[Path]:
     )
 
 
-def parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
-    """Place and content of each row of a parquet file."""
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise R3LiteError(
-            f"{path} is a parquet file, and pyarrow is not installed", "pip install 'r3lite[hub]'"
-        ) from error
-    try:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise R3LiteError(f"{path} cannot be read as parquet: {error}", "The file is damaged; get it again.") from error
-
-
 def _download(name: str, subset: str, split: str) -> list[Path]:
-    import huggingface_hub
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import HfApi, errors, hf_hub_download
 
+    # The HTTP client's own errors, whichever client this version of the hub library is built on.
+    client_error = errors.HfHubHTTPError.__bases__[0]
     try:
-        revision, files = None, _data_files(huggingface_hub.HfApi(), name, None)
+        revision, files = None, _data_files(HfApi(), name, None)
         if not files:
-            try:
-                revision, files = CONVERTED, _data_files(huggingface_hub.HfApi(), name, CONVERTED)
-            except RevisionNotFoundError:
-                pass  # reported below as a data set without usable files
+            with contextlib.suppress(errors.RevisionNotFoundError):
+                revision, files = CONVERTED, _data_files(HfApi(), name, CONVERTED)
         chosen = pick(files, name, subset, split)
-        return [
-            Path(huggingface_hub.hf_hub_download(name, f, repo_type="dataset", revision=revision, etag_timeout=TIMEOUT))
-            for f in chosen
-        ]
-    except (RepositoryNotFoundError, HFValidationError) as error:
+        kind = {"repo_type": "dataset", "revision": revision, "etag_timeout": TIMEOUT}
+        return [Path(hf_hub_download(name, file, **kind)) for file in chosen]
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise R3LiteError(
             f"the hub has no data set {name!r} that can be read", "Check the name; a private one needs a login."
         ) from error
-    except (OSError, HfHubHTTPError, OfflineModeIsEnabled, *_connection_errors()) as error:
+    except (OSError, client_error) as error:
+        reason = (str(error).splitlines() or [""])[0]
         raise R3LiteError(
-            f"the data set {name!r} cannot be fetched from the hub: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            f"Download it where there is a network and pass the file's path to --data instead of {name},{subset},{split}; "
-            "for HotpotQA that is hotpot_train_v1.1.json or hotpot_dev_distractor_v1.json from https://hotpotqa.github.io.",
+            f"the data set {name!r} cannot be fetched from the hub: {type(error).__name__}: {reason}",
+            f"Download it where there is a network, and pass the file's path to --data, not {name},{subset},{split}. "
+            "For HotpotQA: hotpot_train_v1.1.json or hotpot_dev_distractor_v1.json from https://hotpotqa.github.io.",
         ) from error
-
-
-def _connection_errors() -> tuple[type[Exception], ...]:
-    """What the hub's HTTP client raises without a network: httpx from huggingface_hub 1.0 on, requests (an OSError) before."""
-    try:
-        import httpx
-    except ImportError:
-        return ()
-    return (httpx.HTTPError,)
 
 
 def _data_files(api, name: str, revision: str | None) -> list[str]:

@@ -1,24 +1,18 @@
 """Question sets: HotpotQA, 2WikiMultiHopQA, MuSiQue and plain question-and-answer rows, told apart by content.
 
-Owns what a row of each data set means. Knows neither corpora nor retrieval; how sub-questions are made where a data
-set has none is in `hops.py`, how a hub string becomes files in `hub.py`.
+Owns what a row of each data set means. Knows neither corpora nor
+retrieval; how sub-questions are made where a data
+set has none is in `hops.py`, how files become rows in `rows.py`.
 """
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-from r3lite.datasets import hops, hub
+from r3lite.datasets import hops
+from r3lite.datasets.rows import BadRow, read
 from r3lite.episode import Document, Hop, Question
 from r3lite.errors import R3LiteError
-from r3lite.files import read_jsonl
-
-MEND = "Mend or remove the row, or pass --skip-bad-rows."
-
-
-class BadRow(ValueError):
-    """Why a row cannot be used; the caller adds the file and the line."""
 
 
 def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bool = False) -> list[Question]:
@@ -27,33 +21,21 @@ def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bo
     A bad row raises R3LiteError with file, line (or row) and reason; with `skip_bad_rows` bad rows are left out and
     their number is printed. MuSiQue's unanswerable questions are left out too, and counted.
     """
-    questions: list[Question] = []
-    bad: list[R3LiteError] = []
     unanswerable = 0
-    for path in hub.files_of(str(data)):
-        if limit is not None and len(questions) >= limit:
-            break
-        for where, row in _rows(path, bad.append if skip_bad_rows else None):
-            if row.get("answerable") is False:
-                unanswerable += 1
-                continue
-            try:
-                questions.append(read_row(row, default_id=f"{path.stem}-{where.split()[-1]}"))
-            except BadRow as error:
-                problem = R3LiteError(f"{path}, {where}: {error}", MEND)
-                if not skip_bad_rows:
-                    raise problem from error
-                bad.append(problem)
-            if limit is not None and len(questions) >= limit:
-                break
-    if bad:
-        print(f"{data}: {len(bad)} bad rows skipped; the first: {bad[0].cause}", file=sys.stderr)
+
+    def convert(row: dict, default_id: str) -> Question | None:
+        nonlocal unanswerable
+        if row.get("answerable") is False:
+            unanswerable += 1
+            return None
+        return read_row(row, default_id)
+
+    questions = read(data, convert, limit, skip_bad_rows)
     if unanswerable:
         print(f"{data}: {unanswerable} unanswerable questions left out", file=sys.stderr)
     if not questions:
-        raise R3LiteError(
-            f"{data} holds no usable question", "Name a HotpotQA, 2WikiMultiHopQA, MuSiQue or question-and-answer file."
-        )
+        remedy = "Name a HotpotQA, 2WikiMultiHopQA, MuSiQue or question-and-answer file."
+        raise R3LiteError(f"{data} holds no usable question", remedy)
     return questions
 
 
@@ -71,57 +53,6 @@ def read_row(row: dict, default_id: str = "") -> Question:
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         name = {_plain: "question-and-answer", _musique: "MuSiQue", _hotpot: "HotpotQA"}[reader]
         raise BadRow(f"not a row in {name} format: {type(error).__name__}: {error}") from error
-
-
-def _rows(path: Path, on_bad) -> Iterator[tuple[str, dict]]:
-    """Place (`line 3`, `row 7`) and object of each row; syntax errors raise, or go to `on_bad` where reading can go on."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
-    except OSError as error:
-        raise R3LiteError(
-            f"{path} cannot be read: {error}", "Name a question file, or a hub string name,subset,split."
-        ) from error
-    if head.startswith(b"PAR1"):
-        yield from hub.parquet_rows(path)
-    elif head.startswith(b"["):
-        yield from _array_rows(path)
-    else:
-        yield from ((f"line {number}", row) for number, row in read_jsonl(path, on_bad))
-
-
-def _array_rows(path: Path) -> Iterator[tuple[str, dict]]:
-    """Elements of a JSON array, decoded one at a time: HotpotQA's training file is half a gigabyte."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise R3LiteError(f"{path} cannot be read: {error}", "Name a UTF-8 JSON file.") from error
-    decoder, number = json.JSONDecoder(), 0
-    at = _skip_space(text, text.index("[") + 1)
-    while at < len(text) and text[at] != "]":
-        number += 1
-        try:
-            row, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise R3LiteError(
-                f"{path}, row {number}: not JSON: {error}", "The file is damaged from here on; get it again."
-            ) from error
-        if not isinstance(row, dict):
-            row = {"question": None}  # reported with its row number like any other bad row
-        yield f"row {number}", row
-        at = _skip_space(text, at)
-        if text[at : at + 1] == ",":
-            at = _skip_space(text, at + 1)
-    if at >= len(text):
-        raise R3LiteError(
-            f"{path} ends inside row {number + 1}: the closing ] is missing", "The file is cut; get it again."
-        )
-
-
-def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
 
 
 def _text(row: dict, key: str) -> str:

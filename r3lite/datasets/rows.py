@@ -1,0 +1,117 @@
+"""Rows of data files: JSON array, JSON lines or parquet, told apart by their first bytes. Knows no row's meaning."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from r3lite.datasets import hub
+from r3lite.errors import R3LiteError
+from r3lite.files import read_jsonl
+
+MEND = "Mend or remove the row, or pass --skip-bad-rows."
+
+
+Item = TypeVar("Item")
+
+
+class BadRow(ValueError):
+    """Why a row cannot be used; `read` adds the file and the line."""
+
+
+def read(
+    data: str | Path, convert: Callable[[dict, str], Item | None], limit: int | None = None, skip_bad_rows: bool = False
+) -> list[Item]:
+    """The first `limit` rows of a path or hub string as `convert(row, default id)` makes them; None leaves a row out.
+
+    A row for which it raises BadRow raises R3LiteError with file, line (or row) and reason; with `skip_bad_rows` such
+    rows are left out and their number is printed.
+    """
+    kept: list[Item] = []
+    bad: list[R3LiteError] = []
+    for path in hub.files_of(str(data)):
+        for where, row in file_rows(path, bad.append if skip_bad_rows else None):
+            if limit is not None and len(kept) >= limit:
+                break
+            try:
+                made = convert(row, f"{path.stem}-{where.split()[-1]}")
+            except BadRow as error:
+                bad.append(R3LiteError(f"{path}, {where}: {error}", MEND))
+                if not skip_bad_rows:
+                    raise bad[-1] from error
+                continue
+            if made is not None:
+                kept.append(made)
+    if bad:
+        print(f"{data}: {len(bad)} bad rows skipped; the first: {bad[0].cause}", file=sys.stderr)
+    return kept
+
+
+def file_rows(path: Path, on_bad: Callable[[R3LiteError], None] | None = None) -> Iterator[tuple[str, dict]]:
+    """Place (`line 3`, `row 7`) and object of each row; syntax errors raise, or go to `on_bad` in JSON lines."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
+    except OSError as error:
+        raise R3LiteError(
+            f"{path} cannot be read: {error}", "Name a data file, or a hub string name,subset,split."
+        ) from error
+    if head.startswith(b"PAR1"):
+        yield from _parquet_rows(path)
+    elif head.startswith(b"["):
+        yield from _array_rows(path)
+    else:
+        yield from ((f"line {number}", row) for number, row in read_jsonl(path, on_bad))
+
+
+def _array_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    """Elements of a JSON array, decoded one at a time: HotpotQA's training file is half a gigabyte."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise R3LiteError(f"{path} cannot be read: {error}", "Name a UTF-8 JSON file.") from error
+    decoder, number = json.JSONDecoder(), 0
+    at = _skip_space(text, text.index("[") + 1)
+    while at < len(text) and text[at] != "]":
+        number += 1
+        try:
+            row, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise R3LiteError(
+                f"{path}, row {number}: not JSON: {error}", "The file is damaged from here on; get it again."
+            ) from error
+        if not isinstance(row, dict):
+            row = {"question": None}  # reported with its row number like any other bad row
+        yield f"row {number}", row
+        at = _skip_space(text, at)
+        if text[at : at + 1] == ",":
+            at = _skip_space(text, at + 1)
+    if at >= len(text):
+        raise R3LiteError(
+            f"{path} ends inside row {number + 1}: the closing ] is missing", "The file is cut; get it again."
+        )
+
+
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    """Place and content of each row of a parquet file."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise R3LiteError(
+            f"{path} is a parquet file, and pyarrow is not installed", "pip install 'r3lite[hub]'"
+        ) from error
+    try:
+        number = 0
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise R3LiteError(f"{path} cannot be read as parquet: {error}", "The file is damaged; get it again.") from error
