@@ -1,0 +1,69 @@
+"""Forward hooks on a Qwen2: gradients into checkpointed layers, and a watch on the size of activations."""
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from r3lite.models.qwen2 import Qwen2
+
+FP16_MAX = torch.finfo(torch.float16).max
+
+
+def require_input_grads(model: Qwen2) -> RemovableHandle:
+    """Makes the embedding's output require a gradient, until the handle is removed.
+
+    With a frozen base nothing that enters the first layer requires one, and a checkpointed layer whose inputs need no
+    gradient may be taken for one that needs none at all.
+    """
+
+    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        if torch.is_grad_enabled():
+            output.requires_grad_()
+
+    return model.model.embed_tokens.register_forward_hook(hook)
+
+
+class ActivationWatch:
+    """Watches the layers' outputs within a `with` block, to explain an overflow by the name of the layer.
+
+    `largest` has the greatest magnitude that each layer's output reached, by the layer's name (inf and nan
+    included); `first_overflow` is the first layer whose output held an inf or a nan, or None. Each layer's figure is
+    read back from the device, so this is for finding out, not for every step.
+    """
+
+    def __init__(self, model: Qwen2):
+        self.largest: dict[str, float] = {}
+        self.first_overflow: str | None = None
+        self._layers = {f"model.layers.{i}": layer for i, layer in enumerate(model.model.layers)}
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        self._handles = [layer.register_forward_hook(self._hook(name)) for name, layer in self._layers.items()]
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _hook(self, name: str):
+        def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+            largest = output.detach().abs().max().item()  # nan where there is one
+            before = self.largest.get(name, 0.0)
+            # A nan once seen stays: it compares as neither greater nor less.
+            self.largest[name] = before if before != before or largest <= before else largest
+            if self.first_overflow is None and not largest < float("inf"):
+                self.first_overflow = name
+
+        return hook
+
+    def report(self) -> str:
+        """One line on what was seen: where it overflowed and how large activations were before that."""
+        finite = {name: size for name, size in self.largest.items() if size < float("inf")}
+        name = max(finite, key=finite.get, default=None)
+        peak = f"the largest finite activation was {finite[name]:,.0f}, after {name}" if name else "no layer was finite"
+        if self.first_overflow is None:
+            return f"no layer overflowed; {peak}"
+        return f"{self.first_overflow} was the first layer to give inf or nan; {peak} (fp16 ends at {FP16_MAX:,.0f})"

@@ -1,0 +1,309 @@
+"""LoRA (arXiv 2106.09685): several named low-rank adapters on one frozen base, saved in PEFT's format.
+
+Owns the adapters' weights, which of them is switched on, and their files. A model without an adapter switched on is
+the bare base, to the bit.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from r3lite.errors import R3LiteError
+from r3lite.files import write_json
+from r3lite.models.weights import write_tensors
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Keys of adapter_config.json that do not change what the adapter computes, or that are read here. Any other key
+# must be unset: it belongs to a feature that r3lite lacks and would silently leave out.
+READ = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "init_lora_weights")
+IDLE = (
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "layers_pattern", "megatron_core", "qalora_group_size", "exclude_modules", "ensure_weight_tying",
+)  # fmt: skip
+# Initializations that change the base's weights too: the adapter means nothing on the published base.
+BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """Shape and scale of one adapter."""
+
+    r: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = PROJECTIONS
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+
+@dataclass
+class Switch:
+    """What all LoRA layers of a model share: its adapters, and the one that is on."""
+
+    specs: dict[str, LoraSpec] = field(default_factory=dict)
+    active: str | None = None
+
+    @contextlib.contextmanager
+    def to(self, name: str | None) -> Iterator[None]:
+        before, self.active = self.active, name
+        try:
+            yield
+        finally:
+            self.active = before
+
+
+class LoraLinear(nn.Module):
+    """y = base(x) + scale * B A dropout(x), with A [r, in] and B [out, r] of the adapter that is on.
+
+    A and B are fp32 parameters; products are computed in x's dtype (or autocast's), as those of the base are.
+    """
+
+    def __init__(self, base: nn.Linear, switch: Switch):
+        super().__init__()
+        self.base, self.switch = base, switch
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.base(x)
+        name = self.switch.active
+        if name is None or name not in self.lora_A:
+            return out
+        spec = self.switch.specs[name]
+        if self.training and spec.dropout:
+            x = F.dropout(x, spec.dropout)
+        low = F.linear(x, self.lora_A[name].to(x.dtype))  # [..., r]
+        return out + F.linear(low, self.lora_B[name].to(low.dtype)) * spec.scale
+
+
+def switch_of(model: nn.Module) -> Switch:
+    """The model's switch; made at first use."""
+    if not hasattr(model, "lora"):
+        model.lora = Switch()
+    return model.lora
+
+
+def set_adapter(model: nn.Module, name: str | None) -> None:
+    """Switches an adapter on for good; None switches all off."""
+    _check_known(model, name)
+    switch_of(model).active = name
+
+
+def use_adapter(model: nn.Module, name: str | None) -> contextlib.AbstractContextManager[None]:
+    """Switches an adapter on (None: all off) within a `with` block. Costs nothing: one attribute is set."""
+    _check_known(model, name)
+    return switch_of(model).to(name)
+
+
+def _check_known(model: nn.Module, name: str | None) -> None:
+    known = switch_of(model).specs
+    assert name is None or name in known, f"no adapter is named {name!r}; there are {sorted(known)}"
+
+
+def add_adapter(
+    model: nn.Module,
+    name: str,
+    r: int,
+    alpha: float,
+    dropout: float = 0.0,
+    targets: Sequence[str] = PROJECTIONS,
+    rslora: bool = False,
+    seed: int = 0,
+) -> None:
+    """Adds a fresh trainable adapter, which changes nothing yet: A is Kaiming-uniform as in peft, B is zero.
+
+    It is not switched on. The same seed gives the same weights on every device. Raises R3LiteError for a target that
+    is not one of the seven projections.
+    """
+    _check_targets(targets, "lora_targets")
+    spec = LoraSpec(r, alpha, dropout, tuple(p for p in PROJECTIONS if p in targets), rslora)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for path, linear in _targets(model, spec.targets):
+        a = torch.empty(r, linear.in_features)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        tensors[_key(path, "A")], tensors[_key(path, "B")] = a, torch.zeros(linear.out_features, r)
+    _attach(model, name, spec, tensors, trainable=True)
+
+
+def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """An adapter's parameters under the names that PEFT gives them, in the order of the layers."""
+    _check_known(model, name)
+    parameters = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear) and name in module.lora_A:
+            parameters[_key(path, "A")], parameters[_key(path, "B")] = module.lora_A[name], module.lora_B[name]
+    return parameters
+
+
+def remove_adapter(model: nn.Module, name: str) -> None:
+    """Takes an adapter off; a layer that has none left becomes the bare base layer again."""
+    _check_known(model, name)
+    switch = switch_of(model)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, LoraLinear) and name in module.lora_A:
+            del module.lora_A[name], module.lora_B[name]
+            if not len(module.lora_A):
+                _replace(model, path, module.base)
+    del switch.specs[name]
+    if switch.active == name:
+        switch.active = None
+
+
+@torch.no_grad()
+def merge_adapter(model: nn.Module, name: str) -> None:
+    """Adds scale * B A, computed in fp32, to the base weights, and takes the adapter off."""
+    _check_known(model, name)
+    scale = switch_of(model).specs[name].scale
+    for module in model.modules():
+        if isinstance(module, LoraLinear) and name in module.lora_A:
+            weight = module.base.weight
+            weight.copy_(weight.float() + scale * (module.lora_B[name] @ module.lora_A[name]))
+    remove_adapter(model, name)
+
+
+def save_adapter(model: nn.Module, name: str, folder: str | Path, base_model: str) -> None:
+    """Writes an adapter in PEFT's format; `base_model` is the folder or hub id that it belongs to."""
+    spec, folder = switch_of(model).specs[name], Path(folder)
+    write_tensors(folder / WEIGHTS, adapter_parameters(model, name))
+    write_json(
+        folder / CONFIG,
+        {
+            "base_model_name_or_path": base_model,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "lora_alpha": spec.alpha,
+            "lora_dropout": spec.dropout,
+            "modules_to_save": None,
+            "peft_type": "LORA",
+            "r": spec.r,
+            "target_modules": sorted(spec.targets),
+            "task_type": "CAUSAL_LM",
+            "use_dora": False,
+            "use_rslora": spec.rslora,
+        },
+    )
+
+
+def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: bool) -> None:
+    """Reads an adapter in PEFT's format from a folder, or from the `adapter/` of a run folder; does not switch it on.
+
+    Raises R3LiteError where it uses what r3lite lacks or does not fit the model, naming the key or the tensor.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file() and (folder / "adapter" / CONFIG).is_file():
+        folder = folder / "adapter"
+    spec = _read_spec(folder / CONFIG)
+    if not (folder / WEIGHTS).is_file():
+        raise R3LiteError(
+            f"{folder} has no {WEIGHTS}", "Save the adapter in safetensors format; pickled .bin files are not read."
+        )
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise R3LiteError(f"{folder / WEIGHTS} cannot be read: {error}", "Copy the adapter again.") from error
+    shapes = {}
+    for path, linear in _targets(model, spec.targets):
+        shapes[_key(path, "A")], shapes[_key(path, "B")] = (spec.r, linear.in_features), (linear.out_features, spec.r)
+    for what, keys in (
+        ("lacks the tensor", shapes.keys() - tensors),
+        ("has the unexpected tensor", tensors.keys() - shapes),
+    ):
+        if keys:
+            raise R3LiteError(
+                f"{folder / WEIGHTS} {what} {min(keys)}",
+                f"Its target_modules are {', '.join(spec.targets)}; is it of this model?",
+            )
+    for key, shape in shapes.items():
+        if tuple(tensors[key].shape) != shape:
+            raise R3LiteError(
+                f"{folder / WEIGHTS}: {key} has the shape {list(tensors[key].shape)}, not {list(shape)}",
+                "It belongs to another model or rank.",
+            )
+    _attach(model, name, spec, tensors, trainable)
+
+
+def _read_spec(path: Path) -> LoraSpec:
+    """The adapter that an `adapter_config.json` describes."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise R3LiteError(
+            f"no adapter can be read: {path}: {error}", "Name a run folder or a folder in PEFT's format."
+        ) from error
+    remedy = "r3lite reads plain LoRA adapters of PEFT."
+    if raw.get("peft_type") != "LORA":
+        raise R3LiteError(f"{path}: peft_type is {raw.get('peft_type')!r}", remedy)
+    if raw.get("bias", "none") != "none":
+        raise R3LiteError(f"{path}: bias is {raw['bias']!r}", remedy)
+    init = raw.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
+        raise R3LiteError(f"{path}: init_lora_weights is {init!r}, which changes the base as well", remedy)
+    for key, value in raw.items():
+        if key not in READ and key not in IDLE and value:
+            raise R3LiteError(f"{path}: {key} is {value!r}, a feature that r3lite does not have", remedy)
+    r, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
+    if isinstance(r, bool) or not isinstance(r, int) or r < 1:
+        raise R3LiteError(f"{path}: r is {r!r}, not a positive whole number", remedy)
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise R3LiteError(f"{path}: lora_alpha is {alpha!r}, not a number", remedy)
+    if not isinstance(targets, list) or not targets:
+        raise R3LiteError(f"{path}: target_modules is {targets!r}, not a list of projections", remedy)
+    _check_targets(targets, f"{path}: target_modules")
+    targets = tuple(p for p in PROJECTIONS if p in targets)
+    return LoraSpec(r, alpha, float(raw.get("lora_dropout") or 0), targets, bool(raw.get("use_rslora")))
+
+
+def _check_targets(targets: Sequence[str], where: str) -> None:
+    unknown = [t for t in targets if t not in PROJECTIONS]
+    if unknown or not targets:
+        raise R3LiteError(
+            f"{where} has {unknown[0] if unknown else 'nothing'}", f"Choose among {', '.join(PROJECTIONS)}."
+        )
+
+
+def _targets(model: nn.Module, targets: Sequence[str]) -> list[tuple[str, nn.Linear]]:
+    """Path and base layer of every projection that an adapter is to be on."""
+    found = []
+    for path, module in model.named_modules():
+        if path.rpartition(".")[2] in targets:
+            found.append((path, module.base if isinstance(module, LoraLinear) else module))
+    return found
+
+
+def _key(path: str, side: str) -> str:
+    return f"base_model.model.{path}.lora_{side}.weight"
+
+
+def _attach(model: nn.Module, name: str, spec: LoraSpec, tensors: dict[str, Tensor], trainable: bool) -> None:
+    switch = switch_of(model)
+    assert name not in switch.specs, f"an adapter named {name!r} is there already"
+    for path, base in _targets(model, spec.targets):
+        module = model.get_submodule(path)
+        if not isinstance(module, LoraLinear):
+            module = LoraLinear(base, switch)
+            module.train(base.training)
+            _replace(model, path, module)
+        for side, parameters in (("A", module.lora_A), ("B", module.lora_B)):
+            tensor = tensors[_key(path, side)].to(base.weight.device, torch.float32, copy=True)
+            parameters[name] = nn.Parameter(tensor, requires_grad=trainable)
+    switch.specs[name] = spec
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    owner, _, attribute = path.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, module)

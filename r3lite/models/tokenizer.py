@@ -1,0 +1,166 @@
+"""Text to token ids and back, and the chat markup of Qwen2.5, from a model folder's tokenizer files.
+
+Owns what a turn looks like in tokens. Knows no step format and no prompt. Text that comes from outside (questions,
+documents, what a model wrote) is always encoded as plain text: a document that spells out `<|im_end|>` cannot forge
+a turn.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as Backend
+
+from r3lite.errors import R3LiteError
+
+OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
+ROLES = ("system", "user", "assistant")
+# The system turn that a template writes where the conversation brings none. It is a literal of the template; a turn
+# put together with `+` or `~` from the conversation breaks off at a quote before its end and does not match.
+DEFAULT_SYSTEM = re.compile(
+    re.escape(OPEN) + r"system(?:\\n|\n)((?:(?!<\||['\"]\s*[+~}]).)*)" + re.escape(CLOSE), re.DOTALL
+)
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer with the chat markup of Qwen2.5.
+
+    `size` is the greatest token id + 1 (embeddings are often padded beyond it), `stop_id` ends a turn, `pad_id`
+    fills rows up, `default_system` is the system message of a chat that brings none, or None.
+    """
+
+    def __init__(self, definition: str, default_system: str | None, pad_token: str | None = None):
+        """From the text of a `tokenizer.json` that knows the markup's tokens."""
+        self._marked = Backend.from_str(definition)
+        # A second tokenizer without any added token: to it, markup is text like any other.
+        self._plain = Backend.from_str(json.dumps(json.loads(definition) | {"added_tokens": []}))
+        for backend in (self._marked, self._plain):
+            backend.no_truncation()
+            backend.no_padding()
+        self.default_system = default_system
+        self.size = max(self._marked.get_vocab(with_added_tokens=True).values()) + 1
+        self.open_id, self.stop_id = self._marked.token_to_id(OPEN), self._marked.token_to_id(CLOSE)
+        pad_id = self._marked.token_to_id(pad_token) if pad_token else None
+        self.pad_id = self.stop_id if pad_id is None else pad_id
+        self._newline = self.encode("\n")
+        self._answer = self._open("assistant\n")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Tokenizer":
+        """From `tokenizer.json` and `tokenizer_config.json` of a model folder; R3LiteError where they are unusable."""
+        folder = Path(folder)
+        definition = _read(folder / "tokenizer.json")
+        config = _read_json(folder / "tokenizer_config.json")
+        template = _chat_template(folder, config)
+        pad = config.get("pad_token")
+        if isinstance(pad, dict):
+            pad = pad.get("content")
+        try:
+            tokens = Backend.from_str(definition).get_vocab(with_added_tokens=True)
+        except Exception as error:  # the Rust library raises bare Exception for every kind of fault
+            raise R3LiteError(
+                f"{folder / 'tokenizer.json'} cannot be read: {error}", "Copy the model's tokenizer.json again."
+            ) from error
+        lacking = [token for token in (OPEN, CLOSE) if token not in tokens]
+        if lacking or OPEN not in template:
+            what = f"has no token {lacking[0]}" if lacking else f"has no chat template with {OPEN}"
+            raise R3LiteError(
+                f"the tokenizer in {folder} {what}",
+                f"r3lite speaks the chat markup of Qwen2.5 ({OPEN}role ... {CLOSE}); use such a model.",
+            )
+        found = DEFAULT_SYSTEM.search(template)
+        return cls(definition, _unescape(found[1]) if found else None, pad)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text; nothing in it is a special token, whatever it looks like."""
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens are left out, and so is an id that no token has."""
+        return self._marked.decode(list(ids), skip_special_tokens=True)
+
+    def cut(self, text: str, max_tokens: int) -> str:
+        """`text` up to the last token boundary at which it takes at most `max_tokens` tokens."""
+        encoding = self._plain.encode(text, add_special_tokens=False)
+        count = max_tokens
+        while len(encoding.ids) > max_tokens:
+            if count <= 0:
+                return ""
+            # Cut before token `count`: a character of several tokens goes whole.
+            text = text[: encoding.offsets[count][0]]
+            encoding = self._plain.encode(text, add_special_tokens=False)
+            # Usually done. But what a token boundary cuts apart may be encoded differently: then one token less.
+            count = min(count, len(encoding.ids)) - 1
+        return text
+
+    def open_chat(self, user: str, system: str | None = None) -> list[int]:
+        """Tokens of a chat up to where the model writes; its system turn is the one given, else the markup's default."""
+        system = self.default_system if system is None else system
+        turns = [] if system is None else [*self._open(f"system\n{system}"), self.stop_id, *self._newline]
+        return [*turns, *self._open(f"user\n{user}"), self.stop_id, *self._newline, *self._answer]
+
+    def user_turn(self, text: str) -> list[int]:
+        """What follows the end of an assistant's turn: a user turn and the opening of the next assistant turn."""
+        return [*self._newline, *self._open(f"user\n{text}"), self.stop_id, *self._newline, *self._answer]
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[bool]]:
+        """Tokens of a whole conversation of `role` and `content`, and which of them the assistant wrote.
+
+        The assistant wrote the contents of its turns and the tokens that end them. They are encoded apart from the
+        opening of the turn, as they are when a model is asked to write on after it.
+        """
+        ids: list[int] = []
+        written: list[bool] = []
+
+        def add(tokens: Sequence[int], by_assistant: bool = False) -> None:
+            ids.extend(tokens)
+            written.extend([by_assistant] * len(tokens))
+
+        if self.default_system is not None and (not messages or messages[0]["role"] != "system"):
+            messages = [{"role": "system", "content": self.default_system}, *messages]
+        for message in messages:
+            role, content = message["role"], message["content"]
+            if role not in ROLES:
+                raise R3LiteError(f"a message has the role {role!r}", f"The roles are {', '.join(ROLES)}.")
+            if role == "assistant":
+                add(self._answer)
+                add([*self.encode(content), self.stop_id], by_assistant=True)
+            else:
+                add([*self._open(f"{role}\n{content}"), self.stop_id])
+            add(self._newline)
+        return ids, written
+
+    def _open(self, text: str) -> list[int]:
+        return [self.open_id, *self.encode(text)]
+
+
+def _chat_template(folder: Path, config: dict) -> str:
+    """The chat template, from where versions 4 and 5 of transformers put it; empty where there is none."""
+    if (folder / "chat_template.jinja").is_file():
+        return _read(folder / "chat_template.jinja")
+    template = config.get("chat_template") or ""
+    if isinstance(template, list):  # several, by name
+        template = next((t.get("template", "") for t in template if t.get("name") == "default"), "")
+    return template
+
+
+def _unescape(literal: str) -> str:
+    """The text of a Jinja string literal's inside."""
+    return re.sub(r"\\(.)", lambda m: {"n": "\n", "t": "\t", "r": "\r"}.get(m[1], m[1]), literal)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise R3LiteError(
+            f"{path} cannot be read: {error}", f"A model folder needs {path.name}; copy it from the model's source."
+        ) from error
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise R3LiteError(f"{path} is not JSON: {error}", "Copy it again from the model's source.") from error

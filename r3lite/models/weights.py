@@ -1,0 +1,254 @@
+"""Model folders: where they are, reading `config.json` and safetensors into a Qwen2, writing a merged checkpoint.
+
+Owns the names and spellings of published checkpoints; knows nothing of adapters but that their tensors are not part
+of a checkpoint.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from r3lite.config import shipped
+from r3lite.errors import R3LiteError
+from r3lite.models.qwen2 import Qwen2, Qwen2Config
+
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
+VERBATIM = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Written by old exporters; computed here.
+COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+def resolve_folder(model: str) -> Path:
+    """The folder of a model: `tiny` (the shipped checkpoint), a folder, or a hub id, downloaded unless it is cached."""
+    if model == "tiny":
+        return shipped("checkpoints", "tiny")
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
+        raise R3LiteError(
+            f"there is no model folder {model}", "Name a folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or tiny."
+        )
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(HUB_FILES)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise R3LiteError(
+            f"the model {model} is neither a folder nor cached, and could not be downloaded: {reason}",
+            "Check the name and the connection, or put the model's config.json, tokenizer.json, tokenizer_config.json "
+            "and *.safetensors into a folder and pass --model FOLDER. --model tiny needs no download.",
+        ) from error
+
+
+def read_config(folder: str | Path) -> Qwen2Config:
+    """Sizes from a folder's `config.json`, as transformers 4 or 5 spells it; R3LiteError names what is unsupported."""
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise R3LiteError(
+            f"{path} cannot be read: {error}", "A model folder needs the config.json of its source."
+        ) from error
+    if raw.get("model_type") != "qwen2":
+        raise R3LiteError(
+            f"{path}: model_type is {raw.get('model_type')!r}",
+            "r3lite trains Qwen2 and Qwen2.5 models (model_type qwen2).",
+        )
+    if raw.get("quantization_config"):
+        raise R3LiteError(f"{path}: quantization_config is set", "Use the model's unquantized checkpoint.")
+    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
+        raise R3LiteError(
+            f"{path}: sliding-window attention is switched on (use_sliding_window, layer_types)",
+            "r3lite has full attention only.",
+        )
+    if raw.get("hidden_act", "silu") != "silu":
+        raise R3LiteError(f"{path}: hidden_act is {raw['hidden_act']!r}", "Only silu is supported.")
+    rope = (raw.get("rope_parameters") or {}) | (raw.get("rope_scaling") or {})  # transformers 5, 4
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise R3LiteError(
+            f"{path}: rope scaling of type {kind!r} is set (rope_scaling, rope_parameters)",
+            "Remove it to train within the model's own length.",
+        )
+    config = Qwen2Config(
+        **{name: _size(raw, name, path) for name in SIZES},
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
+        max_position_embeddings=int(raw.get("max_position_embeddings", 32_768)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+    )  # fmt: skip
+    if config.hidden_size % config.num_attention_heads or config.num_attention_heads % config.num_key_value_heads:
+        raise R3LiteError(
+            f"{path}: hidden_size {config.hidden_size}, num_attention_heads {config.num_attention_heads} and "
+            f"num_key_value_heads {config.num_key_value_heads} do not divide one another"
+        )
+    if raw.get("head_dim") not in (None, config.head_dim):
+        raise R3LiteError(
+            f"{path}: head_dim is {raw['head_dim']}, not hidden_size / num_attention_heads = {config.head_dim}",
+            "Such models are not supported.",
+        )
+    return config
+
+
+def _size(raw: dict, name: str, path: Path) -> int:
+    value = raw.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise R3LiteError(
+            f"{path}: {name} is {value!r}, not a positive whole number",
+            "A model folder needs the config.json of its source.",
+        )
+    return value
+
+
+def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.device) -> Qwen2:
+    """The model of a folder, frozen, in `dtype` on `device`.
+
+    Tensors are read one by one into a model that has no memory of its own yet, so that beside the finished weights
+    never more than one tensor is held. Raises R3LiteError naming a tensor that is missing, unexpected or of the wrong
+    shape or type.
+    """
+    folder = Path(folder)
+    with torch.device("meta"):
+        model = Qwen2(read_config(folder))
+    expected = dict(model.named_parameters())
+    places = _tensor_places(folder)
+    _check_names(folder, expected.keys(), places.keys(), model.config.tie_word_embeddings)
+    by_file = defaultdict(list)
+    for name in expected:
+        by_file[places[name]].append(name)
+    for path, names in by_file.items():
+        with _open(path) as file:
+            for name in names:
+                tensor = file.get_tensor(name)
+                if tensor.shape != expected[name].shape:
+                    raise R3LiteError(
+                        f"{path}: {name} has the shape {list(tensor.shape)}, "
+                        f"config.json asks for {list(expected[name].shape)}",
+                        "config.json and the weights are not of the same model.",
+                    )
+                if not tensor.is_floating_point() or tensor.element_size() < 2:
+                    raise R3LiteError(
+                        f"{path}: {name} is of type {tensor.dtype}", "Use the model's unquantized checkpoint."
+                    )
+                # Copied, or it would stay a view of the mapped file and change, or crash, with it.
+                _assign(model, name, tensor.to(device, dtype, copy=True))
+                del tensor
+    return model
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise R3LiteError(
+            f"{path} cannot be read: {error}", "The download may be incomplete: fetch the file again."
+        ) from error
+
+
+def _tensor_places(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor of a folder."""
+    if (folder / SINGLE).is_file():
+        shards = [folder / SINGLE]
+    elif (folder / INDEX).is_file():
+        try:
+            shards = [
+                folder / name
+                for name in sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+            ]
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise R3LiteError(f"{folder / INDEX} cannot be read: {error!r}", "Fetch the file again.") from error
+    else:
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        cause = f"{folder} has neither {SINGLE} nor {INDEX}"
+        cause += f", only pickled weights ({pickled[0]}), which can run code when they are read" if pickled else ""
+        raise R3LiteError(cause, "Use a checkpoint in safetensors format.")
+    places = {}
+    for path in shards:
+        with _open(path) as file:
+            places |= dict.fromkeys(file.keys(), path)
+    return places
+
+
+def _check_names(folder: Path, expected, found, tied: bool) -> None:
+    missing = [name for name in expected if name not in found]
+    # A tied model's head is its embedding; some exporters write it all the same.
+    unexpected = [
+        n for n in found if n not in expected and not COMPUTED.fullmatch(n) and not (tied and n == "lm_head.weight")
+    ]
+    for what, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise R3LiteError(
+                f"{folder}: {what} tensor {names[0]}{more}", "config.json and the weights are not of the same model."
+            )
+
+
+def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The base weights under their published names, whatever is wrapped around them; adapters are left out."""
+    return {
+        name.replace(".base.", "."): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if ".lora_A." not in name and ".lora_B." not in name
+    }
+
+
+def save_merged(model: Qwen2, source_folder: str | Path, out_folder: str | Path) -> None:
+    """Writes the base weights as a checkpoint that transformers reads, with config and tokenizer files of the source.
+
+    Adapters are merged before (`lora.merge_adapter`); those that still hang on the model are left out. The folder
+    appears whole or not at all; one that is there already and not empty is refused.
+    """
+    source, out = Path(source_folder), Path(out_folder)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise R3LiteError(f"{out} is there already", "Name a new folder for the merged checkpoint.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        temporary.mkdir()
+        for name in VERBATIM:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, temporary / name)
+        write_tensors(temporary / SINGLE, checkpoint_tensors(model))
+        if out.exists():
+            out.rmdir()  # empty; Windows renames onto nothing
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
+    """Writes a safetensors file by way of a temporary one beside it: a crash leaves the old file or the new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, temporary, metadata={"format": "pt"})
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # safetensors makes files that only their owner can read
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
