@@ -82,7 +82,7 @@ class Engine:
             self._decode_turns(rows, active, cache)
             for sequence in rows[:active]:
                 self._close_turn(sequence)
-            self._retrieve([s for s in rows[:active] if s.finish is None], retrieve)
+            self._retrieve([s for s in sequences if s.finish is None], retrieve)
             active = _to_front(rows, active, cache, lambda s: s.finish is None)
 
     def _decode_turns(self, rows: list[Sequence], active: int, cache: KVCache) -> None:
@@ -92,7 +92,7 @@ class Engine:
         while True:
             logits = F.linear(hidden, weight)  # [B, V]
             values = self.value_head(hidden).tolist() if self.value_head is not None else [0.0] * active
-            tokens, logprobs = self.sampler(logits, [s.stream.random() for s in rows[:active]])
+            tokens, logprobs = self._sample(logits, rows[:active])
             for sequence, token, logprob, value in zip(rows, tokens, logprobs, values):
                 sequence.act(token, logprob, value)
                 sequence.turn_over = self._turn_is_over(sequence)
@@ -100,6 +100,10 @@ class Engine:
             if not active:
                 return
             hidden = self._read(rows[:active], cache)
+
+    def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[list[int], list[float]]:
+        """One token and its log-probability per row, from logits [B, V]; each row draws from its own stream."""
+        return self.sampler(logits, [s.stream.random() for s in rows])
 
     def _read(self, rows: list[Sequence], cache: KVCache) -> Tensor:
         """Runs the model over the tokens that the cache lacks; hidden states [B, C] at each row's last token."""
