@@ -99,6 +99,21 @@ class DataSettings(Section):
 
 
 @dataclass(frozen=True)
+class CollectSettings(Section):
+    """Collecting."""
+
+    source: Literal["gold", "teacher"] = "gold"
+    """gold: from the data set's decompositions or supporting facts; teacher: sampled from --judge-model, wrong or
+malformed ones rejected, going on where an earlier run into the same --output left off"""
+    max_hops: Count = 5
+    """most queries of a trajectory; questions with more gold hops are left out, a teacher must answer then"""
+    attempts: Count = 4
+    """tries of the teacher at a question: the first at temperature 0, the others at 0.9"""
+    min_f1: Fraction = 0.8
+    """a teacher's answer is right when it is an exact match or has this F1"""
+
+
+@dataclass(frozen=True)
 class RetrievalSettings(Section):
     """Retrieval."""
 

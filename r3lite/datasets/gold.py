@@ -1,0 +1,72 @@
+"""Demonstrations from gold decompositions, without any teacher: what to ask, what was found, and when to answer.
+
+Texts for n hops with questions q_k and answers a_k:
+
+    step 1      analysis "I need to find out: {q_1}"                            query "{q_1}"
+    step k      analysis "{q_k-1} {a_k-1}. Next I need to find out: {q_k}"      query "{q_k}"
+    step n + 1  analysis "{q_n} {a_n}. That answers the question."              answer "{final answer}"
+
+A small model must write a fact down before it can use it: without the closing analysis it answers far worse.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+
+from r3lite.episode import Document, Question, Step
+
+
+def obstacle(question: Question, max_hops: int) -> str | None:
+    """Why no demonstration can be made of a question, or None."""
+    if not question.hops:
+        return "no decomposition"
+    if len(question.hops) > max_hops:
+        return f"more than {max_hops} hops"
+    if any(hop.document is None for hop in question.hops):
+        return "a hop without a gold paragraph"
+    return None
+
+
+def queries(question: Question) -> list[str]:
+    """The questions of the hops, with the answers of earlier ones filled in for `#1`, `#2`, ..."""
+
+    def fill(match: re.Match) -> str:
+        earlier = int(match[1])
+        # Anything else is not a reference but part of a name, such as Mambo #5.
+        return question.hops[earlier - 1].answer if 1 <= earlier <= hop else match[0]
+
+    filled = []
+    for hop, this in enumerate(question.hops):
+        filled.append(re.sub(r"#(\d+)", fill, this.question))
+    return filled
+
+
+def with_gold(
+    question: Question, hop: int, documents: Sequence[Document], top_k: int, seed: str
+) -> tuple[list[Document], bool]:
+    """What the retriever found for a hop, with the hop's gold paragraph in it; and whether it was there before.
+
+    A missing one takes the place of the last document and stands anywhere among them, or a model would learn to look
+    for the answer where we put it.
+    """
+    gold = question.hops[hop].document
+    if any(question.gold_index(d) == question.gold_index(gold) for d in documents):
+        return list(documents), True
+    kept = list(documents[: top_k - 1])
+    kept.insert(random.Random(seed).randint(0, len(kept)), gold)
+    return kept, False
+
+
+def steps(question: Question, documents: Sequence[Sequence[Document]]) -> tuple[Step, ...]:
+    """The steps of a demonstration; `documents[k]` are those of hop k."""
+    asked, found = queries(question), ""
+    written = []
+    for query, hop, brought in zip(asked, question.hops, documents, strict=True):
+        opening = f"{found} Next I need to find out:" if found else "I need to find out:"
+        written.append(Step(f"{opening} {query}", query, tuple(brought)))
+        found = f"{query} {_sentence(hop.answer)}"
+    return *written, Step(f"{found} That answers the question.", answer=question.answers[0])
+
+
+def _sentence(text: str) -> str:
+    return text if text.rstrip("\"'").endswith((".", "!", "?")) else f"{text}."
