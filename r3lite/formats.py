@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from r3lite.config import shipped
 from r3lite.episode import Document, Step
 from r3lite.errors import R3LiteError
+from r3lite.settings import ProtocolSettings
 
 FAULTS = {
     "no_step_heading": "does not open with `Step k:`",
@@ -133,8 +135,11 @@ class Prompts:
     system: str | None = None  # None: what the model's chat markup says by default
 
     @staticmethod
-    def load(init_file: str | Path, step_file: str | Path, system: str | None = None) -> "Prompts":
-        return Prompts(_template(init_file, "question"), _template(step_file, "documents"), system)
+    def load(settings: ProtocolSettings) -> "Prompts":
+        """The prompt files that the settings name; a relative path is looked for here, then among the shipped files."""
+        init = _template(settings.init_prompt or "prompts/init_prompt.txt", "question")
+        step = _template(settings.step_prompt or "prompts/step_prompt.txt", "documents")
+        return Prompts(init, step, settings.system_prompt)
 
     def opening(self, question: str) -> str:
         """The first user turn."""
@@ -145,7 +150,8 @@ class Prompts:
         return self.step.replace("{documents}", render_documents(documents))
 
 
-def _template(path: str | Path, placeholder: str) -> str:
+def _template(name: str, placeholder: str) -> str:
+    path = Path(name) if Path(name).exists() else shipped(name)
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

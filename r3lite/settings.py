@@ -138,9 +138,9 @@ class ProtocolSettings(Section):
     format: Literal["r3"] = "r3"
     """r3: numbered steps of analysis and query or answer (arXiv 2505.23794)"""
     init_prompt: str | None = None
-    """file that opens an episode, with {question}; default: the shipped prompts/init_prompt.txt"""
+    """file that opens an episode, with {question} [prompts/init_prompt.txt as shipped]"""
     step_prompt: str | None = None
-    """file that gives the documents of a query, with {documents}; default: the shipped prompts/step_prompt.txt"""
+    """file that gives the documents of a query, with {documents} [prompts/step_prompt.txt as shipped]"""
     system_prompt: str | None = None
     """system message; default: the one of the model's chat markup"""
 
