@@ -1,0 +1,185 @@
+"""Checkpoints: all that an exact resume needs, in safetensors and JSON, whole or not there at all.
+
+A checkpoint is the folder `checkpoint-<step>`:
+
+    weights.safetensors     trainable tensors, by parameter name
+    optimizer.safetensors   moments of AdamW
+    random.safetensors      states of PyTorch's generators, as bytes
+    state.json              step, settings, loss scale, and what the recipe keeps
+    adapter/                the adapter in PEFT's form, so that a checkpoint can be evaluated
+    manifest.json           size and CRC-32 of every other file; written last
+
+It is written under another name, each file flushed to the disk, and renamed, so that a kill or a power cut at any
+moment leaves the old checkpoints or the new one, never half of one. Nothing here unpickles.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from r3lite.errors import R3LiteError
+from r3lite.files import write_json
+
+NAME = re.compile(r"checkpoint-(\d+)")
+MANIFEST, STATE, ADAPTER = "manifest.json", "state.json", "adapter"
+GROUPS = ("weights", "optimizer", "random")  # of tensors, a file each
+FORMAT = 1
+PART = ".part"  # suffix of what is being written; a leftover of a kill is swept at the next start
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What one checkpoint holds; `tensors` has an entry for each of GROUPS."""
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict
+
+
+def random_state() -> dict[str, Tensor]:
+    """States of PyTorch's default generators, by device, as bytes."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # else asking would start CUDA in a run on the CPU
+        states |= {f"cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_random_state(states: dict[str, Tensor]) -> None:
+    """The inverse of `random_state`; devices that are not here are left out."""
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_initialized():
+        for i in range(torch.cuda.device_count()):
+            if f"cuda.{i}" in states:
+                torch.cuda.set_rng_state(states[f"cuda.{i}"], i)
+    if "mps" in states and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(states["mps"])
+
+
+def sync(path: Path) -> None:
+    """Flushes a file, or a folder's list of names, to the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folder; NTFS journals names itself
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Makes `folder` anew: `fill` writes into a temporary sibling, which is flushed and takes its place."""
+    new, old = (folder.with_name(f".{folder.name}.{which}{PART}") for which in ("new", "old"))
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new.mkdir(parents=True)
+    fill(new)
+    for path in sorted(new.rglob("*")):
+        sync(path)
+    sync(new)
+    if folder.exists():  # no system replaces a folder that is not empty in one go
+        os.replace(folder, old)
+    os.replace(new, folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def crc(path: Path) -> int:
+    """CRC-32 of a file, read in pieces."""
+    value = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+def write(output: Path, checkpoint: Checkpoint, save_adapter: Callable[[Path], None]) -> Path:
+    """Writes `output/checkpoint-<step>`; `save_adapter` fills the adapter's folder."""
+
+    def fill(folder: Path) -> None:
+        for name in GROUPS:
+            whole = {k: t.detach().cpu().contiguous() for k, t in checkpoint.tensors[name].items()}
+            # Not save_file: it leaves the file unreadable to the group and not flushed.
+            (folder / f"{name}.safetensors").write_bytes(safetensors.torch.save(whole, {"format": "pt"}))
+        write_json(folder / STATE, checkpoint.state)
+        (folder / ADAPTER).mkdir()
+        save_adapter(folder / ADAPTER)
+        files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
+        described = {name: {"bytes": p.stat().st_size, "crc32": crc(p)} for name, p in files.items()}
+        write_json(folder / MANIFEST, {"format": FORMAT, "step": checkpoint.step, "files": described})
+
+    folder = output / f"checkpoint-{checkpoint.step}"
+    replace_folder(folder, fill)
+    return folder
+
+
+def fault(folder: Path) -> str | None:
+    """What is wrong with a checkpoint on disk, or None: it is sound when every file is as the manifest says."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for name, entry in manifest["files"].items():
+            path = folder / name
+            if path.stat().st_size != entry["bytes"] or crc(path) != entry["crc32"]:
+                return f"{name} is not what was written"
+        return None if manifest["format"] == FORMAT else f"its format is {manifest['format']}, not {FORMAT}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it cannot be read ({error})"
+
+
+def read(folder: Path) -> Checkpoint:
+    """Reads a checkpoint, all of it or an R3LiteError."""
+    if problem := fault(folder):
+        raise R3LiteError(
+            f"{folder} is not a sound checkpoint: {problem}",
+            "Name another checkpoint, or pass --resume auto to take the newest sound one.",
+        )
+    tensors = {name: safetensors.torch.load_file(folder / f"{name}.safetensors") for name in GROUPS}
+    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    return Checkpoint(state["step"], tensors, state)
+
+
+def all_of(output: Path) -> dict[int, Path]:
+    """Checkpoints in a run folder by step, oldest first, sound or not."""
+    found = {int(m[1]): p for p in output.glob("checkpoint-*") if (m := NAME.fullmatch(p.name)) and p.is_dir()}
+    return dict(sorted(found.items()))
+
+
+def newest_sound(output: Path) -> Path | None:
+    """The newest checkpoint that is whole; says on stderr which ones it passed over, and why."""
+    for folder in reversed(all_of(output).values()):
+        problem = fault(folder)
+        if problem is None:
+            return folder
+        print(f"warning: {folder} is passed over: {problem}", file=sys.stderr)
+    return None
+
+
+def prune(output: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints."""
+    for folder in list(all_of(output).values())[:-keep]:
+        remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Removes a checkpoint; its manifest goes first, so that a kill midway leaves none that looks sound."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep(output: Path) -> None:
+    """Removes what a killed process left half written."""
+    for leftover in output.glob(f".*{PART}"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

@@ -1,0 +1,132 @@
+"""The run's log: one record a step in `metrics.jsonl`, and the same record as one progress line.
+
+Names are TRL's where it has one (loss, grad_norm, learning_rate, num_tokens, epoch, eval_loss, kl, reward, ...).
+"""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from r3lite.files import write_text
+
+FILE = "metrics.jsonl"
+# What depends on the machine's mood: everything else in a record is equal to the bit in a repeated run.
+MEASURED = ("step_time", "tokens_per_second", "peak_memory_mib")
+LINES = 20  # progress lines of a run whose stderr is a file
+MIB = 1 << 20
+
+
+def repeatable(record: dict) -> dict:
+    """A record without what was measured with a clock or a memory gauge."""
+    return {k: v for k, v in record.items() if k not in MEASURED and not k.startswith("time/")}
+
+
+def peak_memory_mib(device: torch.device) -> float | None:
+    """Peak memory of this process so far: of PyTorch's allocator on CUDA, else resident; None where it is not told."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / MIB
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux; its getrusage would count what the parent process once held
+        line = next((x for x in status.read_text().splitlines() if x.startswith("VmHWM:")), None)
+        return int(line.split()[1]) / 1024 if line else None
+    try:
+        import resource
+    except ImportError:
+        return _peak_memory_mib_on_windows()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / MIB if sys.platform == "darwin" else peak / 1024
+
+
+def _peak_memory_mib_on_windows() -> float | None:
+    import ctypes
+    from ctypes import wintypes
+
+    class Counters(ctypes.Structure):  # PROCESS_MEMORY_COUNTERS
+        _fields_ = [("size", wintypes.DWORD), ("faults", wintypes.DWORD)] + [
+            (name, ctypes.c_size_t)
+            for name in ("peak_resident", "resident", "peak_paged", "paged", "peak_other", "other", "file", "peak_file")
+        ]
+
+    counters = Counters(size=ctypes.sizeof(Counters))
+    current = ctypes.windll.kernel32.GetCurrentProcess
+    current.restype = wintypes.HANDLE
+    told = ctypes.windll.psapi.GetProcessMemoryInfo
+    told.argtypes = [wintypes.HANDLE, ctypes.c_void_p, wintypes.DWORD]
+    return counters.peak_resident / MIB if told(current(), ctypes.byref(counters), counters.size) else None
+
+
+# How a metric is shown in the progress line, in this order; those that a record lacks are left out.
+SHOWN = {
+    "loss": "loss {:.4f}",
+    "eval_loss": "eval_loss {:.4f}",
+    "reward": "reward {:.3f}",
+    "kl": "kl {:.2g}",
+    "entropy": "entropy {:.2f}",
+    "grad_norm": "grad_norm {:.3g}",
+    "learning_rate": "lr {:.2g}",
+    "tokens_per_second": "{:.0f} tok/s",
+    "peak_memory_mib": "{:.0f} MiB",
+}
+
+
+def progress_line(record: dict) -> str:
+    """The part of a record that a reader follows while it runs."""
+    return "  ".join(form.format(record[k]) for k, form in SHOWN.items() if record.get(k) is not None)
+
+
+def _plain(value):
+    """JSON has no nan and no inf: they become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MetricsLog:
+    """`metrics.jsonl` of a run that stands at `start` of `total` steps, and its progress bar.
+
+    On a terminal the bar stands still; elsewhere about LINES lines are printed over the run.
+    """
+
+    def __init__(self, output: Path, start: int, total: int, label: str):
+        self.path, self.total, self.label = output / FILE, total, label
+        self.every = max(1, total // LINES)
+        self.file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115
+        self.bar = tqdm(initial=start, total=total, desc=label, unit="step", disable=None)
+
+    def write(self, record: dict) -> None:
+        """Appends one step's record and shows it."""
+        record = {k: _plain(v) for k, v in record.items()}
+        self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self.file.flush()
+        self.bar.set_postfix_str(progress_line(record), refresh=False)
+        self.bar.update()
+        if self.bar.disable and (record["step"] % self.every == 0 or record["step"] in (1, self.total)):
+            print(f"{self.label} {record['step']}/{self.total}  {progress_line(record)}", file=sys.stderr, flush=True)
+
+    def sync(self) -> None:
+        """Flushes the file to the disk, so that a checkpoint never knows of steps that the log lost."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.bar.close()
+        self.file.close()
+
+
+def read(output: Path) -> list[dict]:
+    """The records of a run. A last line torn by a kill is left out."""
+    path, records = output / FILE, []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def cut(source: Path, output: Path, step: int) -> None:
+    """Writes the log of `output` anew: the records of `source` up to a step."""
+    kept = [r for r in read(source) if r["step"] <= step]
+    write_text(output / FILE, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))

@@ -1,0 +1,167 @@
+"""Which device and number format a run uses, and the steps that depend on it: autocast, loss scaling, clipping.
+
+Knows no model and no loss. The frozen base is in the run's dtype; trainable weights are fp32 whatever it is.
+"""
+
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from r3lite.errors import R3LiteError
+from r3lite.models.hooks import ActivationWatch
+from r3lite.models.qwen2 import Qwen2
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# The scale starts at 2^16 and halves at each overflow: after this many in a row it is below 1 and is no remedy.
+MAX_SKIPS_IN_A_ROW = 20
+
+
+class NonFiniteGradients(R3LiteError):
+    """Gradients were inf or nan where no smaller loss scale can help; nothing was updated."""
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device of `--device`; `auto` is CUDA where there is one, else Apple's, else the CPU."""
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device == "auto":
+        device = next(name for name, here in found.items() if here)
+        if device == "cpu":
+            _warn_of_unused_card()
+    if not found[device]:
+        raise R3LiteError(
+            f"--device {device} was asked for, but this PyTorch ({torch.__version__}) finds none",
+            "Pass --device cpu, or install a build of PyTorch for it: https://pytorch.org/get-started/locally/",
+        )
+    return torch.device(device)
+
+
+def _warn_of_unused_card() -> None:
+    """The commonest mishap on Windows: pip installs a PyTorch for the CPU, and the card stands idle unnoticed."""
+    card = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()
+    if card and torch.version.cuda is None:
+        print(
+            f"warning: there is an NVIDIA card, but this PyTorch ({torch.__version__}) was built without CUDA, so the "
+            "CPU is used.\n  Install a CUDA build with the command that https://pytorch.org/get-started/locally/ "
+            "gives for your system, or pass --device cpu to be rid of this warning.",
+            file=sys.stderr,
+        )
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the processor multiplies bf16 natively; elsewhere it is emulated, and slower than fp32."""
+    if platform.machine().lower() not in ("x86_64", "amd64", "arm64", "aarch64"):
+        return False
+    # On one of the tested versions this is missing; Linux says the same in a file.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    if not capabilities and Path("/proc/cpuinfo").exists():
+        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+        return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of `--dtype`. `auto` is bf16 where the device has it, else fp16, on a CPU fp32."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    if device.type == "cuda":  # cards before Ampere emulate bf16, slowly
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if device.type == "mps":
+        return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
+    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+
+
+class Precision:
+    """Forward, backward and optimizer step in one dtype: `with p.autocast(): loss`, `p.backward(loss)`, `p.step(...)`.
+
+    fp16 runs with a gradient scaler, on the CPU too: a step whose gradients overflow is skipped and counted, and the
+    scale is halved. Without a scaler such gradients stop the run before they reach a weight.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
+        self.scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
+        self.skipped = self.skipped_in_a_row = 0
+        # Set once weights may have changed since the loop last cleared it; see interrupts.py.
+        self.changed_weights = False
+
+    def autocast(self) -> AbstractContextManager:
+        """Matrix products in the run's dtype; a null context in fp32."""
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a scalar loss, scaled in fp16."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], max_norm: float
+    ) -> tuple[float, bool]:
+        """Clips the gradients to `max_norm`, updates, and clears them.
+
+        Returns their norm before clipping, and whether the step was skipped (fp16 only; the norm is then not finite).
+        Raises NonFiniteGradients without a scaler, or after MAX_SKIPS_IN_A_ROW skipped steps in a row.
+        """
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        norm = float(nn.utils.clip_grad_norm_(list(parameters), max_norm))
+        finite = abs(norm) != float("inf") and norm == norm
+        if self.scaler is None and not finite:
+            optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteGradients(
+                f"the gradients are not finite (norm {norm}); nothing was updated",
+                "Lower --learning-rate, or look for broken rows in --data; the newest checkpoint is from before.",
+            )
+        self.changed_weights = True
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            if finite:
+                self.scaler.step(optimizer)
+            self.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        self._count(skipped=not finite)
+        return norm, not finite
+
+    def _count(self, skipped: bool) -> None:
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
+            raise NonFiniteGradients(
+                f"the gradients overflowed fp16 in {self.skipped_in_a_row} steps in a row, whatever the loss scale",
+                "Pass --dtype bf16 where the card has it, else --dtype fp32.",
+            )
+
+    def state_dict(self) -> dict:
+        """All that a checkpoint needs, as JSON."""
+        return {
+            "dtype": str(self.dtype),
+            "device": self.device.type,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Goes on from a checkpoint, which must be of the same dtype and kind of device."""
+        for what, flag in (("dtype", "--dtype"), ("device", "--device")):
+            here = self.state_dict()[what]
+            if state[what] != here:
+                raise R3LiteError(
+                    f"the checkpoint is of a run in {what} {state[what]}, and this one is in {here}",
+                    f"Pass the {flag} of the first run, or start anew from its adapter with --adapter.",
+                )
+        self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+
+
+def explain_overflow(model: Qwen2, forward: Callable[[], object]) -> str:
+    """Runs `forward` once more under ActivationWatch; says which layer overflowed first, or that none did."""
+    with torch.no_grad(), ActivationWatch(model) as watch:
+        forward()
+    return watch.report()
