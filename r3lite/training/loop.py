@@ -57,9 +57,12 @@ class Training:
 class Run:
     """A run folder. Opening it checks what was asked and touches nothing; `begin` does, once all else is loaded."""
 
-    def __init__(self, command: str, config: Any, default_output: str):
-        """Raises R3LiteError for a folder of another run, nothing to resume from, or settings that differ."""
+    def __init__(self, command: str, config: Any, default_output: str, logs: tuple[str, ...] = ()):
+        """`logs` are JSON-lines files with a `step` that the recipe keeps beside metrics.jsonl, cut as it is on resume.
+
+        Raises R3LiteError for a folder of another run, nothing to resume from, or settings that differ."""
         self.command, self.config, self.settings = command, config, flat(config)
+        self.logs = (metrics.FILE, *logs)
         resume, output = self.settings["resume"], self.settings["output"]
         self.source = self._checkpoint_to_resume(resume, output)  # None: a fresh start
         came_from = self.source.parent if self.source else None
@@ -136,7 +139,8 @@ class Run:
         # As the user would write it to go on: where the run is, without how this process was started.
         whole = with_values(self.config, {"output": str(self.output), "resume": None, "stop_after": None})
         write_text(self.output / "config.toml", to_toml(whole, self.command))
-        metrics.cut(self.source.parent if self.source else self.output, self.output, step)
+        for log in self.logs:
+            metrics.cut((self.source.parent if self.source else self.output) / log, self.output / log, step)
         self.saved_step = 0 if self.elsewhere else step
         self.loaded = None  # its tensors have been copied
         return step
@@ -172,7 +176,7 @@ class Run:
     def finish(self, training: Training, total: int) -> None:
         """Writes `adapter/` and `summary.json`."""
         checkpoint.replace_folder(self.output / "adapter", training.save_adapter)
-        records = metrics.read(self.output)
+        records = metrics.read(self.output / metrics.FILE)
         numbers: dict[str, list[float]] = {}
         for record in records:
             for key, value in record.items():

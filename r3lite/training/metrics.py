@@ -115,9 +115,9 @@ class MetricsLog:
         self.file.close()
 
 
-def read(output: Path) -> list[dict]:
-    """The records of a run. A last line torn by a kill is left out."""
-    path, records = output / FILE, []
+def read(path: Path) -> list[dict]:
+    """The records of a log. A last line torn by a kill is left out."""
+    records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             records.append(json.loads(line))
@@ -126,7 +126,7 @@ def read(output: Path) -> list[dict]:
     return records
 
 
-def cut(source: Path, output: Path, step: int) -> None:
-    """Writes the log of `output` anew: the records of `source` up to a step."""
+def cut(source: Path, target: Path, step: int) -> None:
+    """Writes a log anew: the records of `source` up to a step."""
     kept = [r for r in read(source) if r["step"] <= step]
-    write_text(output / FILE, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+    write_text(target, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
