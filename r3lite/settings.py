@@ -269,3 +269,5 @@ class RLSettings(Section):
     """lambda of generalized advantage estimation (arXiv 1506.02438) (ppo)"""
     entropy_coefficient: NonNegative = 0.0
     """weight of an entropy bonus"""
+    activation_checkpointing: bool = True
+    """recompute each layer's activations in the backward pass: less memory, about a third more time"""

@@ -1,0 +1,130 @@
+"""One round's learning: from rewards to advantages, from advantages to optimizer steps.
+
+Handed a model, a batch and what an optimizer step is; knows no text, no retriever and no judge.
+"""
+
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from r3lite.models.lora import use_adapter
+from r3lite.models.qwen2 import Qwen2
+from r3lite.rl import losses
+from r3lite.rl.advantages import gae, group_normalized, share_without_variance, whiten
+from r3lite.rl.batch import Batch
+from r3lite.rl.policy import action_stats, at_actions, spread
+from r3lite.settings import RLSettings
+
+
+@dataclass
+class Learner:
+    """A policy (the model's active adapter), a frozen reference adapter and, for PPO, a critic.
+
+    `backward` adds a loss's gradients; `optimizer_step` clips, updates and returns (gradient norm, skipped).
+    """
+
+    model: Qwen2
+    vocabulary: int  # ids that may be sampled
+    temperature: float
+    settings: RLSettings
+    reference: str | None  # name of the reference adapter; None: the bare base
+    backward: Callable[[Tensor], None]
+    optimizer_step: Callable[[], tuple[float, bool]]
+    value_head: nn.Module | None = None
+    autocast: Callable[[], AbstractContextManager] = nullcontext
+
+    def learn(self, batch: Batch, seed: str) -> dict[str, float]:
+        """All optimizer steps of a round; returns its metrics. `seed` orders the mini-batches."""
+        returns = batch.rewards.sum(-1)  # [B], what each episode was paid
+        reference = self.reference_logprobs(batch) if self.settings.kl_beta else None
+        advantages, targets = self.advantages(batch, returns, reference)
+        sums: dict[str, float] = {}
+        norms: list[float] = []
+        for epoch in range(self.settings.update_epochs):
+            order = list(range(len(returns)))
+            random.Random(f"{seed}/{epoch}").shuffle(order)
+            for start in range(0, len(order), self.settings.mini_batch_size):
+                rows = order[start : start + self.settings.mini_batch_size]
+                norms.append(self._mini_batch(batch, rows, advantages, targets, reference, sums))
+        tokens, loss = sums.pop("tokens"), sums.pop("loss")
+        measured = {"loss": loss / len(norms)} | {name: total / tokens for name, total in sums.items()}
+        measured |= {"grad_norm": sum(norms) / len(norms), "frac_reward_zero_std": share_without_variance(returns, batch.groups)}
+        if targets is not None:
+            error = at_actions(targets - batch.values, batch)
+            measured["explained_variance"] = float(1 - error.var(correction=0) / (at_actions(targets, batch).var(correction=0) + 1e-8))
+        return measured
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """Log-probabilities [B, T] of the action tokens under the reference: the same base, another adapter."""
+        parts = torch.zeros_like(batch.logprobs)
+        with use_adapter(self.model, self.reference), self.autocast():
+            for rows in self._micro_batches(batch, range(len(batch.tokens))):
+                part = batch.rows(rows)
+                stats = action_stats(self.model, part, self.vocabulary, self.temperature)
+                parts[rows, : part.tokens.shape[1]] = spread(stats.logprobs, part)
+        return parts
+
+    def advantages(self, batch: Batch, returns: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Advantages [B, T], and for PPO the targets [B, T] of its critic.
+
+        PPO is paid -beta KL at every action token on top of its rewards (arXiv 2203.02155, eq. 2); GRPO has the KL
+        term in its loss and one advantage for the whole episode.
+        """
+        settings = self.settings
+        if settings.algorithm == "grpo":
+            return group_normalized(returns, batch.groups)[:, None] * batch.action, None
+        rewards = batch.rewards
+        if reference is not None:
+            rewards = rewards - settings.kl_beta * losses.k1_kl(batch.logprobs, reference) * batch.action
+        advantages, targets = gae(rewards, batch.values, batch.action, settings.gamma, settings.gae_lambda)
+        return whiten(advantages, batch.action), targets
+
+    def _micro_batches(self, batch: Batch, rows) -> list[Tensor]:
+        """Rows in groups of micro_batch_size, like lengths together: less padding."""
+        lengths = batch.lengths.tolist()
+        ordered = torch.tensor(sorted(rows, key=lambda i: lengths[i]), device=batch.tokens.device)
+        return list(ordered.split(self.settings.micro_batch_size))
+
+    def _mini_batch(self, batch, rows, advantages, targets, reference, sums) -> float:
+        """One optimizer step over whole episodes; adds to `sums` and returns the gradient's norm."""
+        actions = batch.action[rows].sum(-1)  # [b]
+        for micro in self._micro_batches(batch, rows):
+            part = batch.rows(micro)
+            T = part.tokens.shape[1]
+            # PPO: mean over the action tokens of the mini-batch. GRPO: mean over each episode's, then over episodes.
+            share = part.action / (actions.sum() if self.settings.algorithm == "ppo" else part.action.sum(-1, keepdim=True) * len(rows))
+            with self.autocast():
+                stats = action_stats(self.model, part, self.vocabulary, self.temperature, self.value_head)
+            cut = [None if x is None else at_actions(x[micro, :T], part) for x in (advantages, targets, reference)]
+            loss = self._loss(stats, part, *cut, at_actions(share, part), sums)
+            self.backward(loss)
+        norm, _ = self.optimizer_step()
+        return norm
+
+    def _loss(self, stats, part: Batch, advantages: Tensor, targets, reference, share: Tensor, sums: dict) -> Tensor:
+        """The loss of a micro-batch, its tokens [N] weighted by their share of the mini-batch."""
+        settings, old = self.settings, at_actions(part.logprobs, part)
+        clips = settings.clip_low, settings.clip_high
+        per_token = losses.policy_loss(stats.logprobs, old, advantages, *clips) - settings.entropy_coefficient * stats.entropy
+        low, high = losses.clipped(stats.logprobs, old, advantages, *clips)
+        seen = {"entropy": stats.entropy, "clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
+        if reference is not None:
+            kl = losses.k3_kl(stats.logprobs, reference)
+            seen["kl"] = kl
+            if settings.algorithm == "grpo":
+                per_token = per_token + settings.kl_beta * kl
+        if targets is not None:
+            value = losses.value_loss(stats.values, at_actions(part.values, part), targets, settings.value_clip)
+            seen["value_loss"] = value
+            per_token = per_token + settings.value_coefficient * value
+        loss = (per_token * share).sum()
+        sums["loss"] = sums.get("loss", 0.0) + loss.item()
+        sums["tokens"] = sums.get("tokens", 0) + len(share)
+        for name, x in seen.items():
+            sums[name] = sums.get(name, 0.0) + x.sum().item()
+        return loss
