@@ -95,7 +95,7 @@ class Tokenizer:
         return text
 
     def open_chat(self, user: str, system: str | None = None) -> list[int]:
-        """Tokens of a chat up to where the model writes; its system turn is the one given, else the markup's default."""
+        """Tokens of a chat up to where the model writes; its system turn is `system`, else the markup's default."""
         system = self.default_system if system is None else system
         turns = [] if system is None else [*self._open(f"system\n{system}"), self.stop_id, *self._newline]
         return [*turns, *self._open(f"user\n{user}"), self.stop_id, *self._newline, *self._answer]

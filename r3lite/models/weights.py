@@ -45,11 +45,11 @@ def resolve_folder(model: str) -> Path:
             f"there is no model folder {model}", "Name a folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or tiny."
         )
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HTTPError  # of the HTTP library that it uses, whichever that is
 
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(HUB_FILES)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise R3LiteError(
             f"the model {model} is neither a folder nor cached, and could not be downloaded: {reason}",
@@ -61,40 +61,17 @@ def resolve_folder(model: str) -> Path:
 def read_config(folder: str | Path) -> Qwen2Config:
     """Sizes from a folder's `config.json`, as transformers 4 or 5 spells it; R3LiteError names what is unsupported."""
     path = Path(folder) / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise R3LiteError(
-            f"{path} cannot be read: {error}", "A model folder needs the config.json of its source."
-        ) from error
-    if raw.get("model_type") != "qwen2":
-        raise R3LiteError(
-            f"{path}: model_type is {raw.get('model_type')!r}",
-            "r3lite trains Qwen2 and Qwen2.5 models (model_type qwen2).",
-        )
-    if raw.get("quantization_config"):
-        raise R3LiteError(f"{path}: quantization_config is set", "Use the model's unquantized checkpoint.")
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
-        raise R3LiteError(
-            f"{path}: sliding-window attention is switched on (use_sliding_window, layer_types)",
-            "r3lite has full attention only.",
-        )
-    if raw.get("hidden_act", "silu") != "silu":
-        raise R3LiteError(f"{path}: hidden_act is {raw['hidden_act']!r}", "Only silu is supported.")
-    rope = (raw.get("rope_parameters") or {}) | (raw.get("rope_scaling") or {})  # transformers 5, 4
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise R3LiteError(
-            f"{path}: rope scaling of type {kind!r} is set (rope_scaling, rope_parameters)",
-            "Remove it to train within the model's own length.",
-        )
+    raw = _read_json(path)
+    # transformers 5 has `rope_parameters`, 4 has `rope_theta` and, where it is scaled, `rope_scaling`.
+    rope = (raw.get("rope_parameters") or {}) | (raw.get("rope_scaling") or {})
+    _check_supported(raw, rope, path)
     config = Qwen2Config(
         **{name: _size(raw, name, path) for name in SIZES},
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
         max_position_embeddings=int(raw.get("max_position_embeddings", 32_768)),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-    )  # fmt: skip
+    )
     if config.hidden_size % config.num_attention_heads or config.num_attention_heads % config.num_key_value_heads:
         raise R3LiteError(
             f"{path}: hidden_size {config.hidden_size}, num_attention_heads {config.num_attention_heads} and "
@@ -106,6 +83,47 @@ def read_config(folder: str | Path) -> Qwen2Config:
             "Such models are not supported.",
         )
     return config
+
+
+def _check_supported(raw: dict, rope: dict, path: Path) -> None:
+    """Refuses a config that asks for what `Qwen2` does not compute."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    sliding = raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ())
+    for wrong, what, remedy in (
+        (
+            raw.get("model_type") != "qwen2",
+            f"model_type is {raw.get('model_type')!r}",
+            "r3lite trains Qwen2 and Qwen2.5 models, whose model_type is qwen2.",
+        ),
+        (raw.get("quantization_config"), "quantization_config is set", "Use the model's unquantized checkpoint."),
+        (
+            sliding,
+            "sliding-window attention is switched on (use_sliding_window, layer_types)",
+            "r3lite computes full attention only; switch it off if your rows are shorter than the window.",
+        ),
+        (
+            raw.get("hidden_act", "silu") != "silu",
+            f"hidden_act is {raw.get('hidden_act')!r}",
+            "Only silu is supported.",
+        ),
+        (
+            kind != "default",
+            f"rope scaling of type {kind!r} is set (rope_scaling, rope_parameters)",
+            "Remove it to train within the length that the model was made for.",
+        ),
+    ):
+        if wrong:
+            raise R3LiteError(f"{path}: {what}", remedy)
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise R3LiteError(f"{path} cannot be read: {error}", f"Copy {path.name} from the model's source.") from error
+    if not isinstance(value, dict):
+        raise R3LiteError(f"{path} is not a JSON object", f"Copy {path.name} from the model's source.")
+    return value
 
 
 def _size(raw: dict, name: str, path: Path) -> int:
@@ -173,13 +191,10 @@ def _tensor_places(folder: Path) -> dict[str, Path]:
     if (folder / SINGLE).is_file():
         shards = [folder / SINGLE]
     elif (folder / INDEX).is_file():
-        try:
-            shards = [
-                folder / name
-                for name in sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-            ]
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise R3LiteError(f"{folder / INDEX} cannot be read: {error!r}", "Fetch the file again.") from error
+        weight_map = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise R3LiteError(f"{folder / INDEX} has no weight_map", "Copy it from the model's source.")
+        shards = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         cause = f"{folder} has neither {SINGLE} nor {INDEX}"

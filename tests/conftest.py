@@ -1,0 +1,68 @@
+"""What tests of several rooms share: the shared folder, a 0.5B-shaped model folder, small model folders."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from r3lite.models.qwen2 import Qwen2, Qwen2Config
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder `shared/` beside the repository, with real data and the real tokenizer."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"needs the shared folder {folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen_dir(shared):
+    """A model folder of Qwen2.5-0.5B's shape but two layers: random fp32 weights, the real tokenizer."""
+    folder = Path(tempfile.mkdtemp(prefix="r3lite-qwen-"))
+    make = shared / "tools" / "make_qwen_dir.py"
+    options = ["0.5B", folder, "--layers", "2", "--dtype", "float32"]
+    subprocess.run([sys.executable, make, *options], check=True)
+    yield folder
+    shutil.rmtree(folder)  # 660 MB: too much to leave to pytest, which keeps the folders of three runs
+
+
+@pytest.fixture
+def small_model():
+    """Makes a Qwen2 of 3 layers with every kind of weight random: biases and norms too, unlike a fresh model's."""
+
+    def make(seed: int = 0, **changes) -> Qwen2:
+        sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 10_000.0}
+        model = Qwen2(Qwen2Config(**(sizes | heads | changes))).requires_grad_(False)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15, generator=generator)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def write_folder():
+    """Writes a model's config.json (with `changes`; None removes a key) and model.safetensors into a folder."""
+
+    def write(model: Qwen2, folder: Path, **changes) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        config = dict(vars(model.config), model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_act="silu")
+        config |= {"torch_dtype": "float32"} | changes
+        text = json.dumps({key: value for key, value in config.items() if value is not None})
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        save_file({n: p.detach() for n, p in model.named_parameters()}, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    return write

@@ -1,0 +1,140 @@
+"""The network against transformers, and the KV cache against no cache."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from r3lite.models.kv_cache import BLOCK, KVCache
+from r3lite.models.weights import load_qwen2
+
+TOLERANCE = 1e-4
+
+
+def reference(folder, dtype=torch.float32):
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def new_cache(model, rows: int) -> KVCache:
+    c, weight = model.config, model.head_weight
+    return KVCache(c.num_hidden_layers, rows, c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
+
+
+def tokens(model, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def parity(folder, lengths=(512, 411)) -> float:
+    """The greatest difference of our logits from transformers' over the real tokens of padded rows."""
+    model = load_qwen2(folder, torch.float32, "cpu")
+    ids = tokens(model, len(lengths), max(lengths))
+    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    ours = model.logits(model(ids))
+    theirs = reference(folder)(input_ids=ids, attention_mask=real.long()).logits
+    return (ours - theirs)[real].abs().max().item()
+
+
+@torch.no_grad()
+def cache_error(model, prompts=(40, 25, 61), decoded=20, observation=100) -> float:
+    """The greatest difference of cached logits from uncached ones.
+
+    Rows of different lengths are prefilled together, decoded token by token, given an observation (of different
+    lengths again) and decoded on.
+    """
+    rows = len(prompts)
+    observations = [observation - 13 * i for i in range(rows)]
+    total = [p + decoded + o + decoded for p, o in zip(prompts, observations)]
+    ids = tokens(model, rows, max(total))
+    expected = model.logits(model(ids))  # what follows a row's end cannot change what precedes it
+    cache, done, worst = new_cache(model, rows), [0] * rows, 0.0
+    for counts in [list(prompts), *[[1] * rows] * decoded, observations, *[[1] * rows] * decoded]:
+        longest = max(counts)
+        part = torch.zeros(rows, longest, dtype=torch.long)
+        for i, (start, count) in enumerate(zip(done, counts)):
+            part[i, :count] = ids[i, start : start + count]
+        logits = model.logits(model(part, cache, torch.tensor(counts)))
+        for i, (start, count) in enumerate(zip(done, counts)):
+            worst = max(worst, (logits[i, :count] - expected[i, start : start + count]).abs().max().item())
+        done = [start + count for start, count in zip(done, counts)]
+    assert done == total and cache.lengths.tolist() == total
+    return worst
+
+
+def test_logits_equal_those_of_transformers(qwen_dir):
+    assert parity(qwen_dir) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_logits_of_all_24_layers_equal_those_of_transformers(shared, tmp_path):
+    make = shared / "tools" / "make_qwen_dir.py"
+    subprocess.run([sys.executable, make, "0.5B", tmp_path, "--dtype", "float32"], check=True)
+    assert parity(tmp_path) <= TOLERANCE
+    assert cache_error(load_qwen2(tmp_path, torch.float32, "cpu")) <= TOLERANCE
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_with_biases_norms_and_either_head(small_model, write_folder, tmp_path, tied):
+    """The 0.5B-shaped folder has biases of 0 and norms of 1, which hide whether they are used."""
+    folder = write_folder(small_model(tie_word_embeddings=tied), tmp_path)
+    assert parity(folder, (70, 70, 31)) <= TOLERANCE
+
+
+def test_logits_in_bf16_are_as_close_as_bf16_allows(small_model, write_folder, tmp_path):
+    folder = write_folder(small_model(), tmp_path)
+    wide, narrow = load_qwen2(folder, torch.float32, "cpu"), load_qwen2(folder, torch.bfloat16, "cpu")
+    ids = tokens(wide, 2, 50)
+    exact, ours = wide.logits(wide(ids)), narrow.logits(narrow(ids))
+    theirs = reference(folder, torch.bfloat16)(input_ids=ids).logits
+    assert ours.dtype == torch.bfloat16
+    assert (ours - exact).abs().mean() <= 1.2 * (theirs - exact).abs().mean()
+
+
+def test_cached_equals_uncached(qwen_dir):
+    assert cache_error(load_qwen2(qwen_dir, torch.float32, "cpu")) <= TOLERANCE
+
+
+def test_cached_equals_uncached_past_several_blocks(small_model):
+    assert cache_error(small_model(), prompts=(BLOCK + 3, 5, 2 * BLOCK), observation=BLOCK + 30) <= TOLERANCE
+
+
+@torch.no_grad()
+def test_rows_that_are_swapped_and_left_out_keep_their_cache(small_model):
+    """Finished rows move behind the ones that go on; the first rows of the cache must still be the right ones."""
+    model = small_model()
+    ids = tokens(model, 3, 12)
+    expected = model(ids)
+    cache = new_cache(model, 3)
+    model(ids[:, :5], cache)
+    cache.swap(0, 2)
+    hidden = model(ids[[2, 1], 5:9], cache)  # row 0 waits in the last place
+    assert torch.allclose(hidden, expected[[2, 1], 5:9], atol=1e-5)
+    cache.swap(0, 2)
+    hidden = model(ids[[0, 1], [5, 9]][:, None], cache)  # row 0 goes on at 5, row 1 at 9
+    assert torch.allclose(hidden[:, 0], expected[[0, 1], [5, 9]], atol=1e-5)
+    assert cache.lengths.tolist() == [6, 10, 9]
+
+
+@torch.no_grad()
+def test_padding_of_a_ragged_append_is_never_seen(small_model):
+    """A row's padding is written into its slots beyond its length; the next append must overwrite it."""
+    model = small_model()
+    ids = tokens(model, 2, 20)
+    clean, dirty = new_cache(model, 2), new_cache(model, 2)
+    for cache, filler in ((clean, 0), (dirty, 299)):
+        part = ids[:, :10].clone()
+        part[1, 3:] = filler
+        model(part, cache, torch.tensor([10, 3]))
+    following = torch.stack((ids[0, 10:13], ids[1, 3:6]))
+    assert torch.equal(model(following, clean), model(following, dirty))
+
+
+def test_adapters_aside_the_base_runs_under_autocast_and_without_gradients(small_model):
+    model = small_model()
+    ids = tokens(model, 1, 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model(ids)
+    assert torch.isfinite(hidden).all() and not hidden.requires_grad
+    assert torch.nn.functional.cosine_similarity(hidden.float(), model(ids), dim=-1).min() > 0.99
