@@ -30,14 +30,15 @@ def obstacle(question: Question, max_hops: int) -> str | None:
 def queries(question: Question) -> list[str]:
     """The questions of the hops, with the answers of earlier ones filled in for `#1`, `#2`, ..."""
 
+    filled: list[str] = []
+
     def fill(match: re.Match) -> str:
         earlier = int(match[1])
-        # Anything else is not a reference but part of a name, such as Mambo #5.
-        return question.hops[earlier - 1].answer if 1 <= earlier <= hop else match[0]
+        # Anything but an earlier hop is no reference; it is part of a name, such as Mambo #5.
+        return question.hops[earlier - 1].answer if 1 <= earlier <= len(filled) else match[0]
 
-    filled = []
-    for hop, this in enumerate(question.hops):
-        filled.append(re.sub(r"#(\d+)", fill, this.question))
+    for hop in question.hops:
+        filled.append(re.sub(r"#(\d+)", fill, hop.question))
     return filled
 
 

@@ -96,7 +96,7 @@ def from_evidences(question: Question, evidences) -> tuple[Hop, ...]:
         if document is None:
             return ()
         earlier = next((i for i, hop in enumerate(found, 1) if hop.answer.casefold() == subject.casefold()), None)
-        asked = f"#{earlier}" if earlier else subject
+        asked = f"#{earlier}" if earlier else _literal(subject)
         found.append(Hop(relation_question(asked, relation), " and ".join(dict.fromkeys(values)), document))
     return tuple(found)
 
@@ -124,8 +124,13 @@ def from_supporting(question: Question, kind: str, sentences: dict[str, str]) ->
     if len(question.gold) != 2:
         return ()
     if "comparison" in kind:
-        ordered = sorted(question.gold, key=lambda d: _position(question.text, d.title))
-        return tuple(Hop(f"What is known about {name_of(d.title)}?", sentences[d.title], d) for d in ordered)
+        a, b = sorted(question.gold, key=lambda d: _position(question.text, d.title))
+        names = name_of(a.title), name_of(b.title)
+        names = names if names[0] != names[1] else (a.title, b.title)
+        return tuple(
+            Hop(_literal(f"What is known about {name}?"), sentences[document.title], document)
+            for name, document in zip(names, (a, b))
+        )
     first, second = _bridge_order(question, sentences)
     bridge = _bridge(question, first, second, sentences)
     known = name_of(first.title)
@@ -133,7 +138,8 @@ def from_supporting(question: Question, kind: str, sentences: dict[str, str]) ->
         lead = f"Which name in connection with {known} is needed for this: {question.text}"
     else:
         lead = f"Which name is needed first for this: {question.text}"
-    return Hop(lead, bridge, first), Hop(f"Given {bridge}: {question.text}", question.answers[0], second)
+    then = f"Given {bridge}: {question.text}"
+    return Hop(_literal(lead), bridge, first), Hop(_literal(then), question.answers[0], second)
 
 
 def _bridge_order(question: Question, sentences: dict[str, str]) -> tuple[Document, Document]:
@@ -164,6 +170,11 @@ def name_of(title: str) -> str:
     """A title as it would stand in a sentence: `Neighbours (TV series)` is `Neighbours`."""
     title = " ".join(html.unescape(title).split())
     return re.sub(r"\s*\([^()]*\)$", "", title) or title
+
+
+def _literal(text: str) -> str:
+    """Text in which `#1` is no reference to an earlier answer (`a #1 hit`)."""
+    return re.sub(r"#(?=\d)", "No. ", text)
 
 
 def _words(text: str) -> list[str]:

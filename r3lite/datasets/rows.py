@@ -30,19 +30,19 @@ def read(
     """
     kept: list[Item] = []
     bad: list[R3LiteError] = []
-    for path in hub.files_of(str(data)):
-        for where, row in file_rows(path, bad.append if skip_bad_rows else None):
-            if limit is not None and len(kept) >= limit:
-                break
-            try:
-                made = convert(row, f"{path.stem}-{where.split()[-1]}")
-            except BadRow as error:
-                bad.append(R3LiteError(f"{path}, {where}: {error}", MEND))
-                if not skip_bad_rows:
-                    raise bad[-1] from error
-                continue
-            if made is not None:
-                kept.append(made)
+    paths = hub.files_of(str(data))
+    on_bad = bad.append if skip_bad_rows else None
+    for path, where, row in ((path, *placed) for path in paths for placed in file_rows(path, on_bad)):
+        try:
+            made = convert(row, f"{path.stem}-{where.split()[-1]}")
+        except BadRow as error:
+            bad.append(R3LiteError(f"{path}, {where}: {error}", MEND))
+            if not skip_bad_rows:
+                raise bad[-1] from error
+            continue
+        kept += [] if made is None else [made]
+        if len(kept) == limit:
+            break
     if bad:
         print(f"{data}: {len(bad)} bad rows skipped; the first: {bad[0].cause}", file=sys.stderr)
     return kept
