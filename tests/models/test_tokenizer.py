@@ -15,7 +15,7 @@ CONVERSATIONS = {
     "system": [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!")],
     "blank system": [("system", ""), ("user", "Hi")],
     "newlines": [("user", "\n\n a\n\n\nb \n"), ("assistant", "x\n\ny\n"), ("user", "   lead\r\n\ttab  ")],
-    "unicode": [("user", "Qu’est-ce que 東京? 👩‍🚀🇫🇷 e\u0301 \u00a0ﬁ Ωмега"), ("assistant", "日本の首都。\u200b")],
+    "unicode": [("user", "Qu\u2019est-ce que 東京? 👩‍🚀🇫🇷 e\u0301 \u00a0ﬁ Ωмега"), ("assistant", "日本の首都。\u200b")],
     "assistant ends": [("user", "a"), ("assistant", "Step 1:\nThe problem analysis: x\nThe retrieval query: y")],
     "system twice": [("user", "a"), ("system", "b"), ("user", "c")],
     "empty": [("user", ""), ("assistant", ""), ("user", "")],
@@ -137,7 +137,7 @@ QWEN2 = (  # of Qwen2: real newlines inside the literals
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
 )
 QWEN25 = (  # of Qwen2.5, shortened: a turn put together in two places before the default
-    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}"
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages[0].role == 'system' %}{{- messages[0].content }}"
     "{%- else %}{{- 'With tools.' }}{%- endif %}{{- \"\\n\\n# Tools<|im_end|>\\n\" }}{%- else %}"
     "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}"
     "{%- else %}{{- '<|im_start|>system\\nIt\\'s {me}.\\nBye.<|im_end|>\\n' }}{%- endif %}{%- endif %}"

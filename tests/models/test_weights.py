@@ -1,0 +1,319 @@
+"""Model folders: spellings, shards, dtypes, what is refused and how it is named, merged checkpoints."""
+
+import json
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from r3lite.errors import R3LiteError
+from r3lite.models import weights
+from r3lite.models.lora import adapter_parameters, add_adapter, use_adapter
+from r3lite.models.weights import load_qwen2, read_config, resolve_folder, save_merged, write_tensors
+
+
+def shard(folder):
+    """Splits model.safetensors of a folder in two, as large checkpoints are."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, where = sorted(tensors), {}
+    for i, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-0000{i}-of-00002.safetensors"
+        save_file({n: tensors[n] for n in part}, folder / file)
+        where |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_both_spellings_give_the_same_config(small_model, write_folder, tmp_path):
+    model = small_model(rope_theta=500_000.0)
+    four = write_folder(model, tmp_path / "4")
+    rope = {"rope_type": "default", "rope_theta": 500_000.0}
+    new = {"torch_dtype": None, "dtype": "float32", "rope_theta": None, "rope_parameters": rope}
+    layers = ["full_attention"] * 3
+    five = write_folder(model, tmp_path / "5", **new, layer_types=layers, sliding_window=None)
+    assert read_config(four) == read_config(five) == model.config
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_folder_that_transformers_writes(tmp_path, tied):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 12_345.0}
+    config = transformers.Qwen2Config(**sizes, **heads, tie_word_embeddings=tied)
+    theirs = transformers.Qwen2ForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    ours, ids = load_qwen2(tmp_path, torch.float32, "cpu"), torch.arange(40)[None]
+    assert ours.config.rope_theta == theirs.config.rope_parameters["rope_theta"]
+    assert (ours.logits(ours(ids)) - theirs(ids).logits).abs().max() <= 1e-4
+
+
+def test_shards_equal_one_file(small_model, write_folder, tmp_path):
+    model = small_model(tie_word_embeddings=False)
+    folder = write_folder(model, tmp_path)
+    shard(folder)
+    loaded = load_qwen2(folder, torch.float32, "cpu")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtype_decides_and_everything_is_frozen(small_model, write_folder, tmp_path, stored, wanted):
+    folder = write_folder(small_model().to(stored), tmp_path)
+    model = load_qwen2(folder, wanted, "cpu")
+    assert {p.dtype for p in model.parameters()} == {wanted}
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not any(t.is_meta for t in model.state_dict().values())
+
+
+def test_a_tied_head_is_the_embedding_even_if_the_file_has_a_head(small_model, write_folder, tmp_path):
+    folder = write_folder(small_model(), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.full_like(tensors["model.embed_tokens.weight"], 9.0)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # old exporters wrote it
+    save_file(tensors, folder / "model.safetensors")
+    model = load_qwen2(folder, torch.float32, "cpu")
+    assert model.head_weight is model.model.embed_tokens.weight
+    assert model.head_weight.max() < 9
+
+
+class LivePeak(TorchDispatchMode):
+    """The greatest number of bytes that tensors made within it took at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.known = 0, 0, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self.known:
+                self.known[key] = storage.nbytes()
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.free, key)
+        return out
+
+    def free(self, key):
+        self.live -= self.known.pop(key)
+
+
+def test_loading_holds_one_tensor_beside_the_weights(small_model, write_folder, tmp_path, monkeypatch):
+    model = small_model(hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    folder = write_folder(model, tmp_path)
+    sizes = [4 * p.numel() for p in model.parameters()]
+    del model
+    alive = []  # tensors read from the file that still exist, sampled whenever one is read
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        read = weakref.WeakSet()
+
+        class Watched:
+            keys = file.keys
+            __enter__ = lambda self: self  # noqa: E731
+            __exit__ = lambda self, *exception: None  # noqa: E731
+
+            def get_tensor(self, name):
+                tensor = file.get_tensor(name)
+                read.add(tensor)
+                alive.append(len(read))
+                return tensor
+
+        monkeypatch.setattr(weights, "safe_open", lambda *arguments, **options: Watched())
+        with LivePeak() as memory:
+            loaded = load_qwen2(folder, torch.float32, "cpu")
+    assert len(alive) == len(sizes) and max(alive) == 1
+    assert sum(sizes) <= memory.peak <= sum(sizes) + 2 * max(sizes)
+    assert loaded.head_weight.untyped_storage().nbytes() == 4 * loaded.head_weight.numel()
+
+
+def test_loaded_weights_do_not_hang_on_the_file(small_model, write_folder, tmp_path):
+    """A view of the mapped file would change, or crash the process, when the file is written again."""
+    folder = write_folder(small_model(), tmp_path)
+    model = load_qwen2(folder, torch.float32, "cpu")
+    before = model.model.norm.weight.clone()
+    size = (folder / "model.safetensors").stat().st_size
+    (folder / "model.safetensors").write_bytes(b"\0" * size)
+    assert torch.equal(model.model.norm.weight, before)
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({Q: None}, f"missing tensor {Q}"),
+        (
+            {"model.layers.3.mlp.up_proj.weight": torch.zeros(96, 64)},
+            "unexpected tensor model.layers.3.mlp.up_proj.weight",
+        ),
+        ({"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}, "unexpected tensor .*o_proj.bias"),
+        ({Q: torch.zeros(64, 63)}, rf"{Q} has the shape \[64, 63\], config.json asks for \[64, 64\]"),
+        ({Q: torch.zeros(64, 64, dtype=torch.int8)}, f"{Q} is of type torch.int8"),
+    ],
+)
+def test_wrong_tensors_are_named(small_model, write_folder, tmp_path, change, message):
+    folder = write_folder(small_model(), tmp_path)
+    tensors = load_file(folder / "model.safetensors") | change
+    save_file({n: t for n, t in tensors.items() if t is not None}, folder / "model.safetensors")
+    with pytest.raises(R3LiteError, match=message):
+        load_qwen2(folder, torch.float32, "cpu")
+
+
+def test_an_untied_model_needs_its_head(small_model, write_folder, tmp_path):
+    with pytest.raises(R3LiteError, match="missing tensor lm_head"):
+        load_qwen2(write_folder(small_model(), tmp_path, tie_word_embeddings=False), torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"model_type": None}, "model_type is None"),
+        ({"use_sliding_window": True}, "sliding-window attention is switched on"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is switched on"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling of type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope scaling of type 'linear'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
+        ({"num_key_value_heads": 3}, "do not divide"),
+        ({"head_dim": 32}, "head_dim is 32"),
+    ],
+)
+def test_unsupported_configs_are_refused(small_model, write_folder, tmp_path, change, message):
+    folder = write_folder(small_model(), tmp_path, **change)
+    with pytest.raises(R3LiteError, match=message):
+        read_config(folder)
+
+
+def test_harmless_keys_are_no_obstacle(small_model, write_folder, tmp_path):
+    harmless = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 21}
+    write_folder(small_model(), tmp_path, **harmless, rope_scaling={"type": "default"})
+    assert read_config(tmp_path).num_hidden_layers == 3
+
+
+def test_pickled_broken_and_absent_files_are_explained(small_model, write_folder, tmp_path):
+    folder = write_folder(small_model(), tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(R3LiteError, match=r"model\.safetensors cannot be read"):
+        load_qwen2(folder, torch.float32, "cpu")
+    file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(R3LiteError, match=r"only pickled weights \(pytorch_model\.bin\)"):
+        load_qwen2(folder, torch.float32, "cpu")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(R3LiteError, match=r"gone\.safetensors cannot be read"):
+        load_qwen2(folder, torch.float32, "cpu")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(R3LiteError, match="no weight_map"):
+        load_qwen2(folder, torch.float32, "cpu")
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(R3LiteError, match="not a JSON object"):
+        read_config(folder)
+
+
+def test_names_of_models(tmp_path, monkeypatch):
+    assert resolve_folder(str(tmp_path)) == tmp_path
+    assert resolve_folder("tiny").parts[-2:] == ("checkpoints", "tiny")
+    with pytest.raises(R3LiteError, match="there is no model folder"):
+        resolve_folder(str(tmp_path / "gone"))
+    with pytest.raises(R3LiteError, match="there is no model folder nosuch"):
+        resolve_folder("nosuch")
+    asked = {}
+
+    def download(repo, allow_patterns):
+        asked.update(repo=repo, patterns=allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_folder("Qwen/Qwen2.5-0.5B-Instruct") == tmp_path
+    assert asked["repo"] == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in asked["patterns"])
+
+
+def test_offline_says_what_to_put_where(tmp_path):
+    code = "from r3lite.models.weights import resolve_folder; resolve_folder('Qwen/Qwen2.5-0.5B-Instruct')"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    root = str(weights.shipped("prompts").parent)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, text=True)
+    assert "R3LiteError: the model Qwen/Qwen2.5-0.5B-Instruct is neither a folder nor cached" in done.stderr
+    assert "put the model's config.json, tokenizer.json" in done.stderr
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_merged_checkpoint_has_the_sources_files_and_the_published_names(small_model, write_folder, tmp_path, tied):
+    source = write_folder(small_model(tie_word_embeddings=tied), tmp_path / "source", extra_key=[1])
+    (source / "tokenizer.json").write_text('{"a":   1}')
+    model = load_qwen2(source, torch.float32, "cpu")
+    add_adapter(model, "policy", 4, 8)
+    save_merged(model, source, tmp_path / "out")
+    out = tmp_path / "out"
+    for name in ("config.json", "tokenizer.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert ("lm_head.weight" in file.keys()) != tied  # noqa: SIM118 (not a dictionary)
+        assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118
+    again = load_qwen2(out, torch.float32, "cpu")
+    assert torch.equal(again(torch.arange(9)[None]), model(torch.arange(9)[None]))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
+    with pytest.raises(R3LiteError, match="is there already"):
+        save_merged(model, source, out)
+
+
+def test_a_merge_that_fails_leaves_nothing(small_model, write_folder, tmp_path, monkeypatch):
+    source = write_folder(small_model(), tmp_path / "source")
+    model = load_qwen2(source, torch.float32, "cpu")
+
+    def full(*arguments, **options):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(weights, "save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        save_merged(model, source, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_tensors_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"a": torch.ones(3, 2).t()})
+    assert torch.equal(load_file(path)["a"], torch.ones(2, 3))
+    if os.name == "posix":
+        assert path.stat().st_mode & 0o777 == 0o644
+
+    def crash(tensors, file, metadata):
+        file.write_bytes(b"half")
+        raise OSError("crash")
+
+    monkeypatch.setattr(weights, "save_file", crash)
+    with pytest.raises(OSError, match="crash"):
+        write_tensors(path, {"a": torch.zeros(2)})
+    assert torch.equal(load_file(path)["a"], torch.ones(2, 3))
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_the_bare_base_is_untouched_by_an_adapter(small_model):
+    model, ids = small_model(), torch.arange(9)[None]
+    before = model(ids)
+    add_adapter(model, "policy", 4, 8)
+    for parameter in adapter_parameters(model, "policy").values():
+        torch.nn.init.normal_(parameter)
+    assert torch.equal(model(ids), before)
+    with use_adapter(model, "policy"):
+        assert not torch.allclose(model(ids), before)
+    assert torch.equal(model(ids), before)
