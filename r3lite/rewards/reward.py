@@ -1,0 +1,115 @@
+"""What an episode is paid, step by step and by part: format, process and outcome.
+
+Knows the weights and what an episode holds; a judge's opinion comes in as a finished `Verdict`.
+"""
+
+from dataclasses import dataclass, field
+
+from r3lite.episode import Episode
+from r3lite.rewards.answer_match import exact_match, f1, rule_of
+from r3lite.settings import RewardSettings
+
+
+@dataclass(frozen=True)
+class StepVerdict:
+    """A judge's opinion of one step, both from 0 to 1; a step without a query has relevance 0."""
+
+    relevance: float  # of the passages that it brought, to the question
+    coherence: float  # of its analysis with what was known before it
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judge's opinion of an episode: whether its answer is right, and one opinion per step."""
+
+    correct: bool
+    steps: tuple[StepVerdict, ...]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What an episode was paid.
+
+    `steps[k]` is paid at the end of step k; their sum is `total`. `parts` holds `format`, `process` and `outcome`,
+    weighted, which add up to `total`; and unweighted, for the log, `em`, `f1`, `recall` (None where no gold paragraph
+    is known) and, where there was a judge, `judge` (1 if it called the answer right).
+    """
+
+    steps: list[float]
+    parts: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        return sum(self.steps)
+
+
+def answer_scores(episode: Episode) -> tuple[float, float]:
+    """EM and F1 of the final answer; both 0 where there is none, even if a gold answer normalizes to nothing."""
+    prediction, answers = episode.prediction, episode.question.answers
+    if not prediction.strip():
+        return 0.0, 0.0
+    return exact_match(prediction, answers), f1(prediction, answers, rule_of(episode.question))
+
+
+def new_gold(episode: Episode) -> list[set[int]]:
+    """Per step, the gold paragraphs that its query brought and that no earlier step had."""
+    found: set[int] = set()
+    news = []
+    for step in episode.steps:
+        news.append(episode.question.gold_found(step.documents) - found)
+        found |= news[-1]
+    return news
+
+
+def recall(episode: Episode) -> float | None:
+    """Share of the gold paragraphs that the whole episode brought; None where none is known."""
+    gold = episode.question.gold
+    return sum(map(len, new_gold(episode))) / len(gold) if gold else None
+
+
+def needs_verdict(settings: RewardSettings) -> bool:
+    """Whether these weights pay for what only a judge can say."""
+    return settings.outcome_judge > 0 or settings.process_judge > 0
+
+
+def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = None) -> Scored | None:
+    """Pays an episode; None, a missing reward, where a judge is needed and gave no verdict.
+
+    - format: `format_reward` for each step without a fault;
+    - process, at each query: `process_recall` times the share of the gold paragraphs found there for the first time,
+      plus `process_judge` times the mean of relevance and coherence; multiplied by R3-RAG's trajectory factor
+      (arXiv 2505.23794), 1 + gamma_correct, gamma_incorrect or gamma_fail (no answer);
+    - outcome, with the last step: weighted EM, F1 and the judge's right or wrong.
+    """
+    if verdict is None and needs_verdict(settings):
+        return None
+    assert verdict is None or len(verdict.steps) == len(episode.steps), "a verdict has one opinion per step"
+    em, best_f1 = answer_scores(episode)
+    correct = bool(verdict and verdict.correct and episode.prediction)
+    well_formed = [settings.format_reward if not s.faults else 0.0 for s in episode.steps]
+    factor = _trajectory_factor(episode, settings, correct if settings.outcome_judge else em == 1.0)
+    process = [factor * p for p in _process(episode, settings, verdict)]
+    outcome = settings.outcome_em * em + settings.outcome_f1 * best_f1 + settings.outcome_judge * correct
+    steps = [f + p for f, p in zip(well_formed, process, strict=True)]
+    if steps:
+        steps[-1] += outcome
+    parts = {"format": sum(well_formed), "process": sum(process), "outcome": outcome if steps else 0.0}
+    parts |= {"em": em, "f1": best_f1, "recall": recall(episode)}
+    return Scored(steps, parts | ({"judge": float(correct)} if verdict else {}))
+
+
+def _trajectory_factor(episode: Episode, settings: RewardSettings, right: bool) -> float:
+    if not episode.prediction:
+        return 1 + settings.gamma_fail
+    return 1 + (settings.gamma_correct if right else settings.gamma_incorrect)
+
+
+def _process(episode: Episode, settings: RewardSettings, verdict: Verdict | None) -> list[float]:
+    """Process reward of each step before the trajectory factor; 0 for a step without a query."""
+    rewards = []
+    opinions = verdict.steps if verdict else [StepVerdict(0.0, 0.0)] * len(episode.steps)
+    for step, news, opinion in zip(episode.steps, new_gold(episode), opinions, strict=True):
+        paid = settings.process_recall * len(news) / (len(episode.question.gold) or 1)
+        paid += settings.process_judge * (opinion.relevance + opinion.coherence) / 2
+        rewards.append(paid if step.query is not None else 0.0)
+    return rewards

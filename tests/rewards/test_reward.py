@@ -1,0 +1,129 @@
+import pytest
+
+from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
+from r3lite.formats import R3Format
+from r3lite.rewards.reward import Scored, StepVerdict, Verdict, answer_scores, new_gold, recall, score
+from r3lite.settings import RewardSettings
+
+GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(2))
+OTHER = Document("9", "Other", "Nothing.")
+QUESTION = Question("q", "Who?", ("Ada Byron", "Ada"), GOLD, GOLD)
+PLAIN = RewardSettings(
+    outcome_em=1.0,
+    outcome_f1=0.5,
+    process_recall=0.4,
+    format_reward=0.1,
+    gamma_correct=0.6,
+    gamma_incorrect=-0.2,
+    gamma_fail=-0.1,
+)
+
+
+def search(*documents, query="where", faults=()):
+    return Step("I need it.", query, documents, None, faults)
+
+
+def answer(text, faults=()):
+    return Step("So.", None, (), text, faults)
+
+
+def test_a_right_episode_by_hand():
+    episode = Episode(
+        QUESTION, [search(GOLD[0], OTHER), search(GOLD[0], GOLD[1], query="then"), answer("Ada Byron")], ANSWERED
+    )
+    scored = score(episode, PLAIN)
+    # A half of the gold at each query: 0.1 + 1.6 * 0.4 / 2; then format, EM and F1.
+    assert scored.steps == pytest.approx([0.42, 0.42, 0.1 + 1.0 + 0.5])
+    assert scored.parts == pytest.approx(
+        {"format": 0.3, "process": 0.64, "outcome": 1.5, "em": 1.0, "f1": 1.0, "recall": 1.0}
+    )
+    assert scored.total == pytest.approx(sum(scored.parts[k] for k in ("format", "process", "outcome")))
+
+
+def test_trajectory_factors():
+    steps = [search(*GOLD)]
+    wrong = score(Episode(QUESTION, [*steps, answer("Bob")], ANSWERED), PLAIN)
+    failed = score(Episode(QUESTION, [*steps, Step(faults=("no_step_heading",))], MALFORMED), PLAIN)
+    assert wrong.parts["process"] == pytest.approx(0.8 * 0.4)
+    assert failed.parts["process"] == pytest.approx(0.9 * 0.4)
+
+
+def test_a_later_step_is_not_paid_for_an_earlier_hit():
+    # Documents were accumulated over the episode, so that every later query was paid for the first one's hit.
+    episode = Episode(QUESTION, [search(GOLD[0]), search(GOLD[0], query="again"), search(OTHER, GOLD[0], query="more")])
+    assert new_gold(episode) == [{0}, set(), set()]
+    assert score(episode, RewardSettings(format_reward=0.0, process_recall=1.0, gamma_fail=0.0)).steps == [
+        0.5,
+        0.0,
+        0.0,
+    ]
+    assert recall(episode) == 0.5
+
+
+def test_two_answers_are_no_well_formed_step():
+    # A step with two answers counted as one right answer when either was right.
+    step = R3Format().parse("Step 1:\nThe problem analysis: So.\nThe final answer: Bob\nThe final answer: Ada Byron", 1)
+    scored = score(Episode(QUESTION, [step], ANSWERED), PLAIN)
+    assert scored.parts["format"] == 0.0 and scored.parts["em"] == 0.0
+    scored = score(Episode(QUESTION, [answer("Bob or Ada Byron")], ANSWERED), PLAIN)
+    assert scored.parts["em"] == 0.0
+
+
+def test_only_faultless_steps_are_paid_for_format():
+    episode = Episode(
+        QUESTION, [search(faults=("repeated_query",)), search(query="x"), Step(faults=("cut_off",))], CUT_OFF
+    )
+    scored = score(episode, PLAIN)
+    assert scored.steps == [0.0, 0.1, 0.0]
+    assert scored.parts["outcome"] == scored.parts["em"] == 0.0
+
+
+def test_an_episode_without_steps_has_nowhere_to_be_paid():
+    scored = score(Episode(QUESTION), PLAIN)
+    assert scored.steps == [] and scored.total == 0
+    assert scored.parts == {"format": 0, "process": 0, "outcome": 0, "em": 0.0, "f1": 0.0, "recall": 0.0}
+
+
+def test_no_answer_is_not_the_empty_answer():
+    # The letter "A" is an article: normalized it is empty, and so is a missing prediction.
+    episode = Episode(Question("q", "Which vitamin?", ("A",)), [search()], CUT_OFF)
+    assert answer_scores(episode) == (0.0, 0.0)
+
+
+def test_recall_is_missing_where_no_gold_is_known():
+    scored = score(Episode(Question("q", "Who?", ("Ada",)), [search(OTHER), answer("Ada")], ANSWERED), PLAIN)
+    assert scored.parts["recall"] is None
+    assert scored.steps == pytest.approx([0.1, 1.6])
+
+
+def test_yes_and_no_follow_the_data_set():
+    settings = RewardSettings(outcome_em=0.0, outcome_f1=1.0, format_reward=0.0)
+    for gold_by, expected in (("title", 0.0), ("text", pytest.approx(0.5))):
+        question = Question("q", "Is it?", ("yes",), gold_by=gold_by)
+        assert score(Episode(question, [answer("yes it is")], ANSWERED), settings).total == expected
+
+
+JUDGED = RewardSettings(outcome_em=0.0, outcome_judge=1.0, process_recall=0.0, process_judge=0.5, format_reward=0.0)
+
+
+def test_a_judge_pays_right_answers_and_steps():
+    episode = Episode(QUESTION, [search(GOLD[0]), answer("Lady Lovelace")], ANSWERED)
+    verdict = Verdict(True, (StepVerdict(0.8, 0.4), StepVerdict(0.0, 1.0)))
+    scored = score(episode, JUDGED, verdict)
+    # 1.6 because the judge, who pays the outcome, calls it right; the answering step has no query to be paid for.
+    assert scored.steps == pytest.approx([1.6 * 0.5 * 0.6, 1.0])
+    assert scored.parts["judge"] == 1.0 and scored.parts["em"] == 0.0
+    wrong = score(episode, JUDGED, Verdict(False, verdict.steps))
+    assert wrong.steps == pytest.approx([0.8 * 0.5 * 0.6, 0.0])
+
+
+def test_a_failed_judge_is_a_missing_reward_not_a_zero():
+    episode = Episode(QUESTION, [answer("Ada")], ANSWERED)
+    assert score(episode, JUDGED) is None
+    assert score(episode, RewardSettings(outcome_judge=0.1)) is None
+    assert isinstance(score(episode, RewardSettings()), Scored)  # no weight asks for a judge
+
+
+def test_a_judge_cannot_call_a_missing_answer_right():
+    verdict = Verdict(True, (StepVerdict(0.0, 0.0),))
+    assert score(Episode(QUESTION, [search()], CUT_OFF), JUDGED, verdict).total == 0.0
