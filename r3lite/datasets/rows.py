@@ -30,9 +30,9 @@ def read(
     """
     kept: list[Item] = []
     bad: list[R3LiteError] = []
-    paths = hub.files_of(str(data))
     on_bad = bad.append if skip_bad_rows else None
-    for path, where, row in ((path, *placed) for path in paths for placed in file_rows(path, on_bad)):
+    rows = ((file, *placed) for file in hub.files_of(str(data)) for placed in file_rows(file, on_bad))
+    for path, where, row in rows:
         try:
             made = convert(row, f"{path.stem}-{where.split()[-1]}")
         except BadRow as error:
