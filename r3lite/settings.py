@@ -236,6 +236,28 @@ class JudgeSettings(Section):
 
 
 @dataclass(frozen=True)
+class SftSettings(Section):
+    """Supervised fine-tuning."""
+
+    batch_size: Count = 2
+    """rows of one backward pass, padded to the longest"""
+    gradient_accumulation: Count = 8
+    """backward passes of one optimizer step"""
+    max_length: Count = 2048
+    """most tokens of a row; longer ones get shorter documents, or are left out where that is not enough"""
+    max_document_tokens: Count = 160
+    """most tokens of one document; longer ones are cut"""
+    activation_checkpointing: bool = True
+    """recompute each layer's activations in the backward pass: less memory, about a third more time"""
+    validation_fraction: Fraction = 0.05
+    """share of the questions held out for the validation loss"""
+    validation_rows: Whole = 64
+    """most rows held out; 0: none"""
+    validate_every: Count = 50
+    """steps between validation losses; there is one at the end, too"""
+
+
+@dataclass(frozen=True)
 class RLSettings(Section):
     """Reinforcement learning."""
 

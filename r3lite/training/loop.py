@@ -45,6 +45,7 @@ class Training:
     save_adapter: Callable[[Path], None]  # writes the adapter in PEFT's form into a folder
     kept: dict = field(default_factory=dict)  # what else the recipe must find again when resumed, as JSON
     facts: dict = field(default_factory=dict)  # about the run, for summary.json
+    data: str = ""  # fingerprint of what is trained on: a run is resumed on the same data only
     explain: Callable[[], str] | None = None  # says where gradients that are not finite came from
     num_tokens: int = 0  # read so far, padding not counted
     seconds: float = 0.0  # spent in steps so far
@@ -156,6 +157,7 @@ class Run:
             "precision": training.precision.state_dict(),
             "num_tokens": training.num_tokens,
             "seconds": training.seconds,
+            "data": training.data,
             "kept": training.kept,
         }
         tensors = {
@@ -209,6 +211,11 @@ def _restore(training: Training, loaded: Checkpoint) -> None:
         raise R3LiteError(
             f"the checkpoint holds other weights than this run trains: {len(wrong)} differ, such as {min(wrong)}",
             "Resume with the --model, --adapter and LoRA settings that the run was started with.",
+        )
+    if loaded.state["data"] != training.data:
+        raise R3LiteError(
+            "the data are not those that the run was started with",
+            "Resume with the first run's --data, tokenizer and prompts, or start anew from its adapter with --adapter.",
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
