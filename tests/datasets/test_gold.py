@@ -1,0 +1,84 @@
+"""Demonstrations from gold decompositions: exact texts, earlier answers filled in, the gold paragraph ensured."""
+
+import pytest
+
+from r3lite.datasets import gold
+from r3lite.datasets.trajectories import check_steps
+from r3lite.episode import Document, Hop, Question
+from r3lite.formats import R3Format
+
+FILM = Document("q/2", "Brenn", "A film by Ann Dahl.")
+PERSON = Document("q/0", "Ann Dahl", "Ann Dahl was born in Oslo.")
+HOPS = (Hop("Who directed Brenn?", "Ann Dahl", FILM), Hop("Where was #1 born?", "Oslo", PERSON))
+QUESTION = Question(
+    "q", "Where was the director of Brenn born?", ("Oslo",), (FILM, PERSON), (FILM, PERSON), "text", HOPS
+)
+OTHERS = [Document(str(i), f"Other {i}", "Nothing.") for i in range(5)]
+
+
+def with_hops(*hops):
+    return Question("q", "Q?", ("a",), gold=(FILM, PERSON), hops=hops)
+
+
+def test_the_texts_of_a_demonstration():
+    first, second, last = gold.steps(QUESTION, [[FILM], [PERSON]])
+    assert (first.analysis, first.query) == ("I need to find out: Who directed Brenn?", "Who directed Brenn?")
+    assert second.analysis == "Who directed Brenn? Ann Dahl. Next I need to find out: Where was Ann Dahl born?"
+    assert (second.query, second.documents) == ("Where was Ann Dahl born?", (PERSON,))
+    assert last.analysis == "Where was Ann Dahl born? Oslo. That answers the question."
+    assert (last.query, last.answer) == (None, "Oslo")
+    assert check_steps(gold.steps(QUESTION, [[FILM], [PERSON]]), R3Format()) is None
+
+
+def test_only_earlier_hops_are_references():
+    hops = (
+        Hop("Who sang Mambo #5?", "Bega", FILM),
+        Hop("Did #1 or #2 sing #12?", "no", PERSON),
+        Hop("#2#1", "x", FILM),
+    )
+    assert gold.queries(with_hops(*hops)) == ["Who sang Mambo #5?", "Did Bega or #2 sing #12?", "noBega"]
+
+
+def test_an_answer_that_ends_a_sentence_gets_no_second_stop():
+    hops = (Hop("Until when?", "3 a.m.", FILM), Hop("Which?", 'under "North Africa."', PERSON))
+    steps = gold.steps(with_hops(*hops), [[], []])
+    assert steps[1].analysis.startswith("Until when? 3 a.m. Next")
+    assert steps[2].analysis == 'Which? under "North Africa." That answers the question.'
+
+
+@pytest.mark.parametrize(
+    ("hops", "reason"),
+    [
+        ((), "no decomposition"),
+        ((Hop("Q?", "a", None),), "a hop without a gold paragraph"),
+        ((Hop("Q?", "a", FILM),) * 3, "more than 2 hops"),
+        ((Hop("Q?", "a", FILM),) * 2, None),
+    ],
+)
+def test_obstacles(hops, reason):
+    assert gold.obstacle(with_hops(*hops), max_hops=2) == reason
+
+
+def test_a_gold_paragraph_that_was_found_stays_where_it_was():
+    found = [OTHERS[0], Document("corpus-7", "Ann Dahl", "Ann Dahl was born  in Oslo."), OTHERS[1]]
+    assert gold.with_gold(QUESTION, 1, found, top_k=3, seed="0") == (found, True)
+
+
+def test_a_missed_gold_paragraph_takes_the_last_one_s_place_but_stands_anywhere():
+    places = set()
+    for seed in range(40):
+        kept, was_there = gold.with_gold(QUESTION, 1, OTHERS, top_k=5, seed=str(seed))
+        assert not was_there and len(kept) == 5
+        assert [d for d in kept if d != PERSON] == OTHERS[:4]
+        places.add(kept.index(PERSON))
+    assert places == set(range(5))
+    assert gold.with_gold(QUESTION, 1, OTHERS, 5, "7") == gold.with_gold(QUESTION, 1, OTHERS, 5, "7")
+
+
+def test_another_hop_s_gold_paragraph_does_not_stand_in():
+    kept, was_there = gold.with_gold(QUESTION, 1, [FILM], top_k=5, seed="0")
+    assert not was_there and set(kept) == {FILM, PERSON}
+
+
+def test_without_a_retriever_the_gold_paragraph_stands_alone():
+    assert gold.with_gold(QUESTION, 0, [], top_k=5, seed="0") == ([FILM], False)
