@@ -43,7 +43,7 @@ def small_model():
     def make(seed: int = 0, **changes) -> Qwen2:
         sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 10_000.0}
-        model = Qwen2(Qwen2Config(**(sizes | heads | changes))).requires_grad_(False)
+        model = Qwen2(Qwen2Config(**(sizes | heads | changes))).requires_grad_(False).eval()
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.15, generator=generator)

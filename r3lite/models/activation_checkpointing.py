@@ -12,7 +12,7 @@ from r3lite.models.qwen2 import Qwen2
 
 
 def enable(model: Qwen2) -> None:
-    """From now on a layer's activations are not kept while training with gradients; other passes are as before."""
+    """From now on a pass with gradients keeps no layer's activations, in training and evaluation mode alike."""
     # The switch rather than the model: a model that refers to itself is freed late.
     model.run_layer = functools.partial(_run_layer, switch_of(model))
 
@@ -21,7 +21,7 @@ def _run_layer(
     switch: Switch, layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None
 ) -> Tensor:
     """One layer's output [B, T, C]."""
-    if not (torch.is_grad_enabled() and layer.training and cache is None):
+    if not (torch.is_grad_enabled() and cache is None):
         return layer(x, cos, sin, mask, cache)
     # `backward` may be called when another adapter is on: the second run must use the one of the first.
     name = switch.active

@@ -63,7 +63,7 @@ class ActivationWatch:
         """One line on what was seen: where it overflowed and how large activations were before that."""
         finite = {name: size for name, size in self.largest.items() if size < float("inf")}
         name = max(finite, key=finite.get, default=None)
-        peak = f"the largest finite activation was {finite[name]:,.0f}, after {name}" if name else "no layer was finite"
+        peak = f"the largest finite activation was {finite[name]:,.0f}, after {name}" if name else "none was finite"
         if self.first_overflow is None:
             return f"no layer overflowed; {peak}"
         return f"{self.first_overflow} was the first layer to give inf or nan; {peak} (fp16 ends at {FP16_MAX:,.0f})"

@@ -46,5 +46,6 @@ def _chunk(
     logprob = logits.gather(-1, targets[:, None])[:, 0] - log_z  # [n]
     if not with_entropy:
         return logprob, None
-    # H = log Z - sum_v p_v logit_v
-    return logprob, log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
+    # Not log Z - sum_v p_v logit_v: with large logits the difference of the two loses a small entropy.
+    logprobs = logits - log_z[:, None]  # [n, V]
+    return logprob, -(logprobs.exp() * logprobs).sum(-1)

@@ -137,7 +137,7 @@ def _size(raw: dict, name: str, path: Path) -> int:
 
 
 def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.device) -> Qwen2:
-    """The model of a folder, frozen, in `dtype` on `device`.
+    """The model of a folder, frozen and in evaluation mode, in `dtype` on `device`.
 
     Tensors are read one by one into a model that has no memory of its own yet, so that beside the finished weights
     never more than one tensor is held. Raises R3LiteError naming a tensor that is missing, unexpected or of the wrong
@@ -169,7 +169,7 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
                 # Copied, or it would stay a view of the mapped file and change, or crash, with it.
                 _assign(model, name, tensor.to(device, dtype, copy=True))
                 del tensor
-    return model
+    return model.eval()
 
 
 def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:

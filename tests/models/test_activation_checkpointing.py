@@ -1,0 +1,120 @@
+"""Checkpointed gradients equal plain ones, whatever is switched on when `backward` runs; memory is saved."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from r3lite.models import activation_checkpointing
+from r3lite.models.hooks import require_input_grads
+from r3lite.models.kv_cache import KVCache
+from r3lite.models.lora import adapter_parameters, add_adapter, use_adapter
+
+IDS = torch.arange(60).view(2, 30)
+
+
+@pytest.fixture
+def adapted(small_model):
+    """Makes a model with two adapters that matter, one of them with dropout."""
+
+    def make(checkpointing: bool, dropout: float = 0.0):
+        model = small_model()
+        add_adapter(model, "policy", 4, 8, dropout)
+        add_adapter(model, "reference", 2, 8)
+        generator = torch.Generator().manual_seed(0)
+        for name in ("policy", "reference"):
+            for parameter in adapter_parameters(model, name).values():
+                parameter.data.normal_(0, 0.1, generator=generator)
+        if checkpointing:
+            activation_checkpointing.enable(model)
+        return model
+
+    return make
+
+
+def gradients(model, name="policy", at_backward="policy"):
+    """Gradients of an adapter, with `at_backward` switched on while `backward` runs."""
+    torch.manual_seed(0)
+    with use_adapter(model, name):
+        loss = model(IDS).square().mean()
+    with use_adapter(model, at_backward):
+        loss.backward()
+    return {key: p.grad for key, p in adapter_parameters(model, name).items()}
+
+
+def assert_same(ours, theirs):
+    for key, grad in theirs.items():
+        assert grad.abs().sum() > 0
+        assert torch.allclose(ours[key], grad, atol=1e-6), key
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_equal_the_plain_ones(adapted, training):
+    assert_same(gradients(adapted(True).train(training)), gradients(adapted(False).train(training)))
+
+
+@pytest.mark.parametrize("at_backward", [None, "reference"])
+def test_backward_runs_the_layers_again_with_the_adapter_of_the_forward_pass(adapted, at_backward):
+    """`loss.backward()` stands outside the `with` block as often as not; the second run of a layer saw no adapter."""
+    model = adapted(True)
+    assert_same(gradients(model, at_backward=at_backward), gradients(adapted(False)))
+    assert model.lora.active is None
+
+
+def test_dropout_drops_the_same_in_both_runs(adapted):
+    assert_same(gradients(adapted(True, 0.5).train()), gradients(adapted(False, 0.5).train()))
+
+
+def test_fewer_activations_are_kept(adapted):
+    def kept(model) -> int:
+        sizes = {}
+        hooks = (
+            lambda t: sizes.__setitem__(t.untyped_storage()._cdata, t.untyped_storage().nbytes()) or t,
+            lambda t: t,
+        )
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(*hooks), use_adapter(model, "policy"):
+            loss = model(IDS).square().mean()
+        del loss
+        return sum(size for key, size in sizes.items() if key not in weights)
+
+    assert kept(adapted(True)) < 0.2 * kept(adapted(False))
+
+
+def test_passes_without_gradients_and_with_a_cache_are_as_before(adapted):
+    model = adapted(True)
+    c = model.config
+    cache = KVCache(c.num_hidden_layers, 2, c.num_key_value_heads, c.head_dim, torch.float32, torch.device("cpu"))
+    with torch.no_grad(), use_adapter(model, "policy"):
+        whole = model(IDS)
+        parts = torch.cat((model(IDS[:, :11], cache), model(IDS[:, 11:], cache)), dim=1)
+    assert not whole.requires_grad and torch.allclose(whole, parts, atol=1e-5)
+
+
+def test_input_gradients_reach_the_embedding_s_output(adapted):
+    """With nothing trainable below it, the first layer's input needs no gradient unless it is asked for."""
+    model, seen = adapted(True), []
+    handle = require_input_grads(model)
+    watch = model.model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    assert_same(gradients(model), gradients(adapted(False)))
+    assert seen[0].requires_grad
+    with torch.no_grad():
+        model(IDS)
+    assert not seen[-1].requires_grad
+    handle.remove()
+    model(IDS)
+    assert not seen[-1].requires_grad
+    watch.remove()
+
+
+def test_a_checkpointing_model_is_freed_without_the_garbage_collector(adapted):
+    """A run function that holds the model makes a cycle, and gigabytes of weights stay until a collection."""
+    gc.disable()
+    try:
+        model = adapted(True)
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()

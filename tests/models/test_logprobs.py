@@ -1,0 +1,123 @@
+"""Log-probabilities against a plain log-softmax in float64, and that the logits are never there as a whole."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from r3lite.models.logprobs import token_logprobs
+
+N, C, V = 37, 16, 101
+
+
+@pytest.fixture
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, C, generator=generator)
+    head = torch.randn(V, C, generator=generator)
+    targets = torch.randint(V, (N,), generator=generator)
+    upstream = torch.randn(2, N, generator=generator)
+    return hidden, head, targets, upstream
+
+
+def plain(hidden, head, targets, temperature):
+    """Log-probabilities and entropies [N] by definition, in float64."""
+    logprobs = torch.log_softmax(hidden.double() @ head.double().T / temperature, dim=-1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 37, 128])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+def test_values_and_gradients(inputs, temperature, chunk):
+    hidden, head, targets, upstream = inputs
+    ours, theirs = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    logprobs, entropies = token_logprobs(ours, head, targets, temperature, chunk, with_entropy=True)
+    expected = plain(theirs, head, targets, temperature)
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    assert torch.allclose(logprobs.double(), expected[0], atol=1e-5)
+    assert torch.allclose(entropies.double(), expected[1], atol=1e-5)
+    (logprobs * upstream[0] + entropies * upstream[1]).sum().backward()
+    (expected[0] * upstream[0] + expected[1] * upstream[1]).sum().backward()
+    assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-4)
+
+
+def test_without_entropy_or_gradients(inputs):
+    hidden, head, targets, _ = inputs
+    with torch.no_grad():
+        logprobs, entropies = token_logprobs(hidden, head, targets)
+    assert entropies is None and not logprobs.requires_grad
+    assert torch.allclose(logprobs.double(), plain(hidden, head, targets, 1.0)[0], atol=1e-5)
+
+
+def test_a_trainable_head_gets_its_gradient(inputs):
+    hidden, head, targets, upstream = inputs
+    ours, theirs = head.clone().requires_grad_(), head.double().requires_grad_()
+    (token_logprobs(hidden, ours, targets, chunk=8)[0] * upstream[0]).sum().backward()
+    (plain(hidden, theirs, targets, 1.0)[0] * upstream[0]).sum().backward()
+    assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-4)
+
+
+class NoMoreRows(TorchDispatchMode):
+    """Fails when an operator makes a tensor with more than `rows` rows of V numbers; remembers the most it saw."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.rows, self.seen = rows, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and V in tensor.shape and C not in tensor.shape:
+                rows = tensor.numel() // V
+                self.seen = max(self.seen, rows)
+                assert rows <= self.rows, f"{function} made a tensor {list(tensor.shape)}"
+        return out
+
+
+def test_the_logits_are_never_there_as_a_whole(inputs):
+    hidden, head, targets, _ = inputs
+    hidden.requires_grad_()
+    with NoMoreRows(8) as watch:
+        logprobs, entropies = token_logprobs(hidden, head, targets, chunk=8, with_entropy=True)
+        (logprobs + entropies).sum().backward()
+    assert watch.seen == 8
+    with pytest.raises(AssertionError, match="made a tensor"), NoMoreRows(8):
+        token_logprobs(hidden, head, targets, chunk=9)
+
+
+def test_no_chunk_of_logits_is_kept_for_the_backward_pass(inputs):
+    hidden, head, targets, _ = inputs
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        token_logprobs(hidden.requires_grad_(), head, targets, chunk=8, with_entropy=True)
+    assert not [shape for shape in kept if V in shape and C not in shape]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_normalized_in_fp32(inputs, dtype):
+    """As the sampler does it: logits in the head's dtype, then fp32. A log-softmax in bf16 is off by 1 in 100."""
+    hidden, head, targets, _ = inputs
+    hidden, head = hidden.to(dtype), head.to(dtype)
+    logits = (hidden @ head.T).float()
+    expected = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+    assert torch.allclose(token_logprobs(hidden, head, targets)[0], expected, atol=1e-5)
+    # The final norm gives fp32 where the residual stream is fp32 under autocast.
+    with torch.autocast("cpu", dtype):
+        assert torch.allclose(token_logprobs(hidden.float(), head, targets)[0], expected, atol=1e-5)
+
+
+def test_huge_logits_and_ids_beyond_the_head(inputs):
+    hidden, head, targets, _ = inputs
+    logprobs, entropies = token_logprobs(hidden * 1e4, head, targets, with_entropy=True)
+    assert torch.isfinite(logprobs).all() and torch.isfinite(entropies).all()
+    fewer = token_logprobs(hidden, head[:60], targets % 60)[0]
+    assert torch.allclose(fewer.double(), plain(hidden, head[:60], targets % 60, 1.0)[0], atol=1e-5)
+    assert (fewer > token_logprobs(hidden, head, targets % 60)[0]).all()
+
+
+def test_no_rows(inputs):
+    hidden, head, targets, _ = inputs
+    hidden.requires_grad_()
+    logprobs, entropies = token_logprobs(hidden[:0], head, targets[:0], with_entropy=True)
+    assert logprobs.shape == entropies.shape == (0,)
+    logprobs.sum().backward()
+    assert hidden.grad.abs().sum() == 0

@@ -1,0 +1,348 @@
+"""Adapters: arithmetic, switching, PEFT's format both ways, merging, what is refused."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from r3lite.errors import R3LiteError
+from r3lite.models.lora import (
+    PROJECTIONS,
+    LoraLinear,
+    adapter_parameters,
+    add_adapter,
+    load_adapter,
+    merge_adapter,
+    remove_adapter,
+    save_adapter,
+    set_adapter,
+    use_adapter,
+)
+from r3lite.models.weights import load_qwen2, save_merged
+
+IDS = torch.arange(5, 45)[None]
+
+
+def shaken(model, name: str, seed: int = 1):
+    """Gives an adapter weights that matter: a fresh one has B = 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapter_parameters(model, name).values():
+        parameter.data.normal_(0, 0.05, generator=generator)
+
+
+@torch.no_grad()
+def logits(model, name=None):
+    with use_adapter(model, name):
+        return model.logits(model(IDS))
+
+
+def test_one_layer_by_hand():
+    base = torch.nn.Linear(2, 2)
+    base.weight.data, base.bias.data = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, 0.0])
+    model = torch.nn.Module()
+    model.q_proj = base
+    add_adapter(model, "a", r=1, alpha=3, targets=["q_proj"])
+    model.q_proj.lora_A["a"].data = torch.tensor([[1.0, -1.0]])
+    model.q_proj.lora_B["a"].data = torch.tensor([[2.0], [0.0]])
+    x = torch.tensor([[3.0, 1.0]])
+    assert model.q_proj(x).tolist() == [[5.5, 13.0]]
+    with use_adapter(model, "a"):  # A x = 2, B A x = [4, 0], times 3
+        assert model.q_proj(x).tolist() == [[17.5, 13.0]]
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_of_peft_s_size(small_model):
+    model = small_model()
+    before = logits(model)
+    add_adapter(model, "policy", 8, 16, seed=3)
+    assert torch.equal(logits(model, "policy"), before)
+    parameters = adapter_parameters(model, "policy")
+    assert len(parameters) == 3 * 7 * 2
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in parameters.values())
+    a = parameters["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"]
+    assert a.shape == (8, 96) and 0.9 / math.sqrt(96) < a.abs().max() <= 1 / math.sqrt(96)  # kaiming, a = sqrt(5)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, _ in model.named_parameters() if ".lora_" in n
+    }
+    other = small_model()
+    add_adapter(other, "policy", 8, 16, seed=3)
+    assert all(torch.equal(p, parameters[k]) for k, p in adapter_parameters(other, "policy").items())
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 16 / 4), (True, 16 / 2)])
+def test_scale(small_model, rslora, scale):
+    model = small_model()
+    add_adapter(model, "a", 4, 16, rslora=rslora)
+    shaken(model, "a")
+    expected = small_model()
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            expected.get_submodule(path).weight.data += scale * module.lora_B["a"] @ module.lora_A["a"]
+    assert (logits(model, "a") - logits(expected)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("target", PROJECTIONS)
+def test_each_projection_can_have_one_alone(small_model, target):
+    model = small_model()
+    before = logits(model)
+    add_adapter(model, "a", 2, 4, targets=[target])
+    shaken(model, "a")
+    assert {key.split(".")[-3] for key in adapter_parameters(model, "a")} == {target}
+    assert not torch.allclose(logits(model, "a"), before)
+
+
+def test_adapters_are_switched_and_switched_back(small_model):
+    model = small_model()
+    add_adapter(model, "policy", 4, 8)
+    add_adapter(model, "reference", 2, 4, targets=["q_proj", "up_proj"])
+    shaken(model, "policy", 1), shaken(model, "reference", 2)
+    base, policy, reference = logits(model), logits(model, "policy"), logits(model, "reference")
+    assert not torch.equal(policy, reference) and not torch.equal(base, reference)
+    set_adapter(model, "policy")
+    with use_adapter(model, "reference"):
+        assert torch.equal(model.logits(model(IDS)), reference)
+        with use_adapter(model, None):
+            assert torch.equal(model.logits(model(IDS)), base)
+        with pytest.raises(ZeroDivisionError), use_adapter(model, "policy"):
+            _ = 1 / 0
+        assert torch.equal(model.logits(model(IDS)), reference)
+    assert torch.equal(model.logits(model(IDS)), policy)
+    with pytest.raises(AssertionError, match="no adapter is named 'polcy'"):
+        use_adapter(model, "polcy")
+    remove_adapter(model, "policy")
+    assert torch.equal(logits(model, "reference"), reference)
+    assert torch.equal(model.logits(model(IDS)), base)
+    remove_adapter(model, "reference")
+    assert not any(isinstance(m, LoraLinear) for m in model.modules())
+
+
+def test_only_the_adapter_that_is_on_gets_gradients(small_model):
+    model = small_model()
+    add_adapter(model, "policy", 4, 8)
+    add_adapter(model, "other", 4, 8)
+    shaken(model, "policy")
+    with use_adapter(model, "policy"):
+        model(IDS).square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in adapter_parameters(model, "policy").values())
+    assert all(p.grad is None for p in adapter_parameters(model, "other").values())
+    assert all(p.grad is None for n, p in model.named_parameters() if ".lora_" not in n)
+
+
+def test_dropout_is_for_training_only_and_from_the_global_stream(small_model):
+    model = small_model()
+    add_adapter(model, "a", 4, 8, dropout=0.5)
+    shaken(model, "a")
+    still = logits(model.eval(), "a")
+    assert torch.equal(logits(model, "a"), still)
+    model.train()
+    torch.manual_seed(0)
+    first = logits(model, "a")
+    second = logits(model, "a")
+    torch.manual_seed(0)
+    assert torch.equal(logits(model, "a"), first)
+    assert not torch.equal(first, second) and not torch.equal(first, still)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_narrow_bases_with_wide_adapters(small_model, dtype, autocast):
+    """The base is in half precision, the adapter in fp32: with autocast, as in training, and without."""
+    exact = small_model()
+    add_adapter(exact, "a", 4, 8)
+    shaken(exact, "a")
+    model = small_model().to(dtype)
+    add_adapter(model, "a", 4, 8)
+    shaken(model, "a")
+    with torch.autocast("cpu", dtype, enabled=autocast), use_adapter(model, "a"):
+        hidden = model(IDS)
+        hidden.float().square().mean().backward()
+    with use_adapter(exact, "a"):
+        assert torch.nn.functional.cosine_similarity(hidden.float(), exact(IDS), dim=-1).min() > 0.99
+    for parameter in adapter_parameters(model, "a").values():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32 and torch.isfinite(parameter.grad).all()
+
+
+def peft_model(folder, **config):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+ADAPTERS = {
+    "all seven": {"r": 8, "lora_alpha": 16, "target_modules": list(PROJECTIONS)},
+    "rslora": {"r": 4, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True},
+    "all-linear": {"r": 2, "lora_alpha": 4, "target_modules": "all-linear", "lora_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_of_peft_in_ours(small_model, write_folder, tmp_path, name):
+    folder = write_folder(small_model(), tmp_path / "base")
+    theirs = peft_model(folder, **ADAPTERS[name])
+    theirs.save_pretrained(tmp_path / "adapter")
+    model = load_qwen2(folder, torch.float32, "cpu")
+    load_adapter(model, "a", tmp_path, trainable=False)  # found in the folder's adapter/, as a run has it
+    assert not any(p.requires_grad for p in model.parameters())
+    assert (logits(model, "a") - theirs(IDS).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_our_adapters_in_peft(small_model, write_folder, tmp_path, rslora):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder = write_folder(small_model(), tmp_path / "base")
+    model = load_qwen2(folder, torch.float32, "cpu")
+    add_adapter(model, "a", 8, 12, 0.05, ["v_proj", "gate_proj", "q_proj"], rslora)
+    shaken(model, "a")
+    save_adapter(model, "a", tmp_path / "adapter", str(folder))
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert (logits(model, "a") - theirs(IDS).logits).abs().max() <= 1e-5
+    auto = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
+    assert (logits(model, "a") - auto(IDS).logits).abs().max() <= 1e-5
+
+
+def test_adapters_both_ways_at_the_real_size(qwen_dir, tmp_path):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    model = load_qwen2(qwen_dir, torch.float32, "cpu")
+    add_adapter(model, "a", 8, 16)
+    shaken(model, "a")
+    save_adapter(model, "a", tmp_path / "ours", str(qwen_dir))
+    base = transformers.AutoModelForCausalLM.from_pretrained(qwen_dir, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    with torch.no_grad():
+        expected = theirs(IDS).logits
+    assert (logits(model, "a") - expected).abs().max() <= 1e-5
+    theirs.save_pretrained(tmp_path / "theirs")
+    load_adapter(model, "b", tmp_path / "theirs", trainable=True)
+    assert torch.equal(logits(model, "a"), logits(model, "b"))
+
+
+def test_what_is_saved(small_model, tmp_path):
+    model = small_model()
+    add_adapter(model, "a", 8, 16, 0.1, ["v_proj", "q_proj", "down_proj"])
+    save_adapter(model, "a", tmp_path, "Qwen/Qwen2.5-0.5B-Instruct")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["down_proj", "q_proj", "v_proj"]
+    assert config["base_model_name_or_path"] == "Qwen/Qwen2.5-0.5B-Instruct"
+    facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1}
+    facts |= {"bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False}
+    assert {key: config[key] for key in facts} == facts
+    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert file.get_slice("base_model.model.model.layers.2.self_attn.q_proj.lora_A.weight").get_shape() == [8, 64]
+        assert file.get_slice("base_model.model.model.layers.2.mlp.down_proj.lora_B.weight").get_shape() == [64, 8]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_in_transformers(small_model, write_folder, tmp_path, tied):
+    transformers = pytest.importorskip("transformers")
+    folder = write_folder(small_model(tie_word_embeddings=tied), tmp_path / "base")
+    model = load_qwen2(folder, torch.float32, "cpu")
+    add_adapter(model, "a", 8, 16)
+    shaken(model, "a")
+    expected = logits(model, "a")
+    merge_adapter(model, "a")
+    assert not any(isinstance(m, LoraLinear) for m in model.modules())
+    save_merged(model, folder, tmp_path / "merged")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    assert (theirs(IDS).logits - expected).abs().max() <= 1e-4
+
+
+def test_merging_one_of_two_keeps_the_other(small_model):
+    model = small_model()
+    add_adapter(model, "a", 4, 8)
+    add_adapter(model, "b", 4, 8)
+    shaken(model, "a", 1), shaken(model, "b", 2)
+    merged = logits(model, "a")
+    merge_adapter(model, "a")
+    assert (logits(model) - merged).abs().max() < 1e-4
+    assert not torch.allclose(logits(model, "b"), merged)
+
+
+def test_a_half_precision_base_is_merged_in_fp32():
+    """Added in fp16, a product B A of many small terms loses what it is made of."""
+    model = torch.nn.Module()
+    model.q_proj = torch.nn.Linear(4, 3, bias=False).half().requires_grad_(False)
+    weight = model.q_proj.weight.clone()
+    add_adapter(model, "a", 2, 2, targets=["q_proj"])
+    shaken(model, "a")
+    a, b = model.q_proj.lora_A["a"].detach(), model.q_proj.lora_B["a"].detach()
+    merge_adapter(model, "a")
+    assert torch.equal(model.q_proj.weight, (weight.float() + b @ a).half())
+
+
+KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora is True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"layers_to_transform": [1]}, "layers_to_transform"),
+        ({"feature_of_next_year": {"on": 1}}, "feature_of_next_year"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"target_modules": None}, "target_modules is None"),
+        ({"target_modules": ".*proj"}, r"target_modules is '\.\*proj'"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules has lm_head"),
+        ({"target_modules": ["q_proj", "k_proj"]}, "lacks the tensor .*k_proj.lora_A"),
+        ({"r": 4}, r"\[8, 64\], not \[4, 64\]"),
+        ({"r": "8"}, "r is '8'"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
+    ],
+)
+def test_adapters_that_are_not_understood_are_refused(small_model, tmp_path, change, message):
+    """PEFT loads an adapter without target_modules in silence and its logits are wrong; here each is named."""
+    model = small_model()
+    add_adapter(model, "a", 8, 16, targets=["q_proj"])
+    save_adapter(model, "a", tmp_path, "x")
+    config = json.loads((tmp_path / "adapter_config.json").read_text()) | change
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(R3LiteError, match=message):
+        load_adapter(model, "b", tmp_path, trainable=False)
+    assert list(model.lora.specs) == ["a"]
+
+
+def test_files_that_do_not_fit_are_refused(small_model, tmp_path):
+    model = small_model()
+    with pytest.raises(R3LiteError, match="no adapter can be read"):
+        load_adapter(model, "b", tmp_path, trainable=False)
+    add_adapter(model, "a", 8, 16, targets=["q_proj"])
+    save_adapter(model, "a", tmp_path, "x")
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"base_model.model.lm_head.weight": torch.zeros(1)}, file)
+    with pytest.raises(R3LiteError, match=r"unexpected tensor base_model\.model\.lm_head\.weight"):
+        load_adapter(model, "b", tmp_path, trainable=False)
+    save_file({k: t for k, t in tensors.items() if k != KEY}, file)
+    with pytest.raises(R3LiteError, match=f"lacks the tensor {KEY}"):
+        load_adapter(model, "b", tmp_path, trainable=False)
+    file.write_bytes(b"\0" * 100)
+    with pytest.raises(R3LiteError, match="cannot be read"):
+        load_adapter(model, "b", tmp_path, trainable=False)
+    file.rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(R3LiteError, match=r"has no adapter_model\.safetensors"):
+        load_adapter(model, "b", tmp_path, trainable=False)
+    with pytest.raises(R3LiteError, match="lora_targets has embed_tokens"):
+        add_adapter(model, "c", 8, 16, targets=["embed_tokens"])
+
+
+def test_a_loaded_adapter_goes_on_training_as_it_was_saved(small_model, tmp_path):
+    model = small_model()
+    add_adapter(model, "a", 8, 16, 0.25, rslora=True)
+    shaken(model, "a")
+    save_adapter(model, "a", tmp_path, "x")
+    load_adapter(model, "b", tmp_path, trainable=True)
+    assert model.lora.specs["a"] == model.lora.specs["b"]
+    assert torch.equal(logits(model, "a"), logits(model, "b"))
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in adapter_parameters(model, "b").values())
