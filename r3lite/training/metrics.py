@@ -118,7 +118,8 @@ class MetricsLog:
 def read(path: Path) -> list[dict]:
     """The records of a log. A last line torn by a kill is left out."""
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    # Not splitlines: a string in a record may hold characters that it takes for the end of a line, such as U+2028.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.exists() else ():
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:

@@ -1,0 +1,148 @@
+"""Checkpoints: whole or not there at all, whatever happens to the process or to the disk."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3lite.errors import R3LiteError
+from r3lite.training import checkpoint
+from r3lite.training.checkpoint import Checkpoint
+
+
+def example(step: int) -> Checkpoint:
+    weights = {"a": torch.full((3, 2), step / 7), "b": torch.tensor(float("nan"))}
+    moments = {"a.step": torch.tensor(float(step)), "a.exp_avg": torch.randn(3, 2)}
+    random = {"cpu": torch.get_rng_state()}
+    return Checkpoint(
+        step, {"weights": weights, "optimizer": moments, "random": random}, {"step": step, "kept": [1, "é"]}
+    )
+
+
+def adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+
+
+def written(output: Path, *steps: int) -> list[Path]:
+    return [checkpoint.write(output, example(step), adapter) for step in steps]
+
+
+def test_what_is_written_is_read_back_to_the_bit(tmp_path):
+    saved = example(3)
+    folder = checkpoint.write(tmp_path, saved, adapter)
+    found = checkpoint.read(folder)
+    assert folder.name == "checkpoint-3"
+    assert (found.step, found.state) == (3, saved.state)
+    for group, tensors in saved.tensors.items():
+        for name, tensor in tensors.items():
+            assert found.tensors[group][name].numpy().tobytes() == tensor.numpy().tobytes()
+    assert (folder / "adapter" / "adapter_config.json").exists()
+
+
+def test_a_checkpoint_is_safetensors_and_json_only(tmp_path):
+    (folder,) = written(tmp_path, 1)
+    files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    tensors = {f"{group}.safetensors" for group in checkpoint.GROUPS}
+    assert files == {*tensors, "state.json", "manifest.json", "adapter/adapter_config.json"}
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda f: flip(f / "weights.safetensors"), "weights.safetensors is not what was written"),
+        (lambda f: (f / "state.json").write_text("{"), "state.json is not what was written"),
+        (lambda f: flip(f / "adapter" / "adapter_config.json"), "adapter/adapter_config.json is not"),
+        (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "cannot be read"),
+        (lambda f: (f / "manifest.json").write_text("not json"), "cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, capsys, damage, told):
+    older, newer = written(tmp_path, 2, 10)
+    damage(newer)
+    assert checkpoint.newest_sound(tmp_path) == older
+    assert told in (shown := capsys.readouterr().err)
+    assert str(newer) in shown
+    with pytest.raises(R3LiteError, match="not a sound checkpoint"):
+        checkpoint.read(newer)
+
+
+def test_a_checkpoint_of_another_format_is_not_sound(tmp_path):
+    (folder,) = written(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    assert checkpoint.fault(folder) == "its format is 99, not 1"
+
+
+def test_the_newest_ones_are_kept_by_number_not_by_name(tmp_path):
+    written(tmp_path, 8, 9, 10, 100)
+    (tmp_path / "checkpoint-best").mkdir()  # somebody else's
+    checkpoint.prune(tmp_path, 2)
+    assert list(checkpoint.all_of(tmp_path)) == [10, 100]
+    assert (tmp_path / "checkpoint-best").exists()
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
+    (folder,) = written(tmp_path, 1)
+
+    def fail(new: Path) -> None:
+        adapter(new)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.replace_folder(folder, fail)
+    assert checkpoint.fault(folder) is None
+    assert len(list(tmp_path.iterdir())) == 2  # with what was left half written,
+    checkpoint.sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]  # which the next start sweeps
+
+
+WRITER = """
+import sys, torch
+from pathlib import Path
+from r3lite.training import checkpoint
+output, step = Path(sys.argv[1]), 0
+while True:
+    step += 1
+    weights = {"w": torch.full((1 << 18,), float(step))}
+    whole = {"weights": weights, "optimizer": {"w.exp_avg": weights["w"] + 1}, "random": checkpoint.random_state()}
+    adapter = lambda folder: (folder / "x.json").write_text("{}")
+    checkpoint.write(output, checkpoint.Checkpoint(step, whole, {"step": step}), adapter)
+    checkpoint.prune(output, 2)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on Windows")
+def test_kill_9_at_any_moment_leaves_a_sound_checkpoint(tmp_path):
+    """Among 12 kills while a 400 MB file was overwritten, torch.save left 8 files that could not be read."""
+    last = 0
+    for trial in range(4):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True)
+        for _ in range(2 + trial):
+            last = int(process.stdout.readline())
+        time.sleep(0.004 * trial)  # somewhere within the next one
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        assert all(checkpoint.fault(folder) is None for folder in checkpoint.all_of(tmp_path).values())
+        found = checkpoint.read(checkpoint.newest_sound(tmp_path))
+        assert found.step >= last
+        assert torch.equal(found.tensors["weights"]["w"], torch.full((1 << 18,), float(found.step)))
+        checkpoint.sweep(tmp_path)
+        assert all(checkpoint.NAME.fullmatch(p.name) for p in tmp_path.iterdir())
+        for folder in checkpoint.all_of(tmp_path).values():
+            checkpoint.remove(folder)

@@ -1,0 +1,83 @@
+"""The log: what is in a line, and what is left of it after a kill and a resume."""
+
+import json
+
+import torch
+
+from r3lite.training import metrics
+
+
+def logged(output, records, total=10):
+    log = metrics.MetricsLog(output, 0, total, "sft")
+    for record in records:
+        log.write(record)
+    log.sync()
+    log.close()
+
+
+def test_a_record_is_one_line_and_one_progress_line(tmp_path, capsys):
+    record = {"step": 3, "loss": 1.25, "grad_norm": 0.5, "learning_rate": 2e-4, "tokens_per_second": 99.6, "extra": 7}
+    logged(tmp_path, [record])
+    assert metrics.read(tmp_path / metrics.FILE) == [record]
+    assert capsys.readouterr().err.strip() == "sft 3/10  loss 1.2500  grad_norm 0.5  lr 0.0002  100 tok/s"
+
+
+def test_away_from_a_terminal_a_long_run_prints_about_twenty_lines(tmp_path, capsys):
+    logged(tmp_path, [{"step": n, "loss": 0.0} for n in range(1, 401)], total=400)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(metrics.read(tmp_path / metrics.FILE)) == 400
+    assert len(lines) == 21
+    assert lines[0].startswith("sft 1/400")
+    assert lines[-1].startswith("sft 400/400")
+
+
+def test_what_is_not_a_number_is_null_because_json_has_no_nan(tmp_path):
+    logged(tmp_path, [{"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "eval_loss": None}])
+    assert metrics.read(tmp_path / metrics.FILE) == [{"step": 1, "loss": None, "grad_norm": None, "eval_loss": None}]
+    assert "NaN" not in (tmp_path / metrics.FILE).read_text()
+
+
+def test_a_resumed_run_cuts_what_it_will_write_again(tmp_path):
+    """A run killed at step 5 whose checkpoint is of step 3 had steps 4 and 5 twice in its log."""
+    logged(tmp_path, [{"step": n, "loss": n / 3} for n in range(1, 6)])
+    with open(tmp_path / metrics.FILE, "a") as file:
+        file.write('{"step": 6, "lo')  # torn by a kill
+    assert [r["step"] for r in metrics.read(tmp_path / metrics.FILE)] == [1, 2, 3, 4, 5]
+    metrics.cut(tmp_path / metrics.FILE, tmp_path / metrics.FILE, 3)
+    lines = (tmp_path / metrics.FILE).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"step": n, "loss": n / 3} for n in (1, 2, 3)]
+    metrics.cut(tmp_path / metrics.FILE, tmp_path / "elsewhere.jsonl", 2)
+    assert len(metrics.read(tmp_path / "elsewhere.jsonl")) == 2
+    assert len(metrics.read(tmp_path / metrics.FILE)) == 3
+
+
+def test_a_line_of_unusual_characters_is_one_line(tmp_path):
+    """Text of the web holds U+2028, at which str.splitlines would have torn the log, and the cut lost the rest."""
+    records = [{"step": n, "text": "a\u2028b\x85c\nd"} for n in (1, 2, 3)]
+    logged(tmp_path, records)
+    metrics.cut(tmp_path / metrics.FILE, tmp_path / metrics.FILE, 2)
+    assert metrics.read(tmp_path / metrics.FILE) == records[:2]
+
+
+def test_peak_memory_never_falls():
+    device = torch.device("cpu")
+    before = metrics.peak_memory_mib(device)
+    held = torch.ones(20, 1 << 18)  # 20 MiB, touched
+    after = metrics.peak_memory_mib(device)
+    del held
+    least = 10, before - 1, after - 1  # the kernel counts pages per thread and adds up late
+    assert min(before, after, metrics.peak_memory_mib(device)) > least[0]
+    assert after > least[1]
+    assert metrics.peak_memory_mib(device) > least[2]
+
+
+def test_clocks_and_gauges_are_told_apart_from_what_must_repeat():
+    record = {
+        "step": 1,
+        "loss": 2.0,
+        "step_time": 0.1,
+        "time/rollout": 0.2,
+        "tokens_per_second": 3.0,
+        "peak_memory_mib": 1.0,
+    }
+    assert metrics.repeatable(record) == {"step": 1, "loss": 2.0}

@@ -1,0 +1,73 @@
+"""The schedule and AdamW against numbers worked by hand, and AdamW's state through plain tensors."""
+
+import math
+
+import pytest
+import torch
+
+from r3lite.training import optim
+
+
+def test_the_schedule_by_hand():
+    """Ten steps, two of warm-up, down towards 0.1: thirds of the peak, the peak, then cosine eighths."""
+    rates = [optim.rate(k, 10, warmup=0.2, floor=0.1) for k in range(1, 11)]
+    cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(8)]
+    assert rates == pytest.approx([1 / 3, 2 / 3, *cosine])
+    assert rates[2] == 1
+    assert rates[6] == pytest.approx(0.55)  # halfway
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 100])
+@pytest.mark.parametrize("warmup", [0.0, 0.03, 0.5, 1.0])
+def test_no_step_is_without_effect(total, warmup):
+    rates = [optim.rate(k, total, warmup, floor=0.0) for k in range(1, total + 1)]
+    assert all(0 < r <= 1 for r in rates)
+    assert max(rates) == 1
+
+
+def test_a_floor_of_one_is_constant_after_the_warm_up():
+    assert [optim.rate(k, 6, 0.3, 1.0) for k in range(1, 7)] == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
+
+
+def two_groups():
+    policy, value = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))
+    return optim.adamw([optim.Group({"a": policy}, 1e-2), optim.Group({"v": value}, 1e-1)], weight_decay=0.0)
+
+
+def backward(optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sum((p * torch.randn(p.shape, generator=generator)).sum() for p in optim.parameters(optimizer).values()).backward()
+
+
+def test_adamw_by_hand_in_groups_of_their_own_rate():
+    """AdamW's first step is the learning rate times the sign of the gradient, whatever the gradient's size."""
+    optimizer = two_groups()
+    assert optim.set_rate(optimizer, 0.5) == 0.005
+    a, v = optim.parameters(optimizer).values()
+    (a * torch.tensor([1e-3, -5.0, 7.0])).sum().add((v * torch.tensor([2.0, -2.0])).sum()).backward()
+    optimizer.step()
+    assert a.tolist() == pytest.approx([0.995, 1.005, 0.995], abs=1e-5)
+    assert v.tolist() == pytest.approx([0.95, 1.05], abs=1e-5)
+
+
+def test_its_state_goes_through_tensors_to_the_bit():
+    first, second = two_groups(), two_groups()
+    assert optim.state_tensors(first) == {}
+    for seed in range(3):
+        backward(first, seed)
+        first.step()
+        first.zero_grad()
+    tensors = {k: t.clone() for k, t in optim.state_tensors(first).items()}
+    assert set(tensors) == {f"{name}.{moment}" for name in "av" for moment in optim.MOMENTS}
+    with torch.no_grad():
+        for name, parameter in optim.parameters(second).items():
+            parameter.copy_(optim.parameters(first)[name])
+    optim.load_state_tensors(second, tensors)
+    for optimizer in (first, second):
+        backward(optimizer, 9)
+        optimizer.step()
+    for name, parameter in optim.parameters(first).items():
+        assert torch.equal(parameter, optim.parameters(second)[name])
+        assert torch.equal(
+            first.state[parameter]["exp_avg_sq"], second.state[optim.parameters(second)[name]]["exp_avg_sq"]
+        )
