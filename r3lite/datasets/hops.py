@@ -53,6 +53,7 @@ PHRASES = {
     "place of detention": "Where was {x} detained?",
     "country": "Which country is {x} in or from?",
 }
+FACTS = 300  # characters of the facts that a comparison writes down: a step must fit into a turn of the model
 VERBAL = re.compile(r"\b(of|by|in|at|to|with|for|from|after|on|as)$")
 
 
@@ -110,13 +111,13 @@ def _paragraph_of(question: Question, subject: str, values: list[str]) -> Docume
     )
 
 
-def from_supporting(question: Question, kind: str, sentences: dict[str, str]) -> tuple[Hop, ...]:
+def from_supporting(question: Question, kind: str, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
     """HotpotQA: hops from the two paragraphs of the supporting facts; nothing where there are not two.
 
-    `kind` is the data set's `type`, `sentences` maps a gold title to its supporting sentences.
+    `kind` is the data set's `type`, `supporting` maps a gold title to its supporting sentences.
 
     - comparison: one hop per paragraph, in the order in which the question names them; its answer is the supporting
-      sentences themselves, the facts to compare.
+      sentences themselves, the facts to compare, as far as they are short.
     - bridge: two hops. The second paragraph is the one that has the answer, the first leads there. The answer of the
       first hop is the bridge entity, that is the title of one paragraph that the other one mentions; the second hop
       asks the question again with the bridge named.
@@ -128,16 +129,17 @@ def from_supporting(question: Question, kind: str, sentences: dict[str, str]) ->
         names = name_of(a.title), name_of(b.title)
         names = names if names[0] != names[1] else (a.title, b.title)
         return tuple(
-            Hop(_literal(f"What is known about {name}?"), sentences[document.title], document)
+            Hop(_literal(f"What is known about {name}?"), _brief(supporting[document.title]), document)
             for name, document in zip(names, (a, b))
         )
+    sentences = {title: " ".join(named) for title, named in supporting.items()}
     first, second = _bridge_order(question, sentences)
     bridge = _bridge(question, first, second, sentences)
     known = name_of(first.title)
     if known != bridge and _overlap(known, question.text) == 1:
-        lead = f"Which name in connection with {known} is needed for this: {question.text}"
+        lead = f"Which name connected with {known} is meant?"
     else:
-        lead = f"Which name is needed first for this: {question.text}"
+        lead = f"What has to be found first to answer: {question.text}"
     then = f"Given {bridge}: {question.text}"
     return Hop(_literal(lead), bridge, first), Hop(_literal(then), question.answers[0], second)
 
@@ -164,6 +166,16 @@ def _bridge(question: Question, first: Document, second: Document, sentences: di
         if unknown or linked:
             return (unknown or linked)[0]
     return next((n for n in (names[1], names[0]) if _overlap(n, question.text) < 1), names[1])
+
+
+def _brief(sentences: list[str]) -> str:
+    """The first sentences, as many as fit into FACTS characters; at least one."""
+    kept = sentences[:1]
+    for sentence in sentences[1:]:
+        if len(" ".join([*kept, sentence])) > FACTS:
+            break
+        kept.append(sentence)
+    return " ".join(kept)
 
 
 def name_of(title: str) -> str:

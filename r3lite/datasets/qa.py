@@ -112,15 +112,16 @@ def _hotpot(row: dict, id: str) -> Question:
     supporting: dict[str, list[int]] = {}
     for title, sentence in facts:
         supporting.setdefault(title, []).append(int(sentence))
-    documents, gold, sentences_of = [], [], {}
+    documents, gold = [], []
+    sentences_of: dict[str, list[str]] = {}
     for index, (title, sentences) in enumerate(context):
         document = Document(f"{id}/{index}", title, ("" if spaced else " ").join(sentences))
         documents.append(document)
         if title in supporting and title not in sentences_of:
             gold.append(document)
             # Some supporting facts of HotpotQA name a sentence past the end of the paragraph.
-            named = [sentences[i].strip() for i in sorted(set(supporting[title])) if 0 <= i < len(sentences)]
-            sentences_of[title] = " ".join(" ".join(named or sentences[:1]).split())
+            named = [sentences[i] for i in sorted(set(supporting[title])) if 0 <= i < len(sentences)]
+            sentences_of[title] = [" ".join(s.split()) for s in named or sentences[:1]]
     question = Question(
         id=id,
         text=_text(row, "question"),
