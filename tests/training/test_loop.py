@@ -1,0 +1,303 @@
+"""The loop around a step, with a toy in place of a model: resuming to the bit, interruptions, the run folder."""
+
+import json
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3lite.command import Terminated
+from r3lite.config import with_values
+from r3lite.errors import R3LiteError
+from r3lite.settings import Common, OptimizerSettings, RLSettings, Schedule
+from r3lite.training import checkpoint, loop, metrics, optim
+from r3lite.training.precision import NonFiniteGradients, Precision
+
+TOTAL = 8
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """Toy."""
+
+    common: Common = Common()
+    schedule: Schedule = Schedule(save_every=3, keep_checkpoints=10)
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.01)
+    rl: RLSettings = RLSettings()
+
+
+class Toy:
+    """Two groups of parameters, several optimizer steps a step, global random numbers, state of its own: as PPO has."""
+
+    def __init__(self, dtype=torch.float32):
+        torch.manual_seed(0)
+        self.policy, self.value = torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.zeros(4))
+        groups = [optim.Group({"policy": self.policy}, 1e-2), optim.Group({"value": self.value}, 1e-3)]
+        precision = Precision(dtype, torch.device("cpu"))
+        self.training = loop.Training(optim.adamw(groups, 0.01), precision, 1.0, self.save_adapter, kept={"seen": []})
+        self.before_update = self.after_update = self.at_end = lambda number: None
+
+    def save_adapter(self, folder: Path) -> None:
+        (folder / "adapter_config.json").write_text(json.dumps({"sum": self.policy.sum().item()}))
+
+    def step(self, number: int) -> tuple[dict, int]:
+        self.training.kept["seen"].append(number)
+        x = torch.randn(3, 4)
+        self.before_update(number)
+        for _ in range(2):
+            with self.training.precision.autocast():
+                loss = ((torch.nn.functional.dropout(x) @ self.policy + self.value).float() - 1).pow(2).mean()
+            self.training.precision.backward(loss)
+            norm, _ = self.training.update()
+            self.after_update(number)
+        self.at_end(number)
+        return {"loss": loss.item(), "grad_norm": norm}, 12
+
+
+def run(toy: Toy, command: str = "sft", default_output: str = "unused", **settings) -> bool:
+    config = with_values(ToyConfig(), settings)
+    return loop.train(loop.Run(command, config, default_output), toy.training, TOTAL, toy.step)
+
+
+def assert_same(toy: Toy, output: Path, other: Toy, other_output: Path) -> None:
+    """Weights, optimizer, random stream, recipe's state and metrics are equal to the bit."""
+    for one, two in ((toy, other),):
+        assert torch.equal(one.policy, two.policy)
+        assert torch.equal(one.value, two.value)
+        mine, theirs = (optim.state_tensors(t.training.optimizer) for t in (one, two))
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[k], theirs[k]) for k in mine)
+        assert one.training.kept == two.training.kept
+        assert one.training.num_tokens == two.training.num_tokens
+        assert one.training.precision.state_dict() == two.training.precision.state_dict()
+    logs = [[metrics.repeatable(r) for r in metrics.read(o / metrics.FILE)] for o in (output, other_output)]
+    assert logs[0] == logs[1]
+    assert [r["step"] for r in logs[0]] == list(range(1, TOTAL + 1))
+    states = [checkpoint.read(o / f"checkpoint-{TOTAL}").tensors["random"]["cpu"] for o in (output, other_output)]
+    assert torch.equal(*states)
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """A run that nothing interrupted."""
+    toy, output = Toy(), tmp_path / "whole"
+    assert run(toy, output=str(output))
+    return toy, output
+
+
+@pytest.mark.parametrize("stops", [(1,), (3,), (2, 4)])
+def test_stopped_and_resumed_equals_uninterrupted_to_the_bit(tmp_path, whole, stops):
+    output = tmp_path / "parts"
+    for stop in stops:
+        assert not run(Toy(), output=str(output), stop_after=stop, resume="auto")
+        assert not (output / "summary.json").exists()
+    resumed = Toy()
+    assert run(resumed, output=str(output), resume="auto")
+    assert_same(*whole, resumed, output)
+
+
+def test_the_scaler_of_fp16_is_resumed_too(tmp_path):
+    whole = Toy(torch.float16)
+    run(whole, output=str(tmp_path / "whole"))
+    run(Toy(torch.float16), output=str(tmp_path / "parts"), stop_after=3)
+    resumed = Toy(torch.float16)
+    run(resumed, output=str(tmp_path / "parts"), resume="auto")
+    assert resumed.training.precision.skipped > 0  # the first scale is too large: a step has been skipped
+    assert_same(whole, tmp_path / "whole", resumed, tmp_path / "parts")
+
+
+def test_a_run_goes_on_in_another_folder_from_a_named_checkpoint(tmp_path, whole):
+    resumed, output = Toy(), tmp_path / "fork"
+    assert run(resumed, output=str(output), resume=str(whole[1] / "checkpoint-3"))
+    assert_same(*whole, resumed, output)
+    assert list(checkpoint.all_of(whole[1])) == [3, 6, 8]  # untouched
+    assert list(checkpoint.all_of(output)) == [6, 8]
+
+
+def test_going_back_to_a_checkpoint_removes_what_came_after_it(tmp_path, whole, capsys):
+    assert not run(Toy(), resume=str(whole[1] / "checkpoint-3"), stop_after=1)
+    assert list(checkpoint.all_of(whole[1])) == [3, 4]
+    assert "removing" in capsys.readouterr().err
+    assert [r["step"] for r in metrics.read(whole[1] / metrics.FILE)] == [1, 2, 3, 4]
+
+
+def test_a_corrupt_newest_checkpoint_is_passed_over(tmp_path, whole, capsys):
+    output = tmp_path / "parts"
+    run(Toy(), output=str(output), stop_after=7)
+    (output / "checkpoint-7" / "weights.safetensors").write_bytes(b"torn")
+    resumed = Toy()
+    assert run(resumed, output=str(output), resume="auto")
+    assert "checkpoint-7 is passed over" in capsys.readouterr().err
+    assert_same(*whole, resumed, output)
+
+
+def test_no_sound_checkpoint_is_an_error_and_no_silent_fresh_start(tmp_path):
+    run(Toy(), output=str(tmp_path), stop_after=2)
+    (tmp_path / "checkpoint-2" / "manifest.json").unlink()
+    with pytest.raises(R3LiteError, match=r"no checkpoint in .* is sound"):
+        run(Toy(), output=str(tmp_path), resume="auto")
+
+
+def test_a_finished_run_resumed_is_left_as_it_is(tmp_path, whole):
+    _, output = whole
+    before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "summary.json"}
+    assert run(Toy(), output=str(output), resume="auto")
+    assert before == {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "summary.json"}
+
+
+def test_what_a_run_folder_holds(whole):
+    toy, output = whole
+    files = {p.name for p in output.iterdir()}
+    checkpoints = {f"checkpoint-{n}" for n in (3, 6, 8)}
+    assert files == {"config.toml", "metrics.jsonl", "summary.json", "adapter", *checkpoints}
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["steps"] == TOTAL
+    assert summary["num_tokens"] == 12 * TOTAL
+    assert summary["last"]["step"] == TOTAL
+    losses = [r["loss"] for r in metrics.read(output / metrics.FILE)]
+    assert summary["mean"]["loss"] == pytest.approx(sum(losses) / TOTAL)
+    assert json.loads((output / "adapter" / "adapter_config.json").read_text()) == {"sum": toy.policy.sum().item()}
+    assert (output / "checkpoint-8" / "adapter" / "adapter_config.json").exists()
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    run(Toy(), output=str(tmp_path), save_every=2, keep_checkpoints=2)
+    assert list(checkpoint.all_of(tmp_path)) == [6, 8]
+
+
+def test_the_saved_config_goes_on_with_the_run(tmp_path):
+    """It must not hold how this process was started: with its stop_after every resumed run would stop again."""
+    run(Toy(), output=str(tmp_path / "x"), stop_after=2)
+    text = (tmp_path / "x" / "config.toml").read_text()
+    assert "stop_after" not in text
+    assert "resume" not in text
+    assert json.dumps(str(tmp_path / "x")) in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"learning_rate": 0.5, "seed": 3}, r"learning_rate \(was 0.01, is 0.5\), seed \(was 0, is 3\)"),
+        ({"max_steps": 99}, r"max_steps \(was None, is 99\)"),
+    ],
+)
+def test_other_settings_are_refused_by_name(tmp_path, settings, told):
+    run(Toy(), output=str(tmp_path), stop_after=2)
+    with pytest.raises(R3LiteError, match=told) as error:
+        run(Toy(), output=str(tmp_path), resume="auto", **settings)
+    assert "config.toml" in error.value.remedy
+    assert run(Toy(), output=str(tmp_path), resume="auto", save_every=5, keep_checkpoints=1)  # change no number
+
+
+def test_other_data_command_dtype_or_weights_are_refused(tmp_path):
+    run(Toy(), output=str(tmp_path), stop_after=2)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    other = Toy()
+    other.training.data = "other rows"
+    with pytest.raises(R3LiteError, match="data are not those"):
+        run(other, output=str(tmp_path), resume="auto")
+    with pytest.raises(R3LiteError, match="checkpoint of sft, not of ppo"):
+        run(Toy(), "ppo", output=str(tmp_path), resume="auto")
+    with pytest.raises(R3LiteError, match="dtype"):
+        run(Toy(torch.bfloat16), output=str(tmp_path), resume="auto")
+    smaller = Toy()
+    smaller.training.optimizer = optim.adamw([optim.Group({"policy": smaller.policy}, 1.0)], 0.0)
+    with pytest.raises(R3LiteError, match=r"other weights .* value"):
+        run(smaller, output=str(tmp_path), resume="auto")
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}  # a refusal touches nothing
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path, whole):
+    for settings in ({"output": str(whole[1])}, {"output": str(tmp_path), "resume": str(whole[1])}):
+        with pytest.raises(R3LiteError, match="not an empty folder"):
+            run(Toy(), **settings)
+    with pytest.raises(R3LiteError, match="no such folder"):
+        run(Toy(), resume=str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(R3LiteError, match="no sound checkpoint"):
+        run(Toy(), resume=str(tmp_path / "empty"))
+    with pytest.raises(R3LiteError, match="--output"):
+        run(Toy(), resume="auto")
+    assert run(Toy(), default_output=str(tmp_path / "default"))  # no --output: where the recipe says
+
+
+def test_what_a_kill_left_half_written_is_swept(tmp_path):
+    run(Toy(), output=str(tmp_path), stop_after=2)
+    (tmp_path / ".checkpoint-3.new.part").mkdir()
+    (tmp_path / ".config.toml.123.part").write_text("")
+    run(Toy(), output=str(tmp_path), resume="auto", stop_after=1)
+    assert not list(tmp_path.glob(".*"))
+
+
+def interrupt(number, at: int, which: signal.Signals) -> None:
+    if number == at:
+        os.kill(os.getpid(), which)
+
+
+posix = pytest.mark.skipif(os.name == "nt", reason="os.kill ends the process on Windows")
+
+
+@posix
+@pytest.mark.parametrize(("which", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize(("moment", "saved"), [("before_update", 4), ("after_update", 5), ("at_end", 5)])
+def test_an_interrupted_run_saves_and_resumes_to_the_bit(tmp_path, whole, which, error, moment, saved):
+    """Before the first update of a step the step has not been; after it the step must be whole."""
+    output, toy = tmp_path / "parts", Toy()
+    left = [which]
+    setattr(toy, moment, lambda number: number == 5 and left and interrupt(number, 5, left.pop()))
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with pytest.raises(error):
+        run(toy, output=str(output))
+    assert list(checkpoint.all_of(output)) == [3, saved]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    resumed = Toy()
+    assert run(resumed, output=str(output), resume="auto")
+    assert_same(*whole, resumed, output)
+
+
+@posix
+def test_ctrl_c_twice_leaves_at_once(tmp_path):
+    toy = Toy()
+    toy.after_update = lambda number: interrupt(number, 5, signal.SIGINT)  # after each of two updates
+    with pytest.raises(KeyboardInterrupt):
+        run(toy, output=str(tmp_path))
+    assert list(checkpoint.all_of(tmp_path)) == [3]
+
+
+@posix
+def test_interrupted_in_its_first_step_a_run_has_nothing_to_save(tmp_path):
+    toy = Toy()
+    toy.before_update = lambda number: interrupt(number, 1, signal.SIGTERM)
+    with pytest.raises(Terminated):
+        run(toy, output=str(tmp_path))
+    assert checkpoint.all_of(tmp_path) == {}
+    assert run(Toy(), output=str(tmp_path), resume="auto")  # a fresh start
+
+
+def test_gradients_that_are_not_finite_are_explained(tmp_path):
+    toy = Toy()
+    toy.training.explain = lambda: "model.layers.1 was the first layer to give inf or nan"
+
+    def spoil(number):
+        if number == 2:
+            with torch.no_grad():
+                toy.value.fill_(float("nan"))
+
+    toy.before_update = spoil
+    with pytest.raises(NonFiniteGradients, match=r"model\.layers\.1"):
+        run(toy, output=str(tmp_path))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_with_a_remedy(tmp_path):
+    toy = Toy()
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+
+    toy.training.save_adapter = full
+    with pytest.raises(R3LiteError, match=r"step 3 cannot be written.*No space left") as error:
+        run(toy, output=str(tmp_path))
+    assert "--resume auto" in error.value.remedy
