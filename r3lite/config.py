@@ -13,6 +13,7 @@ import difflib
 import functools
 import inspect
 import json
+import math
 import textwrap
 import tomllib
 import types
@@ -132,6 +133,8 @@ class _Kind:
             if isinstance(value, bool) or (self.scalar is int and isinstance(value, float)):
                 raise ValueError
             value = self.scalar(value)
+            if self.scalar is float and not math.isfinite(value):
+                raise ValueError  # nan passes every comparison with a bound
         except ValueError:
             raise UsageError(f"{name} is {value!r}; it must be {'a whole number' if self.scalar is int else 'a number'}") from None
         if self.bounds:
@@ -169,7 +172,7 @@ def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
 def read_toml(path: Path, command: str, commands: tuple[str, ...]) -> dict[str, Any]:
     """The settings that a TOML file holds for one command."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     known, values = all_settings(), {}

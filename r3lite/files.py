@@ -34,7 +34,7 @@ def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
 def read_jsonl(path: str | Path, on_bad: Callable[[R3LiteError], None] | None = None) -> Iterator[tuple[int, dict]]:
     """Line number and object of each line that is not blank; a bad line raises, or is handed to `on_bad` and left out."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # editors on Windows write a mark
     except (OSError, UnicodeDecodeError) as error:
         raise R3LiteError(f"{path} cannot be read: {error}", "Name a UTF-8 file of JSON lines.") from error
     for number, line in enumerate(lines, 1):

@@ -1,0 +1,134 @@
+"""The house's rules, read off the syntax trees: which room may import what, and the sizes that a reader can bear."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3lite.command import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "r3lite"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+GROUND = {"__init__", "errors", "config", "settings", "command", "episode", "formats", "files"}
+MODELS = {"models"}
+MIDDLE = {"datasets", "retrieval", "rollout", "rewards", "rl", "training", "serving"}
+# A recipe is what `python -m r3lite.X` runs: any other module that stands in the package itself.
+RECIPES = {path.stem for path in PACKAGE.glob("*.py")} - GROUND
+HEAVY = ("torch", "faiss", "google.genai", "transformers", "tokenizers", "safetensors", "huggingface_hub")
+
+
+def room_of(path: Path) -> str:
+    """The room of a source file: a folder of the package, or the module itself where it stands in none."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """Line and dotted name of every import of a file, those inside functions too."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports by a relative path"
+            # `from r3lite import sft` names a room as `import r3lite.sft` does.
+            names = [f"r3lite.{a.name}" for a in node.names] if node.module == "r3lite" else [node.module]
+            found += [(node.lineno, name) for name in names]
+    return found
+
+
+def allowed(room: str) -> set[str]:
+    """The rooms that a room may import."""
+    if room in GROUND:
+        return GROUND
+    if room in MODELS:
+        return GROUND | MODELS
+    if room in MIDDLE:
+        return GROUND | MODELS | {room}
+    everything = GROUND | MODELS | MIDDLE | {room}
+    return everything | RECIPES if room == "quickstart" else everything
+
+
+def violations(path: Path) -> list[str]:
+    room, found = room_of(path), []
+    for line, name in imports(path):
+        top, _, rest = name.partition(".")
+        if top == "r3lite":
+            target = rest.partition(".")[0] or "__init__"
+            if target not in allowed(room) and (PACKAGE / target).exists() | (PACKAGE / f"{target}.py").exists():
+                found.append(f"{path.name}:{line}: {room} imports {name}")
+        elif room in GROUND and top not in sys.stdlib_module_names:
+            found.append(f"{path.name}:{line}: {room} imports {name}, which is not of the standard library")
+    return found
+
+
+def test_every_folder_is_a_known_room():
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders <= MODELS | MIDDLE
+    assert {room_of(path) for path in SOURCES} <= GROUND | MODELS | MIDDLE | RECIPES
+    assert set(COMMANDS) >= RECIPES, "a module that no command runs: a room is missing for it"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_only(path):
+    assert violations(path) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("rl/losses.py", "import r3lite.rewards.reward"),
+        ("rl/losses.py", "def f():\n    from r3lite.rewards.reward import score"),
+        ("models/qwen2.py", "from r3lite.training import loop"),
+        ("formats.py", "import torch"),
+        ("episode.py", "from r3lite.models import qwen2"),
+        ("sft.py", "from r3lite import ppo"),
+        ("rollout/engine.py", "from r3lite.ppo import main"),
+    ],
+)
+def test_the_rules_catch_what_they_are_for(tmp_path, monkeypatch, file, line):
+    for room in ("models", "training", "rewards", "rollout", "rl"):
+        (tmp_path / room).mkdir()
+    for name in ("sft.py", "ppo.py", file):
+        (tmp_path / name).write_text(line if name == file else "", encoding="utf-8")
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    assert len(violations(tmp_path / file)) == 1
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_can_be_read(path):
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "a module opens with what it owns"
+    assert path.stem != "utils"
+    assert text.count("\n") <= 350
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno - node.lineno < 70, f"{node.name} does not fit on a screen"
+        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"bare except in line {node.lineno}"
+
+
+def run_without(argv: list[str]) -> subprocess.CompletedProcess:
+    """Runs a command as `python -m` does and prints, last, which heavy packages it imported."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv[1:] = {argv[1:]!r}\n"
+        "try:\n"
+        f"    runpy.run_module({argv[0]!r}, run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        f"    print(end.code, [m for m in {HEAVY!r} if m in sys.modules])\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_help_and_usage_errors_answer_before_anything_heavy_is_imported(name):
+    done = run_without([f"r3lite.{name}", "--help"])
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+    assert f"usage: python -m r3lite.{name}" in done.stdout and "--preset" in done.stdout
+    done = run_without([f"r3lite.{name}", "--presett", "x"])
+    assert done.stdout.splitlines()[-1] == "2 []", done.stderr
+    assert done.stderr == f"r3lite.{name}: unknown argument --presett (did you mean --preset?)\n"

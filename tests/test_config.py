@@ -1,0 +1,220 @@
+"""Settings: where a value comes from, what is refused and how, and that what is saved is read back."""
+
+# ruff: noqa: RUF009 (frozen sections are as good as constants)
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+import r3lite.settings as settings
+from r3lite import command
+from r3lite.config import (
+    Section,
+    UsageError,
+    build_parser,
+    field_docs,
+    flat,
+    nearest,
+    resolve,
+    sections,
+    shipped,
+    to_toml,
+    with_values,
+)
+from r3lite.errors import R3LiteError
+
+
+@dataclass(frozen=True)
+class Everything:
+    """All sections, as one command."""
+
+    common: settings.Common = settings.Common()
+    schedule: settings.Schedule = settings.Schedule()
+    model: settings.ModelSettings = settings.ModelSettings()
+    lora: settings.LoraSettings = settings.LoraSettings()
+    optimizer: settings.OptimizerSettings = settings.OptimizerSettings(learning_rate=3e-4)
+    data: settings.DataSettings = settings.DataSettings()
+    judge: settings.JudgeSettings = settings.JudgeSettings()
+
+
+SECTIONS = [cls for cls in vars(settings).values() if isinstance(cls, type) and issubclass(cls, Section)]
+SECTIONS.remove(Section)
+
+
+def read(*argv: str) -> dict:
+    return flat(resolve("sft", Everything(), list(argv), command.COMMANDS))
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text: str, encoding="utf-8") -> str:
+        (tmp_path / "my.toml").write_text(text, encoding=encoding)
+        return str(tmp_path / "my.toml")
+
+    return write
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda cls: cls.__name__)
+def test_every_setting_has_help_and_a_default_within_its_bounds(section):
+    names = [f.name for f in dataclasses.fields(section)]
+    assert list(field_docs(section)) == names and all(field_docs(section).values())
+    alone = dataclasses.make_dataclass("Alone", [("only", section, section())], frozen=True)(section())
+    given = {k: v for k, v in flat(alone).items() if v is not None}
+    assert flat(with_values(alone, given)) == flat(alone)
+
+
+def test_later_wins(toml):
+    assert read()["learning_rate"] == 3e-4  # the command's own default
+    path = toml("learning_rate = 1e-3\nlora_r = 4\n[sft]\nlora_r = 2\n[ppo]\nlora_r = 64\n")
+    assert (read("--config", path)["learning_rate"], read("--config", path)["lora_r"]) == (1e-3, 2)
+    assert read("--config", path, "--lora-r", "32")["lora_r"] == 32
+    assert read("--lora-r=32")["lora_r"] == 32
+
+
+def test_values_are_read_by_their_type():
+    values = read(
+        "--limit", "5", "--rslora", "--lora-targets", "q_proj, v_proj", "--lora-alpha", "1e1", "--judge", "none"
+    )
+    assert (values["limit"], values["rslora"], values["lora_alpha"]) == (5, True, 10.0)
+    assert values["lora_targets"] == ("q_proj", "v_proj")
+    assert values["judge"] == "none"
+    assert read("--limit", "none")["limit"] is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--lora-rank", "8"], r"unknown argument --lora-rank \(did you mean --lora-r"),
+        (["--lernrate=3"], "unknown argument --lernrate=3"),
+        (["stray"], "unknown argument stray"),
+        (["--lora-r", "0"], "lora_r is 0; it must be at least 1"),
+        (["--lora-r", "8.5"], "lora_r is '8.5'; it must be a whole number"),
+        (["--learning-rate", "0"], "learning_rate is 0.0; it must be greater than 0"),
+        (["--learning-rate", "nan"], "learning_rate is nan; it must be a number"),
+        (["--learning-rate", "inf"], "learning_rate is inf; it must be a number"),
+        (["--learning-rate", "x"], "learning_rate is 'x'; it must be a number"),
+        (["--lora-dropout", "1.5"], "lora_dropout is 1.5; it must be at most 1"),
+        (["--dtype", "bf61"], r"dtype is 'bf61'; choose from auto, fp32, bf16, fp16 \(did you mean bf16\?\)"),
+        (["--preset", "laptop"], "no preset is named 'laptop'; there are .*laptop-4gb"),
+        (["--config", "gone.toml"], "gone.toml cannot be read"),
+        (["--lora-r"], "expected one argument"),
+        (["--lora", "8"], "unknown argument --lora"),  # no abbreviations: a later flag would change their meaning
+    ],
+)
+def test_a_bad_command_line_is_one_line_with_the_nearest_name(argv, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        read(*argv)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat = 1", r"unknown key 'learning_rat' \(did you mean learning_rate\?\)"),
+        ("[sft]\nlora = 1", "unknown key 'lora'"),
+        ("[ppo]\nloraa_r = 1", "unknown key 'loraa_r'"),  # of another command, but no less wrong
+        ("[stf]\nlora_r = 1", r"no command is named 'stf' \(did you mean sft\?\)"),
+        ("lora_r = 2.0", "lora_r is 2.0; it must be a whole number"),
+        ("lora_r = true", "lora_r is True; it must be a whole number"),
+        ("rslora = 1", "rslora is 1; it must be true or false"),
+        ("model = 3", "model is 3; it must be text"),
+        ("lora_targets = 3", "lora_targets is 3; it must be a list"),
+        ("lora_r = ", "cannot be read"),
+        ("learning_rate = nan", "must be a number"),
+    ],
+)
+def test_a_bad_file_is_named_with_the_nearest_key(toml, text, message):
+    path = toml(text)
+    with pytest.raises(UsageError, match=message) as caught:
+        read("--config", path)
+    assert "my.toml" in str(caught.value)
+
+
+def test_a_file_may_hold_keys_that_only_other_commands_have(toml):
+    assert read("--config", toml("kl_beta = 0.5\nlora_r = 3\n"))["lora_r"] == 3
+
+
+def test_a_file_with_a_byte_order_mark(toml):
+    assert read("--config", toml("lora_r = 3\n", "utf-8-sig"))["lora_r"] == 3
+
+
+def test_resolved_settings_are_read_back(toml):
+    argv = ["--model", 'C:\\models\\"q" é\n', "--learning-rate", "1e-7", "--lora-targets", "q_proj", "--limit", "3"]
+    config = resolve("sft", Everything(), [*argv, "--rslora", "--judge-max-cost", "0.1"], command.COMMANDS)
+    again = resolve("sft", Everything(), ["--config", toml(to_toml(config, "sft"))], command.COMMANDS)
+    given = {name: value for name, value in flat(again).items() if name != "config"}
+    assert given == {name: value for name, value in flat(config).items() if name != "config"}
+
+
+@pytest.mark.parametrize("preset", sorted(p.stem for p in shipped("presets").glob("*.toml")))
+def test_every_preset_is_valid(preset):
+    assert read("--preset", preset)["preset"] == preset
+
+
+def test_help_has_groups_and_defaults():
+    text = build_parser("sft", Everything()).format_help()
+    for section in sections(Everything()).values():
+        assert type(section).__doc__.splitlines()[0].rstrip(".") + ":" in text
+    assert "--learning-rate" in text and "[0.0003]" in text
+    assert "--dtype auto,fp32,bf16,fp16" in text
+
+
+def test_nearest_name():
+    assert nearest("lerning_rate", ["learning_rate", "limit"]) == " (did you mean learning_rate?)"
+    assert nearest("xyz", ["learning_rate"]) == ""
+
+
+# How a command starts and ends.
+
+
+def run(work, *argv: str) -> int:
+    return command.run("sft", Everything(), work, list(argv))
+
+
+def raising(error):
+    def work(config):
+        raise error
+
+    return work
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """`command.run` takes SIGTERM over; give it back."""
+    import signal
+
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_exit_codes(capsys):
+    assert run(lambda config: None) == 0
+    assert run(raising(R3LiteError("the disk is full", "Make room."))) == 1
+    assert run(raising(KeyboardInterrupt())) == 130
+    assert run(raising(command.Terminated())) == 143
+    assert run(lambda config: None, "--lora-r", "x") == 2
+    error = capsys.readouterr().err
+    assert "r3lite.sft stopped: the disk is full\n  Make room.\n" in error and "Traceback" not in error
+    assert error.splitlines()[-1] == "r3lite.sft: lora_r is 'x'; it must be a whole number"
+
+
+def test_sigterm_reaches_the_work_as_an_exception():
+    import os
+    import signal
+
+    def work(config):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("SIGTERM did not arrive")
+
+    if os.name != "posix":
+        pytest.skip("needs POSIX signals")
+    assert run(work) == 143
+
+
+def test_a_dry_run_prints_what_was_resolved_and_does_nothing(capsys):
+    assert run(raising(AssertionError()), "--dry-run", "--lora-r", "3") == 0
+    out = capsys.readouterr().out
+    assert "LoRA adapter" in out
+    assert any(line.split() == ["lora_r", "3"] for line in out.splitlines())

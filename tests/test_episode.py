@@ -1,0 +1,80 @@
+"""Questions, steps and episodes."""
+
+import json
+
+import pytest
+
+from r3lite.episode import ANSWERED, Document, Episode, Hop, Question, Step
+
+PARIS = Document("1", "Paris", "Paris is the capital of France. It lies on the Seine.")
+OTHER_PARIS = Document("2", "Paris", "Paris is a prince of Troy.")
+ROME = Document("3", "Rome", "Rome is the capital of Italy.")
+
+
+def question(**changes):
+    return Question(**({"id": "q", "text": "Which?", "answers": ("a",), "gold": (PARIS, ROME)} | changes))
+
+
+def test_gold_by_title_alone():
+    q = question(gold_by="title")
+    assert q.gold_index(Document("9", " paris ", "anything")) == 0
+    assert q.gold_found([ROME, ROME, Document("8", "Oslo", "")]) == {1}
+
+
+def test_gold_by_text_where_a_title_has_many_paragraphs():
+    """MuSiQue has several paragraphs of one title; the wrong one is no find."""
+    q = question()
+    assert q.gold_index(PARIS) == 0
+    assert q.gold_index(OTHER_PARIS) is None
+    assert q.gold_index(Document("x", "Paris", "Paris  is the capital\nof France.")) == 0  # cut at its end
+    assert q.gold_index(Document("x", "Paris", f"Before. {PARIS.text} After.")) == 0  # a longer window
+    assert q.gold_index(Document("x", "Paris", "")) is None
+    assert q.gold_index(Document("x", "Lutetia", PARIS.text)) is None
+
+
+def test_two_gold_paragraphs_of_one_title_are_told_apart():
+    q = question(gold=(PARIS, OTHER_PARIS))
+    assert q.gold_found([OTHER_PARIS]) == {1}
+    assert q.gold_found([PARIS, OTHER_PARIS]) == {0, 1}
+
+
+def test_hop_count():
+    hop = Hop("Who?", "him")
+    assert question(hops=(hop, hop, hop)).hop_count == 3
+    assert question().hop_count == 2
+    assert question(gold=()).hop_count == 1
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step("a", "q", (PARIS, ROME)),
+        Step("a", "q"),
+        Step("a", answer="yes"),
+        Step("", faults=("cut_off",)),
+        Step("ünïcode", "東京\u2028?", (Document("4", "", ""),), faults=("repeated_query",)),
+    ],
+)
+def test_a_step_survives_json(step):
+    assert Step.from_json(json.loads(json.dumps(step.to_json()))) == step
+
+
+def test_keys_of_a_step_s_record():
+    """Collected trajectories promise them: documents come with every query, even where it found nothing."""
+    assert Step("a", "q").to_json() == {"analysis": "a", "query": "q", "documents": []}
+    assert Step("a", answer="x").to_json() == {"analysis": "a", "answer": "x"}
+    documents = Step("a", "q", (ROME,)).to_json()["documents"]
+    assert documents == [{"id": "3", "title": "Rome", "text": ROME.text}]
+
+
+def test_an_episode_s_answer_documents_and_record():
+    steps = [Step("a", "q1", (PARIS,)), Step("b", "q2", (ROME, PARIS)), Step("c", answer="Rome")]
+    episode = Episode(question(), steps, ANSWERED)
+    assert episode.prediction == "Rome"
+    assert episode.documents == [PARIS, ROME, PARIS]
+    assert episode.searches == 2
+    record = episode.to_json()
+    assert set(record) >= {"id", "question", "answers", "prediction", "steps", "finish"}
+    assert (record["finish"], len(record["steps"])) == ("answered", 3)
+    assert Episode(question(), steps[:2]).prediction == ""
+    assert Episode(question()).finish == "cut_off"
