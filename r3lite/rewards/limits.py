@@ -1,0 +1,82 @@
+"""How often and for how much a remote model may be asked: a rate limit and caps, shared by threads.
+
+Knows nothing of what is asked.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+MINUTE = 60.0
+
+
+@dataclass
+class RateLimiter:
+    """At most `per_minute` requests in any 60 seconds, and none while the server asks for a pause."""
+
+    per_minute: int
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
+    _sent: deque = field(default_factory=deque)
+    _held_until: float = float("-inf")
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def wait(self) -> None:
+        """Returns when the next request may be sent, and counts it as sent."""
+        while (seconds := self._take()) > 0:
+            self.sleep(seconds)
+
+    def hold(self, seconds: float) -> None:
+        """Lets nobody send for some seconds: one thread was told to wait, and the limit is that of all."""
+        with self._lock:
+            self._held_until = max(self._held_until, self.clock() + seconds)
+
+    def _take(self) -> float:
+        """0 where a request may be sent now, else the seconds to wait before asking again."""
+        with self._lock:
+            now = self.clock()
+            while self._sent and self._sent[0] <= now - MINUTE:
+                self._sent.popleft()
+            free = self._sent[0] + MINUTE if len(self._sent) >= self.per_minute else now
+            if (seconds := max(free, self._held_until) - now) <= 0:
+                self._sent.append(now)
+            return seconds
+
+
+@dataclass
+class Budget:
+    """Caps on requests and on cost, in US dollars. The most that a request can cost is reserved before it is sent.
+
+    So the cost stays within its cap however many threads ask at once, as far as input tokens were estimated well.
+    """
+
+    max_calls: int | None = None
+    max_cost: float | None = None
+    calls: int = 0
+    cost: float = 0.0
+    _reserved: float = 0.0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def reserve(self, most: float) -> str | None:
+        """Counts a request of at most this cost, or names the cap that forbids it. May wait for others to settle."""
+        with self._changed:
+            while True:
+                if self.max_calls is not None and self.calls >= self.max_calls:
+                    return f"the cap of {self.max_calls} requests is reached"
+                if self.max_cost is None or self.cost + self._reserved + most <= self.max_cost:
+                    break
+                if not self._reserved:
+                    return f"the cap of {self.max_cost:g} US dollars is reached ({self.cost:.4f} spent)"
+                self._changed.wait(1.0)
+            self.calls += 1
+            self._reserved += most
+            return None
+
+    def settle(self, most: float, cost: float) -> None:
+        """Replaces what was reserved for a request by what it cost."""
+        with self._changed:
+            # Sums of floats do not cancel exactly, and a rest of 1e-18 would be waited for without end.
+            self._reserved = max(0.0, self._reserved - most) if self._reserved > most * 1.000001 else 0.0
+            self.cost += cost
+            self._changed.notify_all()

@@ -1,0 +1,371 @@
+import json
+import logging
+import threading
+import time
+
+import pydantic
+import pytest
+
+from r3lite.errors import R3LiteError
+from r3lite.rewards.gemini import GeminiClient, Request
+from r3lite.rewards.limits import Budget, RateLimiter
+from r3lite.settings import JudgeSettings
+
+
+class Mark(pydantic.BaseModel):
+    mark: float
+
+
+# The answers of the fake server are made here; conftest.py is not importable from tests.
+@pytest.fixture
+def said(request):
+    return request.getfixturevalue("answers").said
+
+
+@pytest.fixture
+def failed(request):
+    return request.getfixturevalue("answers").failed
+
+
+ASK = Request("How good?", schema=Mark)
+
+
+def test_structured_output(gemini, client, said):
+    gemini.script = [said('{"mark": 0.5}')]
+    asked = client()
+    reply = asked.generate(Request("How good?", system="Be fair.", schema=Mark, temperature=0.3, max_output_tokens=99))
+    assert (reply.value, reply.failure, reply.cached) == (Mark(mark=0.5), None, False)
+    path, _, body = gemini.requests[0]
+    assert path.endswith("/models/gemini-2.5-flash:generateContent")
+    config = body["generationConfig"]
+    assert config["responseMimeType"] == "application/json" and config["responseSchema"]["required"] == ["mark"]
+    assert list(config["thinkingConfig"].values()) == [0]  # the library spells the name now one way, now another
+    assert (config["temperature"], config["maxOutputTokens"]) == (0.3, 99)
+    assert body["systemInstruction"]["parts"][0]["text"] == "Be fair."
+    assert asked.counts() == {
+        "calls": 1,
+        "cost": pytest.approx(100 * 0.30e-6 + 10 * 2.5e-6),
+        "retries": 0,
+        "cache_hits": 0,
+        "input_tokens": 100,
+        "output_tokens": 10,
+        "failures": 0,
+    }
+
+
+def test_plain_text(gemini, client, said):
+    gemini.script = [said("Step 1:")]
+    assert client().generate(Request("Go on.", temperature=0.9)).text == "Step 1:"
+    config = gemini.requests[0][2]["generationConfig"]
+    assert "responseSchema" not in config and "responseMimeType" not in config
+
+
+def test_429_waits_as_long_as_it_is_told(gemini, client, clock, said, failed):
+    gemini.script = [failed(429, headers={"Retry-After": "7"}), said('{"mark": 1}')]
+    asked = client()
+    assert asked.generate(ASK).value.mark == 1
+    assert 7 <= sum(clock.slept) < 9
+    assert asked.counts()["retries"] == 1 and asked.counts()["calls"] == 2 and asked.counts()["failures"] == 0
+
+
+def test_429_with_the_wait_in_the_body(gemini, client, clock, said, failed):
+    details = [{"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "11s"}]
+    gemini.script = [failed(429, details=details), said('{"mark": 1}')]
+    assert client().generate(ASK).value.mark == 1
+    assert 11 <= sum(clock.slept) < 13
+
+
+def test_503_backs_off_and_gives_up(gemini, client, clock, failed):
+    gemini.script = [failed(503, "overloaded", "UNAVAILABLE")]
+    asked = client(judge_retries=3)
+    reply = asked.generate(ASK)
+    assert reply.failure == "server" and "overloaded" in reply.detail
+    assert len(gemini.requests) == 4
+    assert all(base * 0.5 <= s <= base * 1.5 for s, base in zip(clock.slept, (1, 2, 4), strict=True))
+    assert asked.counts()["failures/server"] == 1
+
+
+def test_a_wait_that_is_too_long_is_a_failure(gemini, client, clock, failed):
+    gemini.script = [failed(429, "quota of the day", headers={"Retry-After": "40000"})]
+    assert client().generate(ASK).failure == "rate_limited"
+    assert clock.slept == []
+
+
+def test_a_timeout_is_a_failure(gemini, client, said):
+    gemini.script = [said("{}", delay=1.0)]
+    assert client(judge_timeout=0.2, judge_retries=1).generate(ASK).failure == "timeout"
+    assert len(gemini.requests) == 2
+
+
+def test_a_timeout_then_a_reply(gemini, client, said):
+    gemini.script = [said("{}", delay=1.0), said('{"mark": 1}')]
+    assert client(judge_timeout=0.3).generate(ASK).value.mark == 1
+
+
+def test_no_connection_is_a_failure(client):
+    reply = client(judge_base_url="http://127.0.0.1:9", judge_retries=1).generate(ASK)
+    assert reply.failure == "connection"
+
+
+@pytest.mark.parametrize(
+    "body, failure",
+    [
+        ({"promptFeedback": {"blockReason": "SAFETY"}}, "blocked"),
+        ({"candidates": [{"finishReason": "PROHIBITED_CONTENT"}]}, "blocked"),
+        ({"candidates": []}, "empty"),
+        ({"candidates": [{"content": {"parts": []}, "finishReason": "STOP"}]}, "empty"),
+        ({"candidates": [{"content": {"parts": [{"text": '{"mark": 1'}]}, "finishReason": "MAX_TOKENS"}]}, "cut"),
+        ({"candidates": [{"content": {"parts": [{"text": '{"mark": 1'}]}, "finishReason": "STOP"}]}, "malformed"),
+        ({"candidates": [{"content": {"parts": [{"text": '{"grade": 1}'}]}, "finishReason": "STOP"}]}, "schema"),
+        ({"candidates": [{"content": {"parts": [{"text": '{"mark": "good"}'}]}, "finishReason": "STOP"}]}, "schema"),
+        ({"candidates": [{"content": {"parts": [{"text": "[]"}]}, "finishReason": "STOP"}]}, "schema"),
+        (b"<html>not a reply</html>", "malformed"),
+        ({"candidates": [{"content": "what?"}]}, "malformed"),
+        ({"candidates": 5}, "malformed"),
+        ("just text", "empty"),
+        ([], "empty"),
+    ],
+)
+def test_replies_that_are_none(gemini, client, said, body, failure):
+    answer = said("")
+    answer.body = body
+    gemini.script = [answer]
+    asked = client()
+    reply = asked.generate(ASK)
+    assert (reply.failure, reply.value) == (failure, None)
+    assert asked.counts()[f"failures/{failure}"] == 1
+    assert len(gemini.requests) == 1  # it would say the same again
+
+
+def test_thoughts_are_not_the_reply(gemini, client, said):
+    answer = said('{"mark": 1}')
+    answer.body["candidates"][0]["content"]["parts"].insert(0, {"text": "Hm.", "thought": True})
+    answer.body["usageMetadata"]["thoughtsTokenCount"] = 5
+    gemini.script = [answer]
+    asked = client(judge_thinking=True)
+    assert asked.generate(ASK).value.mark == 1
+    config = gemini.requests[0][2]["generationConfig"]
+    assert "thinkingConfig" not in config and config["maxOutputTokens"] > 8000  # room for thoughts
+    assert asked.counts()["output_tokens"] == 15
+
+
+def test_a_model_that_must_think_is_remembered(gemini, client, said, failed):
+    message = "Budget 0 is invalid. This model only works in thinking mode."
+
+    def script(body):
+        if "thinkingConfig" in body["generationConfig"]:
+            return failed(400, message, "INVALID_ARGUMENT")
+        return said('{"mark": 1}')
+
+    gemini.script = script
+    asked = client()
+    assert asked.generate(ASK).value.mark == 1
+    assert asked.generate(Request("Another?", schema=Mark)).value.mark == 1
+    assert len(gemini.requests) == 3
+    assert asked.counts()["failures"] == 0
+
+
+def test_one_bad_request_does_not_stop_the_run(gemini, client, failed):
+    gemini.script = [failed(400, "The input token count exceeds the maximum", "INVALID_ARGUMENT")]
+    assert client().generate(ASK).failure == "refused"
+
+
+@pytest.mark.parametrize("body", [b"", b"gone", [], [1, 2], {"error": "no"}, {"error": {"details": 5}}, "no", 5])
+def test_errors_with_any_body(gemini, client, failed, body):
+    answer = failed(500)
+    answer.body = body
+    gemini.script = [answer]
+    assert client(judge_retries=0).generate(ASK).failure == "server"
+
+
+@pytest.mark.parametrize("name", ["GOOGLE_API_KEY", "GEMINI_API_KEY"])
+def test_the_key_comes_from_either_variable(gemini, client, said, monkeypatch, name):
+    monkeypatch.delenv("GOOGLE_API_KEY")
+    monkeypatch.setenv(name, "another-key")
+    gemini.script = [said('{"mark": 1}')]
+    client().generate(ASK)
+    headers = {k.lower(): v for k, v in gemini.requests[0][1].items()}
+    assert headers["x-goog-api-key"] == "another-key"
+
+
+def test_a_missing_key_stops_at_once(client, monkeypatch):
+    monkeypatch.delenv("GOOGLE_API_KEY")
+    with pytest.raises(R3LiteError, match="GOOGLE_API_KEY"):
+        client()
+
+
+@pytest.mark.parametrize(
+    "status, message, told",
+    [
+        (400, "API key not valid. Please pass a valid API key.", "key is not accepted"),
+        (401, "bad credentials", "key is not accepted"),
+        (403, "permission denied", "key is not accepted"),
+        (404, "models/gemini-x is not found", "cannot be used"),
+    ],
+)
+def test_what_fails_every_request_stops_at_once(gemini, client, clock, failed, status, message, told):
+    gemini.script = [failed(status, message)]
+    with pytest.raises(R3LiteError, match=told):
+        client().generate_all([ASK, Request("b", schema=Mark)])
+    assert clock.slept == []
+
+
+def test_the_key_shows_nowhere(gemini, client, said, failed, tmp_path, caplog, answers):
+    caplog.set_level(logging.DEBUG)
+    gemini.script = [failed(503, f"not for {answers.KEY}"), failed(400, f"nor {answers.KEY}"), said('{"mark": 1}')]
+    asked = client(tmp_path)
+    refused = asked.generate(ASK)
+    assert refused.failure == "refused" and "***" in refused.detail
+    asked.generate(ASK)
+    gemini.script = [failed(403, f"{answers.KEY} is not a key")]
+    with pytest.raises(R3LiteError) as error:
+        asked.generate(Request("x"))
+    files = "".join(p.name + p.read_text() for p in tmp_path.rglob("*"))
+    for text in (str(refused), str(error.value), files, json.dumps(asked.counts()), caplog.text):
+        assert text and answers.KEY not in text
+
+
+def test_a_second_run_is_served_from_the_cache(gemini, client, said, tmp_path):
+    gemini.script = [said('{"mark": 0.25}')]
+    client(tmp_path).generate(ASK)
+    second = client(tmp_path)
+    reply = second.generate(ASK)
+    assert reply.cached and reply.value.mark == 0.25
+    assert len(gemini.requests) == 1
+    assert second.counts()["cache_hits"] == 1 and second.counts()["calls"] == 0 and second.counts()["cost"] == 0
+
+
+def test_what_changes_a_reply_misses_the_cache(gemini, client, said, tmp_path):
+    class Other(pydantic.BaseModel):
+        mark: float
+        why: str = ""
+
+    gemini.script = [said('{"mark": 1}')]
+    asked = client(tmp_path)
+    requests = [ASK, Request("How bad?", schema=Mark), Request("How good?", schema=Other), Request("How good?")]
+    changes = ({"temperature": 1.0}, {"nonce": "2"}, {"system": "s"})
+    requests += [Request("How good?", schema=Mark, **change) for change in changes]
+    for request in requests:
+        asked.generate(request)
+    client(tmp_path, judge_model="gemini-x").generate(ASK)
+    assert len(gemini.requests) == len(requests) + 1
+
+
+def test_failures_are_not_cached_and_a_broken_file_is_no_reply(gemini, client, said, tmp_path):
+    gemini.script = [said("oops"), said('{"mark": 1}'), said('{"mark": 0}')]
+    asked = client(tmp_path)
+    assert asked.generate(ASK).failure == "malformed"
+    assert list(tmp_path.iterdir()) == []
+    assert asked.generate(ASK).value.mark == 1
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text()[:10])
+    assert asked.generate(ASK).value.mark == 0
+
+
+def test_a_value_that_the_caller_refuses_is_a_failure(gemini, client, said, tmp_path):
+    gemini.script = [said('{"mark": 7}')]
+    reply = client(tmp_path).generate(Request("How good?", schema=Mark, check=lambda v: v.mark <= 1))
+    assert reply.failure == "schema" and list(tmp_path.iterdir()) == []
+
+
+def test_many_at_once_come_back_in_order(gemini, client, said):
+    def script(body):
+        number = int(body["contents"][0]["parts"][0]["text"])
+        return said(json.dumps({"mark": number}), delay=0.1)
+
+    gemini.script = script
+    requests = [Request(str(i), schema=Mark) for i in range(12)]
+    start = time.monotonic()
+    replies = client(judge_concurrency=4).generate_all(requests)
+    assert [r.value.mark for r in replies] == list(range(12))
+    assert 2 <= gemini.at_once <= 4
+    assert time.monotonic() - start < 1.2
+
+
+def test_equal_requests_are_sent_once(gemini, client, said):
+    gemini.script = [said('{"mark": 1}')]
+    replies = client().generate_all([ASK, ASK, ASK, Request("How good?", schema=Mark, nonce="2")])
+    assert [r.value.mark for r in replies] == [1] * 4
+    assert len(gemini.requests) == 2
+
+
+def test_requests_a_minute(gemini, client, clock, said):
+    gemini.script = [said('{"mark": 1}')]
+    client(judge_rpm=5, judge_concurrency=1).generate_all([Request(str(i), schema=Mark) for i in range(12)])
+    assert clock.now - 1000 == pytest.approx(120)  # 5 now, 5 after a minute, 2 after another
+
+
+def test_the_limiter_under_threads(clock):
+    limiter, lock, sent = RateLimiter(3, clock, clock.sleep), threading.Lock(), []
+
+    def work():
+        for _ in range(4):
+            limiter.wait()
+            with lock:
+                sent.append(clock.now)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counted = sorted(limiter._sent)
+    assert len(sent) == 12 and len(counted) <= 3
+    assert clock.now - 1000 >= 180
+
+
+def test_one_429_holds_everybody(clock):
+    limiter = RateLimiter(100, clock, clock.sleep)
+    limiter.hold(30)
+    limiter.wait()
+    assert clock.slept == [30]
+
+
+def test_the_cap_on_requests(gemini, client, said):
+    gemini.script = [said('{"mark": 1}')]
+    asked = client(judge_max_calls=2, judge_concurrency=3)
+    replies = asked.generate_all([Request(str(i), schema=Mark) for i in range(5)])
+    assert sorted(r.failure or "" for r in replies) == ["", "", "capped", "capped", "capped"]
+    assert len(gemini.requests) == 2
+
+
+def test_retries_count_towards_the_cap(gemini, client, failed):
+    gemini.script = [failed(503)]
+    assert client(judge_max_calls=2).generate(ASK).failure == "capped"
+    assert len(gemini.requests) == 2
+
+
+def test_the_cap_on_cost_is_never_passed(gemini, client, said):
+    # Each reply costs 0.0012 dollars, and may cost 0.0025 and the prompt by its output limit of 1,000 tokens.
+    gemini.script = [said('{"mark": 1}', tokens=(4, 480))]
+    asked = client(judge_max_cost=0.01, judge_concurrency=4)
+    requests = [Request(str(i), schema=Mark, max_output_tokens=1000) for i in range(20)]
+    replies = asked.generate_all(requests)
+    done = sum(r.failure is None for r in replies)
+    assert asked.counts()["cost"] == pytest.approx(done * (4 * 0.3e-6 + 480 * 2.5e-6))
+    assert asked.counts()["cost"] <= 0.01
+    assert done == 7  # after seven, an eighth might cost more than is left
+    assert {r.failure for r in replies} == {None, "capped"}
+
+
+def test_reservations_leave_no_rest():
+    budget = Budget(max_cost=1.0)
+    for _ in range(1000):
+        assert budget.reserve(0.1) is None
+        budget.settle(0.1, 0.0)
+    assert budget.reserve(1.0) is None
+
+
+def test_threads_that_wait_give_up_when_the_run_stops(gemini, failed):
+    gemini.script = lambda body: failed(503, headers={"Retry-After": "100"}) if "slow" in str(body) else failed(400)
+    asked = GeminiClient(JudgeSettings(judge="gemini", judge_base_url=gemini.url))
+
+    def interrupt(reply):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asked.generate_all([Request("slow"), Request("quick")], on_reply=interrupt)
+    deadline = time.monotonic() + 10
+    while any(t.name.startswith("ThreadPoolExecutor") for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
