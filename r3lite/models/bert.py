@@ -1,0 +1,181 @@
+"""BERT (arXiv 1810.04805) as an encoder of text, in plain PyTorch, and reading it from a model folder.
+
+Owns the network and the spellings of its published checkpoints; knows nothing of tokens, pooling or prefixes.
+Parameter names are those of the published checkpoints. Shape legend: models/qwen2.py.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from r3lite.errors import R3LiteError
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Sizes of one model, under the names that `config.json` uses."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+
+
+class Embeddings(nn.Module):
+    """Word, position and segment embeddings. All text is of the first segment."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, C]."""
+        places = self.position_embeddings.weight[: input_ids.shape[1]] + self.token_type_embeddings.weight[0]
+        return self.LayerNorm(self.word_embeddings(input_ids) + places)
+
+
+class SelfAttention(nn.Module):
+    """Attention of all tokens to all real ones."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.query, self.key, self.value = (nn.Linear(config.hidden_size, config.hidden_size) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (p(x).view(B, T, self.heads, -1).transpose(1, 2) for p in (self.query, self.key, self.value))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B, H, T, D]
+        return out.transpose(1, 2).reshape(B, T, C)
+
+
+class Output(nn.Module):
+    """Projection, residual connection and the norm after it."""
+
+    def __init__(self, size: int, config: BertConfig):
+        super().__init__()
+        self.dense = nn.Linear(size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dense(x) + residual)
+
+
+class Layer(nn.Module):
+    """One post-norm transformer layer."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.attention = nn.ModuleDict({"self": SelfAttention(config), "output": Output(config.hidden_size, config)})
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(config.hidden_size, config.intermediate_size)})
+        self.output = Output(config.intermediate_size, config)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.attention["output"](self.attention["self"](x, mask), x)
+        return self.output(F.gelu(self.intermediate["dense"](x)), x)
+
+
+class Bert(nn.Module):
+    """The encoder, without the pooler and heads that it was pretrained with."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.config = config
+        self.embeddings = Embeddings(config)
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))})
+
+    def forward(self, input_ids: Tensor, real: Tensor | None = None) -> Tensor:
+        """Hidden states [B, T, C] of token ids [B, T], padded on the right; `real` [B, T] is False at padding.
+
+        Rows of `real` have at least one True. What comes out at padding means nothing.
+        """
+        mask = None if real is None or bool(real.all()) else real[:, None, None, :].bool()  # [B, 1, 1, T]
+        x = self.embeddings(input_ids)
+        for layer in self.encoder["layer"]:
+            x = layer(x, mask)
+        return x
+
+
+def read_bert_config(folder: str | Path) -> BertConfig:
+    """Sizes from a folder's `config.json`; R3LiteError names what is unsupported."""
+    path = Path(folder) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        raise R3LiteError(f"{path} cannot be read: {error}", "Copy config.json from the model's source.") from error
+    for key, supported in (("model_type", "bert"), ("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
+        found = raw.get(key, supported if key != "model_type" else None)
+        if found != supported:
+            raise R3LiteError(
+                f"{path}: {key} is {found!r}; as an encoder only {supported!r} is supported",
+                "Use a BERT encoder such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2.",
+            )
+    try:
+        config = BertConfig(**{f.name: f.type(raw[f.name]) for f in fields(BertConfig) if f.name in raw})
+    except (TypeError, ValueError) as error:
+        raise R3LiteError(f"{path} lacks a size: {error}", "Copy config.json from the model's source.") from error
+    if config.hidden_size % config.num_attention_heads:
+        raise R3LiteError(f"{path}: hidden_size is not a multiple of num_attention_heads")
+    return config
+
+
+def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Bert:
+    """The encoder of a model folder, frozen, in `dtype` on `device`.
+
+    Raises R3LiteError naming a tensor that is missing, unexpected or of the wrong shape.
+    """
+    path = Path(folder) / "model.safetensors"
+    with torch.device("meta"):
+        model = Bert(read_bert_config(folder)).eval().requires_grad_(False)
+    expected = {name: p.shape for name, p in model.named_parameters()}
+    if not path.is_file():
+        raise R3LiteError(
+            f"{folder} has no model.safetensors", "Use an encoder whose weights are in safetensors format."
+        )
+    try:
+        stored = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise R3LiteError(
+            f"{path} cannot be read: {error}", "The download may be incomplete: fetch it again."
+        ) from error
+    found = {_plain(name): tensor for name, tensor in stored.items() if not _ignored(_plain(name))}
+    wrong = [f"{n} is missing" for n in expected if n not in found] + [
+        f"{n} is unexpected" for n in found if n not in expected
+    ]
+    wrong = wrong or [
+        f"{n} has the shape {list(found[n].shape)} and not {list(s)}"
+        for n, s in expected.items()
+        if found[n].shape != s
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise R3LiteError(f"{path}: {wrong[0]}{more}", "config.json and the weights are not of the same model.")
+    # Copied, or they would stay views of the mapped file.
+    model.load_state_dict({n: t.to(device, dtype, copy=True) for n, t in found.items()}, assign=True)
+    return model.requires_grad_(False)
+
+
+def _plain(name: str) -> str:
+    """A tensor's name without the prefix and the old spellings that some checkpoints have."""
+    name = name.removeprefix("bert.")
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _ignored(name: str) -> bool:
+    """The pooler, pretraining heads, and the position numbers that old exporters wrote."""
+    return name.startswith(("pooler.", "cls.")) or name == "embeddings.position_ids"

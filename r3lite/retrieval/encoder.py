@@ -1,0 +1,218 @@
+"""Encoders: what turns queries and passages into vectors whose inner product is their likeness.
+
+Owns the conventions of published encoders (prefixes, pooling, lengths) and the hashing TF-IDF encoder; knows nothing of
+FAISS. Vectors are float32 [N, dimension] of length 1.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from r3lite.episode import Document
+from r3lite.errors import R3LiteError
+from r3lite.files import write_json
+from r3lite.models.bert import load_bert
+from r3lite.models.weights import resolve_folder
+
+HASHING = "hashing"
+PREFIXES = {"e5": ("query: ", "passage: "), "plain": ("", "")}
+LONGEST = 512  # tokens, where the folder does not say
+
+
+class Encoder(Protocol):
+    """What an index needs of an encoder. `advance(n)` is told of every n passages that are done."""
+
+    dimension: int
+    settings: dict  # what makes vectors comparable; stored with an index and compared when it is opened
+
+    def encode_queries(self, queries: list[str]) -> np.ndarray: ...
+
+    def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray: ...
+
+    def save(self, folder: Path) -> None:
+        """Writes what must be kept beside the vectors."""
+
+
+def make_encoder(
+    name: str, style: str, documents: Iterable[Document], device: str = "cpu", batch_size: int = 32
+) -> Encoder:
+    """The encoder for a new index of `documents`. `style` is e5, plain or auto (e5 where the name says so)."""
+    if name == HASHING:
+        return HashingEncoder.fit(map(passage_text, documents))
+    return BertEncoder(name, style_of(name) if style == "auto" else style, device, batch_size)
+
+
+def reopen_encoder(name: str, style: str, folder: Path) -> Encoder:
+    """The encoder for the queries of an index that is kept in `folder`, on the CPU."""
+    return HashingEncoder.load(folder) if name == HASHING else BertEncoder(name, style)
+
+
+def style_of(name: str) -> str:
+    """e5 for intfloat/e5-base-v2, multilingual-e5-small, ./my_e5/ and their kind; plain otherwise."""
+    return "e5" if "e5" in re.split(r"[^a-z0-9]+", Path(name).name.lower()) else "plain"
+
+
+def passage_text(document: Document) -> str:
+    return f"{document.title} {document.text}" if document.title else document.text
+
+
+class BertEncoder:
+    """A BERT sentence encoder: masked mean of the last hidden states, scaled to length 1.
+
+    With style e5 queries and passages get the prefixes that E5 was trained with (arXiv 2212.03533); with style plain,
+    such as all-MiniLM-L6-v2, none.
+    """
+
+    def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32):
+        folder = resolve_folder(name)
+        self._check_pooling(folder)
+        self.model = load_bert(folder, device=device)
+        self.device, self.batch_size = device, batch_size
+        self.query_prefix, self.passage_prefix = PREFIXES[style]
+        self.dimension = self.model.config.hidden_size
+        length = min(_json(folder / "sentence_bert_config.json").get("max_seq_length") or LONGEST, LONGEST)
+        length = min(length, self.model.config.max_position_embeddings)
+        self.tokenizer = _tokenizer(folder / "tokenizer.json", length)
+        self.settings = {"encoder": name, "style": style, "max_length": length, "dimension": self.dimension}
+
+    @staticmethod
+    def _check_pooling(folder: Path) -> None:
+        pooling = _json(folder / "1_Pooling" / "config.json")
+        if not pooling.get("pooling_mode_mean_tokens", True) and pooling.get("pooling_mode") != "mean":
+            raise R3LiteError(
+                f"the encoder {folder} does not average its tokens (1_Pooling/config.json)",
+                "Use one that does, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2.",
+            )
+
+    def encode_queries(self, queries: list[str]) -> np.ndarray:
+        return self._encode([self.query_prefix + q for q in queries], lambda n: None)
+
+    def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
+        return self._encode([self.passage_prefix + passage_text(d) for d in documents], advance)
+
+    def save(self, folder: Path) -> None:
+        pass
+
+    @torch.inference_mode()
+    def _encode(self, texts: list[str], advance: Callable[[int], object]) -> np.ndarray:
+        """Vectors [N, C] of N texts. Batches are of texts of like length, so that little is padding."""
+        ids = [e.ids for e in self.tokenizer.encode_batch(texts)]
+        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+        out = np.zeros((len(ids), self.dimension), dtype=np.float32)
+        for start in range(0, len(order), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            longest = len(ids[rows[0]])
+            tokens = torch.tensor([ids[i] + [0] * (longest - len(ids[i])) for i in rows], device=self.device)  # [B, T]
+            lengths = torch.tensor([len(ids[i]) for i in rows], device=self.device)
+            real = torch.arange(longest, device=self.device) < lengths[:, None]  # [B, T]
+            hidden = self.model(tokens, real).float()  # [B, T, C]
+            mean = (hidden * real[..., None]).sum(1) / lengths[:, None]  # [B, C]
+            out[rows] = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
+            advance(len(rows))
+        return out
+
+
+def _json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise R3LiteError(f"{path} cannot be read: {error}", f"Copy {path.name} from the model's source.") from error
+
+
+def _tokenizer(path: Path, max_length: int) -> Tokenizer:
+    """The WordPiece tokenizer of an encoder, cutting at `max_length` tokens, [CLS] and [SEP] among them."""
+    if not path.is_file():
+        raise R3LiteError(f"{path.parent} has no tokenizer.json", "Copy it from the model's source.")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise R3LiteError(f"{path} cannot be read: {error}", "Copy it from the model's source.") from error
+    tokenizer.enable_truncation(max_length)  # published files often carry other limits
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class HashingEncoder:
+    """TF-IDF over words, projected to a fixed number of dimensions by hashing: no download, the same everywhere.
+
+    Each word has `HASHES` signed places of the vector (sparse Johnson-Lindenstrauss, arXiv 1012.1577): with only one,
+    two names that share a place are one name; with several they share a part of their weight at most. Words that the
+    corpus does not have count nothing.
+    """
+
+    DIMENSION, HASHES, VERSION = 2048, 4, 1
+    FILE = "words.json"
+
+    def __init__(self, frequencies: dict[str, int], passages: int):
+        """`frequencies`: in how many of the corpus's `passages` each word occurs."""
+        self.frequencies, self.passages = frequencies, passages
+        self.dimension = self.DIMENSION
+        self.settings = {
+            "encoder": HASHING, "version": self.VERSION, "hashes": self.HASHES, "dimension": self.DIMENSION
+        }  # fmt: skip
+        self.word_ids = {word: i for i, word in enumerate(frequencies)}
+        counts = np.fromiter(frequencies.values(), dtype=np.float64, count=len(frequencies))
+        self.idf = np.log((1 + passages) / (1 + counts)) + 1
+        # blake2b and not hash(): the same in every process. 4 bytes a place: 31 bits of position, one of sign.
+        digests = b"".join(hashlib.blake2b(w.encode(), digest_size=4 * self.HASHES).digest() for w in frequencies)
+        numbers = np.frombuffer(digests, dtype="<u4").reshape(-1, self.HASHES)
+        self.places = (numbers >> 1) % self.DIMENSION  # [words, HASHES]
+        self.signs = 1.0 - 2.0 * (numbers & 1)  # [words, HASHES]
+
+    @classmethod
+    def fit(cls, texts: Iterable[str]) -> "HashingEncoder":
+        frequencies, passages = Counter(), 0
+        for text in texts:
+            frequencies.update(dict.fromkeys(words(text), 1))
+            passages += 1
+        return cls(dict(frequencies), passages)
+
+    @classmethod
+    def load(cls, folder: Path) -> "HashingEncoder":
+        kept = _json(folder / cls.FILE)
+        if not isinstance(kept.get("frequencies"), dict) or not isinstance(kept.get("passages"), int):
+            raise R3LiteError(f"{folder / cls.FILE} is missing or damaged", "Build the index again.")
+        return cls(kept["frequencies"], kept["passages"])
+
+    def save(self, folder: Path) -> None:
+        write_json(folder / self.FILE, {"passages": self.passages, "frequencies": self.frequencies})
+
+    def encode_queries(self, queries: list[str]) -> np.ndarray:
+        return self._encode(queries)
+
+    def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
+        out = self._encode([passage_text(d) for d in documents])
+        advance(len(documents))
+        return out
+
+    def _encode(self, texts: list[str]) -> np.ndarray:
+        """Vectors [N, DIMENSION] of N texts; zero where a text has no known word."""
+        rows, ids, times = [], [], []
+        for row, text in enumerate(texts):
+            for word, count in Counter(words(text)).items():
+                if word in self.word_ids:
+                    rows.append(row)
+                    ids.append(self.word_ids[word])
+                    times.append(count)
+        rows, ids = np.array(rows, dtype=np.int64), np.array(ids, dtype=np.int64)
+        weights = (1 + np.log(np.array(times, dtype=np.float64))) * self.idf[ids]
+        flat = rows[:, None] * self.DIMENSION + self.places[ids]  # [words of all texts, HASHES]
+        signed = weights[:, None] * self.signs[ids]
+        out = np.bincount(flat.ravel(), signed.ravel(), minlength=len(texts) * self.DIMENSION)
+        out = out.reshape(len(texts), self.DIMENSION)
+        norms = np.linalg.norm(out, axis=1, keepdims=True)
+        return (out / np.where(norms > 0, norms, 1)).astype(np.float32)
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())

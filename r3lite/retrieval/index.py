@@ -1,0 +1,159 @@
+"""A FAISS index of a corpus: built in batches, kept in a folder with a manifest, refused when it does not match.
+
+Owns the index folder (`index.faiss`, `passages.jsonl`, `manifest.json`, and what the encoder keeps); knows no model.
+The index is flat: up to a million passages that is the best answer, exact and 3 KiB a passage at 768 dimensions.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import faiss
+import numpy as np
+from tqdm import tqdm
+
+from r3lite.episode import Document
+from r3lite.errors import R3LiteError
+from r3lite.files import write_json, write_jsonl
+from r3lite.retrieval import corpus
+from r3lite.retrieval.encoder import Encoder, reopen_encoder
+
+VERSION = 1
+VECTORS, PASSAGES, MANIFEST = "index.faiss", "passages.jsonl", "manifest.json"
+BLOCK = 4096  # passages encoded before they are added: bounds the memory beside the index itself
+
+
+@dataclass
+class PassageIndex:
+    """Passages, their vectors, and the encoder that made them."""
+
+    encoder: Encoder
+    documents: list[Document]
+    vectors: faiss.Index
+
+    def search(self, queries: list[str], k: int) -> list[list[Document]]:
+        """The `k` nearest passages of each query, nearest first; fewer where the corpus is smaller."""
+        if not queries:
+            return []
+        _, found = self.vectors.search(_float32(self.encoder.encode_queries(queries)), min(k, len(self.documents)))
+        return [[self.documents[i] for i in row if i >= 0] for row in found]
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the folder whole or not at all; an index that is there already is replaced, other files are not."""
+        folder = Path(folder)
+        if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+            raise R3LiteError(f"{folder} is there and is no index", "Name a new or empty folder for --output.")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("part", "old"))
+        try:
+            temporary.mkdir()
+            faiss.write_index(self.vectors, str(temporary / VECTORS))
+            with open(temporary / VECTORS, "rb+") as file:
+                os.fsync(file.fileno())
+            write_jsonl(temporary / PASSAGES, (d.to_json() for d in self.documents))
+            self.encoder.save(temporary)
+            write_json(temporary / MANIFEST, self.manifest())
+            if folder.exists():
+                folder.rename(old)
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def manifest(self) -> dict:
+        counts = {"version": VERSION, "passages": len(self.documents)}
+        return counts | {"fingerprint": corpus.fingerprint(self.documents)} | self.encoder.settings
+
+
+def build(encoder: Encoder, documents: list[Document], progress: bool = True) -> PassageIndex:
+    """Encodes the passages, a block at a time, into a new index."""
+    vectors = faiss.IndexFlatIP(encoder.dimension)
+    with tqdm(total=len(documents), desc="encoding passages", unit="", disable=None if progress else True) as bar:
+        for start in range(0, len(documents), BLOCK):
+            vectors.add(_float32(encoder.encode_passages(documents[start : start + BLOCK], bar.update)))
+    return PassageIndex(encoder, documents, vectors)
+
+
+def load(folder: str | Path, encoder_name: str, style: str = "auto") -> PassageIndex:
+    """The index of a folder, for queries on the CPU.
+
+    R3LiteError where it was made by another encoder or style than is asked for (style auto takes the index's own),
+    or where its parts do not belong together.
+    """
+    folder = Path(folder)
+    manifest = _read_manifest(folder)
+    rebuild = f"Build it again: python -m r3lite.index --corpus FILE.jsonl --encoder {encoder_name} --output {folder}"
+    kept_style = manifest.get("style", "auto")
+    # Asked before the encoder is loaded, which may take long.
+    if (encoder_name == "hashing") != (manifest["encoder"] == "hashing"):
+        _refuse(folder, "encoder", manifest["encoder"], encoder_name, rebuild)
+    if style not in ("auto", kept_style) and encoder_name != "hashing":
+        _refuse(folder, "style", kept_style, style, f"{rebuild} --encoder-style {style}")
+    encoder = reopen_encoder(encoder_name, kept_style, folder)
+    for key, value in encoder.settings.items():
+        # The name may be another one of the same model; its vectors tell, below.
+        if key != "encoder" and manifest.get(key) != value:
+            _refuse(folder, key, manifest.get(key), value, rebuild)
+    index = PassageIndex(encoder, _read_passages(folder, rebuild), _read_vectors(folder, rebuild))
+    _check_parts(folder, index, manifest, rebuild)
+    # The first passage's vector must come out again: tells other weights of the same shape.
+    likeness = float(encoder.encode_passages(index.documents[:1], lambda n: None)[0] @ index.vectors.reconstruct(0))
+    if likeness < 0.999:
+        _refuse(folder, "encoder", manifest["encoder"], f"{encoder_name}, whose vectors differ", rebuild)
+    return index
+
+
+def _refuse(folder: Path, what: str, kept, asked, remedy: str) -> None:
+    raise R3LiteError(f"the index {folder} was built with {what} {kept}, not {asked}", remedy)
+
+
+def _read_manifest(folder: Path) -> dict:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["version"] != VERSION:
+            raise ValueError(f"version {manifest['version']} and not {VERSION}")
+        if not {"encoder", "dimension", "passages", "fingerprint"} <= manifest.keys():
+            raise ValueError("a key is missing")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = "it is not there" if isinstance(error, FileNotFoundError) else error
+        raise R3LiteError(
+            f"{folder} is no index that this version reads: {path.name}: {reason}",
+            f"Build it: python -m r3lite.index --corpus FILE.jsonl --output {folder}",
+        ) from error
+    return manifest
+
+
+def _read_passages(folder: Path, rebuild: str) -> list[Document]:
+    try:
+        return corpus.read_corpus(folder / PASSAGES)
+    except R3LiteError as error:
+        raise R3LiteError(error.cause, rebuild) from error
+
+
+def _read_vectors(folder: Path, rebuild: str) -> faiss.Index:
+    try:
+        return faiss.read_index(str(folder / VECTORS))
+    except RuntimeError as error:
+        raise R3LiteError(f"{folder / VECTORS} cannot be read", rebuild) from error
+
+
+def _check_parts(folder: Path, index: PassageIndex, manifest: dict, rebuild: str) -> None:
+    problem = None
+    if len(index.documents) != manifest["passages"]:
+        problem = f"{PASSAGES} holds {len(index.documents)} passages, {manifest['passages']} were indexed"
+    elif corpus.fingerprint(index.documents) != manifest["fingerprint"]:
+        problem = f"{PASSAGES} has changed since it was indexed"
+    elif index.vectors.ntotal != manifest["passages"]:
+        problem = f"{VECTORS} holds {index.vectors.ntotal} vectors for {manifest['passages']} passages"
+    elif index.vectors.d != manifest["dimension"]:
+        problem = f"{VECTORS} has {index.vectors.d} dimensions and not {manifest['dimension']}"
+    if problem:
+        raise R3LiteError(f"the index {folder} does not fit together: {problem}", rebuild)
+
+
+def _float32(vectors: np.ndarray) -> np.ndarray:
+    """FAISS raises TypeError at float64 and wants rows that lie one after the other."""
+    return np.ascontiguousarray(vectors, dtype=np.float32)

@@ -1,0 +1,71 @@
+"""The function that a rollout is handed: documents for pairs of a question and a query about it.
+
+Owns the choice of corpus and retriever from the settings; knows nothing of who asks.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from r3lite.episode import Document, Question
+from r3lite.errors import R3LiteError
+from r3lite.retrieval import corpus, index
+from r3lite.retrieval.encoder import make_encoder
+from r3lite.settings import RetrievalSettings
+
+Pairs = list[tuple[Question, str]]
+Retrieve = Callable[[Pairs], list[list[Document]]]
+
+
+def build_retriever(settings: RetrievalSettings, questions: list[Question], progress: bool = True) -> Retrieve:
+    """The retriever of the settings. It works on the CPU; `questions` give the corpus where no other is named.
+
+    Returns a function from pairs (question, query) to the documents of each, best first.
+    """
+    if settings.retriever == "none":
+        return lambda pairs: [[] for _ in pairs]
+    if settings.retriever == "golden":
+        if not any(q.gold for q in questions):
+            raise R3LiteError(
+                "--retriever golden needs gold paragraphs, and no question in --data has any",
+                "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another retriever.",
+            )
+        return lambda pairs: [list(question.gold) for question, _ in pairs]
+    return Semantic(open_index(settings, questions, progress), settings.top_k)
+
+
+class Semantic:
+    """Nearest passages by embedding. All pairs of a call are one batch; equal queries are encoded once."""
+
+    def __init__(self, passages: index.PassageIndex, top_k: int):
+        self.passages, self.top_k = passages, top_k
+
+    def __call__(self, pairs: Pairs) -> list[list[Document]]:
+        queries = list(dict.fromkeys(query for _, query in pairs))
+        found = dict(zip(queries, self.passages.search(queries, self.top_k), strict=True))
+        return [list(found[query]) for _, query in pairs]
+
+
+def open_index(settings: RetrievalSettings, questions: list[Question], progress: bool = True) -> index.PassageIndex:
+    """The index of --index; else one built now of --corpus, or of the paragraphs that come with the questions."""
+    if settings.index:
+        opened = index.load(settings.index, settings.encoder, settings.encoder_style)
+        if settings.corpus:
+            _check_corpus(settings, opened)
+        return opened
+    documents = corpus.read_corpus(settings.corpus) if settings.corpus else corpus.from_questions(questions)
+    if not documents:
+        raise R3LiteError(
+            "there is nothing to retrieve from: the questions in --data come without paragraphs",
+            "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none.",
+        )
+    return index.build(make_encoder(settings.encoder, settings.encoder_style, documents), documents, progress)
+
+
+def _check_corpus(settings: RetrievalSettings, opened: index.PassageIndex) -> None:
+    """An index that was built of another corpus than the one named beside it is refused."""
+    if corpus.fingerprint(corpus.read_corpus(settings.corpus)) != corpus.fingerprint(opened.documents):
+        raise R3LiteError(
+            f"the index {settings.index} was not built of the corpus {settings.corpus}",
+            f"Pass one of them only, or build it again: python -m r3lite.index --corpus {Path(settings.corpus)} "
+            f"--encoder {settings.encoder} --output {settings.index}",
+        )
