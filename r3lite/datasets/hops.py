@@ -51,7 +51,6 @@ PHRASES = {
     "place of burial": "Where is {x} buried?",
     "country of citizenship": "Of which country is {x} a citizen?",
     "place of detention": "Where was {x} detained?",
-    "country": "Which country is {x} in or from?",
 }
 FACTS = 300  # characters of the facts that a comparison writes down: a step must fit into a turn of the model
 VERBAL = re.compile(r"\b(of|by|in|at|to|with|for|from|after|on|as)$")
@@ -159,13 +158,12 @@ def _bridge_order(question: Question, sentences: dict[str, str]) -> tuple[Docume
 
 def _bridge(question: Question, first: Document, second: Document, sentences: dict[str, str]) -> str:
     """The entity that the first hop finds: a title that the other paragraph mentions, better one the question lacks."""
-    names = name_of(first.title), name_of(second.title)
+    names = name_of(second.title), name_of(first.title)
+    unknown = [n for n in names if _overlap(n, question.text) < 1]
+    candidates: list[str] = []
     for of_first, of_second in ((sentences[first.title], sentences[second.title]), (first.text, second.text)):
-        linked = [n for n, text in ((names[1], of_first), (names[0], of_second)) if _mentions(text, n)]
-        unknown = [n for n in linked if _overlap(n, question.text) < 1]
-        if unknown or linked:
-            return (unknown or linked)[0]
-    return next((n for n in (names[1], names[0]) if _overlap(n, question.text) < 1), names[1])
+        candidates += [n for n, text in ((names[0], of_first), (names[1], of_second)) if _mentions(text, n)]
+    return next((n for n in candidates if n in unknown), (unknown + candidates + [names[0]])[0])
 
 
 def _brief(sentences: list[str]) -> str:

@@ -223,7 +223,7 @@ def test_a_file_without_questions_is_refused(tmp_path):
     [
         ("Hello Love >> performer", "Who is the performer of Hello Love?"),
         ("#1 >> located in or next to body of water", "Which body of water is #1 located in or next to?"),
-        ("Midway, #2 , #1 >> country", "Which country is Midway, #2, #1 in or from?"),
+        ("Midway, #2 , #1 >> country", "What is the country of Midway, #2, #1?"),
         ("#1 >> capital of", "What is #1 the capital of?"),
         ("X >> owned by", "What is X owned by?"),
         ("X >> record label", "What is the record label of X?"),
