@@ -132,6 +132,22 @@ class RetrievalSettings(Section):
 
 
 @dataclass(frozen=True)
+class IndexSettings(Section):
+    """Index."""
+
+    corpus: str | None = None
+    """passages (id, title, text) as JSONL"""
+    encoder: str = "intfloat/e5-base-v2"
+    """BERT encoder: folder or hub id; or hashing (TF-IDF on hashed words, no download)"""
+    encoder_style: Literal["auto", "e5", "plain"] = "auto"
+    """e5: query/passage prefixes; plain: none; auto: e5 where the encoder's name says so"""
+    batch_size: Count = 64
+    """passages encoded together"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where passages are encoded; auto: cuda where there is one, else mps, else cpu"""
+
+
+@dataclass(frozen=True)
 class ProtocolSettings(Section):
     """Step format and prompts."""
 

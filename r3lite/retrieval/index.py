@@ -9,6 +9,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import faiss
 import numpy as np
@@ -42,9 +43,7 @@ class PassageIndex:
 
     def save(self, folder: str | Path) -> None:
         """Writes the folder whole or not at all; an index that is there already is replaced, other files are not."""
-        folder = Path(folder)
-        if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-            raise R3LiteError(f"{folder} is there and is no index", "Name a new or empty folder for --output.")
+        folder = check_output(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("part", "old"))
         try:
@@ -67,6 +66,14 @@ class PassageIndex:
         return counts | {"fingerprint": corpus.fingerprint(self.documents)} | self.encoder.settings
 
 
+def check_output(folder: str | Path) -> Path:
+    """The folder, where an index may be written: it is new, empty or an index."""
+    folder = Path(folder)
+    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise R3LiteError(f"{folder} is there and is no index", "Name a new or empty folder for --output.")
+    return folder
+
+
 def build(encoder: Encoder, documents: list[Document], progress: bool = True) -> PassageIndex:
     """Encodes the passages, a block at a time, into a new index."""
     vectors = faiss.IndexFlatIP(encoder.dimension)
@@ -84,28 +91,33 @@ def load(folder: str | Path, encoder_name: str, style: str = "auto") -> PassageI
     """
     folder = Path(folder)
     manifest = _read_manifest(folder)
-    rebuild = f"Build it again: python -m r3lite.index --corpus FILE.jsonl --encoder {encoder_name} --output {folder}"
+    rebuild = (
+        f"Build the index again: python -m r3lite.index --corpus FILE.jsonl --encoder {encoder_name} --output {folder}"
+    )
     kept_style = manifest.get("style", "auto")
     # Asked before the encoder is loaded, which may take long.
     if (encoder_name == "hashing") != (manifest["encoder"] == "hashing"):
-        _refuse(folder, "encoder", manifest["encoder"], encoder_name, rebuild)
+        _refuse(
+            folder, "encoder", manifest["encoder"], encoder_name, f"Pass --encoder {manifest['encoder']}. {rebuild}"
+        )
     if style not in ("auto", kept_style) and encoder_name != "hashing":
-        _refuse(folder, "style", kept_style, style, f"{rebuild} --encoder-style {style}")
+        _refuse(folder, "style", kept_style, style, f"Leave --encoder-style out. {rebuild} --encoder-style {style}")
     encoder = reopen_encoder(encoder_name, kept_style, folder)
     for key, value in encoder.settings.items():
         # The name may be another one of the same model; its vectors tell, below.
         if key != "encoder" and manifest.get(key) != value:
-            _refuse(folder, key, manifest.get(key), value, rebuild)
+            _refuse(folder, key, manifest.get(key), value, f"Pass --encoder {manifest['encoder']}. {rebuild}")
     index = PassageIndex(encoder, _read_passages(folder, rebuild), _read_vectors(folder, rebuild))
     _check_parts(folder, index, manifest, rebuild)
     # The first passage's vector must come out again: tells other weights of the same shape.
     likeness = float(encoder.encode_passages(index.documents[:1], lambda n: None)[0] @ index.vectors.reconstruct(0))
     if likeness < 0.999:
-        _refuse(folder, "encoder", manifest["encoder"], f"{encoder_name}, whose vectors differ", rebuild)
+        asked = f"{encoder_name} as it is now: the vectors differ"
+        _refuse(folder, "encoder", manifest["encoder"], asked, f"Pass the same --encoder. {rebuild}")
     return index
 
 
-def _refuse(folder: Path, what: str, kept, asked, remedy: str) -> None:
+def _refuse(folder: Path, what: str, kept, asked, remedy: str) -> NoReturn:
     raise R3LiteError(f"the index {folder} was built with {what} {kept}, not {asked}", remedy)
 
 

@@ -1,0 +1,57 @@
+"""Builds a FAISS index of a corpus, for `--index` of the other commands."""
+
+import sys
+import time
+from dataclasses import dataclass
+
+from r3lite import command
+from r3lite.errors import R3LiteError
+from r3lite.settings import Common, IndexSettings
+
+
+@dataclass(frozen=True)
+class IndexConfig:
+    """Encodes the passages of --corpus and writes them, their vectors and a manifest into the folder --output.
+
+    Other commands search it with --index FOLDER and the same --encoder. Training retrieves on the CPU in any case;
+    only here the encoder may use a GPU.
+    """
+
+    common: Common = Common()
+    index: IndexSettings = IndexSettings()
+
+
+def work(config: IndexConfig) -> None:
+    from r3lite.retrieval import index
+    from r3lite.retrieval.corpus import read_corpus
+    from r3lite.retrieval.encoder import make_encoder
+    from r3lite.training.precision import resolve_device
+
+    settings = config.index
+    if not settings.corpus:
+        raise R3LiteError(
+            "there is no corpus to index", "Pass --corpus FILE.jsonl, one passage (id, title, text) a line."
+        )
+    output = config.common.output or time.strftime("runs/index-%Y%m%d-%H%M%S")
+    index.check_output(output)
+    documents = read_corpus(settings.corpus)
+    # Hashing has no use for a device, and a run without a card should not be warned of it.
+    device = "cpu" if settings.encoder == "hashing" else str(resolve_device(settings.device))
+    encoder = make_encoder(settings.encoder, settings.encoder_style, documents, device, settings.batch_size)
+    start = time.perf_counter()
+    built = index.build(encoder, documents)
+    seconds = time.perf_counter() - start
+    built.save(output)
+    style = f", style {encoder.settings['style']}" if "style" in encoder.settings else ""
+    print(f"passages    {len(documents)}")
+    print(f"encoder     {settings.encoder}{style}, {encoder.dimension} dimensions")
+    print(f"encoded in  {seconds:.1f} s on {device}, {len(documents) / max(seconds, 1e-9):.0f} passages/s")
+    print(f"written to  {output}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return command.run("index", IndexConfig(), work, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
