@@ -1,4 +1,5 @@
 """The sample world: reproducible, in MuSiQue's schema, answerable by search, and its splits share no name."""
+import importlib.util
 import json
 import math
 import random
@@ -90,3 +91,16 @@ def test_comparisons_are_balanced_and_every_relation_is_asked():
     assert 0.3 < comparisons.count("yes") / len(comparisons) < 0.7
     openings = {hop["question"].split("#")[0].split(" ")[0:2][1] for row in lines("train") for hop in row["question_decomposition"]}
     assert openings >= {r.question.split(" ")[1] for r in RELATIONS}
+
+
+def test_the_pretraining_text_never_shows_the_step_format():
+    """Its base would otherwise know what SFT is there to teach; the headings' words occur one by one, in glossary lines."""
+    path = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny_text.py"
+    spec = importlib.util.spec_from_file_location("tiny_text", path)
+    tiny_text = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tiny_text)
+    rng, headings = random.Random(0), re.compile(r"^(Step \d+:|The (problem|retrieval|final) \w+:)", re.MULTILINE)
+    for progress in (0.0, 0.2, 1.0):
+        for _ in range(300):
+            text = "".join(piece for piece, _ in tiny_text.sample(rng, progress))
+            assert not headings.search(text), text
