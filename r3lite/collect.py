@@ -1,5 +1,11 @@
-"""Writes SFT trajectories: from gold decompositions without any teacher, or sampled from a teacher and filtered."""
+"""Writes SFT trajectories: from gold decompositions without any teacher, or sampled from a teacher and filtered.
 
+The teacher reads what a student reads: the same prompts, and the documents that its own queries brought. It never
+sees the answer.
+"""
+
+import json
+import os
 import sys
 import time
 from collections import Counter
@@ -7,15 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3lite import command
+from r3lite.episode import Document, Question, Step
 from r3lite.errors import R3LiteError
-from r3lite.settings import (
-    CollectSettings,
-    Common,
-    DataSettings,
-    JudgeSettings,
-    ProtocolSettings,
-    RetrievalSettings,
-)
+from r3lite.files import read_jsonl, write_jsonl, write_text
+from r3lite.formats import Prompts, R3Format
+from r3lite.settings import CollectSettings, Common, DataSettings, JudgeSettings, ProtocolSettings, RetrievalSettings
+
+# A reply's failures that are the question's, not the network's or the account's: asking again would not help.
+FINAL = ("blocked", "cut", "empty")
 
 
 @dataclass(frozen=True)
@@ -42,19 +47,19 @@ class Tally:
     kept: int = 0
     rejected: Counter = field(default_factory=Counter)  # reason -> questions
     steps: int = 0  # of kept trajectories
-    queries: int = 0  # with a known gold paragraph to find
-    found: int = 0  # of those, how many brought it without help
-    extra: dict[str, str] = field(default_factory=dict)
+    gold: int = 0  # gold paragraphs to find for them
+    found: int = 0  # of those, how many the retriever brought without help
+    extra: dict[str, object] = field(default_factory=dict)
 
-    def keep(self, steps: int) -> None:
-        self.kept += 1
-        self.steps += steps
+    def keep(self, steps: int, gold: int, found: int) -> None:
+        self.kept, self.steps = self.kept + 1, self.steps + steps
+        self.gold, self.found = self.gold + gold, self.found + found
 
     def table(self) -> str:
         rows = [("questions", self.questions), ("trajectories kept", self.kept)]
         rows += [(f"rejected: {reason}", n) for reason, n in self.rejected.most_common()]
         rows.append(("mean steps", f"{self.steps / self.kept:.2f}" if self.kept else "-"))
-        rows.append(("gold paragraph found by its query", f"{self.found / self.queries:.3f}" if self.queries else "-"))
+        rows.append(("gold paragraphs that the retriever found", f"{self.found / self.gold:.3f}" if self.gold else "-"))
         rows += self.extra.items()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -70,21 +75,21 @@ def work(config: CollectConfig) -> None:
     if output.is_dir():
         raise R3LiteError(f"--output {output} is a folder", "Name a file that ends in .jsonl.")
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
-    retrieve = build_retriever(config.retrieval, questions)
-    tally = gold(config, questions, retrieve, output) if config.collect.source == "gold" else None
+    collect = gold if config.collect.source == "gold" else teacher
+    tally = collect(config, questions, build_retriever(config.retrieval, questions), output)
     print(tally.table())
     print(f"written to {output}")
-    if not tally.kept:
+    if not (tally.kept or tally.extra.get("kept by earlier runs")):
         raise R3LiteError("no trajectory was kept", "The table above says why.")
 
 
-def gold(config: CollectConfig, questions, retrieve, output: Path) -> Tally:
+def gold(config: CollectConfig, questions: list[Question], retrieve, output: Path) -> Tally:
     """Writes a trajectory for every question with a decomposition; documents come from the real retriever."""
     from r3lite.datasets.gold import obstacle, queries, steps, with_gold
     from r3lite.datasets.trajectories import Trajectory, check_steps
-    from r3lite.files import write_jsonl
-    from r3lite.formats import R3Format
 
+    if any(record.get("source") == "teacher" for record in recorded(output)):
+        raise R3LiteError(f"{output} holds a teacher's trajectories", "Name another --output, or remove the file.")
     tally, usable = Tally(len(questions)), []
     for question in questions:
         reason = obstacle(question, config.collect.max_hops)
@@ -93,21 +98,177 @@ def gold(config: CollectConfig, questions, retrieve, output: Path) -> Tally:
             tally.rejected[reason] += 1
         else:
             usable.append(question)
-    brought = [[] for _ in usable]  # documents by hop, of each question
+    brought: list[list[list[Document]]] = [[] for _ in usable]  # by question and hop
+    found = [0] * len(usable)
     for hop in range(max((len(q.hops) for q in usable), default=0)):
         # The first query of all questions in one batch, then the second of all that have one, ...
         asking = [i for i, q in enumerate(usable) if hop < len(q.hops)]
-        found = retrieve([(usable[i], queries(usable[i])[hop]) for i in asking])
-        for i, documents in zip(asking, found, strict=True):
+        answers = retrieve([(usable[i], queries(usable[i])[hop]) for i in asking])
+        for i, documents in zip(asking, answers, strict=True):
             seed = f"{config.common.seed}/{usable[i].id}/{hop}"
             documents, was_there = with_gold(usable[i], hop, documents, config.retrieval.top_k, seed)
             brought[i].append(documents)
-            tally.queries, tally.found = tally.queries + 1, tally.found + was_there
+            found[i] += was_there
     written = [Trajectory(q.id, q.text, q.answers, steps(q, d), "gold") for q, d in zip(usable, brought, strict=True)]
-    for trajectory in written:
-        tally.keep(len(trajectory.steps))
+    for trajectory, n in zip(written, found, strict=True):
+        tally.keep(len(trajectory.steps), len(trajectory.steps) - 1, n)
     write_jsonl(output, (t.to_json() for t in written))
     return tally
+
+
+@dataclass
+class Try:
+    """One attempt of the teacher at a question: its steps so far, and how it failed, if it did."""
+
+    question: Question
+    steps: list[Step] = field(default_factory=list)
+    failure: str | None = None  # what was wrong with what the teacher wrote
+    missing: str | None = None  # why there is no reply; the question can be asked again in another run
+
+    @property
+    def goes_on(self) -> bool:
+        answered = bool(self.steps) and self.steps[-1].answer is not None
+        return not (answered or self.failure or self.missing)
+
+
+class Teacher:
+    """Samples trajectories step by step, many questions at a time."""
+
+    def __init__(self, config: CollectConfig, retrieve, output: Path):
+        from r3lite.rewards.gemini import GeminiClient
+
+        self.settings, self.seed, self.retrieve = config.collect, config.common.seed, retrieve
+        self.format, self.prompts = R3Format(), Prompts.load(config.protocol)
+        self.client = GeminiClient(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
+
+    def attempt(self, questions: list[Question], number: int) -> list[Try]:
+        """Attempt `number` (from 0) at each question, all of them step by step together."""
+        from r3lite.rewards.replies import Request
+
+        sampling = {"temperature": 0.9, "nonce": f"{self.seed}/{number}"} if number else {}
+        tries = [Try(q) for q in questions]
+        while live := [t for t in tries if t.goes_on]:
+            requests = [Request(self.prompt(t), self.prompts.system, **sampling) for t in live]
+            for this, reply in zip(live, self.client.generate_all(requests), strict=True):
+                self.read(this, reply)
+            searching = [t for t in live if t.goes_on]
+            found = self.retrieve([(t.question, t.steps[-1].query) for t in searching]) if searching else []
+            for this, documents in zip(searching, found, strict=True):
+                this.steps[-1] = this.steps[-1].with_documents(documents)
+        return tries
+
+    def prompt(self, this: Try) -> str:
+        """The episode so far, and what to write next."""
+        parts = [self.prompts.opening(this.question.text)]
+        for number, step in enumerate(this.steps, 1):
+            parts += [self.format.render(step, number), self.prompts.documents(step.documents)]
+        if len(this.steps) == self.settings.max_hops:
+            parts.append(self.format.answer_request)
+        return "\n\n".join([*parts, f"Write Step {len(this.steps) + 1} now, and nothing else."])
+
+    def read(self, this: Try, reply) -> None:
+        """Takes a reply as the next step."""
+        if reply.failure in FINAL:
+            this.failure = f"reply {reply.failure}"
+            return
+        if reply.failure:
+            this.missing = f"{reply.failure}: {reply.detail}"
+            return
+        text = reply.text
+        for stop in self.format.stop_strings:
+            text = text.partition(stop)[0]  # after it come documents of the teacher's own invention
+        step = self.format.parse(text, len(this.steps) + 1, [s.query for s in this.steps])
+        if step.faults:
+            this.failure = f"malformed step ({step.faults[0]})"
+        elif step.query is not None and len(this.steps) == self.settings.max_hops:
+            this.failure = f"no answer after {self.settings.max_hops} queries"
+        else:
+            this.steps.append(step)
+            if step.answer is not None and not self.is_right(this.question, step.answer):
+                this.failure = "wrong answer"
+
+    def is_right(self, question: Question, answer: str) -> bool:
+        from r3lite.rewards.answer_match import exact_match, f1, rule_of
+
+        right = exact_match(answer, question.answers) == 1
+        return right or f1(answer, question.answers, rule_of(question)) >= self.settings.min_f1
+
+
+def teacher(config: CollectConfig, questions: list[Question], retrieve, output: Path) -> Tally:
+    """Adds to the file what the teacher answers right in well-formed steps, a block of questions at a time.
+
+    Goes on where an earlier run left off: questions that are in the file, and those rejected for what the teacher
+    wrote (named in `<output>.rejected.jsonl`), are not asked again. Questions that got no reply are.
+    """
+    from tqdm import tqdm
+
+    from r3lite.datasets.trajectories import Trajectory
+
+    rejected = output.with_name(f"{output.name}.rejected.jsonl")
+    kept_before, rejected_before = ({str(r.get("id")) for r in recorded(path)} for path in (output, rejected))
+    waiting = [q for q in questions if q.id not in kept_before | rejected_before]
+    tally = Tally(len(questions))
+    if len(waiting) < len(questions):
+        tally.extra["kept by earlier runs"] = sum(q.id in kept_before for q in questions)
+        tally.extra["rejected by earlier runs"] = sum(q.id in rejected_before for q in questions)
+    master, size = Teacher(config, retrieve, output), 4 * config.judge.judge_concurrency
+    bar = tqdm(total=len(waiting), desc="teacher", unit="question", disable=None)
+    for start in range(0, len(waiting), size):
+        block = waiting[start : start + size]
+        last = {q.id: Try(q, failure="not tried") for q in block}
+        for number in range(config.collect.attempts):
+            failed = [t.question for t in last.values() if t.failure]
+            last |= {t.question.id: t for t in master.attempt(failed, number)}
+        right = [t for t in last.values() if not (t.failure or t.missing)]
+        wrong = [t for t in last.values() if t.failure]
+        made = [
+            Trajectory(t.question.id, t.question.text, t.question.answers, tuple(t.steps), "teacher") for t in right
+        ]
+        append(output, [t.to_json() for t in made])
+        append(rejected, [{"id": t.question.id, "reason": t.failure} for t in wrong])
+        for this in right:
+            documents = [d for s in this.steps for d in s.documents]
+            tally.keep(len(this.steps), len(this.question.gold), len(this.question.gold_found(documents)))
+        tally.rejected.update(t.failure for t in wrong)
+        missing = [t.missing for t in last.values() if t.missing]
+        tally.rejected.update(f"no reply ({m.partition(':')[0]}), asked again next time" for m in missing)
+        bar.update(len(block))
+        if capped := next((m for m in missing if m.startswith("capped")), None):
+            tally.extra["stopped"] = capped.partition(": ")[2]
+            tally.extra["questions left"] = len(waiting) - start - len(block) + len(missing)
+            break
+        if len(missing) == len(last):
+            remedy = "What was kept is in the file; run the same command again to go on."
+            raise R3LiteError(f"the teacher does not reply: {missing[0]}", remedy)
+    bar.close()
+    counts = master.client.counts()
+    tally.extra |= {"requests": counts["calls"], "replies from the cache": counts["cache_hits"]}
+    tally.extra["US dollars"] = f"{counts['cost']:.4f}"
+    return tally
+
+
+def recorded(path: Path) -> list[dict]:
+    """The records of a file that an earlier run wrote line by line; a line that it did not finish is removed."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    if torn := lines.pop():
+        try:
+            json.loads(torn)
+            lines.append(torn)  # whole, but for its end
+        except json.JSONDecodeError:
+            print(f"{path}: the last line is torn and was removed", file=sys.stderr)
+        write_text(path, "".join(f"{line}\n" for line in lines))
+    return [record for _, record in read_jsonl(path)]
+
+
+def append(path: Path, records: list[dict]) -> None:
+    """Adds whole lines and waits until they are on the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8", newline="\n") as file:
+        file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def main(argv: list[str] | None = None) -> int:
