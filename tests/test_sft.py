@@ -1,0 +1,334 @@
+"""SFT: the loss and what it falls on, batches, learning in every precision, and resuming to the bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from r3lite import sft
+from r3lite.config import with_values
+from r3lite.datasets.trajectories import Row, encode_rows, read_rows
+from r3lite.episode import Step
+from r3lite.files import write_jsonl
+from r3lite.formats import Prompts, R3Format
+from r3lite.models import lora
+from r3lite.models.tokenizer import Tokenizer as ChatTokenizer
+from r3lite.training import checkpoint, metrics
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+NAMES = ("Abo", "Bela", "Cato", "Dana", "Edo", "Fila", "Gora", "Hino", "Ilo", "Jara")
+
+
+def trajectory(i: int) -> dict:
+    """A question of one hop, with a document that has the answer and one that has not."""
+    name, town = NAMES[i % len(NAMES)], NAMES[(3 * i + 1) % len(NAMES)] + "town"
+    query = f"Where was {name} born?"
+    documents = [
+        {"id": "1", "title": name, "text": f"{name} was born in {town}."},
+        {"id": "2", "title": "Z", "text": "SECRET"},
+    ]
+    steps = [
+        {"analysis": f"I need to find out: {query}", "query": query, "documents": documents[: 1 + i % 2]},
+        {"analysis": f"{query} {town}." + " That answers the question." * (i % 3), "answer": town},
+    ]
+    return {"id": f"q{i}", "question": query, "answers": [town], "steps": steps, "source": "gold"}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A small byte-level BPE tokenizer with Qwen's markup."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=380, initial_alphabet=alphabet, show_progress=False)
+    written = [step for i in range(20) for step in trajectory(i)["steps"]]
+    tokenizer.train_from_iterator([R3Format().render(Step.from_json(step), 1) for step in written], trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "pad_token": "<|endoftext|>"}))
+
+
+@pytest.fixture
+def toy(tmp_path, small_model, write_folder):
+    """A model folder whose embedding is padded beyond the tokenizer, as Qwen's is, and 20 short trajectories."""
+    folder = write_folder(small_model(vocab_size=400, num_hidden_layers=2), tmp_path / "model")
+    write_tokenizer(folder)
+    write_jsonl(tmp_path / "rows.jsonl", map(trajectory, range(20)))
+    (tmp_path / "init.txt").write_text("{question}")
+    (tmp_path / "step.txt").write_text("{documents}")
+    files = {"model": folder, "data": "rows.jsonl", "init-prompt": "init.txt", "step-prompt": "step.txt"}
+    arguments = [a for name, path in files.items() for a in (f"--{name}", str(tmp_path / path))]
+    return [*arguments, "--dtype", "fp32", "--device", "cpu"]
+
+
+# Dropout on, so that resuming without the random stream would show.
+SHORT = ["--batch-size", "2", "--gradient-accumulation", "2", "--lora-dropout", "0.1", "--learning-rate", "5e-3"]
+
+
+def log(output: Path) -> list[dict]:
+    return metrics.read(output / metrics.FILE)
+
+
+def trainer(toy: list[str], **settings) -> sft.Trainer:
+    """The recipe's trainer on the toy, its LoRA's B no longer zero."""
+    config = with_values(sft.SftConfig(), dict(zip((a[2:].replace("-", "_") for a in toy[::2]), toy[1::2])) | settings)
+    folder = Path(config.model.model)
+    tokenizer = ChatTokenizer.load(folder)
+    rows, validation = sft.read(config)
+    how = tokenizer, Prompts.load(config.protocol), R3Format(), config.sft
+    made = sft.Trainer(config, folder, tokenizer, encode_rows(rows, *how), encode_rows(validation, *how))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in lora.adapter_parameters(made.model, sft.ADAPTER).values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return made
+
+
+def by_hand(made: sft.Trainer, rows: list[Row]) -> float:
+    """Mean cross-entropy of the trained tokens, row by row, from all logits."""
+    losses = []
+    with torch.no_grad():
+        for row in rows:
+            logits = made.model.logits(made.model(torch.tensor([row.tokens])))[0, :, : made.tokenizer.size]
+            logprobs = logits.log_softmax(-1)
+            losses += [-logprobs[t - 1, row.tokens[t]].item() for t in range(1, len(row.tokens)) if row.trained[t]]
+    return sum(losses) / len(losses)
+
+
+def test_the_loss_by_hand_over_rows_of_different_lengths(toy):
+    """A mean of the micro-batches' means would weigh the tokens of short rows more."""
+    made = trainer(toy, batch_size=3, gradient_accumulation=3)
+    made.model.eval()
+    rows = made.rows[:8]  # the last micro-batch is smaller
+    assert len({sum(row.trained) for row in rows}) > 1
+    count = sft.trained_tokens(rows)
+    groups = sft.micro_batches(rows, 3)
+    assert [len(g) for g in groups] == [3, 3, 2]
+    with torch.no_grad():
+        loss = sum(made.loss(sft.collate(g, made.tokenizer.pad_id, made.device)).item() for g in groups) / count
+    assert loss == pytest.approx(by_hand(made, rows), abs=1e-5)
+    assert made.validation_loss() == pytest.approx(by_hand(made, made.validation), abs=1e-5)
+
+
+def gradients(made: sft.Trainer, rows: list[Row], batch_size: int) -> list[torch.Tensor]:
+    count, parameters = sft.trained_tokens(rows), lora.adapter_parameters(made.model, sft.ADAPTER).values()
+    for parameter in parameters:
+        parameter.grad = None
+    made.model.train()
+    for group in sft.micro_batches(rows, batch_size):
+        made.precision.backward(made.loss(sft.collate(group, made.tokenizer.pad_id, made.device)) / count)
+    return [parameter.grad.clone() for parameter in parameters]
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_accumulation_equals_one_big_batch(toy, checkpointing):
+    made = trainer(toy, activation_checkpointing=checkpointing)
+    rows = made.rows[:7]
+    whole = gradients(made, rows, 7)
+    assert max(g.abs().max() for g in whole) > 1e-3
+    for batch_size in (1, 2, 3):
+        for one, parts in zip(whole, gradients(made, rows, batch_size)):
+            torch.testing.assert_close(parts, one, rtol=1e-4, atol=1e-6)
+
+
+def test_loss_falls_on_what_the_assistant_wrote_and_never_on_documents(toy):
+    made = trainer(toy)
+    assert any("SECRET" in made.tokenizer.decode(row.tokens) for row in made.rows)
+    for row in made.rows:
+        trained = made.tokenizer.decode([t for t, on in zip(row.tokens, row.trained) if on])
+        assert "SECRET" not in trained
+        assert "was born in" not in trained
+        assert trained.startswith("Step 1:\nThe problem analysis: I need to find out")
+        assert "Step 2:" in trained
+        assert sum(t == made.tokenizer.stop_id and on for t, on in zip(row.tokens, row.trained)) == 2
+    # Other words after the last trained token change no gradient; other words before it are read, but not predicted.
+    row = made.rows[0]
+    longer = Row([*row.tokens, 7, 8, 9], [*row.trained, False, False, False])
+    for one, other in zip(gradients(made, [row], 1), gradients(made, [longer], 1)):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
+
+
+def test_ids_beyond_the_tokenizer_have_no_probability(toy):
+    made = trainer(toy)
+    made.model.eval()
+    assert made.tokenizer.size < made.model.config.vocab_size
+    batch = sft.collate(made.rows[:2], made.tokenizer.pad_id, made.device)
+    with torch.no_grad():
+        before = made.loss(batch).item()
+        made.model.head_weight[made.tokenizer.size :] = 100.0
+        assert made.loss(batch).item() == before
+
+
+def test_every_epoch_reads_every_row_once_and_the_last_step_may_be_smaller():
+    steps = [sft.rows_of_step(step, 7, 4, seed=0, last=14) for step in range(1, 5)]
+    assert [len(s) for s in steps] == [4, 4, 4, 2]
+    flat = [i for step in steps for i in step]
+    assert sorted(flat[:7]) == sorted(flat[7:]) == list(range(7))
+    assert flat[:7] != flat[7:]
+    assert flat[:7] != sft.rows_of_step(1, 7, 7, seed=1, last=None)
+    assert Counter(sft.rows_of_step(1, 3, 9, seed=0, last=None)) == {0: 3, 1: 3, 2: 3}  # a step of several epochs
+
+
+def test_rows_of_one_question_are_not_split_between_training_and_validation(toy, tmp_path):
+    """Sampled trajectories of one question share its answer: a model is not validated on what it was shown."""
+    write_jsonl(tmp_path / "twice.jsonl", [trajectory(i) for i in range(20)] * 2)
+    settings = {"data": str(tmp_path / "twice.jsonl"), "validation_fraction": 0.25}
+    rows, validation = sft.read(with_values(sft.SftConfig(), settings))
+    assert (len(rows), len(validation)) == (30, 10)
+    assert not {r.id for r in rows} & {r.id for r in validation}
+    _, capped = sft.read(with_values(sft.SftConfig(), settings | {"validation_rows": 5}))
+    assert len(capped) == 4
+    rows, none = sft.read(with_values(sft.SftConfig(), settings | {"validation_rows": 0}))
+    assert (len(rows), len(none)) == (40, 0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_it_learns_in_every_precision_on_the_cpu(toy, tmp_path, dtype):
+    output = tmp_path / "run"
+    arguments = [
+        *SHORT,
+        "--dtype",
+        dtype,
+        "--max-steps",
+        "25",
+        "--validate-every",
+        "10",
+        "--validation-fraction",
+        "0.2",
+    ]
+    assert sft.main([*toy, *arguments, "--output", str(output)]) == 0
+    records = log(output)
+    assert records[-1]["loss"] < 0.5 * records[0]["loss"]
+    validated = {r["step"]: r["eval_loss"] for r in records if "eval_loss" in r}
+    assert list(validated) == [10, 20, 25]
+    assert validated[25] < validated[10]
+    assert ("skipped_steps" in records[-1]) == (dtype == "fp16")
+    keys = {"step", "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "tokens_per_second"}
+    assert keys | {"peak_memory_mib"} <= records[0].keys()
+    assert (output / "adapter" / "adapter_model.safetensors").exists()
+    assert json.loads((output / "summary.json").read_text())["rows"] == 16
+
+
+def assert_same_run(output: Path, other: Path, total: int) -> None:
+    """Weights, optimizer, random stream and metrics are equal to the bit."""
+    assert [metrics.repeatable(r) for r in log(output)] == [metrics.repeatable(r) for r in log(other)]
+    one, two = (checkpoint.read(o / f"checkpoint-{total}") for o in (output, other))
+    for group, tensors in one.tensors.items():
+        assert tensors.keys() == two.tensors[group].keys()
+        assert all(torch.equal(tensors[k], two.tensors[group][k]) for k in tensors)
+    assert one.state["precision"] == two.state["precision"]
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (output / "adapter" / name).read_bytes() == (other / "adapter" / name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_left_and_resumed_equals_uninterrupted_to_the_bit(toy, tmp_path, dtype):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    arguments = [*toy, *SHORT, "--dtype", dtype, "--epochs", "2", "--validate-every", "3"]
+    assert sft.main([*arguments, "--output", str(whole)]) == 0
+    assert sft.main([*arguments, "--output", str(parts), "--stop-after", "4"]) == 0
+    assert not (parts / "adapter").exists()
+    assert sft.main(["--config", str(parts / "config.toml"), "--resume", "auto"]) == 0
+    assert_same_run(whole, parts, total=10)
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "r3lite.sft", *arguments]
+    return subprocess.Popen(command, cwd=Path(__file__).parent.parent, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(process: subprocess.Popen, there, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not there():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+LONG = [*SHORT, "--max-steps", "20", "--save-every", "6", "--gradient-accumulation", "4", "--keep-checkpoints", "9"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on Windows")
+def test_killed_between_checkpoints_and_resumed_equals_uninterrupted_to_the_bit(toy, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    process = start([*toy, *LONG, "--output", str(parts)])
+    wait_for(process, lambda: len(log(parts)) == 8)
+    process.kill()
+    process.communicate()
+    assert max(checkpoint.all_of(parts)) == 6
+    assert 8 <= len(log(parts)) < 12
+    assert sft.main([*toy, *LONG, "--output", str(parts), "--resume", "auto"]) == 0
+    assert sft.main([*toy, *LONG, "--output", str(whole)]) == 0
+    assert_same_run(whole, parts, total=20)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGTERM to a process on Windows")
+def test_sigterm_saves_and_exits_143(toy, tmp_path):
+    output = tmp_path / "run"
+    process = start([*toy, *LONG, "--output", str(output)])
+    wait_for(process, lambda: len(log(output)) >= 2)
+    process.terminate()
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 143, told
+    newest = checkpoint.newest_sound(output)
+    assert checkpoint.read(newest).step == len(log(output)) < 20
+    assert f"--config {output / 'config.toml'} --resume auto" in told
+
+
+def test_it_goes_on_from_the_adapter_of_a_run(toy, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    arguments = [*toy, *SHORT, "--max-steps", "25"]
+    assert sft.main([*arguments, "--output", str(first)]) == 0
+    assert sft.main([*arguments, "--output", str(second), "--adapter", str(first)]) == 0
+    assert log(second)[0]["loss"] < 0.7 * log(first)[0]["loss"]
+
+
+def test_conversations_are_trained_on_too(toy, tmp_path):
+    talk = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In Abotown, as we know."}]
+    write_jsonl(tmp_path / "talk.jsonl", [{"messages": talk}] * 4)
+    arguments = ["--data", str(tmp_path / "talk.jsonl"), "--max-steps", "2", "--output", str(tmp_path / "run")]
+    assert sft.main([*toy, *SHORT, *arguments]) == 0
+    assert log(tmp_path / "run")[1]["loss"] < log(tmp_path / "run")[0]["loss"]
+
+
+def test_an_overflow_in_fp16_names_the_layer(toy, tmp_path, capsys, small_model, write_folder):
+    model = small_model(vocab_size=400, num_hidden_layers=2)
+    model.model.layers[1].mlp.down_proj.weight.mul_(3e4)
+    write_folder(model, tmp_path / "model")
+    arguments = ["--dtype", "fp16", "--max-steps", "30", "--output", str(tmp_path / "run")]
+    assert sft.main([*toy, *SHORT, *arguments]) == 1
+    told = capsys.readouterr().err
+    assert "model.layers.1 was the first layer to give inf or nan" in told
+    assert "Pass --dtype bf16" in told
+
+
+def test_the_plan_and_the_errors_of_the_command_line(toy, tmp_path, capsys):
+    assert sft.main([*toy, *SHORT, "--dry-run"]) == 0
+    assert "19 rows, 1 more held out; 5 steps of 4 rows" in capsys.readouterr().out
+    assert sft.main(["--dry-run", "--data", "some/name,subset,train"]) == 0  # without a download
+    assert sft.main(["--model", "x"]) == 2
+    assert "--data is missing" in capsys.readouterr().err
+    assert sft.main([*toy, "--data", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "run")]) == 1
+    assert "none.jsonl" in capsys.readouterr().err
+    (tmp_path / "bad.jsonl").write_text('{"question": "Where?"}\n')
+    assert sft.main([*toy, "--data", str(tmp_path / "bad.jsonl")]) == 1
+    assert "bad.jsonl, line 1" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()  # a start that failed leaves nothing in the way of the next
+
+
+def test_other_rows_under_the_same_name_are_not_resumed(toy, tmp_path, capsys):
+    arguments = [*toy, *SHORT, "--output", str(tmp_path / "run")]
+    assert sft.main([*arguments, "--stop-after", "1"]) == 0
+    write_jsonl(tmp_path / "rows.jsonl", map(trajectory, reversed(range(20))))
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 20
+    assert sft.main([*arguments, "--resume", "auto"]) == 1
+    assert "the data are not those" in capsys.readouterr().err
