@@ -104,7 +104,7 @@ class CollectSettings(Section):
 
     source: Literal["gold", "teacher"] = "gold"
     """gold: from the data set's decompositions or supporting facts; teacher: sampled from --judge-model, wrong or
-malformed ones rejected, going on where an earlier run into the same --output left off"""
+    malformed ones rejected, going on where an earlier run into the same --output left off"""
     max_hops: Count = 5
     """most queries of a trajectory; questions with more gold hops are left out, a teacher must answer then"""
     attempts: Count = 4
