@@ -1,0 +1,236 @@
+"""Reinforcement learning with retrieval in the loop: PPO and GRPO.
+
+A round reads as the algorithm: rollout -> score -> advantages -> update -> log -> save. GRPO is another advantage
+and another loss of the same loop.
+"""
+
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from r3lite import command
+from r3lite.episode import CUT_OFF, MALFORMED, Question
+from r3lite.errors import R3LiteError
+from r3lite.settings import (
+    Common,
+    DataSettings,
+    JudgeSettings,
+    LengthSettings,
+    LoraSettings,
+    ModelSettings,
+    OptimizerSettings,
+    ProtocolSettings,
+    RetrievalSettings,
+    RewardSettings,
+    RLSettings,
+    SamplingSettings,
+    Schedule,
+)
+
+@dataclass(frozen=True)
+class PpoConfig:
+    """Trains a LoRA adapter by reinforcement learning: the model answers questions step by step with a retriever
+    and is paid for right answers, for finding the gold paragraphs and for well-formed steps.
+
+    Start from an SFT adapter (--adapter): a small model that does not know the step format is never paid.
+    """
+
+    common: Common = Common()
+    schedule: Schedule = Schedule(max_steps=200)
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    protocol: ProtocolSettings = ProtocolSettings()
+    lengths: LengthSettings = LengthSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    reward: RewardSettings = RewardSettings()
+    judge: JudgeSettings = JudgeSettings()
+    rl: RLSettings = RLSettings()
+    lora: LoraSettings = LoraSettings()
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5, min_learning_rate=1.0)
+
+
+POLICY, REFERENCE = "policy", "reference"
+EPISODES = "episodes.jsonl"
+
+
+def train(config: PpoConfig) -> None:
+    # Imported after the arguments are read: torch takes seconds to load.
+    from r3lite.datasets.qa import read_questions
+    from r3lite.formats import Prompts
+    from r3lite.models import activation_checkpointing, hooks, lora, weights
+    from r3lite.models.tokenizer import Tokenizer
+    from r3lite.models.value_head import ValueHead
+    from r3lite.retrieval.retriever import build_retriever
+    from r3lite.rewards.judge import build_judge
+    from r3lite.rewards.reward import score
+    from r3lite.rl.batch import Batch, Rollout
+    from r3lite.rl.update import Learner
+    from r3lite.rollout.engine import Engine
+    from r3lite.rollout.sampling import Sampler
+    from r3lite.training import loop, optim
+    from r3lite.training.precision import Precision, resolve_device, resolve_dtype
+
+    check(config)
+    rl, seed = config.rl, config.common.seed
+    run = loop.Run("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,))
+    questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
+    retrieve = build_retriever(config.retrieval, questions)
+    judge = build_judge(config.judge, run.output, config.reward)
+
+    device = resolve_device(config.model.device)
+    precision = Precision(resolve_dtype(config.model.dtype, device), device)
+    folder = weights.resolve_folder(config.model.model)
+    tokenizer = Tokenizer.load(folder)
+    model = weights.load_qwen2(folder, precision.dtype, device).train()
+    reference = add_adapters(model, config)
+    if rl.activation_checkpointing:
+        activation_checkpointing.enable(model)
+        hooks.require_input_grads(model)
+    groups = [optim.Group(lora.adapter_parameters(model, POLICY), config.optimizer.learning_rate)]
+    critic = ValueHead(model.config.hidden_size).to(device) if rl.algorithm == "ppo" else None
+    if critic:
+        named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
+        groups.append(optim.Group(named, rl.value_learning_rate))
+    training = loop.Training(
+        optimizer=optim.adamw(groups, config.optimizer.weight_decay),
+        precision=precision,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        save_adapter=lambda to: lora.save_adapter(model, POLICY, to, config.model.model),
+        facts={"algorithm": rl.algorithm, "questions": len(questions)},
+    )
+    sampler = Sampler(config.sampling.temperature)
+    prompts = Prompts.load(config.protocol)
+    engine = Engine(
+        model, tokenizer, prompts, config.lengths, sampler, config.sampling.rollout_batch_size, critic, precision.autocast
+    )
+    learner = Learner(
+        model, tokenizer.size, sampler.temperature, rl, reference, precision.backward, training.update, critic, precision.autocast
+    )
+
+    def one_round(number: int) -> tuple[dict, int]:
+        """Rollout, score, advantages and update; the round's metrics and the tokens it read."""
+        clock = Clock()
+        sequences = engine.run(*draw(questions, number, rl.batch_size, rl.num_generations, seed), retrieve)
+        clock.lap("rollout")
+        episodes = [s.episode() for s in sequences]
+        verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
+        scored = [score(e, config.reward, v) for e, v in zip(episodes, verdicts)]
+        log_episodes(run.output / EPISODES, number, episodes, scored)
+        clock.lap("score")
+        # A missing reward is not a zero: an episode whose judge failed teaches nothing.
+        rollouts = [
+            Rollout(s.tokens, s.action, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)), i // rl.num_generations)
+            for i, (s, paid) in enumerate(zip(sequences, scored))
+            if paid is not None
+        ]
+        measured = describe(sequences, episodes, scored)
+        if rollouts:
+            batch = Batch.of(rollouts, tokenizer.pad_id, device)
+            measured |= learner.learn(batch, seed=f"{seed}/{number}")
+        clock.lap("update")
+        return measured | (judge.counts() if judge else {}) | clock.laps, sum(len(s.tokens) for s in sequences)
+
+    epochs = math.ceil(config.schedule.epochs * len(questions) / rl.batch_size)
+    if loop.train(run, training, config.schedule.max_steps or epochs, one_round):
+        print(f"done: {run.output / 'adapter'}; what it said: {run.output / EPISODES}")
+
+
+def check(config: PpoConfig) -> None:
+    """What the types of the settings cannot say."""
+    if config.data.data is None:
+        raise R3LiteError("no questions were given", "Pass --data FILE, such as HotpotQA's official JSON.")
+    if config.sampling.temperature == 0:
+        raise R3LiteError("--temperature 0 always says the same", "RL learns from differences: pass 1, or a little less.")
+    if config.rl.algorithm == "grpo" and config.rl.num_generations == 1:
+        raise R3LiteError("GRPO compares episodes of one question, and --num-generations is 1", "Pass 2 or more, such as 8.")
+
+
+def add_adapters(model, config: PpoConfig) -> str | None:
+    """Switches the policy's adapter on; returns the name of the reference: the adapter it starts from, or the base."""
+    from r3lite.models import lora
+
+    reference = None
+    if config.model.adapter:
+        lora.load_adapter(model, POLICY, config.model.adapter, trainable=True)
+        if config.rl.kl_beta:
+            lora.load_adapter(model, REFERENCE, config.model.adapter, trainable=False)
+            reference = REFERENCE
+    else:
+        print("warning: without --adapter, RL starts from a model that was never taught the step format", file=sys.stderr)
+        s = config.lora
+        lora.add_adapter(model, POLICY, s.lora_r, s.lora_alpha, s.lora_dropout, s.lora_targets, s.rslora, config.common.seed)
+    lora.set_adapter(model, POLICY)
+    return reference
+
+
+def draw(questions: list[Question], number: int, size: int, generations: int, seed: int) -> tuple[list[Question], list[str]]:
+    """The episodes of a round: each of its questions `generations` times, and a seed for each episode.
+
+    Questions come in an order shuffled anew in each epoch. All follows from the seed and the round's number, so that
+    a resumed run needs no memory of it.
+    """
+    drawn, seeds = [], []
+    for i in range((number - 1) * size, number * size):
+        order = list(range(len(questions)))
+        random.Random(f"{seed}/epoch {i // len(order)}").shuffle(order)
+        for k in range(generations):
+            drawn.append(questions[order[i % len(order)]])
+            seeds.append(f"{seed}/{i}/{k}")
+    return drawn, seeds
+
+
+def log_episodes(path: Path, number: int, episodes: list, scored: list) -> None:
+    """Appends what the model said in a round and what it was paid for it."""
+    lines = []
+    for episode, paid in zip(episodes, scored):
+        rewards = {"rewards": None, "step_rewards": None} if paid is None else {"rewards": paid.parts, "step_rewards": paid.steps}
+        lines.append(json.dumps({"step": number, **episode.to_json(), **rewards}, ensure_ascii=False) + "\n")
+    with open(path, "a", encoding="utf-8", newline="\n") as file:
+        file.writelines(lines)
+
+
+def describe(sequences: list, episodes: list, scored: list) -> dict[str, float]:
+    """Metrics of a round's episodes, under TRL's names where it has one; missing rewards are left out of the means."""
+    lengths = [sum(s.action) for s in sequences]
+    steps = [step for e in episodes for step in e.steps]
+    paid = [p for p in scored if p is not None]
+    totals = [sum(p.steps) for p in paid]
+    measured = {
+        "reward": statistics.fmean(totals) if totals else None,
+        "reward_std": statistics.pstdev(totals) if totals else None,
+        "missing_rewards": len(scored) - len(paid),
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/clipped_ratio": statistics.fmean(e.finish == CUT_OFF for e in episodes),
+        "malformed_ratio": statistics.fmean(e.finish == MALFORMED for e in episodes),
+        "format_adherence": statistics.fmean(not step.faults for step in steps),
+        "searches": statistics.fmean(e.searches for e in episodes),
+    }
+    for name in paid[0].parts if paid else ():
+        measured[f"rewards/{name}/mean"] = statistics.fmean(p.parts[name] for p in paid)
+    return measured
+
+
+class Clock:
+    """Seconds of each stage of a round, as `time/<stage>`."""
+
+    def __init__(self):
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.laps[f"time/{stage}"], self._last = now - self._last, now
+
+
+def main(argv: list[str] | None = None) -> int:
+    return command.run("ppo", PpoConfig(), train, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
