@@ -240,9 +240,9 @@ class JudgeSettings(Section):
     judge_thinking: bool = False
     """let the model think first; thinking can eat the output limit and cut the reply"""
     judge_max_calls: Count | None = None
-    """most requests of the run"""
+    """most requests, tries that failed included, from one start of the run to its end"""
     judge_max_cost: Positive | None = None
-    """most US dollars of the run, by --judge-input-price and --judge-output-price"""
+    """most US dollars in the same time, by --judge-input-price and --judge-output-price"""
     judge_input_price: NonNegative = 0.30
     """US dollars per million input tokens"""
     judge_output_price: NonNegative = 2.50
@@ -271,6 +271,15 @@ class SftSettings(Section):
     """most rows held out; 0: none"""
     validate_every: Count = 50
     """steps between validation losses; there is one at the end, too"""
+
+
+@dataclass(frozen=True)
+class EvaluateSettings(Section):
+    """Evaluation."""
+
+    baseline: Literal["none", "no-retrieval", "single-retrieval"] = "none"
+    """no-retrieval: the answer is forced at once; single-retrieval: after one retrieval with the question as query;
+    none: the model decides"""
 
 
 @dataclass(frozen=True)

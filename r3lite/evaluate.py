@@ -1,0 +1,176 @@
+"""Answers a question set with retrieval and scores it; scores.json and predictions.jsonl are what comes of it."""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from r3lite import command
+from r3lite.config import to_toml
+from r3lite.errors import R3LiteError
+from r3lite.settings import (
+    Common,
+    DataSettings,
+    EvaluateSettings,
+    JudgeSettings,
+    LengthSettings,
+    ModelSettings,
+    ProtocolSettings,
+    RetrievalSettings,
+    SamplingSettings,
+    TruncationSettings,
+)
+
+TITLES = {
+    "em": "exact match",
+    "f1": "F1",
+    "judge_accuracy": "judged right",
+    "format_adherence": "format adherence",
+    "retrieval_recall": "retrieval recall",
+    "combined": "combined",
+    "mean_searches": "searches",
+}
+ADAPTER = "evaluated"
+LEAST_ADHERENCE = 0.5  # below it, scores say little about anything else
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Answers questions step by step with a retriever, greedily by default, and scores the answers.
+
+    Writes scores.json (exact match, F1, format adherence, retrieval recall, combined score and mean searches, each
+    with a 95 % bootstrap interval, also by number of hops) and predictions.jsonl (every answer with its steps and
+    documents) to --output. The step that --baseline single-retrieval gives the model counts as well-formed.
+    """
+
+    common: Common = Common()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    protocol: ProtocolSettings = ProtocolSettings()
+    lengths: LengthSettings = LengthSettings()
+    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
+    truncation: TruncationSettings = TruncationSettings()
+    judge: JudgeSettings = JudgeSettings()
+
+
+def work(config: EvaluateConfig) -> None:
+    # Imported after the arguments are read: torch takes seconds to load.
+    from r3lite.datasets.qa import read_questions
+    from r3lite.files import write_json, write_jsonl, write_text
+    from r3lite.retrieval.retriever import build_retriever
+    from r3lite.rewards.evaluation import Marks, scores, scores_by_hops
+    from r3lite.rewards.judge import build_judge
+
+    output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
+    check(config, output)
+    questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
+    judge = build_judge(config.judge, output)  # before the long part, so that a missing key shows at once
+    engine = load_engine(config)
+    retrieve = build_retriever(config.retrieval, questions)
+    seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
+    episodes = [s.episode() for s in engine.run(questions, seeds, retrieve, progress="evaluate")]
+    verdicts = [None] * len(episodes)
+    # What was said is safe before the judge is asked, who may fail or be capped.
+    write_text(output / "config.toml", to_toml(config, "evaluate"))
+    write_jsonl(output / "predictions.jsonl", records(episodes, verdicts))
+    if judge:
+        verdicts = judge.verdicts(episodes, progress="judge")
+        write_jsonl(output / "predictions.jsonl", records(episodes, verdicts))
+    marks = [Marks.of(e, v) for e, v in zip(episodes, verdicts, strict=True)]
+    found = scores(marks, config.common.seed) | {"by_hops": scores_by_hops(marks, config.common.seed)}
+    found["finish"] = {f: sum(e.finish == f for e in episodes) for f in sorted({e.finish for e in episodes})}
+    if judge:
+        found["judge"] = judge.counts() | {"judge/missing": verdicts.count(None)}
+    write_json(output / "scores.json", found)
+    print(table(found))
+    print(f"written to {output / 'scores.json'}; what it said: {output / 'predictions.jsonl'}")
+
+
+def check(config: EvaluateConfig, output: Path) -> None:
+    """What the types of the settings cannot say."""
+    if not config.data.data:
+        raise R3LiteError("there are no questions to answer", "Pass --data FILE or --data name,subset,split.")
+    if output.is_file():
+        raise R3LiteError(f"--output {output} is a file", "Name a folder.")
+    if config.evaluate.baseline == "single-retrieval" and config.retrieval.retriever == "none":
+        raise R3LiteError("--baseline single-retrieval retrieves, and --retriever is none", "Choose a retriever.")
+
+
+def load_engine(config: EvaluateConfig):
+    """The model with its adapter in an engine that answers as the settings say."""
+    from r3lite.formats import Prompts
+    from r3lite.models import lora, weights
+    from r3lite.models.tokenizer import Tokenizer
+    from r3lite.rollout.baselines import NoRetrieval, SingleRetrieval
+    from r3lite.rollout.engine import Engine
+    from r3lite.rollout.sampling import Sampler
+    from r3lite.training.precision import Precision, resolve_device, resolve_dtype
+
+    prompts = Prompts.load(config.protocol)
+    device = resolve_device(config.model.device)
+    precision = Precision(resolve_dtype(config.model.dtype, device), device)
+    folder = weights.resolve_folder(config.model.model)
+    tokenizer = Tokenizer.load(folder)
+    model = weights.load_qwen2(folder, precision.dtype, device)
+    if config.model.adapter:
+        lora.load_adapter(model, ADAPTER, config.model.adapter, trainable=False)
+        lora.set_adapter(model, ADAPTER)
+    kind = {"none": Engine, "no-retrieval": NoRetrieval, "single-retrieval": SingleRetrieval}[config.evaluate.baseline]
+    return kind(
+        model,
+        tokenizer,
+        prompts,
+        config.lengths,
+        Sampler(config.sampling.temperature, config.truncation.top_k_sampling, config.truncation.top_p),
+        config.sampling.rollout_batch_size,
+        autocast=precision.autocast,
+    )
+
+
+def records(episodes: list, verdicts: list) -> list[dict]:
+    """The lines of predictions.jsonl: each episode with its scores, and whether a judge called it right."""
+    from r3lite.rewards.evaluation import Marks
+
+    lines = []
+    for episode, verdict in zip(episodes, verdicts, strict=True):
+        marks = Marks.of(episode, verdict)
+        line = episode.to_json() | {"em": marks.em, "f1": marks.f1, "recall": marks.recall, "hops": marks.hops}
+        lines.append(line | ({"judged": marks.judged} if verdict else {}))
+    return lines
+
+
+def table(found: dict) -> str:
+    """The scores as text, with those by number of hops below where there are several numbers."""
+
+    def number(value: float | None, width: int = 8) -> str:
+        return f"{'-':>{width}}" if value is None else f"{value:>{width}.3f}"
+
+    ends = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found["finish"].items())
+    lines = [f"\n{found['n']} questions: {ends}", f"{'':<18}{'value':>8}   95 % interval"]
+    shown = [name for name in TITLES if name in found]
+    for name in shown:
+        entry = found[name]
+        lines.append(f"{TITLES[name]:<18}{number(entry['value'])}  {number(entry['low'])}{number(entry['high'])}")
+    if len(found["by_hops"]) > 1:
+        lines.append("\n" + f"{'hops':<6}{'n':>6}" + "".join(f"{TITLES[name]:>18}" for name in shown))
+        for hops, part in found["by_hops"].items():
+            values = (part[name]["value"] if name in part else None for name in shown)
+            lines.append(f"{hops:<6}{part['n']:>6}" + "".join(number(v, 18) for v in values))
+    if missing := found.get("judge", {}).get("judge/missing"):
+        lines.append(f"\n{missing} verdicts of the judge are missing and left out")
+    if (found["format_adherence"]["value"] or 0.0) < LEAST_ADHERENCE:
+        lines.append(
+            "\nFew steps keep to the format, so the other scores say little: is --adapter missing, "
+            "or was it trained with other prompt files?"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return command.run("evaluate", EvaluateConfig(), work, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

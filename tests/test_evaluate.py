@@ -1,0 +1,190 @@
+"""Evaluation end to end on a toy model: the files' keys, scores by hand with a scripted model, baselines, the judge."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from r3lite import evaluate
+from r3lite.errors import R3LiteError
+from r3lite.files import write_jsonl
+from r3lite.rewards.reward import StepVerdict, Verdict
+from r3lite.rollout.engine import Engine
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+SCORES = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
+
+
+def paragraphs(*names):
+    return [
+        {"idx": i, "title": n, "paragraph_text": f"{n} lives in {n}town.", "is_supporting": i < 2}
+        for i, n in enumerate(names)
+    ]
+
+
+def question(name, hops, answer):
+    steps = [{"question": f"hop {i}", "answer": f"a{i}", "paragraph_support_idx": i % 2} for i in range(hops)]
+    record = {
+        "id": name,
+        "question": f"Where does {name} live?",
+        "answer": answer,
+        "answer_aliases": [f"{answer} City"],
+    }
+    return record | {"paragraphs": paragraphs("Ada", "Bob", "Cy"), "question_decomposition": steps, "answerable": True}
+
+
+@pytest.fixture
+def toy(tmp_path, small_model, write_folder):
+    """Arguments of a run: a byte-level toy model and three MuSiQue questions of 2, 2 and 3 hops."""
+    folder = write_folder(small_model(vocab_size=272), tmp_path / "model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "pad_token": "<|endoftext|>"}))
+    rows = [question("Ada", 2, "Adatown"), question("Bob", 2, "Bobtown"), question("Cy", 3, "Cytown")]
+    write_jsonl(tmp_path / "questions.jsonl", rows)
+    fixed = {"model": folder, "data": tmp_path / "questions.jsonl", "output": tmp_path / "out", "device": "cpu"}
+    fixed |= {"dtype": "fp32", "encoder": "hashing", "max-new-tokens": 160, "top-k": 2}
+    return [word for name, value in fixed.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Lets the toy say what a script has for a question, turn by turn."""
+
+    def script(turns):
+        def sample(engine, logits, rows):
+            tokens = []
+            for sequence in rows:
+                turn = turns[sequence.question.id][len(sequence.steps)]
+                tokens.append([*engine.tokenizer.encode(turn), engine.tokenizer.stop_id][len(sequence.turn)])
+            return tokens, [0.0] * len(rows)
+
+        monkeypatch.setattr(Engine, "_sample", sample)
+
+    return script
+
+
+def ask(k, query):
+    return f"Step {k}:\nThe problem analysis: Look.\nThe retrieval query: {query}"
+
+
+def answer(k, text):
+    return f"Step {k}:\nThe problem analysis: So.\nThe final answer: {text}"
+
+
+def written(tmp_path):
+    lines = (tmp_path / "out" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    return json.loads((tmp_path / "out" / "scores.json").read_text()), [json.loads(line) for line in lines]
+
+
+def test_scores_by_hand(toy, says, tmp_path, capsys):
+    says(
+        {
+            "Ada": [ask(1, "Ada lives in Adatown"), ask(2, "Bob lives in Bobtown"), answer(3, "The Adatown.")],
+            "Bob": [answer(1, "Bobtown village")],
+            "Cy": ["I do not know."],
+        }
+    )
+    assert evaluate.main([*toy, "--top-k", "1"]) == 0
+    scores, predictions = written(tmp_path)
+    values = {name: scores[name]["value"] for name in SCORES}
+    expected = {"em": 1 / 3, "f1": (1 + 2 / 3) / 3, "format_adherence": 4 / 5, "retrieval_recall": 1 / 3}
+    expected |= {"combined": (0.8 * 0.9 + 0.2 + 0.8 * 0.3 * 2 / 3) / 3, "mean_searches": 2 / 3}
+    assert values == pytest.approx(expected)
+    assert scores["n"] == 3 and scores["finish"] == {"answered": 2, "malformed": 1}
+    assert {h: s["n"] for h, s in scores["by_hops"].items()} == {"2": 2, "3": 1}
+    assert [(p["id"], p["prediction"], p["finish"], p["em"], p["recall"]) for p in predictions] == [
+        ("Ada", "The Adatown.", "answered", 1.0, 1.0),
+        ("Bob", "Bobtown village", "answered", 0.0, 0.0),
+        ("Cy", "", "malformed", 0.0, 0.0),
+    ]
+    assert predictions[1]["f1"] == pytest.approx(2 / 3)
+    assert predictions[0]["steps"][0]["documents"][0]["text"] == "Ada lives in Adatown."
+    shown = capsys.readouterr().out
+    assert "exact match          0.333" in shown and "2 answered, 1 malformed" in shown
+
+
+def test_files_have_their_keys_and_a_second_run_writes_the_same(toy, tmp_path):
+    """Random weights, nothing scripted: only noise is said, and all of it is reported."""
+    limits = ["--max-new-tokens", "8", "--limit", "2"]
+    assert evaluate.main([*toy, *limits]) == 0
+    scores, predictions = written(tmp_path)
+    assert {"n", *SCORES} <= scores.keys()
+    assert all(set(scores[name]) == {"value", "low", "high"} for name in SCORES)
+    keys = {"id", "question", "answers", "prediction", "steps", "finish", "em", "f1", "recall"}
+    assert len(predictions) == 2 and all(keys <= p.keys() for p in predictions)
+    assert scores["format_adherence"]["value"] == 0.0
+    assert evaluate.main(["--config", str(tmp_path / "out" / "config.toml")]) == 0
+    assert written(tmp_path) == (scores, predictions)
+
+
+def test_batches_change_no_answer(toy, tmp_path):
+    found = []
+    for size in ("1", "3"):
+        assert evaluate.main([*toy, "--max-new-tokens", "6", "--rollout-batch-size", size, "--temperature", "1"]) == 0
+        found.append(written(tmp_path))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("baseline", "searches"), [("no-retrieval", 0), ("single-retrieval", 1)])
+def test_baselines(toy, says, tmp_path, baseline, searches):
+    # The opening of the answer is given, so the model says no more than the answer, in the first or the second step.
+    says({name: [f" {name}town"] * 2 for name in ("Ada", "Bob", "Cy")})
+    assert evaluate.main([*toy, "--baseline", baseline]) == 0
+    scores, predictions = written(tmp_path)
+    assert scores["em"]["value"] == 1.0 and scores["mean_searches"]["value"] == searches
+    assert [len(p["steps"]) for p in predictions] == [1 + searches] * 3
+    if searches:
+        assert [p["steps"][0]["query"] for p in predictions] == [p["question"] for p in predictions]
+        assert scores["retrieval_recall"]["value"] > 0
+
+
+class FakeJudge:
+    """Calls the first answer right, and fails at the second."""
+
+    def verdicts(self, episodes, progress=None):
+        opinions = [tuple(StepVerdict(0.0, 1.0) for _ in e.steps) for e in episodes]
+        return [Verdict(True, opinions[0]), None, Verdict(False, opinions[2])]
+
+    def counts(self):
+        return {"judge/calls": 3}
+
+
+def test_judged_accuracy_leaves_failed_verdicts_out(toy, says, tmp_path, monkeypatch, capsys):
+    says({name: [answer(1, "somewhere")] for name in ("Ada", "Bob", "Cy")})
+    monkeypatch.setattr("r3lite.rewards.judge.build_judge", lambda *_: FakeJudge())
+    assert evaluate.main([*toy, "--judge", "gemini"]) == 0
+    scores, predictions = written(tmp_path)
+    assert scores["judge_accuracy"]["value"] == 0.5 and scores["em"]["value"] == 0.0
+    assert scores["judge"] == {"judge/calls": 3, "judge/missing": 1}
+    assert [p.get("judged") for p in predictions] == [True, None, False]
+    assert "1 verdicts of the judge are missing" in capsys.readouterr().out
+
+
+def test_what_was_said_is_kept_when_the_judge_gives_up(toy, says, tmp_path, monkeypatch):
+    class Broken(FakeJudge):
+        def verdicts(self, episodes, progress=None):
+            raise R3LiteError("most calls failed")
+
+    says({name: [answer(1, "somewhere")] for name in ("Ada", "Bob", "Cy")})
+    monkeypatch.setattr("r3lite.rewards.judge.build_judge", lambda *_: Broken())
+    assert evaluate.main([*toy, "--judge", "gemini"]) == 1
+    assert (tmp_path / "out" / "predictions.jsonl").exists() and not (tmp_path / "out" / "scores.json").exists()
+
+
+def test_errors_say_what_to_do(toy, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("GOOGLE_API_KEY", raising=False)
+    monkeypatch.delenv("GEMINI_API_KEY", raising=False)
+    assert evaluate.main(["--model", "tiny"]) == 1
+    assert "--data" in capsys.readouterr().err
+    assert evaluate.main([*toy, "--judge", "gemini"]) == 1
+    assert "GOOGLE_API_KEY" in capsys.readouterr().err
+    assert evaluate.main([*toy, "--baseline", "single-retrieval", "--retriever", "none"]) == 1
+    assert "Choose a retriever" in capsys.readouterr().err
+    assert evaluate.main([*toy, "--baseline", "no_retrieval"]) == 2
+    assert "did you mean no-retrieval?" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
