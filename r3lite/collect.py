@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3lite import command
+from r3lite.config import UsageError
 from r3lite.episode import Document, Question, Step
 from r3lite.errors import R3LiteError
 from r3lite.files import read_jsonl, write_jsonl, write_text
@@ -70,7 +71,7 @@ def work(config: CollectConfig) -> None:
     from r3lite.retrieval.retriever import build_retriever
 
     if not config.data.data:
-        raise R3LiteError("there are no questions to collect from", "Pass --data FILE or --data name,subset,split.")
+        raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
     output = Path(config.common.output or time.strftime("runs/collect-%Y%m%d-%H%M%S.jsonl"))
     if output.is_dir():
         raise R3LiteError(f"--output {output} is a folder", "Name a file that ends in .jsonl.")

@@ -106,15 +106,16 @@ def test_nothing_kept_is_a_failure_that_says_why(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "status", "message"),
     [
-        (["--source", "gold"], "no questions to collect from"),
-        (["--data", "missing.json"], "there is no such file"),
-        (["--data", "x", "--output", "."], "is a folder"),
+        (["--source", "gold"], 2, "--data is missing"),
+        (["--source", "golden", "--data", "x"], 2, "did you mean gold?"),
+        (["--data", "missing.json"], 1, "there is no such file"),
+        (["--data", "x", "--output", "."], 1, "is a folder"),
     ],
 )
-def test_user_errors(capsys, arguments, message):
-    assert collect.main(arguments) == 1
+def test_user_errors(capsys, arguments, status, message):
+    assert collect.main(arguments) == status
     assert message in capsys.readouterr().err
 
 
