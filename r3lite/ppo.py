@@ -211,8 +211,10 @@ def describe(sequences: list, episodes: list, scored: list) -> dict[str, float]:
         "format_adherence": statistics.fmean(not step.faults for step in steps),
         "searches": statistics.fmean(e.searches for e in episodes),
     }
-    for name in paid[0].parts if paid else ():
-        measured[f"rewards/{name}/mean"] = statistics.fmean(p.parts[name] for p in paid)
+    for name in sorted({name for p in paid for name in p.parts}):
+        known = [p.parts[name] for p in paid if p.parts.get(name) is not None]  # no recall without gold paragraphs
+        if known:
+            measured[f"rewards/{name}/mean"] = statistics.fmean(known)
     return measured
 
 
