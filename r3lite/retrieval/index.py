@@ -19,7 +19,7 @@ from r3lite.episode import Document
 from r3lite.errors import R3LiteError
 from r3lite.files import write_json, write_jsonl
 from r3lite.retrieval import corpus
-from r3lite.retrieval.encoder import Encoder, reopen_encoder
+from r3lite.retrieval.encoder import PREFIXES, Encoder, reopen_encoder
 
 VERSION = 1
 VECTORS, PASSAGES, MANIFEST = "index.faiss", "passages.jsonl", "manifest.json"
@@ -92,28 +92,28 @@ def load(folder: str | Path, encoder_name: str, style: str = "auto") -> PassageI
     folder = Path(folder)
     manifest = _read_manifest(folder)
     rebuild = (
-        f"Build the index again: python -m r3lite.index --corpus FILE.jsonl --encoder {encoder_name} --output {folder}"
+        f"build the index again: python -m r3lite.index --corpus FILE.jsonl --encoder {encoder_name} --output {folder}"
     )
-    kept_style = manifest.get("style", "auto")
+    kept_style = manifest.get("style", "plain")
     # Asked before the encoder is loaded, which may take long.
     if (encoder_name == "hashing") != (manifest["encoder"] == "hashing"):
         _refuse(
-            folder, "encoder", manifest["encoder"], encoder_name, f"Pass --encoder {manifest['encoder']}. {rebuild}"
+            folder, "encoder", manifest["encoder"], encoder_name, f"Pass --encoder {manifest['encoder']}, or {rebuild}"
         )
     if style not in ("auto", kept_style) and encoder_name != "hashing":
-        _refuse(folder, "style", kept_style, style, f"Leave --encoder-style out. {rebuild} --encoder-style {style}")
+        _refuse(folder, "style", kept_style, style, f"Leave --encoder-style out, or {rebuild} --encoder-style {style}")
     encoder = reopen_encoder(encoder_name, kept_style, folder)
     for key, value in encoder.settings.items():
         # The name may be another one of the same model; its vectors tell, below.
         if key != "encoder" and manifest.get(key) != value:
-            _refuse(folder, key, manifest.get(key), value, f"Pass --encoder {manifest['encoder']}. {rebuild}")
+            _refuse(folder, key, manifest.get(key), value, f"Pass --encoder {manifest['encoder']}, or {rebuild}")
     index = PassageIndex(encoder, _read_passages(folder, rebuild), _read_vectors(folder, rebuild))
     _check_parts(folder, index, manifest, rebuild)
     # The first passage's vector must come out again: tells other weights of the same shape.
     likeness = float(encoder.encode_passages(index.documents[:1], lambda n: None)[0] @ index.vectors.reconstruct(0))
     if likeness < 0.999:
         asked = f"{encoder_name} as it is now: the vectors differ"
-        _refuse(folder, "encoder", manifest["encoder"], asked, f"Pass the same --encoder. {rebuild}")
+        _refuse(folder, "encoder", manifest["encoder"], asked, f"Pass the encoder that it was built with, or {rebuild}")
     return index
 
 
@@ -129,6 +129,8 @@ def _read_manifest(folder: Path) -> dict:
             raise ValueError(f"version {manifest['version']} and not {VERSION}")
         if not {"encoder", "dimension", "passages", "fingerprint"} <= manifest.keys():
             raise ValueError("a key is missing")
+        if manifest.get("style", "plain") not in PREFIXES:
+            raise ValueError(f"style {manifest['style']!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = "it is not there" if isinstance(error, FileNotFoundError) else error
         raise R3LiteError(
@@ -142,14 +144,14 @@ def _read_passages(folder: Path, rebuild: str) -> list[Document]:
     try:
         return corpus.read_corpus(folder / PASSAGES)
     except R3LiteError as error:
-        raise R3LiteError(error.cause, rebuild) from error
+        raise R3LiteError(error.cause, f"Restore it, or {rebuild}") from error
 
 
 def _read_vectors(folder: Path, rebuild: str) -> faiss.Index:
     try:
         return faiss.read_index(str(folder / VECTORS))
     except RuntimeError as error:
-        raise R3LiteError(f"{folder / VECTORS} cannot be read", rebuild) from error
+        raise R3LiteError(f"{folder / VECTORS} cannot be read", f"Restore it, or {rebuild}") from error
 
 
 def _check_parts(folder: Path, index: PassageIndex, manifest: dict, rebuild: str) -> None:
@@ -163,7 +165,7 @@ def _check_parts(folder: Path, index: PassageIndex, manifest: dict, rebuild: str
     elif index.vectors.d != manifest["dimension"]:
         problem = f"{VECTORS} has {index.vectors.d} dimensions and not {manifest['dimension']}"
     if problem:
-        raise R3LiteError(f"the index {folder} does not fit together: {problem}", rebuild)
+        raise R3LiteError(f"the index {folder} does not fit together: {problem}", f"Restore it, or {rebuild}")
 
 
 def _float32(vectors: np.ndarray) -> np.ndarray:

@@ -1,0 +1,110 @@
+"""BERT against transformers, and what its loader accepts and refuses."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from r3lite.errors import R3LiteError
+from r3lite.models.bert import load_bert
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A small BERT with every weight random, as transformers writes it: with its pooler."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = BertModel(BertConfig(**sizes, intermediate_size=80, max_position_embeddings=40)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("LayerNorm.weight") else 0.0, 0.3)
+    model.save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(folder, change):
+    path = folder / "model.safetensors"
+    save_file({k: v.clone() for k, v in change(load_file(path)).items()}, path, {"format": "pt"})
+
+
+@torch.no_grad()
+def test_hidden_states_equal_those_of_transformers_with_padding(folder):
+    from transformers import BertModel
+
+    ids = torch.randint(1, 100, (3, 17), generator=torch.Generator().manual_seed(1))
+    real = torch.arange(17) < torch.tensor([17, 5, 1])[:, None]
+    theirs = BertModel.from_pretrained(folder).eval()(ids, attention_mask=real.long()).last_hidden_state
+    ours = load_bert(folder)
+    assert (ours(ids, real) - theirs)[real].abs().max() < 1e-5
+    # Padding changes nothing: a row alone, without a mask, is the row in the batch.
+    assert (ours(ids[1:2, :5]) - ours(ids, real)[1:2, :5]).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_other_spellings_of_checkpoints(folder):
+    """Names with the prefix `bert.`, norms named gamma and beta, position numbers and pretraining heads."""
+    ids = torch.arange(1, 9)[None]
+    before = load_bert(folder)(ids)
+
+    def respell(tensors):
+        def name(key):
+            key = key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+            return f"bert.{key}"
+
+        extra = {"bert.embeddings.position_ids": torch.arange(40)[None], "cls.predictions.bias": torch.zeros(100)}
+        return {name(k): v for k, v in tensors.items()} | extra
+
+    change_weights(folder, respell)
+    assert torch.equal(load_bert(folder)(ids), before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "xlm-roberta"}, "model_type is 'xlm-roberta'"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+        ({"hidden_size": 47}, "not a multiple"),
+        ({"hidden_size": None}, "config.json"),
+    ],
+)
+def test_unsupported_configs_are_refused(folder, changes, words):
+    change_config(folder, **changes)
+    with pytest.raises(R3LiteError, match=words):
+        load_bert(folder)
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(folder):
+    name = "encoder.layer.1.output.dense.weight"
+    tensors = load_file(folder / "model.safetensors")
+    for changed, words in (
+        ({k: v for k, v in tensors.items() if k != name}, f"{name} is missing"),
+        (tensors | {"encoder.layer.3.output.dense.bias": torch.zeros(48)}, "layer.3.output.dense.bias is unexpected"),
+        (tensors | {name: torch.zeros(2, 2)}, rf"{name} has the shape \[2, 2\]"),
+    ):
+        change_weights(folder, lambda _, changed=changed: changed)
+        with pytest.raises(R3LiteError, match=words):
+            load_bert(folder)
+    (folder / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(R3LiteError, match="cannot be read"):
+        load_bert(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(R3LiteError, match=r"no model\.safetensors"):
+        load_bert(folder)
+
+
+def test_nothing_can_be_trained_and_weights_outlive_their_file(folder):
+    model = load_bert(folder)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    size = (folder / "model.safetensors").stat().st_size
+    (folder / "model.safetensors").write_bytes(bytes(size))
+    assert not any(p.requires_grad for p in model.parameters())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

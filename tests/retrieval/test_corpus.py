@@ -1,0 +1,88 @@
+"""Reading corpora, gathering them from questions, and their fingerprint."""
+
+import json
+
+import pytest
+
+from r3lite.episode import Document, Question
+from r3lite.errors import R3LiteError
+from r3lite.retrieval.corpus import fingerprint, from_questions, read_corpus
+
+
+def write(path, *lines):
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines), encoding="utf-8")
+    return path
+
+
+def test_reads_the_common_spellings(tmp_path):
+    path = write(
+        tmp_path / "c.jsonl",
+        {"id": "a", "title": "Blue Harbor", "text": "A film."},
+        {"_id": 7, "title": "", "text": "No title."},
+        "",
+        {"id": "c", "contents": '"Café"\nA place\nto sit.'},
+    )
+    assert read_corpus(path) == [
+        Document("a", "Blue Harbor", "A film."),
+        Document("7", "", "No title."),
+        Document("c", "Café", "A place\nto sit."),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ('{"id": 1, ', "not JSON"),
+        ("[1]", "not a JSON object"),
+        ({"title": "T", "text": "x"}, "'id' is missing"),
+        ({"id": True, "text": "x"}, "'id' is missing"),
+        ({"id": "b", "title": ["T"], "text": "x"}, "'title' is not text"),
+        ({"id": "b", "title": "T"}, "'text' is missing or blank"),
+        ({"id": "b", "text": "  "}, "'text' is missing or blank"),
+        ({"id": "a", "text": "x"}, "that of line 1, too"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, bad, reason):
+    path = write(tmp_path / "c.jsonl", {"id": "a", "text": "fine"}, "", bad)
+    with pytest.raises(R3LiteError) as error:
+        read_corpus(path)
+    assert f"{path}, line 3: " in error.value.cause
+    assert reason in error.value.cause
+    # No command skips lines of a corpus, so none is promised.
+    assert "skip" not in error.value.remedy
+
+
+def test_an_empty_or_absent_corpus_is_refused(tmp_path):
+    with pytest.raises(R3LiteError, match="holds no passage"):
+        read_corpus(write(tmp_path / "c.jsonl", ""))
+    with pytest.raises(R3LiteError, match="cannot be read"):
+        read_corpus(tmp_path / "none.jsonl")
+
+
+def test_questions_paragraphs_are_there_once():
+    one, same, other = Document("q1/0", "T", "x"), Document("q2/3", "T", "x"), Document("q2/4", "T", "y")
+    questions = [Question("q1", "?", ("a",), documents=(one,)), Question("q2", "?", ("a",), documents=(same, other))]
+    assert from_questions(questions) == [one, other]
+
+
+def test_fingerprint_sees_every_field_and_the_order():
+    a, b = Document("1", "T", "x"), Document("2", "T", "y")
+    variants = [[a, b], [b, a], [a], [Document("1", "Tx", ""), b], [Document("3", "T", "x"), b]]
+    assert len({fingerprint(v) for v in variants}) == len(variants)
+    assert fingerprint([a, b]) == fingerprint([Document("1", "T", "x"), b])
+
+
+@pytest.mark.parametrize(
+    ("questions", "corpus", "gold_by"),
+    [
+        ("hotpotqa/train_100.json", "hotpotqa/corpus_994.jsonl", "title"),
+        ("musique/train_100.jsonl", "musique/corpus_1890.jsonl", "text"),
+    ],
+)
+def test_real_corpora_are_the_paragraphs_of_their_questions(shared, questions, corpus, gold_by):
+    from r3lite.datasets.qa import read_questions
+
+    asked = read_questions(shared / "data" / questions)
+    gathered, read = from_questions(asked), read_corpus(shared / "data" / corpus)
+    assert {d.title for d in gathered} == {d.title for d in read}
+    assert all(q.gold_by == gold_by and len(q.gold_found(read)) == len(q.gold) for q in asked[:20])

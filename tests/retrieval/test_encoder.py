@@ -1,0 +1,149 @@
+"""Encoders: the BERT one against the reference pipeline, E5's conventions, and hashing."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from r3lite.episode import Document
+from r3lite.errors import R3LiteError
+from r3lite.retrieval.encoder import BertEncoder, HashingEncoder, make_encoder, style_of
+
+TEXTS = ["Blue Harbor is a film.", "x", "", "Ünïcode: 東京 ist groß — isn't it?", "a long one " * 300]
+
+
+@pytest.fixture(scope="module")
+def encoder(minilm):
+    return BertEncoder(str(minilm), "plain", batch_size=2)
+
+
+def reference(folder, texts, max_length):
+    """The pipeline of the model's card: tokenizer and model of transformers, masked mean, L2 norm."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=max_length, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None].float()
+    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1).numpy()
+
+
+def documents(texts, title=""):
+    return [Document(str(i), title, text) for i, text in enumerate(texts)]
+
+
+def test_equals_the_reference_pipeline(encoder, minilm):
+    done = []
+    ours = encoder.encode_passages(documents(TEXTS), done.append)
+    assert ours.dtype == np.float32
+    assert ours.shape == (5, 384)
+    assert sum(done) == 5
+    cosines = (ours * reference(minilm, TEXTS, 256)).sum(1)
+    assert cosines.min() >= 0.99999
+    # Queries go the same way, and what a text is batched with changes nothing but rounding.
+    alone = np.concatenate([encoder.encode_queries([t]) for t in TEXTS])
+    assert (alone * ours).sum(1).min() >= 0.99999
+
+
+def test_length_is_that_of_sentence_bert_config(encoder):
+    assert encoder.settings == {**encoder.settings, "style": "plain", "max_length": 256, "dimension": 384}
+    kept = encoder.tokenizer.encode(TEXTS[-1])
+    assert len(kept.ids) == 256
+    assert kept.tokens[-1] == "[SEP]"
+
+
+def test_e5_style_prefixes_queries_and_passages(encoder, minilm, tmp_path):
+    folder = tmp_path / "my-e5-small"
+    shutil.copytree(minilm, folder)
+    (folder / "sentence_bert_config.json").unlink()
+    document = Document("1", "Blue Harbor", "A film.")
+    e5 = make_encoder(str(folder), "auto", [document])
+    assert e5.settings["style"] == "e5"
+    assert e5.settings["max_length"] == 512
+    plain = encoder.encode_queries(["query: who?", "passage: Blue Harbor A film."])
+    ours = np.concatenate([e5.encode_queries(["who?"]), e5.encode_passages([document], lambda n: None)])
+    assert (ours * plain).sum(1).min() >= 0.99999
+
+
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("intfloat/e5-base-v2", "e5"),
+        ("intfloat/multilingual-e5-small", "e5"),
+        ("models/my_e5/", "e5"),
+        ("sentence-transformers/all-MiniLM-L6-v2", "plain"),
+        ("someone/le5a", "plain"),
+    ],
+)
+def test_style_follows_the_name(name, style):
+    assert style_of(name) == style
+
+
+def test_an_encoder_that_pools_otherwise_is_refused(minilm, tmp_path):
+    folder = tmp_path / "cls"
+    shutil.copytree(minilm, folder)
+    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    with pytest.raises(R3LiteError, match="does not average its tokens"):
+        BertEncoder(str(folder), "plain")
+    shutil.rmtree(folder / "1_Pooling")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(R3LiteError, match=r"tokenizer\.json cannot be read"):
+        BertEncoder(str(folder), "plain")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(R3LiteError, match=r"no tokenizer\.json"):
+        BertEncoder(str(folder), "plain")
+
+
+def world(n=3000):
+    """Short articles about films whose names share their words with other films' names."""
+    first = ["Blue", "Red", "Silent", "Golden", "Broken", "Distant", "Hidden", "Last", "Wild", "Northern"]
+    second = ["Harbor", "River", "Mirror", "Garden", "Winter", "Letter", "Bridge", "Tower", "Island", "Road"]
+    names = [f"{a} {b}{'' if k == 0 else f' {k + 1}'}" for k in range(n // 100) for a in first for b in second]
+    told = "{0} is a film. {0} was directed by Person{1}. It was made in {2}."
+    return [Document(str(i), x, told.format(x, i * 7919 % n, 1900 + i % 100)) for i, x in enumerate(names)]
+
+
+def test_hashing_finds_the_article_among_thousands():
+    articles = world()
+    encoder = HashingEncoder.fit(f"{d.title} {d.text}" for d in articles)
+    vectors = encoder.encode_passages(articles, lambda n: None)
+    assert vectors.dtype == np.float32
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+    asked = [f"Who directed {d.title}?" for d in articles[:100]]
+    best = (encoder.encode_queries(asked) @ vectors.T).argmax(1)
+    assert [articles[i].title for i in best] == [d.title for d in articles[:100]]
+    # A person is named in one article only, and nowhere in a title.
+    best = (encoder.encode_queries([f"What did Person{k} direct?" for k in range(100)]) @ vectors.T).argmax(1)
+    assert all(f"Person{k}." in articles[i].text for k, i in enumerate(best))
+
+
+def test_hashing_of_unknown_words_is_zero_and_not_nan():
+    encoder = HashingEncoder.fit(["one film", "two films"])
+    assert not encoder.encode_queries(["", "?!", "zebra"]).any()
+    assert encoder.encode_queries([]).shape == (0, encoder.dimension)
+
+
+def test_hashing_is_the_same_in_every_process():
+    """Python's hash() of a string is another one in each process: an index would be noise after a restart.
+
+    The numbers were written down by another process; if they must change, HashingEncoder.VERSION must, too.
+    """
+    encoder = HashingEncoder.fit(["Käse film"])
+    assert encoder.VERSION == 1
+    assert encoder.places.tolist() == [[1521, 477, 1996, 1672], [815, 1249, 654, 79]]
+    assert encoder.signs.tolist() == [[1.0, 1.0, -1.0, 1.0], [1.0, 1.0, -1.0, -1.0]]
+
+
+def test_hashing_is_kept_and_read_back(tmp_path):
+    encoder = HashingEncoder.fit(["Blue Harbor is a film", "a road, a road"])
+    encoder.save(tmp_path)
+    again = HashingEncoder.load(tmp_path)
+    queries = ["film road", "a blue a"]
+    assert np.array_equal(encoder.encode_queries(queries), again.encode_queries(queries))
+    (tmp_path / "words.json").write_text("{}")
+    with pytest.raises(R3LiteError, match="missing or damaged"):
+        HashingEncoder.load(tmp_path)

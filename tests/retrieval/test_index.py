@@ -1,0 +1,159 @@
+"""The index folder: built, kept whole, read back, and refused when anything does not match."""
+
+import json
+import shutil
+
+import faiss
+import numpy as np
+import pytest
+
+from r3lite.episode import Document
+from r3lite.errors import R3LiteError
+from r3lite.retrieval import index
+from r3lite.retrieval.encoder import HashingEncoder, make_encoder
+
+DOCUMENTS = [
+    Document("a", "Blue Harbor", "Blue Harbor is a film directed by Ann Lee."),
+    Document("b", "Ann Lee", "Ann Lee was born in Oslo."),
+    Document("c", "Oslo", "Oslo is the capital of Norway."),
+]
+
+
+def made(documents=DOCUMENTS, encoder="hashing", style="auto"):
+    return index.build(make_encoder(encoder, style, documents), documents, progress=False)
+
+
+def titles(found):
+    return [[d.title for d in row] for row in found]
+
+
+def test_search_gives_the_nearest_first_and_never_more_than_there_are():
+    found = made().search(["Where was Ann Lee born?", "capital of Norway"], k=10)
+    assert [row[0] for row in titles(found)] == ["Ann Lee", "Oslo"]
+    assert all(sorted(row) == sorted(d.title for d in DOCUMENTS) for row in titles(found))
+    assert made().search([], 5) == []
+
+
+def test_built_in_blocks_it_is_the_same(monkeypatch):
+    whole = made()
+    monkeypatch.setattr(index, "BLOCK", 2)
+    assert np.array_equal(made().vectors.reconstruct_n(0, 3), whole.vectors.reconstruct_n(0, 3))
+
+
+def test_float64_vectors_are_taken(monkeypatch):
+    """faiss raises TypeError at float64."""
+    encoder = HashingEncoder.fit(d.text for d in DOCUMENTS)
+    make = encoder._encode
+    monkeypatch.setattr(encoder, "_encode", lambda texts: np.asfortranarray(make(texts).astype(np.float64)))
+    assert titles(index.build(encoder, DOCUMENTS, progress=False).search(["capital of Norway"], 1)) == [["Oslo"]]
+
+
+def test_kept_and_read_back_it_finds_the_same(tmp_path):
+    built = made()
+    built.save(tmp_path / "i")
+    again = index.load(tmp_path / "i", "hashing")
+    assert again.documents == DOCUMENTS
+    queries = ["Where was Ann Lee born?", "capital of Norway", "film"]
+    assert again.search(queries, 2) == built.search(queries, 2)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_an_index_is_replaced_and_nothing_else_is(tmp_path):
+    made().save(tmp_path / "i")
+    made(DOCUMENTS[:2]).save(tmp_path / "i")
+    assert len(index.load(tmp_path / "i", "hashing").documents) == 2
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1").write_text("years of work")
+    with pytest.raises(R3LiteError, match="is no index"):
+        made().save(tmp_path / "thesis")
+    assert (tmp_path / "thesis" / "chapter1").read_text() == "years of work"
+
+
+def test_a_crash_while_writing_leaves_the_old_index(tmp_path, monkeypatch):
+    made().save(tmp_path / "i")
+    monkeypatch.setattr(index, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        made(DOCUMENTS[:2]).save(tmp_path / "i")
+    assert len(index.load(tmp_path / "i", "hashing").documents) == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["i"]
+
+
+def manifest_change(**changes):
+    def change(folder):
+        path = folder / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def vectors_of(count, dimension):
+    def change(folder):
+        vectors = faiss.IndexFlatIP(dimension)
+        vectors.add(np.ones((count, dimension), dtype=np.float32))
+        faiss.write_index(vectors, str(folder / "index.faiss"))
+
+    return change
+
+
+def edited_passages(folder):
+    path = folder / "passages.jsonl"
+    path.write_text(path.read_text().replace("Oslo", "Rome"))
+
+
+def cut_vectors(folder):
+    path = folder / "index.faiss"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (manifest_change(version=99), "version 99 and not 1"),
+        (manifest_change(fingerprint="0"), "has changed since"),
+        (manifest_change(passages=4), "holds 3 passages, 4 were indexed"),
+        (manifest_change(dimension=64), "built with dimension 64, not 2048"),
+        (manifest_change(hashes=1), "built with hashes 1, not 4"),
+        (edited_passages, "has changed since"),
+        (vectors_of(5, 2048), "holds 5 vectors for 3 passages"),
+        (vectors_of(3, 16), "has 16 dimensions and not 2048"),
+        (vectors_of(3, 2048), "the vectors differ"),
+        (cut_vectors, "cannot be read"),
+        (lambda folder: (folder / "manifest.json").unlink(), "it is not there"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is no index"),
+        (lambda folder: (folder / "passages.jsonl").unlink(), "cannot be read"),
+        (lambda folder: (folder / "words.json").unlink(), "words.json"),
+    ],
+)
+def test_what_does_not_match_is_refused(tmp_path, change, words):
+    made().save(tmp_path / "i")
+    change(tmp_path / "i")
+    with pytest.raises(R3LiteError, match=words) as error:
+        index.load(tmp_path / "i", "hashing")
+    assert "uild" in error.value.remedy
+
+
+def test_another_encoder_or_style_is_refused(tmp_path, minilm):
+    made().save(tmp_path / "hashed")
+    with pytest.raises(R3LiteError, match="built with encoder hashing, not ") as error:
+        index.load(tmp_path / "hashed", str(minilm))
+    assert "--encoder hashing, or build" in error.value.remedy
+    made(encoder=str(minilm), style="e5").save(tmp_path / "e5")
+    with pytest.raises(R3LiteError, match="not hashing"):
+        index.load(tmp_path / "e5", "hashing")
+    with pytest.raises(R3LiteError, match="built with style e5, not plain"):
+        index.load(tmp_path / "e5", str(minilm), "plain")
+    # Left to itself, the style is the one that is kept with the index, whatever the encoder's name says.
+    assert index.load(tmp_path / "e5", str(minilm)).encoder.settings["style"] == "e5"
+
+
+def test_a_moved_encoder_is_taken_and_a_changed_one_is_not(tmp_path, minilm):
+    from safetensors.torch import load_file, save_file
+
+    made(encoder=str(minilm)).save(tmp_path / "i")
+    shutil.copytree(minilm, tmp_path / "moved")
+    assert index.load(tmp_path / "i", str(tmp_path / "moved")).search(["capital of Norway"], 1)[0][0].id == "c"
+    weights = load_file(tmp_path / "moved" / "model.safetensors")
+    weights = {k: v * 1.2 if k.endswith("query.weight") else v.clone() for k, v in weights.items()}
+    save_file(weights, tmp_path / "moved" / "model.safetensors")
+    with pytest.raises(R3LiteError, match="the vectors differ"):
+        index.load(tmp_path / "i", str(tmp_path / "moved"))

@@ -1,0 +1,80 @@
+"""`index` and `retrieve` as they are called, and recall on real questions."""
+
+import json
+
+import pytest
+
+from r3lite import index, retrieve
+from r3lite.config import shipped
+
+HOTPOT = ("hotpotqa/train_100.json", "hotpotqa/corpus_994.jsonl")
+MUSIQUE = ("musique/train_100.jsonl", "musique/corpus_1890.jsonl")
+
+
+def recall(folder):
+    result = json.loads((folder / "recall.json").read_text())
+    assert {"2", "5", "10"} <= result["recall"].keys()
+    return result["n"], result["recall"]["5"]
+
+
+def test_index_then_retrieve_on_the_sample_world(tmp_path, capsys):
+    data, corpus = str(shipped("data", "world", "test.jsonl")), str(shipped("data", "world", "corpus.jsonl"))
+    folder = str(tmp_path / "index")
+    assert index.main(["--corpus", corpus, "--encoder", "hashing", "--output", folder]) == 0
+    out = capsys.readouterr().out
+    assert "passages/s" in out
+    asked = ["--data", data, "--encoder", "hashing", "--limit", "50"]
+    assert retrieve.main([*asked, "--index", folder, "--output", str(tmp_path / "a")]) == 0
+    assert "recall@10" in capsys.readouterr().out
+    assert retrieve.main([*asked, "--corpus", corpus, "--output", str(tmp_path / "b"), "--top-k", "20"]) == 0
+    assert recall(tmp_path / "a") == recall(tmp_path / "b")
+    assert "20" in json.loads((tmp_path / "b" / "recall.json").read_text())["recall"]
+    # Half of a two-hop question's gold is named in the question itself.
+    assert recall(tmp_path / "a")[1] >= 0.5
+    assert retrieve.main([*asked, "--retriever", "golden", "--output", str(tmp_path / "c")]) == 0
+    assert recall(tmp_path / "c") == (50, 1.0)
+
+
+def test_failures_name_cause_and_remedy(tmp_path, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"id": "1", "title": "T", "text": "x"}\n{"id": "2"}\n')
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text('{"id": "1", "question": "Who?", "answer": "Me"}\n')
+    corpus = str(shipped("data", "world", "corpus.jsonl"))
+    output = ["--output", str(tmp_path / "out")]
+    for main, arguments, words in (
+        (index.main, [], "no corpus to index"),
+        (index.main, ["--corpus", str(bad), "--encoder", "hashing"], f"{bad}, line 2: 'text' is missing"),
+        (index.main, ["--corpus", corpus, "--encoder", str(tmp_path / "none")], "no model folder"),
+        (retrieve.main, ["--encoder", "hashing"], "no questions"),
+        (retrieve.main, ["--data", str(plain), "--encoder", "hashing"], "has gold paragraphs"),
+    ):
+        assert main([*arguments, *output]) == 1
+        error = capsys.readouterr().err
+        assert words in error
+        assert "Traceback" not in error
+        assert len(error.strip().splitlines()) == 2  # cause and remedy
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("files", "least"), [(HOTPOT, 0.75), (MUSIQUE, 0.49)])
+def test_hashing_on_real_questions_is_no_worse_than_bm25_by_much(shared, tmp_path, files, least):
+    """BM25's recall@5 is 0.775 and 0.498 on these."""
+    data, corpus = (str(shared / "data" / name) for name in files)
+    assert retrieve.main(["--data", data, "--corpus", corpus, "--encoder", "hashing", "--output", str(tmp_path)]) == 0
+    n, found = recall(tmp_path)
+    assert n == 100
+    assert found >= least
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("files", "reference"), [(HOTPOT, 0.785), (MUSIQUE, 0.622)])
+def test_minilm_on_real_questions_reaches_the_reference(shared, minilm, tmp_path, files, reference):
+    data, corpus = (str(shared / "data" / name) for name in files)
+    assert (
+        index.main(["--corpus", corpus, "--encoder", str(minilm), "--output", str(tmp_path / "i"), "--device", "cpu"])
+        == 0
+    )
+    asked = ["--data", data, "--index", str(tmp_path / "i"), "--encoder", str(minilm)]
+    assert retrieve.main([*asked, "--output", str(tmp_path / "r")]) == 0
+    assert recall(tmp_path / "r")[1] == pytest.approx(reference, abs=0.01)
