@@ -101,6 +101,7 @@ def test_half_precision_is_normalized_in_fp32(inputs, dtype):
     expected = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
     assert torch.allclose(token_logprobs(hidden, head, targets)[0], expected, atol=1e-5)
     # The final norm gives fp32 where the residual stream is fp32 under autocast.
+    assert torch.allclose(token_logprobs(hidden.float(), head, targets)[0], expected, atol=1e-5)
     with torch.autocast("cpu", dtype):
         assert torch.allclose(token_logprobs(hidden.float(), head, targets)[0], expected, atol=1e-5)
 

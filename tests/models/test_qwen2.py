@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from r3lite.models.kv_cache import BLOCK, KVCache
-from r3lite.models.weights import load_qwen2
+from r3lite.models.tokenizer import Tokenizer
+from r3lite.models.weights import load_qwen2, resolve_folder
 
 TOLERANCE = 1e-4
 
@@ -27,19 +28,23 @@ def tokens(model, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @torch.no_grad()
-def parity(folder, lengths=(512, 411)) -> float:
-    """The greatest difference of our logits from transformers' over the real tokens of padded rows."""
+def parity(folder, lengths=(512, 411), every: int = 1) -> float:
+    """The greatest difference of our logits from transformers' over the real tokens of padded rows.
+
+    Only every n-th position counts where `every` is n: with a vocabulary of 151,936 the head takes most of the time.
+    """
     model = load_qwen2(folder, torch.float32, "cpu")
     ids = tokens(model, len(lengths), max(lengths))
     real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    ours = model.logits(model(ids))
-    theirs = reference(folder)(input_ids=ids, attention_mask=real.long()).logits
-    return (ours - theirs)[real].abs().max().item()
+    places = torch.arange(max(lengths) - 1, -1, -every).flip(0)
+    ours = model.logits(model(ids)[:, places])
+    theirs = reference(folder)(input_ids=ids, attention_mask=real.long(), logits_to_keep=places).logits
+    return (ours - theirs)[real[:, places]].abs().max().item()
 
 
 @torch.no_grad()
-def cache_error(model, prompts=(40, 25, 61), decoded=20, observation=100) -> float:
-    """The greatest difference of cached logits from uncached ones.
+def cache_error(model, prompts=(40, 25, 61), decoded=20, observation=100, every: int = 1) -> float:
+    """The greatest difference of cached logits from uncached ones, over the vocabulary's every n-th token.
 
     Rows of different lengths are prefilled together, decoded token by token, given an observation (of different
     lengths again) and decoded on.
@@ -48,14 +53,15 @@ def cache_error(model, prompts=(40, 25, 61), decoded=20, observation=100) -> flo
     observations = [observation - 13 * i for i in range(rows)]
     total = [p + decoded + o + decoded for p, o in zip(prompts, observations)]
     ids = tokens(model, rows, max(total))
-    expected = model.logits(model(ids))  # what follows a row's end cannot change what precedes it
+    head = model.head_weight[::every]
+    expected = model(ids) @ head.T  # what follows a row's end cannot change what precedes it
     cache, done, worst = new_cache(model, rows), [0] * rows, 0.0
     for counts in [list(prompts), *[[1] * rows] * decoded, observations, *[[1] * rows] * decoded]:
         longest = max(counts)
         part = torch.zeros(rows, longest, dtype=torch.long)
         for i, (start, count) in enumerate(zip(done, counts)):
             part[i, :count] = ids[i, start : start + count]
-        logits = model.logits(model(part, cache, torch.tensor(counts)))
+        logits = model(part, cache, torch.tensor(counts)) @ head.T
         for i, (start, count) in enumerate(zip(done, counts)):
             worst = max(worst, (logits[i, :count] - expected[i, start : start + count]).abs().max().item())
         done = [start + count for start, count in zip(done, counts)]
@@ -64,7 +70,7 @@ def cache_error(model, prompts=(40, 25, 61), decoded=20, observation=100) -> flo
 
 
 def test_logits_equal_those_of_transformers(qwen_dir):
-    assert parity(qwen_dir) <= TOLERANCE
+    assert parity(qwen_dir, every=16) <= TOLERANCE
 
 
 @pytest.mark.slow
@@ -73,6 +79,15 @@ def test_logits_of_all_24_layers_equal_those_of_transformers(shared, tmp_path):
     subprocess.run([sys.executable, make, "0.5B", tmp_path, "--dtype", "float32"], check=True)
     assert parity(tmp_path) <= TOLERANCE
     assert cache_error(load_qwen2(tmp_path, torch.float32, "cpu")) <= TOLERANCE
+
+
+def test_the_shipped_checkpoint_loads_and_equals_transformers():
+    folder = resolve_folder("tiny")
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.size == load_qwen2(folder, torch.float32, "cpu").config.vocab_size
+    assert tokenizer.default_system is None
+    assert sum(f.stat().st_size for f in folder.iterdir()) <= 16 * 2**20
+    assert parity(folder, (120, 77)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -93,7 +108,7 @@ def test_logits_in_bf16_are_as_close_as_bf16_allows(small_model, write_folder, t
 
 
 def test_cached_equals_uncached(qwen_dir):
-    assert cache_error(load_qwen2(qwen_dir, torch.float32, "cpu")) <= TOLERANCE
+    assert cache_error(load_qwen2(qwen_dir, torch.float32, "cpu"), every=16) <= TOLERANCE
 
 
 def test_cached_equals_uncached_past_several_blocks(small_model):
