@@ -73,7 +73,7 @@ class R3Format:
         """Reads one assistant turn strictly; whatever is wrong with it is named in `faults`.
 
         A step with a usable query, or else a usable answer, carries it in spite of its faults, so that an episode
-        can go on and be paid for what is right in it. Both at once is no usable step.
+        can go on and be paid for what is right in it. Both at once, or two answers, is no usable step.
         """
         faults = []
         opening = STEP.match(text)
@@ -100,6 +100,8 @@ class R3Format:
         if QUERY in sections and ANSWER in sections:
             faults.append("query_and_answer")
             query = answer = None
+        elif sum(mark[1] == ANSWER for mark in marks) > 1:
+            answer = None  # which of two answers is meant no one can tell
         elif QUERY not in sections and ANSWER not in sections:
             faults.append("no_query_or_answer")
         if query and any(same_query(query, q) for q in earlier_queries):

@@ -10,6 +10,7 @@ import random
 import statistics
 import sys
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,19 +63,11 @@ EPISODES = "episodes.jsonl"
 def train(config: PpoConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.datasets.qa import read_questions
-    from r3lite.formats import Prompts
-    from r3lite.models import activation_checkpointing, hooks, lora, weights
-    from r3lite.models.tokenizer import Tokenizer
-    from r3lite.models.value_head import ValueHead
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.rewards.judge import build_judge
     from r3lite.rewards.reward import score
     from r3lite.rl.batch import Batch, Rollout
-    from r3lite.rl.update import Learner
-    from r3lite.rollout.engine import Engine
-    from r3lite.rollout.sampling import Sampler
-    from r3lite.training import loop, optim
-    from r3lite.training.precision import Precision, resolve_device, resolve_dtype
+    from r3lite.training import loop
 
     check(config)
     rl, seed = config.rl, config.common.seed
@@ -82,36 +75,9 @@ def train(config: PpoConfig) -> None:
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     retrieve = build_retriever(config.retrieval, questions)
     judge = build_judge(config.judge, run.output, config.reward)
-
-    device = resolve_device(config.model.device)
-    precision = Precision(resolve_dtype(config.model.dtype, device), device)
-    folder = weights.resolve_folder(config.model.model)
-    tokenizer = Tokenizer.load(folder)
-    model = weights.load_qwen2(folder, precision.dtype, device).train()
-    reference = add_adapters(model, config)
-    if rl.activation_checkpointing:
-        activation_checkpointing.enable(model)
-        hooks.require_input_grads(model)
-    groups = [optim.Group(lora.adapter_parameters(model, POLICY), config.optimizer.learning_rate)]
-    critic = ValueHead(model.config.hidden_size).to(device) if rl.algorithm == "ppo" else None
-    if critic:
-        named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
-        groups.append(optim.Group(named, rl.value_learning_rate))
-    training = loop.Training(
-        optimizer=optim.adamw(groups, config.optimizer.weight_decay),
-        precision=precision,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        save_adapter=lambda to: lora.save_adapter(model, POLICY, to, config.model.model),
-        facts={"algorithm": rl.algorithm, "questions": len(questions)},
-    )
-    sampler = Sampler(config.sampling.temperature)
-    prompts = Prompts.load(config.protocol)
-    engine = Engine(
-        model, tokenizer, prompts, config.lengths, sampler, config.sampling.rollout_batch_size, critic, precision.autocast
-    )
-    learner = Learner(
-        model, tokenizer.size, sampler.temperature, rl, reference, precision.backward, training.update, critic, precision.autocast
-    )
+    engine, learner, training = build(config)
+    training.data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in questions]).encode()):08x}"
+    training.facts = {"algorithm": rl.algorithm, "questions": len(questions)}
 
     def one_round(number: int) -> tuple[dict, int]:
         """Rollout, score, advantages and update; the round's metrics and the tokens it read."""
@@ -131,7 +97,7 @@ def train(config: PpoConfig) -> None:
         ]
         measured = describe(sequences, episodes, scored)
         if rollouts:
-            batch = Batch.of(rollouts, tokenizer.pad_id, device)
+            batch = Batch.of(rollouts, engine.tokenizer.pad_id, training.precision.device)
             measured |= learner.learn(batch, seed=f"{seed}/{number}")
         clock.lap("update")
         return measured | (judge.counts() if judge else {}) | clock.laps, sum(len(s.tokens) for s in sequences)
@@ -139,6 +105,47 @@ def train(config: PpoConfig) -> None:
     epochs = math.ceil(config.schedule.epochs * len(questions) / rl.batch_size)
     if loop.train(run, training, config.schedule.max_steps or epochs, one_round):
         print(f"done: {run.output / 'adapter'}; what it said: {run.output / EPISODES}")
+
+
+def build(config: PpoConfig) -> tuple:
+    """The rollout engine, the learner, and what a checkpoint holds: one model with two adapters, and a critic."""
+    from r3lite.formats import Prompts
+    from r3lite.models import activation_checkpointing, hooks, lora, weights
+    from r3lite.models.tokenizer import Tokenizer
+    from r3lite.models.value_head import ValueHead
+    from r3lite.rl.update import Learner
+    from r3lite.rollout.engine import Engine
+    from r3lite.rollout.sampling import Sampler
+    from r3lite.training import loop, optim
+    from r3lite.training.precision import Precision, resolve_device, resolve_dtype
+
+    prompts = Prompts.load(config.protocol)
+    device = resolve_device(config.model.device)
+    precision = Precision(resolve_dtype(config.model.dtype, device), device)
+    folder = weights.resolve_folder(config.model.model)
+    tokenizer = Tokenizer.load(folder)
+    model = weights.load_qwen2(folder, precision.dtype, device).train()
+    reference = add_adapters(model, config)
+    if config.rl.activation_checkpointing:
+        activation_checkpointing.enable(model)
+        hooks.require_input_grads(model)
+    groups = [optim.Group(lora.adapter_parameters(model, POLICY), config.optimizer.learning_rate)]
+    critic = ValueHead(model.config.hidden_size).to(device) if config.rl.algorithm == "ppo" else None
+    if critic:
+        named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
+        groups.append(optim.Group(named, config.rl.value_learning_rate))
+    training = loop.Training(
+        optimizer=optim.adamw(groups, config.optimizer.weight_decay),
+        precision=precision,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        save_adapter=lambda to: lora.save_adapter(model, POLICY, to, config.model.model),
+    )
+    temperature, together = config.sampling.temperature, config.sampling.rollout_batch_size
+    autocast = precision.autocast
+    engine = Engine(model, tokenizer, prompts, config.lengths, Sampler(temperature), together, critic, autocast)
+    steps = precision.backward, training.update
+    learner = Learner(model, tokenizer.size, temperature, config.rl, reference, *steps, critic, autocast)
+    return engine, learner, training
 
 
 def check(config: PpoConfig) -> None:

@@ -318,3 +318,13 @@ class RLSettings(Section):
     """weight of an entropy bonus"""
     activation_checkpointing: bool = True
     """recompute each layer's activations in the backward pass: less memory, about a third more time"""
+
+
+@dataclass(frozen=True)
+class QuickstartSettings(Section):
+    """Quickstart."""
+
+    algorithm: Literal["ppo", "grpo"] = "ppo"
+    """reinforcement-learning algorithm of the second training stage"""
+    quick: bool = False
+    """a few steps and questions only: shows that everything runs, teaches next to nothing"""

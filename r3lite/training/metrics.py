@@ -15,15 +15,17 @@ from tqdm import tqdm
 from r3lite.files import write_text
 
 FILE = "metrics.jsonl"
-# What depends on the machine's mood: everything else in a record is equal to the bit in a repeated run.
+# What depends on the machine's mood: everything else in a record is equal to the bit in a repeated run. (`judge/` are
+# one process's calls and cost; what was judged before it was resumed comes from the cache.)
 MEASURED = ("step_time", "tokens_per_second", "peak_memory_mib")
+MEASURED_GROUPS = ("time/", "judge/")
 LINES = 20  # progress lines of a run whose stderr is a file
 MIB = 1 << 20
 
 
 def repeatable(record: dict) -> dict:
-    """A record without what was measured with a clock or a memory gauge."""
-    return {k: v for k, v in record.items() if k not in MEASURED and not k.startswith("time/")}
+    """A record without what was measured with a clock, a memory gauge or a bill."""
+    return {k: v for k, v in record.items() if k not in MEASURED and not k.startswith(MEASURED_GROUPS)}
 
 
 def peak_memory_mib(device: torch.device) -> float | None:

@@ -1,0 +1,200 @@
+"""Reinforcement learning end to end on the tiny checkpoint: real retrieval, real rewards, exact resuming."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from r3lite import collect, index, ppo, sft
+from r3lite.config import shipped, with_values
+from r3lite.episode import Episode, Question, Step
+from r3lite.rewards.reward import Scored
+from r3lite.training import checkpoint, metrics
+
+WORLD = shipped("data", "world")
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory):
+    """Index and a short cold start of the tiny model: knows the format more or less, and answers some questions."""
+    folder = tmp_path_factory.mktemp("cold")
+    tiny = ["--preset", "tiny"]
+    assert index.main([*tiny, "--corpus", str(WORLD / "corpus.jsonl"), "--output", str(folder / "index")]) == 0
+    search = ["--index", str(folder / "index")]
+    rows = str(folder / "rows.jsonl")
+    assert collect.main([*tiny, "--data", str(WORLD / "train.jsonl"), "--limit", "160", *search, "--output", rows]) == 0
+    steps = ["--max-steps", "24", "--validation-fraction", "0"]
+    assert sft.main([*tiny, "--data", rows, *steps, "--output", str(folder / "sft")]) == 0
+    return folder
+
+
+def arguments(cold: Path, output: Path, *more: str) -> list[str]:
+    small = "--batch-size 2 --num-generations 3 --mini-batch-size 3 --micro-batch-size 2 --max-steps 4 --save-every 1"
+    data = ["--data", str(WORLD / "train.jsonl"), "--limit", "6", "--index", str(cold / "index"), "--adapter", str(cold / "sft")]
+    return ["--preset", "tiny", *small.split(), *data, "--output", str(output), *more]
+
+
+def logged(output: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (output / name).read_text(encoding="utf-8").splitlines()]
+
+
+def adapter(output: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(output / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def finished(cold):
+    """An uninterrupted PPO run of four rounds, with the KL penalty."""
+    assert ppo.main(arguments(cold, cold / "whole", "--kl-beta", "0.05")) == 0
+    return cold / "whole"
+
+
+def test_the_run_folder_holds_what_was_said_and_why_it_was_paid(finished):
+    episodes = logged(finished, "episodes.jsonl")
+    assert len(episodes) == 4 * 2 * 3 and {e["step"] for e in episodes} == {1, 2, 3, 4}
+    keys = {"id", "question", "answers", "prediction", "steps", "finish", "rewards"}
+    assert all(keys <= e.keys() and {"format", "process", "outcome"} <= e["rewards"].keys() for e in episodes)
+    for e in episodes:
+        assert sum(e["step_rewards"]) == pytest.approx(sum(e["rewards"][k] for k in ("format", "process", "outcome")))
+    assert any(s.get("documents") for e in episodes for s in e["steps"])  # the retriever was asked, and answered
+    assert len({sum(e["step_rewards"]) for e in episodes}) > 2  # some were paid more than others
+    assert {"config.toml", "metrics.jsonl", "summary.json", "adapter", "checkpoint-4"} <= {p.name for p in finished.iterdir()}
+
+
+def test_metrics_have_the_names_that_users_know(finished):
+    records = logged(finished, "metrics.jsonl")
+    names = (
+        "step reward reward_std frac_reward_zero_std rewards/format/mean rewards/outcome/mean kl entropy loss grad_norm "
+        "clip_ratio/low_mean clip_ratio/high_mean completions/mean_length completions/clipped_ratio num_tokens "
+        "step_time learning_rate peak_memory_mib tokens_per_second value_loss explained_variance"
+    )
+    assert all(set(names.split()) <= r.keys() for r in records) and [r["step"] for r in records] == [1, 2, 3, 4]
+    assert records[0]["kl"] == pytest.approx(0, abs=1e-3) and records[-1]["kl"] > 0
+
+
+def test_what_is_trained_moves_and_what_is_frozen_does_not(finished, cold):
+    before, after = adapter(cold / "sft"), adapter(finished)
+    assert before.keys() == after.keys() and any(not torch.equal(before[k], after[k]) for k in before)
+    state = safetensors.torch.load_file(finished / "checkpoint-4" / "weights.safetensors")
+    assert state.keys() == after.keys() | {"value_head.weight", "value_head.bias"}
+    assert state["value_head.weight"].abs().sum() > 0
+
+
+def same(a: Path, b: Path) -> None:
+    """Equal to the bit: weights, optimizer, random streams, and every metric but times, speeds and memory."""
+    one, other = (checkpoint.read(p / "checkpoint-4") for p in (a, b))
+    for group in checkpoint.GROUPS:
+        assert one.tensors[group].keys() == other.tensors[group].keys()
+        assert all(torch.equal(t, other.tensors[group][k]) for k, t in one.tensors[group].items())
+    for name in ("metrics.jsonl", "episodes.jsonl"):
+        assert [metrics.repeatable(r) for r in logged(a, name)] == [metrics.repeatable(r) for r in logged(b, name)]
+
+
+def test_stopped_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
+    run = arguments(cold, tmp_path / "run", "--kl-beta", "0.05")
+    assert ppo.main([*run, "--stop-after", "2"]) == 0
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert ppo.main([*run, "--resume", "auto"]) == 0
+    same(finished, tmp_path / "run")
+
+
+def test_killed_between_checkpoints_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
+    run = [*arguments(cold, tmp_path / "run", "--kl-beta", "0.05"), "--save-every", "2"]
+    command = [sys.executable, "-m", "r3lite.ppo", *run]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])})
+    log = tmp_path / "run" / "metrics.jsonl"
+    while not (log.exists() and len(log.read_text().splitlines()) >= 3):  # step 2 is saved, step 3 is not
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert ppo.main([*run, "--resume", "auto"]) == 0
+    same(finished, tmp_path / "run")
+
+
+def test_grpo_is_the_same_loop_without_a_critic(cold, tmp_path):
+    run = arguments(cold, tmp_path / "run", "--algorithm", "grpo", "--kl-beta", "0.05", "--max-steps", "2")
+    assert ppo.main(run) == 0
+    records = logged(tmp_path / "run", "metrics.jsonl")
+    assert all("value_loss" not in r and 0 <= r["frac_reward_zero_std"] <= 1 for r in records)
+    state = safetensors.torch.load_file(tmp_path / "run" / "checkpoint-2" / "weights.safetensors")
+    assert not any(k.startswith("value_head") for k in state)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_trains(cold, tmp_path, dtype):
+    """fp16 goes through the gradient scaler on a CPU too; its first steps may be skipped, not lost."""
+    run = arguments(cold, tmp_path / "run", "--dtype", dtype, "--max-steps", "2", "--algorithm", "grpo", "--num-generations", "4")
+    assert ppo.main(run) == 0
+    records = logged(tmp_path / "run", "metrics.jsonl")
+    assert all(r["loss"] is not None for r in records) and all(p.dtype == torch.float32 for p in adapter(tmp_path / "run").values())
+    if dtype == "fp16":
+        assert "skipped_steps" in records[-1]
+
+
+def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch):
+    """The judge fails on every second episode: they are in the log without rewards, and in no mean."""
+    from r3lite.rewards import judge, reward
+
+    class Flaky:
+        def verdicts(self, episodes):
+            return [reward.Verdict(True, (reward.StepVerdict(1.0, 1.0),) * len(e.steps)) if i % 2 else None for i, e in enumerate(episodes)]
+
+        def counts(self):
+            return {"judge/failures": 3}
+
+    monkeypatch.setattr(judge, "build_judge", lambda *_: Flaky())
+    paid = ["--outcome-judge", "1", "--outcome-em", "0", "--outcome-f1", "0", "--process-recall", "0", "--format-reward", "0"]
+    assert ppo.main(arguments(cold, tmp_path / "run", *paid, "--max-steps", "1")) == 0
+    episodes, (record,) = logged(tmp_path / "run", "episodes.jsonl"), logged(tmp_path / "run", "metrics.jsonl")
+    assert [e["rewards"] is None for e in episodes] == [True, False] * 3
+    answered = [bool(e["prediction"]) for e in episodes[1::2]]
+    assert record["reward"] == pytest.approx(sum(answered) / 3) and record["missing_rewards"] == 3
+    assert record["judge/failures"] == 3
+
+
+def test_means_of_parts_leave_out_what_is_not_known():
+    """A question without gold paragraphs has no recall: no zero in its mean."""
+    episode = Episode(Question("q", "q?", ("a",)), [Step("x", answer="a")], "answered")
+    scored = [Scored([1.0], {"recall": None, "em": 1.0}), Scored([0.0], {"recall": 0.5, "em": 0.0}), None]
+    sequence = type("S", (), {"action": [False, True]})()
+    measured = ppo.describe([sequence] * 3, [episode] * 3, scored)
+    assert measured["rewards/recall/mean"] == 0.5 and measured["rewards/em/mean"] == 0.5
+    assert measured["reward"] == 0.5 and measured["missing_rewards"] == 1
+
+
+def test_rounds_draw_every_question_once_an_epoch_and_need_no_memory():
+    questions = [Question(str(i), "?", ("a",)) for i in range(5)]
+    drawn = [ppo.draw(questions, n, 2, 2, seed=0) for n in range(1, 6)]
+    ids = [q.id for qs, _ in drawn for q in qs[::2]]
+    assert sorted(ids[:5]) == sorted(ids[5:]) == list("01234") and ids[:5] != ids[5:]
+    seeds = [s for _, ss in drawn for s in ss]
+    assert len(set(seeds)) == len(seeds) == 20
+    assert ppo.draw(questions, 3, 2, 2, seed=0) == drawn[2] and ppo.draw(questions, 3, 2, 2, seed=1) != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({}, "no questions"),
+        ({"data": "x", "temperature": 0.0}, "temperature 0"),
+        ({"data": "x", "algorithm": "grpo", "num_generations": 1}, "num-generations is 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(values, says):
+    from r3lite.errors import R3LiteError
+
+    with pytest.raises(R3LiteError, match=says):
+        ppo.check(with_values(ppo.PpoConfig(), values))
+
+
+def test_truncated_sampling_is_refused_in_rl(capsys):
+    """The recorded log-probs are those of the whole distribution; what is sampled must be as well."""
+    assert ppo.main(["--top-p", "0.9"]) == 2 and "--top-p" in capsys.readouterr().err
