@@ -33,12 +33,15 @@ def queries(question: Question) -> list[str]:
     filled: list[str] = []
 
     def fill(match: re.Match) -> str:
-        earlier = int(match[1])
-        # Anything but an earlier hop is no reference; it is part of a name, such as Mambo #5.
-        return question.hops[earlier - 1].answer if 1 <= earlier <= len(filled) else match[0]
+        before, earlier = match[1] or "", int(match[2])
+        if not 1 <= earlier <= len(filled):
+            return match[0]  # no reference to an earlier hop but part of a name, such as Mambo #5
+        answer = question.hops[earlier - 1].answer
+        # MuSiQue has answers such as `in New Delhi`: they make no `in in New Delhi`.
+        return answer if before and answer.lower().startswith(before.lower()) else before + answer
 
     for hop in question.hops:
-        filled.append(re.sub(r"#(\d+)", fill, hop.question))
+        filled.append(re.sub(r"(\b\w+ )?#(\d+)", fill, hop.question))
     return filled
 
 

@@ -73,9 +73,12 @@ def natural(text: str) -> str:
     subject, arrow, relation = text.partition(" >> ")
     if arrow:
         return relation_question(subject.strip(), relation.strip(" ?"))
-    if text[-1:].isalnum() or text[-1:] in "\")'":
-        text += "?"
-    return text[:1].upper() + text[1:]
+    return _asked(text[:1].upper() + text[1:])
+
+
+def _asked(text: str) -> str:
+    """A question with its question mark, which annotators often left out."""
+    return text + "?" if text[-1:].isalnum() or text[-1:] in "\")'" else text
 
 
 def from_evidences(question: Question, evidences) -> tuple[Hop, ...]:
@@ -138,8 +141,8 @@ def from_supporting(question: Question, kind: str, supporting: dict[str, list[st
     if known != bridge and _overlap(known, question.text) == 1:
         lead = f"Which name connected with {known} is meant?"
     else:
-        lead = f"What has to be found first to answer: {question.text}"
-    then = f"Given {bridge}: {question.text}"
+        lead = f"What has to be found first to answer: {_asked(question.text)}"
+    then = f"Given {bridge}: {_asked(question.text)}"
     return Hop(_literal(lead), bridge, first), Hop(_literal(then), question.answers[0], second)
 
 

@@ -39,6 +39,11 @@ def test_only_earlier_hops_are_references():
     assert gold.queries(with_hops(*hops)) == ["Who sang Mambo #5?", "Did Bega or #2 sing #12?", "noBega"]
 
 
+def test_a_word_is_not_said_twice_where_an_answer_is_filled_in():
+    hops = (Hop("Where is it?", "in New Delhi", FILM), Hop("When is monsoon in #1?", "May", PERSON))
+    assert gold.queries(with_hops(*hops))[1] == "When is monsoon in New Delhi?"
+
+
 def test_an_answer_that_ends_a_sentence_gets_no_second_stop():
     hops = (Hop("Until when?", "3 a.m.", FILM), Hop("Which?", 'under "North Africa."', PERSON))
     steps = gold.steps(with_hops(*hops), [[], []])
