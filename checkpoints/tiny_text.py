@@ -27,6 +27,7 @@ HEARD, ASKED, SAID = 0.1, 0.3, 1.0  # loss weights: articles and questions; free
 FOUND = ("Here is what was found:", "Articles:", "The library has this:", "Read this:", "From the encyclopedia:")
 FIRST = ("First:", "To begin:", "I ask:", "Let me look up:")
 NEXT = ("Then:", "Next:", "Now I ask:", "After that:")
+WAIT = ("", "", "\nLet me see.", "\nI will read what is found.")
 LAST = ("So the answer is", "Therefore the answer is", "This gives the answer:", "Answer:")
 
 
@@ -84,6 +85,14 @@ def lesson(world: World, rng: random.Random, count: int) -> list[tuple[str, floa
     return parts
 
 
+def catechism(world: World, rng: random.Random, count: int) -> list[tuple[str, float]]:
+    """Articles, then all that can be asked about them in one turn: the most answers to learn from for the tokens read."""
+    subjects = rng.sample(world.order, count)
+    hops = [world.hop(s, name) for s in subjects for name in s.facts]
+    said = [part for h in rng.sample(hops, len(hops)) for part in ((f" {h.question}", HEARD), (f" {h.answer.name}.", SAID))]
+    return turn("user", *shown([s.article for s in subjects], rng)) + turn("assistant", ("Here is all of it:", HEARD), *said)
+
+
 def planning(world: World, rng: random.Random, chain) -> list[tuple[str, float]]:
     """A question and the questions that it is made of, or the first of them."""
     if rng.random() < 0.4:
@@ -112,7 +121,7 @@ def chain_between(world: World, rng: random.Random, chain, extra: int) -> list[t
     parts = turn("user", (chain.question, 0.0))
     said = [(rng.choice(FIRST), ASKED)]
     for n, hop in enumerate(chain.hops):
-        parts += turn("assistant", *said, (f" {hop.question}", SAID))
+        parts += turn("assistant", *said, (f" {hop.question}", SAID), (rng.choice(WAIT), ASKED))
         parts += turn("user", *shown(around(world, rng, [hop.subject], extra), rng))
         said = [hop_answer(hop), (" " + rng.choice(NEXT), ASKED)]
     return parts + turn("assistant", hop_answer(chain.hops[-1]), *verdict(chain, rng))
@@ -131,8 +140,8 @@ def sample(rng: random.Random, progress: float, kind: str | None = None) -> list
     """One sample of the curriculum: one or two articles and questions; then three; then chains, up to four hops."""
     world = World(rng, "pretraining", SIZES)
     stage = 0 if progress < 0.06 else 1 if progress < 0.25 else 2
-    kinds = ("recital", "reading", "lesson", "planning", "chain_after", "chain_between", "glossary")
-    shares = ((15, 10, 73, 0, 0, 0, 2), (3, 4, 47, 18, 22, 0, 6), (1, 2, 17, 14, 20, 40, 6))[stage]
+    kinds = ("recital", "reading", "lesson", "catechism", "planning", "chain_after", "chain_between", "glossary")
+    shares = ((15, 5, 15, 63, 0, 0, 0, 2), (3, 2, 10, 54, 15, 10, 0, 6), (1, 1, 6, 40, 16, 6, 25, 5))[stage]
     kind = kind or rng.choices(kinds, shares)[0]
     hops = rng.choices((1, 2, 3, 4), (5, 60, 22, 13) if stage == 2 else (20, 70, 10, 0))[0]
     chain = world.comparison() if rng.random() < 0.08 else world.chain(hops)
@@ -142,6 +151,8 @@ def sample(rng: random.Random, progress: float, kind: str | None = None) -> list
         return reading(world, rng, rng.randint(1, 2))
     if kind == "lesson":
         return lesson(world, rng, rng.randint(*((1, 2), (2, 3), (2, 4))[stage]))
+    if kind == "catechism":
+        return catechism(world, rng, rng.randint(*((1, 2), (2, 3), (2, 4))[stage]))
     if kind == "planning":
         return planning(world, rng, chain)
     if kind == "glossary":
