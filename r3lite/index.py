@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from r3lite import command
-from r3lite.errors import R3LiteError
+from r3lite.config import UsageError
 from r3lite.settings import Common, IndexSettings
 
 
@@ -22,16 +22,14 @@ class IndexConfig:
 
 
 def work(config: IndexConfig) -> None:
+    settings = config.index
+    if not settings.corpus:
+        raise UsageError("--corpus is missing: a JSONL file with one passage (id, title, text) a line")
     from r3lite.retrieval import index
     from r3lite.retrieval.corpus import read_corpus
     from r3lite.retrieval.encoder import make_encoder
     from r3lite.training.precision import resolve_device
 
-    settings = config.index
-    if not settings.corpus:
-        raise R3LiteError(
-            "there is no corpus to index", "Pass --corpus FILE.jsonl, one passage (id, title, text) a line."
-        )
     output = config.common.output or time.strftime("runs/index-%Y%m%d-%H%M%S")
     index.check_output(output)
     documents = read_corpus(settings.corpus)

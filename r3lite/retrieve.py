@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite import command
+from r3lite.config import UsageError
 from r3lite.errors import R3LiteError
 from r3lite.settings import Common, DataSettings, RetrievalSettings
 
@@ -25,12 +26,12 @@ class RetrieveConfig:
 
 
 def work(config: RetrieveConfig) -> None:
+    if not config.data.data:
+        raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
     from r3lite.datasets.qa import read_questions
     from r3lite.files import write_json
     from r3lite.retrieval.retriever import build_retriever
 
-    if not config.data.data:
-        raise R3LiteError("there are no questions to retrieve for", "Pass --data FILE or --data name,subset,split.")
     output = Path(config.common.output or time.strftime("runs/retrieve-%Y%m%d-%H%M%S"))
     if output.is_file():
         raise R3LiteError(f"--output {output} is a file", "Name a folder.")
@@ -47,9 +48,7 @@ def work(config: RetrieveConfig) -> None:
     start = time.perf_counter()
     found = retrieve([(q, q.text) for q in known])
     seconds = time.perf_counter() - start
-    left_out = (
-        f" ({len(questions) - len(known)} without gold paragraphs left out)" if len(questions) > len(known) else ""
-    )
+    left_out = f" ({len(questions) - len(known)} without gold left out)" if len(questions) > len(known) else ""
     recall = {str(k): mean_recall(known, found, k) for k in cuts}
     print(f"questions  {len(known)}{left_out}")
     for k, value in recall.items():

@@ -43,10 +43,8 @@ def test_failures_name_cause_and_remedy(tmp_path, capsys):
     corpus = str(shipped("data", "world", "corpus.jsonl"))
     output = ["--output", str(tmp_path / "out")]
     for main, arguments, words in (
-        (index.main, [], "no corpus to index"),
         (index.main, ["--corpus", str(bad), "--encoder", "hashing"], f"{bad}, line 2: 'text' is missing"),
-        (index.main, ["--corpus", corpus, "--encoder", str(tmp_path / "none")], "no model folder"),
-        (retrieve.main, ["--encoder", "hashing"], "no questions"),
+        (index.main, ["--corpus", corpus, "--encoder", str(tmp_path / "none")], "--encoder hashing needs no download"),
         (retrieve.main, ["--data", str(plain), "--encoder", "hashing"], "has gold paragraphs"),
     ):
         assert main([*arguments, *output]) == 1
@@ -55,6 +53,12 @@ def test_failures_name_cause_and_remedy(tmp_path, capsys):
         assert "Traceback" not in error
         assert len(error.strip().splitlines()) == 2  # cause and remedy
     assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_corpus_or_question_file_is_a_usage_error(capsys):
+    for main, flag in ((index.main, "--corpus"), (retrieve.main, "--data")):
+        assert main([]) == 2
+        assert f"{flag} is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("files", "least"), [(HOTPOT, 0.75), (MUSIQUE, 0.49)])

@@ -72,7 +72,7 @@ class BertEncoder:
     """
 
     def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32):
-        folder = resolve_folder(name)
+        folder = _folder(name)
         self._check_pooling(folder)
         self.model = load_bert(folder, device=device)
         self.device, self.batch_size = device, batch_size
@@ -118,6 +118,17 @@ class BertEncoder:
             out[rows] = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
             advance(len(rows))
         return out
+
+
+def _folder(name: str) -> Path:
+    try:
+        return resolve_folder(name)
+    except R3LiteError as error:
+        raise R3LiteError(
+            error.cause,
+            "Check the name and the connection, or put the encoder's config.json, tokenizer.json, model.safetensors "
+            "and sentence_bert_config.json into a folder and pass --encoder FOLDER. --encoder hashing needs no download.",
+        ) from error
 
 
 def _json(path: Path) -> dict:
