@@ -29,7 +29,13 @@ def describe(config: Any) -> str:
     return "\n".join(lines)
 
 
-def run(command: str, default: Any, work: Callable[[Any], None], argv: list[str] | None = None, plan: Callable[[Any], str] | None = None) -> int:
+def run(
+    command: str,
+    default: Any,
+    work: Callable[[Any], None],
+    argv: list[str] | None = None,
+    plan: Callable[[Any], str] | None = None,
+) -> int:
     """Resolves the settings and does the work; returns the exit status.
 
     0 done, 1 a foreseeable failure (cause and remedy on stderr), 2 a usage error, 130 Ctrl-C, 143 SIGTERM.

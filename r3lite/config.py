@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import json
 import math
 import textwrap
@@ -70,8 +71,12 @@ def field_docs(cls: type) -> dict[str, str]:
         if base is object or not dataclasses.is_dataclass(base):
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for node, following in zip(body, body[1:]):
-            if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+        for node, following in itertools.pairwise(body):
+            if (
+                isinstance(node, ast.AnnAssign)
+                and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+            ):
                 docs[node.target.id] = " ".join(following.value.value.split())
     return docs
 
@@ -121,7 +126,9 @@ class _Kind:
             return tuple(dataclasses.replace(self, many=False).read(name, v) for v in items)
         if self.choices:
             if value not in self.choices:
-                raise UsageError(f"{name} is {value!r}; choose from {', '.join(self.choices)}{nearest(str(value), self.choices)}")
+                raise UsageError(
+                    f"{name} is {value!r}; choose from {', '.join(self.choices)}{nearest(str(value), self.choices)}"
+                )
             return value
         if self.scalar is bool:
             if isinstance(value, bool):
@@ -136,7 +143,9 @@ class _Kind:
             if self.scalar is float and not math.isfinite(value):
                 raise ValueError  # nan passes every comparison with a bound
         except ValueError:
-            raise UsageError(f"{name} is {value!r}; it must be {'a whole number' if self.scalar is int else 'a number'}") from None
+            raise UsageError(
+                f"{name} is {value!r}; it must be {'a whole number' if self.scalar is int else 'a number'}"
+            ) from None
         if self.bounds:
             self.bounds.check(name, value)
         return value
@@ -156,7 +165,9 @@ def nearest(word: str, names) -> str:
 
 def all_settings() -> set[str]:
     """Names of the settings of all commands: a preset may hold keys that only some commands have."""
-    return {f.name for cls in Section.__subclasses__() if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls)}
+    return {
+        f.name for cls in Section.__subclasses__() if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls)
+    }
 
 
 def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
@@ -256,6 +267,8 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
     presets = sorted(p.stem for p in shipped("presets").glob("*.toml"))
     if preset not in presets:
         raise UsageError(f"no preset is named {preset!r}; there are {', '.join(presets)}{nearest(preset, presets)}")
-    config = with_values(default, read_toml(shipped("presets", f"{preset}.toml"), command, commands), f"preset {preset}: ")
+    config = with_values(
+        default, read_toml(shipped("presets", f"{preset}.toml"), command, commands), f"preset {preset}: "
+    )
     config = with_values(config, from_file, f"{given.get('config')}: ")
     return with_values(config, {**{k: v for k, v in given.items()}, "preset": preset}, "")

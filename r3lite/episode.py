@@ -66,7 +66,12 @@ class Question:
         for i, gold in enumerate(self.gold):
             if _folded(gold.title) == _folded(document.title):
                 ours, theirs = _folded(gold.text), _folded(document.text)
-                if self.gold_by == "title" or ours == theirs or (theirs and theirs in ours) or (ours and ours in theirs):
+                if (
+                    self.gold_by == "title"
+                    or ours == theirs
+                    or (theirs and theirs in ours)
+                    or (ours and ours in theirs)
+                ):
                     return i
         return None
 

@@ -32,7 +32,7 @@ def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
 
 
 def read_jsonl(path: str | Path, on_bad: Callable[[R3LiteError], None] | None = None) -> Iterator[tuple[int, dict]]:
-    """Line number and object of each line that is not blank; a bad line raises, or is handed to `on_bad` and left out."""
+    """Line number and object of each line that is not blank; a bad line raises, or goes to `on_bad` and is left out."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # editors on Windows write a mark
     except (OSError, UnicodeDecodeError) as error:

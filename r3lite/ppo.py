@@ -33,6 +33,7 @@ from r3lite.settings import (
     Schedule,
 )
 
+
 @dataclass(frozen=True)
 class PpoConfig:
     """Trains a LoRA adapter by reinforcement learning: the model answers questions step by step with a retriever
@@ -91,7 +92,9 @@ def train(config: PpoConfig) -> None:
         clock.lap("score")
         # A missing reward is not a zero: an episode whose judge failed teaches nothing.
         rollouts = [
-            Rollout(s.tokens, s.action, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)), i // rl.num_generations)
+            Rollout(
+                s.tokens, s.action, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)), i // rl.num_generations
+            )
             for i, (s, paid) in enumerate(zip(sequences, scored))
             if paid is not None
         ]
@@ -153,9 +156,13 @@ def check(config: PpoConfig) -> None:
     if config.data.data is None:
         raise R3LiteError("no questions were given", "Pass --data FILE, such as HotpotQA's official JSON.")
     if config.sampling.temperature == 0:
-        raise R3LiteError("--temperature 0 always says the same", "RL learns from differences: pass 1, or a little less.")
+        raise R3LiteError(
+            "--temperature 0 always says the same", "RL learns from differences: pass 1, or a little less."
+        )
     if config.rl.algorithm == "grpo" and config.rl.num_generations == 1:
-        raise R3LiteError("GRPO compares episodes of one question, and --num-generations is 1", "Pass 2 or more, such as 8.")
+        raise R3LiteError(
+            "GRPO compares episodes of one question, and --num-generations is 1", "Pass 2 or more, such as 8."
+        )
 
 
 def add_adapters(model, config: PpoConfig) -> str | None:
@@ -169,14 +176,20 @@ def add_adapters(model, config: PpoConfig) -> str | None:
             lora.load_adapter(model, REFERENCE, config.model.adapter, trainable=False)
             reference = REFERENCE
     else:
-        print("warning: without --adapter, RL starts from a model that was never taught the step format", file=sys.stderr)
+        print(
+            "warning: without --adapter, RL starts from a model that was never taught the step format", file=sys.stderr
+        )
         s = config.lora
-        lora.add_adapter(model, POLICY, s.lora_r, s.lora_alpha, s.lora_dropout, s.lora_targets, s.rslora, config.common.seed)
+        lora.add_adapter(
+            model, POLICY, s.lora_r, s.lora_alpha, s.lora_dropout, s.lora_targets, s.rslora, config.common.seed
+        )
     lora.set_adapter(model, POLICY)
     return reference
 
 
-def draw(questions: list[Question], number: int, size: int, generations: int, seed: int) -> tuple[list[Question], list[str]]:
+def draw(
+    questions: list[Question], number: int, size: int, generations: int, seed: int
+) -> tuple[list[Question], list[str]]:
     """The episodes of a round: each of its questions `generations` times, and a seed for each episode.
 
     Questions come in an order shuffled anew in each epoch. All follows from the seed and the round's number, so that
@@ -196,7 +209,11 @@ def log_episodes(path: Path, number: int, episodes: list, scored: list) -> None:
     """Appends what the model said in a round and what it was paid for it."""
     lines = []
     for episode, paid in zip(episodes, scored):
-        rewards = {"rewards": None, "step_rewards": None} if paid is None else {"rewards": paid.parts, "step_rewards": paid.steps}
+        rewards = (
+            {"rewards": None, "step_rewards": None}
+            if paid is None
+            else {"rewards": paid.parts, "step_rewards": paid.steps}
+        )
         lines.append(json.dumps({"step": number, **episode.to_json(), **rewards}, ensure_ascii=False) + "\n")
     with open(path, "a", encoding="utf-8", newline="\n") as file:
         file.writelines(lines)

@@ -71,20 +71,35 @@ def work(config: QuickstartConfig) -> None:
     world = shipped("data", "world")
     shared = ["--preset", common.preset, "--seed", str(common.seed)]
     search = ["--index", str(out / "index")]
-    few = {"collect": ["--limit", "40"], "sft": ["--max-steps", "3"], "ppo": ["--max-steps", "2"], "evaluate": ["--limit", "16"]}
+    few = {
+        "collect": ["--limit", "40"],
+        "sft": ["--max-steps", "3"],
+        "ppo": ["--max-steps", "2"],
+        "evaluate": ["--limit", "16"],
+    }
     quick = {name: arguments if settings.quick else [] for name, arguments in few.items()}
 
     def evaluated(name: str, adapter: Path | None, minutes: float) -> Stage:
         folder = out / f"evaluate-{name.lower()}"
         arguments = [*shared, "--data", str(world / "test.jsonl"), *search, "--output", str(folder), *quick["evaluate"]]
         arguments += ["--adapter", str(adapter)] if adapter else []
-        run_stage(f"evaluate the {name} model on questions about entities it never saw", evaluate.main, "evaluate", arguments)
+        run_stage(
+            f"evaluate the {name} model on questions about entities it never saw", evaluate.main, "evaluate", arguments
+        )
         return Stage(name, folder, minutes)
 
     passages = ["--corpus", str(world / "corpus.jsonl")]
     run_stage("index the encyclopedia", index.main, "index", [*shared, *passages, "--output", str(out / "index")])
     trajectories = out / "trajectories.jsonl"
-    arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(trajectories), *quick["collect"]]
+    arguments = [
+        *shared,
+        "--data",
+        str(world / "train.jsonl"),
+        *search,
+        "--output",
+        str(trajectories),
+        *quick["collect"],
+    ]
     run_stage("collect gold trajectories for the cold start", collect.main, "collect", arguments)
     stages = [evaluated("base", None, 0.0)]
     arguments = [*shared, "--data", str(trajectories), "--output", str(out / "sft"), *quick["sft"]]
@@ -93,7 +108,9 @@ def work(config: QuickstartConfig) -> None:
     name = settings.algorithm
     arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
     arguments += [*search, "--output", str(out / name), *quick["ppo"]]
-    minutes = run_stage(f"{name.upper()}: learn from rewards, with questions and answers only", ppo.main, "ppo", arguments)
+    minutes = run_stage(
+        f"{name.upper()}: learn from rewards, with questions and answers only", ppo.main, "ppo", arguments
+    )
     stages.append(evaluated(name.upper(), out / name, minutes))
     report(stages, out, (time.monotonic() - start) / 60, config)
 
@@ -103,9 +120,19 @@ def report(stages: list[Stage], out: Path, minutes: float, config: QuickstartCon
     from r3lite.files import write_json
     from r3lite.rewards.evaluation import paired_difference
 
-    columns = {"EM": "em", "F1": "f1", "format": "format_adherence", "recall": "retrieval_recall", "searches": "mean_searches"}
+    columns = {
+        "EM": "em",
+        "F1": "f1",
+        "format": "format_adherence",
+        "recall": "retrieval_recall",
+        "searches": "mean_searches",
+    }
     n = stages[0].scores["n"]
-    print(f"\n== {n} test questions, greedy, real retrieval\n{'stage':<7}" + "".join(f"{c:>10}" for c in columns) + f"{'minutes':>10}")
+    print(
+        f"\n== {n} test questions, greedy, real retrieval\n{'stage':<7}"
+        + "".join(f"{c:>10}" for c in columns)
+        + f"{'minutes':>10}"
+    )
     rows = []
     for stage in stages:
         values = {key: stage.scores[key]["value"] for key in columns.values()}
@@ -113,7 +140,8 @@ def report(stages: list[Stage], out: Path, minutes: float, config: QuickstartCon
         print(f"{stage.name:<7}" + "".join(f"{v:>10.3f}" for v in values.values()) + f"{stage.minutes:>10.1f}")
     before, after = stages[-2:]
     value, low, high = paired_difference(after.each("em"), before.each("em"), seed=config.common.seed)
-    print(f"\nexact match, {after.name} - {before.name}: {value:+.3f} (95 % interval {low:+.3f} to {high:+.3f}, paired bootstrap)")
+    interval = f"95 % interval {low:+.3f} to {high:+.3f}, paired bootstrap"
+    print(f"\nexact match, {after.name} - {before.name}: {value:+.3f} ({interval})")
     print(f"{minutes:.1f} minutes in all")
     if config.quickstart.quick:
         print("--quick shows that everything runs; leave it out to see the model learn")
@@ -121,9 +149,9 @@ def report(stages: list[Stage], out: Path, minutes: float, config: QuickstartCon
     write_json(out / "quickstart.json", {"stages": rows, "em_gain": gain, "minutes": round(minutes, 2)})
     print(f"""
 where to look next
-  what it says:     {after.folder / 'predictions.jsonl'}
-  why it was paid:  {out / config.quickstart.algorithm / 'episodes.jsonl'}
-  how it learned:   {out / config.quickstart.algorithm / 'metrics.jsonl'}
+  what it says:     {after.folder / "predictions.jsonl"}
+  why it was paid:  {out / config.quickstart.algorithm / "episodes.jsonl"}
+  how it learned:   {out / config.quickstart.algorithm / "metrics.jsonl"}
   your own data:    README.md, "Train on HotpotQA"
 """)
 

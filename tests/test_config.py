@@ -1,6 +1,6 @@
 """Settings: where a value comes from, what is refused and how, and that what is saved is read back."""
 
-# ruff: noqa: RUF009 (frozen sections are as good as constants)
+
 
 import dataclasses
 from dataclasses import dataclass

@@ -37,7 +37,16 @@ def cold(tmp_path_factory):
 
 def arguments(cold: Path, output: Path, *more: str) -> list[str]:
     small = "--batch-size 2 --num-generations 3 --mini-batch-size 3 --micro-batch-size 2 --max-steps 4 --save-every 1"
-    data = ["--data", str(WORLD / "train.jsonl"), "--limit", "6", "--index", str(cold / "index"), "--adapter", str(cold / "sft")]
+    data = [
+        "--data",
+        str(WORLD / "train.jsonl"),
+        "--limit",
+        "6",
+        "--index",
+        str(cold / "index"),
+        "--adapter",
+        str(cold / "sft"),
+    ]
     return ["--preset", "tiny", *small.split(), *data, "--output", str(output), *more]
 
 
@@ -65,15 +74,17 @@ def test_the_run_folder_holds_what_was_said_and_why_it_was_paid(finished):
         assert sum(e["step_rewards"]) == pytest.approx(sum(e["rewards"][k] for k in ("format", "process", "outcome")))
     assert any(s.get("documents") for e in episodes for s in e["steps"])  # the retriever was asked, and answered
     assert len({sum(e["step_rewards"]) for e in episodes}) > 2  # some were paid more than others
-    assert {"config.toml", "metrics.jsonl", "summary.json", "adapter", "checkpoint-4"} <= {p.name for p in finished.iterdir()}
+    assert {"config.toml", "metrics.jsonl", "summary.json", "adapter", "checkpoint-4"} <= {
+        p.name for p in finished.iterdir()
+    }
 
 
 def test_metrics_have_the_names_that_users_know(finished):
     records = logged(finished, "metrics.jsonl")
     names = (
-        "step reward reward_std frac_reward_zero_std rewards/format/mean rewards/outcome/mean kl entropy loss grad_norm "
-        "clip_ratio/low_mean clip_ratio/high_mean completions/mean_length completions/clipped_ratio num_tokens "
-        "step_time learning_rate peak_memory_mib tokens_per_second value_loss explained_variance"
+        "step reward reward_std frac_reward_zero_std rewards/format/mean rewards/outcome/mean kl entropy loss "
+        "grad_norm clip_ratio/low_mean clip_ratio/high_mean completions/mean_length completions/clipped_ratio "
+        "num_tokens step_time learning_rate peak_memory_mib tokens_per_second value_loss explained_variance"
     )
     assert all(set(names.split()) <= r.keys() for r in records) and [r["step"] for r in records] == [1, 2, 3, 4]
     assert records[0]["kl"] == pytest.approx(0, abs=1e-3) and records[-1]["kl"] > 0
@@ -131,10 +142,14 @@ def test_grpo_is_the_same_loop_without_a_critic(cold, tmp_path):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_trains(cold, tmp_path, dtype):
     """fp16 goes through the gradient scaler on a CPU too; its first steps may be skipped, not lost."""
-    run = arguments(cold, tmp_path / "run", "--dtype", dtype, "--max-steps", "2", "--algorithm", "grpo", "--num-generations", "4")
+    run = arguments(
+        cold, tmp_path / "run", "--dtype", dtype, "--max-steps", "2", "--algorithm", "grpo", "--num-generations", "4"
+    )
     assert ppo.main(run) == 0
     records = logged(tmp_path / "run", "metrics.jsonl")
-    assert all(r["loss"] is not None for r in records) and all(p.dtype == torch.float32 for p in adapter(tmp_path / "run").values())
+    assert all(r["loss"] is not None for r in records) and all(
+        p.dtype == torch.float32 for p in adapter(tmp_path / "run").values()
+    )
     if dtype == "fp16":
         assert "skipped_steps" in records[-1]
 
@@ -145,13 +160,27 @@ def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch
 
     class Flaky:
         def verdicts(self, episodes):
-            return [reward.Verdict(True, (reward.StepVerdict(1.0, 1.0),) * len(e.steps)) if i % 2 else None for i, e in enumerate(episodes)]
+            return [
+                reward.Verdict(True, (reward.StepVerdict(1.0, 1.0),) * len(e.steps)) if i % 2 else None
+                for i, e in enumerate(episodes)
+            ]
 
         def counts(self):
             return {"judge/failures": 3}
 
     monkeypatch.setattr(judge, "build_judge", lambda *_: Flaky())
-    paid = ["--outcome-judge", "1", "--outcome-em", "0", "--outcome-f1", "0", "--process-recall", "0", "--format-reward", "0"]
+    paid = [
+        "--outcome-judge",
+        "1",
+        "--outcome-em",
+        "0",
+        "--outcome-f1",
+        "0",
+        "--process-recall",
+        "0",
+        "--format-reward",
+        "0",
+    ]
     assert ppo.main(arguments(cold, tmp_path / "run", *paid, "--max-steps", "1")) == 0
     episodes, (record,) = logged(tmp_path / "run", "episodes.jsonl"), logged(tmp_path / "run", "metrics.jsonl")
     assert [e["rewards"] is None for e in episodes] == [True, False] * 3

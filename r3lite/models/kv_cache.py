@@ -28,7 +28,9 @@ class LayerCache:
 class KVCache:
     """KV cache of `rows` sequences for `num_layers` layers; its capacity grows with what is appended."""
 
-    def __init__(self, num_layers: int, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, num_layers: int, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ):
         empty = torch.zeros(rows, kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.keys = [empty] * num_layers  # each [rows, K, capacity, D]
         self.values = [empty] * num_layers

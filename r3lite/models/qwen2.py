@@ -74,7 +74,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: Qwen2Config):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
         self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim)
         self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)

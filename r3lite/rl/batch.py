@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled episode, in numbers. `rewards` are (token index, amount); `group` is shared by a question's rollouts."""
+    """One sampled episode, in numbers. `rewards` are (token index, amount); a question's rollouts share a `group`."""
 
     tokens: list[int]
     action: list[bool]
@@ -58,7 +58,12 @@ class Batch:
         """The rollouts `index` [b], cut to the longest of them."""
         lengths = self.lengths[index]
         T = int(lengths.max())
-        return Batch(**{f.name: getattr(self, f.name)[index][..., :T] if f.name != "groups" else self.groups[index] for f in fields(self)})
+        return Batch(
+            **{
+                f.name: getattr(self, f.name)[index][..., :T] if f.name != "groups" else self.groups[index]
+                for f in fields(self)
+            }
+        )
 
     @property
     def lengths(self) -> Tensor:

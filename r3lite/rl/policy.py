@@ -18,7 +18,9 @@ class ActionStats(NamedTuple):
     values: Tensor | None  # [N] fp32
 
 
-def action_stats(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, value_head: nn.Module | None = None) -> ActionStats:
+def action_stats(
+    model: Qwen2, batch: Batch, vocabulary: int, temperature: float, value_head: nn.Module | None = None
+) -> ActionStats:
     """Runs the model over whole episodes and reads off their action tokens.
 
     A token is predicted by the hidden state before it. The head's first `vocabulary` rows are those that may be

@@ -52,10 +52,15 @@ class Learner:
                 norms.append(self._mini_batch(batch, rows, advantages, targets, reference, sums))
         tokens, loss = sums.pop("tokens"), sums.pop("loss")
         measured = {"loss": loss / len(norms)} | {name: total / tokens for name, total in sums.items()}
-        measured |= {"grad_norm": sum(norms) / len(norms), "frac_reward_zero_std": share_without_variance(returns, batch.groups)}
+        measured |= {
+            "grad_norm": sum(norms) / len(norms),
+            "frac_reward_zero_std": share_without_variance(returns, batch.groups),
+        }
         if targets is not None:
             error = at_actions(targets - batch.values, batch)
-            measured["explained_variance"] = float(1 - error.var(correction=0) / (at_actions(targets, batch).var(correction=0) + 1e-8))
+            measured["explained_variance"] = float(
+                1 - error.var(correction=0) / (at_actions(targets, batch).var(correction=0) + 1e-8)
+            )
         return measured
 
     @torch.no_grad()
@@ -97,7 +102,9 @@ class Learner:
             part = batch.rows(micro)
             T = part.tokens.shape[1]
             # PPO: mean over the action tokens of the mini-batch. GRPO: mean over each episode's, then over episodes.
-            share = part.action / (actions.sum() if self.settings.algorithm == "ppo" else part.action.sum(-1, keepdim=True) * len(rows))
+            share = part.action / (
+                actions.sum() if self.settings.algorithm == "ppo" else part.action.sum(-1, keepdim=True) * len(rows)
+            )
             with self.autocast():
                 stats = action_stats(self.model, part, self.vocabulary, self.temperature, self.value_head)
             cut = [None if x is None else at_actions(x[micro, :T], part) for x in (advantages, targets, reference)]
@@ -110,7 +117,9 @@ class Learner:
         """The loss of a micro-batch, its tokens [N] weighted by their share of the mini-batch."""
         settings, old = self.settings, at_actions(part.logprobs, part)
         clips = settings.clip_low, settings.clip_high
-        per_token = losses.policy_loss(stats.logprobs, old, advantages, *clips) - settings.entropy_coefficient * stats.entropy
+        per_token = (
+            losses.policy_loss(stats.logprobs, old, advantages, *clips) - settings.entropy_coefficient * stats.entropy
+        )
         low, high = losses.clipped(stats.logprobs, old, advantages, *clips)
         seen = {"entropy": stats.entropy, "clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
         if reference is not None:

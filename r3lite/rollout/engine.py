@@ -44,7 +44,9 @@ class Engine:
     format: R3Format = R3Format()
 
     @torch.no_grad()
-    def run(self, questions: list[Question], seeds: list[str], retrieve: Retrieve, progress: str | None = None) -> list[Sequence]:
+    def run(
+        self, questions: list[Question], seeds: list[str], retrieve: Retrieve, progress: str | None = None
+    ) -> list[Sequence]:
         """One episode per question, each drawing from the random stream of its own seed.
 
         Questions may repeat (with different seeds). `progress` names a progress bar.
@@ -75,7 +77,14 @@ class Engine:
 
     def _run_batch(self, sequences: list[Sequence], retrieve: Retrieve) -> None:
         config, weight = self.model.config, self.model.head_weight
-        cache = KVCache(config.num_hidden_layers, len(sequences), config.num_key_value_heads, config.head_dim, weight.dtype, weight.device)
+        cache = KVCache(
+            config.num_hidden_layers,
+            len(sequences),
+            config.num_key_value_heads,
+            config.head_dim,
+            weight.dtype,
+            weight.device,
+        )
         rows = list(sequences)  # rows[i] is in row i of the cache; the first `active` of them are at work
         active = len(rows)
         while active:
@@ -173,12 +182,16 @@ class Engine:
                 sequence.steps[-1] = sequence.steps[-1].with_documents(documents)
                 sequence.observe(given)
 
-    def _fit(self, sequence: Sequence, documents: list[Document], before: list[int]) -> tuple[list[Document], list[int] | None]:
+    def _fit(
+        self, sequence: Sequence, documents: list[Document], before: list[int]
+    ) -> tuple[list[Document], list[int] | None]:
         """Documents cut, or dropped from the end, until a whole turn and a forced answer still fit after them.
 
         The documents as the model will see them and the tokens to splice in; None where not even the first one fits.
         """
-        forced = len(self.tokenizer.user_turn(self.format.answer_request)) + len(self.tokenizer.encode(self.format.forced_answer(1)))
+        forced = len(self.tokenizer.user_turn(self.format.answer_request)) + len(
+            self.tokenizer.encode(self.format.forced_answer(1))
+        )
         room = self.lengths.max_length - len(sequence.tokens) - self.lengths.max_new_tokens - forced - ANSWER_ROOM
         limit, kept = self.lengths.max_document_tokens, list(documents)
         while True:

@@ -6,7 +6,9 @@ from r3lite.rl.advantages import gae, group_normalized, masked_mean, share_witho
 
 def test_gae_by_hand_without_gap():
     # delta_1 = 1 - 0.2 = 0.8; delta_0 = 0 + 0.9 * 0.2 - 0.5 = -0.32; A_0 = -0.32 + 0.9 * 0.5 * 0.8 = 0.04
-    advantages, returns = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.2]]), torch.tensor([[True, True]]), 0.9, 0.5)
+    advantages, returns = gae(
+        torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.2]]), torch.tensor([[True, True]]), 0.9, 0.5
+    )
     assert torch.allclose(advantages, torch.tensor([[0.04, 0.8]]))
     assert torch.allclose(returns, torch.tensor([[0.54, 1.0]]))
 
@@ -40,7 +42,9 @@ def test_gae_equals_the_definition_on_the_compacted_actions():
     r, v = rewards[action].double(), values[action].double()
     following = torch.cat((v[1:], v.new_zeros(1)))
     delta = r + 0.97 * following - v
-    expected = torch.stack([sum((0.97 * 0.8) ** (k - t) * delta[k] for k in range(t, len(delta))) for t in range(len(delta))])
+    expected = torch.stack(
+        [sum((0.97 * 0.8) ** (k - t) * delta[k] for k in range(t, len(delta))) for t in range(len(delta))]
+    )
     advantages, _ = gae(rewards, values, action, 0.97, 0.8)
     assert torch.allclose(advantages[action].double(), expected, atol=1e-5)
 

@@ -23,7 +23,14 @@ def test_rewards_stand_where_they_were_paid():
 
 
 def test_rows_are_cut_to_the_last_action_of_the_longest():
-    batch = Batch.of([rollout([1, 2, 3, 4], [False, True, False, False]), rollout([1, 2, 3, 4, 5], [False, True, True, True, False], group=1)], 0, "cpu")
+    batch = Batch.of(
+        [
+            rollout([1, 2, 3, 4], [False, True, False, False]),
+            rollout([1, 2, 3, 4, 5], [False, True, True, True, False], group=1),
+        ],
+        0,
+        "cpu",
+    )
     assert batch.lengths.tolist() == [2, 4]
     part = batch.rows(torch.tensor([0]))
     assert part.tokens.tolist() == [[1, 2]] and part.groups.tolist() == [0]

@@ -10,7 +10,7 @@ def test_policy_loss_by_hand():
     old = torch.zeros(4)
     new = torch.tensor([math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5)])
     advantages = torch.tensor([2.0, -2.0, 2.0, -2.0])
-    # A > 0, r 1.5: min(3, 2.56) = 2.56; A < 0, r 1.5: min(-3, -2.56) = -3; A > 0, r 0.5: min(1, 1.6) = 1; A < 0: min(-1, -1.6) = -1.6
+    # A > 0: min(3, 2.56) = 2.56 at r 1.5, min(1, 1.6) = 1 at r 0.5; A < 0: min(-3, -2.56) = -3, min(-1, -1.6) = -1.6
     expected = torch.tensor([-2.56, 3.0, -1.0, 1.6])
     assert torch.allclose(policy_loss(new, old, advantages, 0.2, 0.28), expected)
     low, high = clipped(new, old, advantages, 0.2, 0.28)

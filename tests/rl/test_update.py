@@ -40,7 +40,7 @@ def rollouts(model, vocabulary=290):
     for i, (pattern, paid) in enumerate(zip(ACTIONS, PAID)):
         action = [c == "a" for c in pattern]
         tokens = torch.randint(0, vocabulary, (len(action),), generator=generator).tolist()
-        ends = [t for t in range(len(action)) if action[t] and not action[t + 1 : t + 2] == [True]]
+        ends = [t for t in range(len(action)) if action[t] and action[t + 1 : t + 2] != [True]]
         rewards = [(end, 0.1) for end in ends] + [(ends[-1], paid)]
         made.append(Rollout(tokens, action, [0.0] * len(action), [0.3 * a for a in action], rewards, i // 2))
     batch = Batch.of(made, 0, "cpu")
