@@ -127,7 +127,8 @@ def _folder(name: str) -> Path:
         raise R3LiteError(
             error.cause,
             "Check the name and the connection, or put the encoder's config.json, tokenizer.json, model.safetensors "
-            "and sentence_bert_config.json into a folder and pass --encoder FOLDER. --encoder hashing needs no download.",
+            "and sentence_bert_config.json into a folder and pass --encoder FOLDER. --encoder hashing needs no "
+            "download.",
         ) from error
 
 
