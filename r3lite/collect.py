@@ -162,7 +162,7 @@ class Teacher:
         """The episode so far, and what to write next."""
         parts = [self.prompts.opening(this.question.text)]
         for number, step in enumerate(this.steps, 1):
-            parts += [self.format.render(step, number), self.prompts.documents(step.documents)]
+            parts += [self.format.render(step, number), self.prompts.documents(step.documents, number + 1)]
         if len(this.steps) == self.settings.max_hops:
             parts.append(self.format.answer_request)
         return "\n\n".join([*parts, f"Write Step {len(this.steps) + 1} now, and nothing else."])

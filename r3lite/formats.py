@@ -130,7 +130,7 @@ def render_documents(documents: Sequence[Document]) -> str:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The user's own words around the steps: `init` holds {question}, `step` holds {documents}."""
+    """The user's own words around the steps: `init` holds {question}, `step` holds {documents} and may hold {step}."""
 
     init: str
     step: str
@@ -140,28 +140,32 @@ class Prompts:
     def load(settings: ProtocolSettings) -> "Prompts":
         """The prompt files that the settings name; a relative path is looked for here, then among the shipped files."""
         init = _template(settings.init_prompt or "prompts/init_prompt.txt", "question")
-        step = _template(settings.step_prompt or "prompts/step_prompt.txt", "documents")
+        step = _template(settings.step_prompt or "prompts/step_prompt.txt", "documents", optional="step")
         return Prompts(init, step, settings.system_prompt)
 
     def opening(self, question: str) -> str:
         """The first user turn."""
         return self.init.replace("{question}", question)
 
-    def documents(self, documents: Sequence[Document]) -> str:
-        """The user turn that answers a query."""
-        return self.step.replace("{documents}", render_documents(documents))
+    def documents(self, documents: Sequence[Document], next_step: int) -> str:
+        """The user turn that answers a query; `next_step` is the number of the step to be written now."""
+        filled = {"documents": render_documents(documents), "step": str(next_step)}
+        # One pass, so that a document that spells a placeholder stays as it is.
+        return re.sub(r"\{(documents|step)\}", lambda m: filled[m[1]], self.step)
 
 
-def _template(name: str, placeholder: str) -> str:
+def _template(name: str, placeholder: str, optional: str | None = None) -> str:
     path = Path(name) if Path(name).exists() else shipped(name)
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise R3LiteError(f"prompt file {path} cannot be read: {error}", "Name a UTF-8 text file.") from error
     found = re.findall(r"\{(\w+)\}", text)
-    if found != [placeholder]:
+    if found.count(placeholder) != 1 or set(found) - {placeholder, optional}:
         raise R3LiteError(
             f"prompt file {path} has the placeholders {found or 'none'}",
-            f"It must hold {{{placeholder}}} exactly once and no other word in braces.",
+            f"It must hold {{{placeholder}}} exactly once"
+            + (f", may hold {{{optional}}}," if optional else "")
+            + " and no other word in braces.",
         )
     return text

@@ -210,7 +210,7 @@ class RewardSettings(Section):
     process_judge: NonNegative = 0.0
     """paid at each query per unit of the judge's relevance and coherence"""
     format_reward: NonNegative = 0.1
-    """paid at each well-formed step"""
+    """paid for well-formed steps: this times their share of the episode's steps"""
     gamma_correct: float = 0.6
     """process rewards of a trajectory with a right answer are multiplied by 1 + this (R3-RAG)"""
     gamma_incorrect: float = -0.2

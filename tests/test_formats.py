@@ -130,15 +130,15 @@ def test_documents_are_numbered_one_a_line():
 
 def test_prompts_are_filled_once():
     """A document or a question that holds a placeholder must not be filled in its turn."""
-    prompts = Prompts("Q: {question}", "D:\n{documents}")
+    prompts = Prompts("Q: {question}", "D:\n{documents} {step}")
     assert prompts.opening("is {question} {documents}?") == "Q: is {question} {documents}?"
-    assert prompts.documents([Document("a", "T", "{documents}")]) == "D:\n[1] T: {documents}"
+    assert prompts.documents([Document("a", "T", "{documents} {step}")], 2) == "D:\n[1] T: {documents} {step} 2"
 
 
 def test_shipped_prompts_load():
     prompts = Prompts.load(ProtocolSettings())
     assert "Step k:" in prompts.init and prompts.init.endswith("{question}")
-    assert prompts.documents([Document("a", "T", "x")]).startswith("The retrieval documents:")
+    assert prompts.documents([Document("a", "T", "x")], 2).startswith("The retrieval documents:")
     tiny = ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", step_prompt="prompts/tiny/step_prompt.txt")
     assert "{question}" in Prompts.load(tiny).init
 

@@ -37,7 +37,7 @@ def trajectory(i: int) -> dict:
     ]
     steps = [
         {"analysis": f"I need to find out: {query}", "query": query, "documents": documents[: 1 + i % 2]},
-        {"analysis": f"{query} {town}." + " That answers the question." * (i % 3), "answer": town},
+        {"analysis": f"{query} {town}." + " This gives the answer." * (i % 3), "answer": town},
     ]
     return {"id": f"q{i}", "question": query, "answers": [town], "steps": steps, "source": "gold"}
 

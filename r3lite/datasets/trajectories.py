@@ -173,7 +173,7 @@ def _encode(row: Trajectory, tokenizer: Tokenizer, prompts: Prompts, fmt: R3Form
         trained += [True] * len(written)
         if step.answer is None:
             documents = [replace(d, text=tokenizer.cut(d.text, document_tokens)) for d in step.documents]
-            given = tokenizer.user_turn(prompts.documents(documents))
+            given = tokenizer.user_turn(prompts.documents(documents, number + 1))
             tokens += given
             trained += [False] * len(given)
     return Row(tokens, trained)

@@ -256,9 +256,10 @@ class World:
 
 
 def write_world(folder: pathlib.Path, seed: int = 0) -> dict[str, int]:
-    """Write corpus, train, dev, test and test_hops files into `folder`; returns the number of lines by file."""
-    plan = {"train": {"train": {"2hop": 640, "3hop": 120, "4hop": 40}}, "dev": {"dev": {"2hop": 100}},
-            "test": {"test": {"2hop": 300}, "test_hops": {"3hop": 60, "4hop": 60, "comparison": 60}}}
+    """Write corpus, train, dev, test and test_comparison files into `folder`; returns the number of lines by file."""
+    plan = {"train": {"train": {"2hop": 320, "3hop": 280, "4hop": 200}},
+            "dev": {"dev": {"2hop": 40, "3hop": 30, "4hop": 30}},
+            "test": {"test": {"2hop": 100, "3hop": 100, "4hop": 100}, "test_comparison": {"comparison": 60}}}
     larger = {kind: 2 * n for kind, n in SAMPLE_SIZES.items()}
     files: dict[str, list[dict]] = {"corpus": []}
     for split, asked in plan.items():

@@ -90,13 +90,18 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, D]
         v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, D]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v = cache.append(k, v)  # [B, K, S, D]
-        # Expanded rather than enable_gqa: on CUDA that flag is served only by the flash and math kernels, so
-        # cards without FlashAttention-2 would fall silently to the O(T^2) math kernel.
         groups = self.heads // self.kv_heads
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, S, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, D]
+        if cache is None:
+            # Expanded rather than enable_gqa: on CUDA that flag is served only by the flash and math kernels, so
+            # cards without FlashAttention-2 would fall silently to the O(T^2) math kernel.
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, T, D]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, D]
+        else:
+            # The queries that share a key head are laid end to end instead, so that the cache is never copied.
+            k, v = cache.append(k, v)  # [B, K, S, D]
+            q = q.reshape(B, self.kv_heads, groups * T, self.head_dim)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.repeat(1, 1, groups, 1))  # [B, K, G T, D]
+            out = out.view(B, self.heads, T, self.head_dim)
         return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
 
 

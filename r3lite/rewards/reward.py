@@ -75,7 +75,8 @@ def needs_verdict(settings: RewardSettings) -> bool:
 def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = None) -> Scored | None:
     """Pays an episode; None, a missing reward, where a judge is needed and gave no verdict.
 
-    - format: `format_reward` for each step without a fault;
+    - format: `format_reward` times the share of steps without a fault, in equal parts at each of them: paid in full
+      for each, it would pay for asking on when the answer is known;
     - process, at each query: `process_recall` times the share of the gold paragraphs found there for the first time,
       plus `process_judge` times the mean of relevance and coherence; multiplied by R3-RAG's trajectory factor
       (arXiv 2505.23794), 1 + gamma_correct, gamma_incorrect or gamma_fail (no answer);
@@ -86,7 +87,7 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     assert verdict is None or len(verdict.steps) == len(episode.steps), "a verdict has one opinion per step"
     em, best_f1 = answer_scores(episode)
     correct = bool(verdict and verdict.correct and episode.prediction)
-    well_formed = [settings.format_reward if not s.faults else 0.0 for s in episode.steps]
+    well_formed = [0.0 if s.faults else settings.format_reward / len(episode.steps) for s in episode.steps]
     factor = _trajectory_factor(episode, settings, correct if settings.outcome_judge else em == 1.0)
     process = [factor * p for p in _process(episode, settings, verdict)]
     outcome = settings.outcome_em * em + settings.outcome_f1 * best_f1 + settings.outcome_judge * correct

@@ -196,7 +196,7 @@ class Engine:
         limit, kept = self.lengths.max_document_tokens, list(documents)
         while True:
             cut = [replace(d, text=self.tokenizer.cut(d.text, limit)) for d in kept]
-            given = before + self.tokenizer.user_turn(self.prompts.documents(cut))
+            given = before + self.tokenizer.user_turn(self.prompts.documents(cut, len(sequence.steps) + 1))
             if len(given) <= room:
                 return cut, given
             if limit // 2 >= LEAST_DOCUMENT:

@@ -25,7 +25,7 @@ def test_the_texts_of_a_demonstration():
     assert (first.analysis, first.query) == ("I need to find out: Who directed Brenn?", "Who directed Brenn?")
     assert second.analysis == "Who directed Brenn? Ann Dahl. Next I need to find out: Where was Ann Dahl born?"
     assert (second.query, second.documents) == ("Where was Ann Dahl born?", (PERSON,))
-    assert last.analysis == "Where was Ann Dahl born? Oslo. That answers the question."
+    assert last.analysis == "Where was Ann Dahl born? Oslo. This gives the answer."
     assert (last.query, last.answer) == (None, "Oslo")
     assert check_steps(gold.steps(QUESTION, [[FILM], [PERSON]]), R3Format()) is None
 
@@ -48,7 +48,7 @@ def test_an_answer_that_ends_a_sentence_gets_no_second_stop():
     hops = (Hop("Until when?", "3 a.m.", FILM), Hop("Which?", 'under "North Africa."', PERSON))
     steps = gold.steps(with_hops(*hops), [[], []])
     assert steps[1].analysis.startswith("Until when? 3 a.m. Next")
-    assert steps[2].analysis == 'Which? under "North Africa." That answers the question.'
+    assert steps[2].analysis == 'Which? under "North Africa." This gives the answer.'
 
 
 @pytest.mark.parametrize(

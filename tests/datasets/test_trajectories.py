@@ -29,7 +29,7 @@ TRAJECTORY = Trajectory(
     (
         Step("I need to find out: Who directed Brenn?", "Who directed Brenn?", DOCUMENTS),
         Step("It was Ann Dahl.\nNext I need her birthplace.", "Where was Ann Dahl born?", ()),
-        Step("Where was Ann Dahl born? Oslo. That answers the question.", answer="Oslo"),
+        Step("Where was Ann Dahl born? Oslo. This gives the answer.", answer="Oslo"),
     ),
     "gold",
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from r3lite.datasets.world import HEADS, RELATIONS, TAILS, World, write_world
 
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "world"
-FILES = ("train", "dev", "test", "test_hops")
+FILES = ("train", "dev", "test", "test_comparison")
 NAME_WORDS = {head + tail for head in HEADS for tail in TAILS}
 
 
@@ -24,7 +24,7 @@ def name_words(text: str) -> set[str]:
 
 def test_shipped_files_are_what_the_command_writes(tmp_path):
     counts = write_world(tmp_path, seed=0)
-    assert counts == {"corpus": 1304, "train": 800, "dev": 100, "test": 300, "test_hops": 180}
+    assert counts == {"corpus": 1304, "train": 800, "dev": 100, "test": 300, "test_comparison": 60}
     for name in counts:
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (SHIPPED / f"{name}.jsonl").read_bytes(), name
 
@@ -54,7 +54,7 @@ def test_no_name_word_is_shared_between_splits_or_with_pretraining():
     for a in words:
         for b in words:
             assert a == b or not words[a] & words[b]
-    for split, names in (("train", ("train",)), ("dev", ("dev",)), ("test", ("test", "test_hops"))):
+    for split, names in (("train", ("train",)), ("dev", ("dev",)), ("test", ("test", "test_comparison"))):
         assert all(name_words(row["question"]) <= words[split] for name in names for row in lines(name))
 
 
@@ -72,7 +72,7 @@ def test_a_hop_question_finds_its_article_among_three():
     vectors = [{w: n * weight[w] for w, n in bag.items()} for bag in bags]
     norms = [math.sqrt(sum(x * x for x in v.values())) for v in vectors]
     found = asked = 0
-    for row in lines("test") + lines("test_hops"):
+    for row in lines("test") + lines("test_comparison"):
         answers = {}
         for n, hop in enumerate(row["question_decomposition"], 1):
             question = re.sub(r"#(\d)", lambda m: answers[int(m[1])], hop["question"])
@@ -87,7 +87,7 @@ def test_a_hop_question_finds_its_article_among_three():
 
 
 def test_comparisons_are_balanced_and_every_relation_is_asked():
-    comparisons = [row["answer"] for row in lines("test_hops") if row["id"].startswith("comparison")]
+    comparisons = [row["answer"] for row in lines("test_comparison") if row["id"].startswith("comparison")]
     assert 0.3 < comparisons.count("yes") / len(comparisons) < 0.7
     openings = {hop["question"].split("#")[0].split(" ")[0:2][1] for row in lines("train") for hop in row["question_decomposition"]}
     assert openings >= {r.question.split(" ")[1] for r in RELATIONS}

@@ -32,10 +32,10 @@ def test_a_right_episode_by_hand():
         QUESTION, [search(GOLD[0], OTHER), search(GOLD[0], GOLD[1], query="then"), answer("Ada Byron")], ANSWERED
     )
     scored = score(episode, PLAIN)
-    # A half of the gold at each query: 0.1 + 1.6 * 0.4 / 2; then format, EM and F1.
-    assert scored.steps == pytest.approx([0.42, 0.42, 0.1 + 1.0 + 0.5])
+    # A half of the gold at each query: 0.1 / 3 + 1.6 * 0.4 / 2; then format, EM and F1.
+    assert scored.steps == pytest.approx([0.32 + 0.1 / 3, 0.32 + 0.1 / 3, 0.1 / 3 + 1.0 + 0.5])
     assert scored.parts == pytest.approx(
-        {"format": 0.3, "process": 0.64, "outcome": 1.5, "em": 1.0, "f1": 1.0, "recall": 1.0}
+        {"format": 0.1, "process": 0.64, "outcome": 1.5, "em": 1.0, "f1": 1.0, "recall": 1.0}
     )
     assert scored.total == pytest.approx(sum(scored.parts[k] for k in ("format", "process", "outcome")))
 
@@ -74,7 +74,7 @@ def test_only_faultless_steps_are_paid_for_format():
         QUESTION, [search(faults=("repeated_query",)), search(query="x"), Step(faults=("cut_off",))], CUT_OFF
     )
     scored = score(episode, PLAIN)
-    assert scored.steps == [0.0, 0.1, 0.0]
+    assert scored.steps == pytest.approx([0.0, 0.1 / 3, 0.0])
     assert scored.parts["outcome"] == scored.parts["em"] == 0.0
 
 
@@ -93,7 +93,7 @@ def test_no_answer_is_not_the_empty_answer():
 def test_recall_is_missing_where_no_gold_is_known():
     scored = score(Episode(Question("q", "Who?", ("Ada",)), [search(OTHER), answer("Ada")], ANSWERED), PLAIN)
     assert scored.parts["recall"] is None
-    assert scored.steps == pytest.approx([0.1, 1.6])
+    assert scored.steps == pytest.approx([0.05, 1.55])
 
 
 def test_yes_and_no_follow_the_data_set():

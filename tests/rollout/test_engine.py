@@ -12,7 +12,7 @@ from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings
 
-PROMPTS = Prompts("Q: {question}", "The retrieval documents:\n{documents}")
+PROMPTS = Prompts("Q: {question}", "The retrieval documents:\n{documents}\nNow Step {step}.")
 LENGTHS = LengthSettings(max_hops=3, max_new_tokens=120, max_length=1200, max_document_tokens=30)
 DOCUMENTS = [Document("1", "Rome", "Rome is in Italy."), Document("2", "Oslo", "Oslo is in Norway. " * 10)]
 
@@ -64,7 +64,7 @@ def test_the_token_layout_is_the_chat_of_the_steps(three, tokenizer):
     for number, step in enumerate(sequence.steps, 1):
         messages.append({"role": "assistant", "content": R3Format().render(step, number)})
         if step.query:
-            messages.append({"role": "user", "content": PROMPTS.documents(step.documents)})
+            messages.append({"role": "user", "content": PROMPTS.documents(step.documents, number + 1)})
     ids, written = tokenizer.chat(messages)
     assert sequence.tokens == ids[:-1] and sequence.action == written[:-1]  # but for the newline after the last turn
     assert [tokenizer.decode(sequence.tokens[e : e + 1]) for e in sequence.step_ends] == [""] * 3  # the stop tokens
