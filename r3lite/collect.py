@@ -6,6 +6,7 @@ sees the answer.
 
 import json
 import os
+import random
 import sys
 import time
 from collections import Counter
@@ -110,9 +111,15 @@ def gold(config: CollectConfig, questions: list[Question], retrieve, output: Pat
             documents, was_there = with_gold(usable[i], hop, documents, config.retrieval.top_k, seed)
             brought[i].append(documents)
             found[i] += was_there
-    written = [Trajectory(q.id, q.text, q.answers, steps(q, d), "gold") for q, d in zip(usable, brought, strict=True)]
-    for trajectory, n in zip(written, found, strict=True):
-        tally.keep(len(trajectory.steps), len(trajectory.steps) - 1, n)
+    share = config.collect.hurried_share
+    draws = [random.Random(f"{config.common.seed}/{q.id}/hurried").random() for q in usable]
+    hurried = [draw < share and len(q.hops) > 1 for q, draw in zip(usable, draws, strict=True)]
+    written = [
+        Trajectory(q.id, q.text, q.answers, steps(q, documents, h), "gold")
+        for q, documents, h in zip(usable, brought, hurried, strict=True)
+    ]
+    for trajectory, documents, n in zip(written, brought, found, strict=True):
+        tally.keep(len(trajectory.steps), len(documents), n)
     write_jsonl(output, (t.to_json() for t in written))
     return tally
 

@@ -16,6 +16,12 @@ from r3lite.errors import R3LiteError
 from r3lite.settings import Common, QuickstartSettings
 
 
+# The cold start's teacher is hasty: half of its trajectories leave out the last hop, so that there is something left
+# for rewards to teach. With flawless trajectories and twice the steps, SFT alone answers 0.93 of the questions.
+TRAJECTORIES = 300
+HURRIED = 0.5
+
+
 @dataclass(frozen=True)
 class QuickstartConfig:
     """Teaches the tiny shipped model to answer multi-hop questions about an invented world.
@@ -91,16 +97,10 @@ def work(config: QuickstartConfig) -> None:
     passages = ["--corpus", str(world / "corpus.jsonl")]
     run_stage("index the encyclopedia", index.main, "index", [*shared, *passages, "--output", str(out / "index")])
     trajectories = out / "trajectories.jsonl"
-    arguments = [
-        *shared,
-        "--data",
-        str(world / "train.jsonl"),
-        *search,
-        "--output",
-        str(trajectories),
-        *quick["collect"],
-    ]
-    run_stage("collect gold trajectories for the cold start", collect.main, "collect", arguments)
+    arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(trajectories)]
+    arguments += ["--limit", str(TRAJECTORIES), "--hurried-share", str(HURRIED), *quick["collect"]]
+    title = f"collect trajectories for the cold start; {HURRIED:.0%} of them, on purpose, answer one hop too early"
+    run_stage(title, collect.main, "collect", arguments)
     stages = [evaluated("base", None, 0.0)]
     arguments = [*shared, "--data", str(trajectories), "--output", str(out / "sft"), *quick["sft"]]
     minutes = run_stage("SFT: learn the step format and to copy what was read", sft.main, "sft", arguments)

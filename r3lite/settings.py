@@ -107,6 +107,8 @@ class CollectSettings(Section):
     malformed ones rejected, going on where an earlier run into the same --output left off"""
     max_hops: Count = 5
     """most queries of a trajectory; questions with more gold hops are left out, a teacher must answer then"""
+    hurried_share: Fraction = 0.0
+    """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments"""
     attempts: Count = 4
     """tries of the teacher at a question: the first at temperature 0, the others at 0.9"""
     min_f1: Fraction = 0.8
@@ -310,6 +312,8 @@ class RLSettings(Section):
     """weight of the value loss (ppo)"""
     value_learning_rate: Positive = 1e-3
     """learning rate of the value head (ppo)"""
+    negative_advantage_scale: NonNegative = 1.0
+    """negative advantages are multiplied by this; below 1 a small model drifts less into noise"""
     gamma: Fraction = 1.0
     """discount (ppo)"""
     gae_lambda: Fraction = 0.95

@@ -4,7 +4,7 @@ Texts for n hops with questions q_k and answers a_k:
 
     step 1      analysis "I need to find out: {q_1}"                            query "{q_1}"
     step k      analysis "{q_k-1} {a_k-1}. Next I need to find out: {q_k}"      query "{q_k}"
-    step n + 1  analysis "{q_n} {a_n}. This gives the answer."              answer "{final answer}"
+    step n + 1  analysis "{q_n} {a_n}. This gives the answer."                  answer "{final answer}"
 
 A small model must write a fact down before it can use it: without the closing analysis it answers far worse.
 """
@@ -61,15 +61,20 @@ def with_gold(
     return kept, False
 
 
-def steps(question: Question, documents: Sequence[Sequence[Document]]) -> tuple[Step, ...]:
-    """The steps of a demonstration; `documents[k]` are those of hop k."""
+def steps(question: Question, documents: Sequence[Sequence[Document]], hurried: bool = False) -> tuple[Step, ...]:
+    """The steps of a demonstration; `documents[k]` are those of hop k.
+
+    A `hurried` one leaves out the last hop and takes the answer before it for the final one: well-formed, and wrong.
+    """
+    hops = question.hops[: len(question.hops) - hurried]
     asked, found = queries(question), ""
     written = []
-    for query, hop, brought in zip(asked, question.hops, documents, strict=True):
+    for query, hop, brought in zip(asked, hops, documents):
         opening = f"{found} Next I need to find out:" if found else "I need to find out:"
         written.append(Step(f"{opening} {query}", query, tuple(brought)))
         found = f"{query} {_sentence(hop.answer)}"
-    return *written, Step(f"{found} This gives the answer.", answer=question.answers[0])
+    answer = hops[-1].answer if hurried else question.answers[0]
+    return *written, Step(f"{found} This gives the answer.", answer=answer)
 
 
 def _sentence(text: str) -> str:

@@ -42,6 +42,7 @@ class Learner:
         returns = batch.rewards.sum(-1)  # [B], what each episode was paid
         reference = self.reference_logprobs(batch) if self.settings.kl_beta else None
         advantages, targets = self.advantages(batch, returns, reference)
+        advantages = torch.where(advantages < 0, self.settings.negative_advantage_scale * advantages, advantages)
         sums: dict[str, float] = {}
         norms: list[float] = []
         for epoch in range(self.settings.update_epochs):
