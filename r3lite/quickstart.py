@@ -15,7 +15,6 @@ from r3lite.config import shipped
 from r3lite.errors import R3LiteError
 from r3lite.settings import Common, QuickstartSettings
 
-
 # The cold start's teacher is hasty: half of its trajectories leave out the last hop, so that there is something left
 # for rewards to teach. With flawless trajectories and twice the steps, SFT alone answers 0.93 of the questions.
 TRAJECTORIES = 300

@@ -108,6 +108,10 @@ class GeminiClient:
                     bar.update()
                     if on_reply:
                         on_reply(reply)
+        except R3LiteError:
+            # What is under way is paid for: it may reach the cache before the run stops.
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
         finally:
             self._stop.set()
             pool.shutdown(wait=False, cancel_futures=True)

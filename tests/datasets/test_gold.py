@@ -30,6 +30,14 @@ def test_the_texts_of_a_demonstration():
     assert check_steps(gold.steps(QUESTION, [[FILM], [PERSON]]), R3Format()) is None
 
 
+def test_a_hurried_demonstration_is_well_formed_and_wrong():
+    """It stops one hop too early and takes what it has for the answer, as a hasty teacher would."""
+    first, last = gold.steps(QUESTION, [[FILM], [PERSON]], hurried=True)
+    assert (first.query, first.documents) == ("Who directed Brenn?", (FILM,))
+    assert (last.analysis, last.answer) == ("Who directed Brenn? Ann Dahl. This gives the answer.", "Ann Dahl")
+    assert check_steps((first, last), R3Format()) is None
+
+
 def test_only_earlier_hops_are_references():
     hops = (
         Hop("Who sang Mambo #5?", "Bega", FILM),

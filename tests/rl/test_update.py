@@ -144,3 +144,18 @@ def test_equal_returns_teach_grpo_nothing(model):
     batch.rewards = batch.action / batch.action.sum(-1, keepdim=True)
     (got,), measured = gradients(model, batch, algorithm="grpo", kl_beta=0.0)
     assert got.norm() < 1e-4 and measured["frac_reward_zero_std"] == 1.0
+
+
+def test_negative_advantages_can_weigh_less(model):
+    """With scale 0 only what was better than expected teaches: the same gradient as with those episodes alone."""
+    batch = rollouts(model)
+    (got,), _ = gradients(model, batch, algorithm="grpo", kl_beta=0.0, negative_advantage_scale=0.0)
+    advantages, _ = learner(model, [], algorithm="grpo").advantages(batch, batch.rewards.sum(-1), None)
+    better = advantages.sum(-1) > 0
+    assert better.tolist() == [True, False, True, False]
+    stats = action_stats(model, batch, 290, 1.0)
+    share = batch.action / batch.action.sum(-1, keepdim=True) / 4 * better[:, None]
+    loss = -((stats.logprobs - stats.logprobs.detach()).exp() * (advantages * share)[batch.action]).sum()
+    parameters = list(lora.adapter_parameters(model, "policy").values())
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+    assert torch.allclose(got, expected, atol=1e-6) and got.norm() > 0
