@@ -63,6 +63,8 @@ EPISODES = "episodes.jsonl"
 
 def train(config: PpoConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
+    import torch
+
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.rewards.judge import build_judge
@@ -76,6 +78,7 @@ def train(config: PpoConfig) -> None:
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     retrieve = build_retriever(config.retrieval, questions)
     judge = build_judge(config.judge, run.output, config.reward)
+    torch.manual_seed(seed)  # of dropout; all else has streams of its own
     engine, learner, training = build(config)
     training.data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in questions]).encode()):08x}"
     training.facts = {"algorithm": rl.algorithm, "questions": len(questions)}

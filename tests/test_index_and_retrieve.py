@@ -29,8 +29,8 @@ def test_index_then_retrieve_on_the_sample_world(tmp_path, capsys):
     assert retrieve.main([*asked, "--corpus", corpus, "--output", str(tmp_path / "b"), "--top-k", "20"]) == 0
     assert recall(tmp_path / "a") == recall(tmp_path / "b")
     assert "20" in json.loads((tmp_path / "b" / "recall.json").read_text())["recall"]
-    # Half of a two-hop question's gold is named in the question itself.
-    assert recall(tmp_path / "a")[1] >= 0.5
+    # One of the two to four gold articles is named in the question itself.
+    assert recall(tmp_path / "a")[1] >= (1 / 2 + 1 / 3 + 1 / 4) / 3
     assert retrieve.main([*asked, "--retriever", "golden", "--output", str(tmp_path / "c")]) == 0
     assert recall(tmp_path / "c") == (50, 1.0)
 
