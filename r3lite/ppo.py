@@ -116,7 +116,7 @@ def train(config: PpoConfig) -> None:
 def build(config: PpoConfig) -> tuple:
     """The rollout engine, the learner, and what a checkpoint holds: one model with two adapters, and a critic."""
     from r3lite.formats import Prompts
-    from r3lite.models import activation_checkpointing, hooks, lora, weights
+    from r3lite.models import activation_checkpointing, lora, weights
     from r3lite.models.tokenizer import Tokenizer
     from r3lite.models.value_head import ValueHead
     from r3lite.rl.update import Learner
@@ -134,7 +134,6 @@ def build(config: PpoConfig) -> tuple:
     reference = add_adapters(model, config)
     if config.rl.activation_checkpointing:
         activation_checkpointing.enable(model)
-        hooks.require_input_grads(model)
     groups = [optim.Group(lora.adapter_parameters(model, POLICY), config.optimizer.learning_rate)]
     critic = ValueHead(model.config.hidden_size).to(device) if config.rl.algorithm == "ppo" else None
     if critic:

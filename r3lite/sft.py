@@ -128,7 +128,7 @@ class Trainer:
         self, config: SftConfig, folder: Path, tokenizer: "Tokenizer", rows: "list[Row]", validation: "list[Row]"
     ):
         """Loads the base, frozen, and puts the adapter on it."""
-        from r3lite.models import activation_checkpointing, hooks, lora, weights
+        from r3lite.models import activation_checkpointing, lora, weights
         from r3lite.training import loop, optim
         from r3lite.training.precision import Precision, explain_overflow, resolve_device, resolve_dtype
 
@@ -146,7 +146,6 @@ class Trainer:
         lora.set_adapter(self.model, ADAPTER)
         if config.sft.activation_checkpointing:
             activation_checkpointing.enable(self.model)
-            hooks.require_input_grads(self.model)
         parameters = lora.adapter_parameters(self.model, ADAPTER)
         group = optim.Group(parameters, config.optimizer.learning_rate)
         self.training = loop.Training(
@@ -166,14 +165,13 @@ class Trainer:
 
     def loss(self, batch: Batch) -> "Tensor":
         """Summed cross-entropy of the batch's trained tokens, each predicted by the hidden state before it."""
-        from r3lite.models.logprobs import token_logprobs
+        from r3lite.models.logprobs import token_loss
 
         with self.precision.autocast():
             chosen = batch.trained[:, 1:]  # [B, T-1]
             hidden = self.model(batch.tokens)[:, :-1][chosen]  # [N, C]
             head = self.model.head_weight[: self.tokenizer.size]  # ids beyond the tokenizer are only padding
-            logprobs, _ = token_logprobs(hidden, head, batch.tokens[:, 1:][chosen])  # [N]
-        return -logprobs.sum()
+            return token_loss(hidden, head, batch.tokens[:, 1:][chosen], lambda rows, logprobs, _: -logprobs.sum())
 
     def step(self, number: int) -> tuple[dict, int]:
         """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched."""

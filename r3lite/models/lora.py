@@ -78,15 +78,18 @@ class LoraLinear(nn.Module):
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.base(x)
         name = self.switch.active
         if name is None or name not in self.lora_A:
-            return out
+            return self.base(x)
+        rows = x.flatten(0, -2)  # [N, in]
+        out = self.base(rows)  # [N, out]
         spec = self.switch.specs[name]
         if self.training and spec.dropout:
-            x = F.dropout(x, spec.dropout)
-        low = F.linear(x, self.lora_A[name].to(x.dtype))  # [..., r]
-        return out + F.linear(low, self.lora_B[name].to(low.dtype)) * spec.scale
+            rows = F.dropout(rows, spec.dropout)
+        low = F.linear(rows, self.lora_A[name].to(out.dtype))  # [N, r]
+        # In place: the adapter's output is never a tensor of its own.
+        out.addmm_(low, self.lora_B[name].to(out.dtype).t(), alpha=spec.scale)
+        return out.unflatten(0, x.shape[:-1])
 
 
 def switch_of(model: nn.Module) -> Switch:

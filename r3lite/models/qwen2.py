@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from r3lite.models.functions import rms_norm, swiglu
 from r3lite.models.kv_cache import KVCache, LayerCache
 
 
@@ -39,10 +40,7 @@ class Qwen2Config:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467), computed in fp32.
-
-    Residual activations of Qwen2.5 reach about 8,000; their squares do not fit in fp16.
-    """
+    """See functions.rms_norm."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -50,23 +48,24 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
-def rotary_angles(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, 1, T, D] of rotary position embedding (arXiv 2104.09864) for positions [B, T], fp32."""
+def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `rotate` takes for positions [B, T]: cosines and sines [B, 1, T, D] (arXiv 2104.09864), made in fp32.
+
+    The sines of the first half are negated here, once, rather than half of every head in every layer.
+    """
     powers = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[:, None, :, None].float() / theta**powers  # [B, 1, T, D/2]
-    angles = torch.cat((angles, angles), dim=-1)  # [B, 1, T, D]
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the heads x [B, H, T, D] by their positions' angles [B, 1, T, D]; keeps x's dtype."""
+    """Rotates the heads x [B, H, T, D] by their positions' angles [B, 1, T, D]."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
+    return x * cos + torch.cat((second, first), dim=-1) * sin
 
 
 class Attention(nn.Module):
@@ -106,16 +105,23 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """SwiGLU between two projections. Without gradients, at most `tile` tokens at a time: its inside is wide."""
 
     def __init__(self, config: Qwen2Config):
         super().__init__()
+        self.tile: int | None = None
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.tile and not torch.is_grad_enabled() and x.shape[0] * x.shape[1] > self.tile:
+            pieces = x.flatten(0, 1).split(self.tile)  # of [B T, C]
+            return torch.cat([self._project(piece) for piece in pieces]).view_as(x)
+        return self._project(x)
+
+    def _project(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Layer(nn.Module):
@@ -129,7 +135,14 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+        return self.feed_forward(self.attend(x, cos, sin, mask, cache))
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        """The layer's first half: x [B, T, C] plus what it attends to."""
+        return x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The second half: each token of x [..., C] by itself."""
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -155,8 +168,8 @@ class Qwen2(nn.Module):
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Replaced by models.activation_checkpointing: how one layer is run when gradients are wanted.
-        self.run_layer = lambda layer, *inputs: layer(*inputs)
+        # Replaced by models.activation_checkpointing: how layer i is run.
+        self.run_layer = lambda i, layer, *inputs: layer(*inputs)
 
     @property
     def head_weight(self) -> Tensor:
@@ -176,10 +189,10 @@ class Qwen2(nn.Module):
             positions, mask = torch.arange(T, device=x.device)[None], None
         else:
             positions, mask = cache.begin(B, T)  # [B, T], [B, 1, T, S]
-        cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.model.layers):
             layer_cache = None if cache is None else cache.layer(i)
-            x = self.run_layer(layer, x, cos, sin, mask, layer_cache)
+            x = self.run_layer(i, layer, x, cos, sin, mask, layer_cache)
         if cache is not None:
             cache.end(B, T, lengths)
         return self.model.norm(x)

@@ -1,40 +1,33 @@
-"""The trainer's side of token-in, token-out: log-probabilities and values of the tokens that were sampled."""
-
-from typing import NamedTuple
+"""The trainer's side of token-in, token-out: states and log-probabilities of the tokens that were sampled."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from r3lite.models.logprobs import token_logprobs
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.batch import Batch
 
 
-class ActionStats(NamedTuple):
-    """One number per action token, in row-major order of the batch's action mask."""
+def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Runs the model over whole episodes: hidden states [N, C] before the action tokens, and these tokens [N].
 
-    logprobs: Tensor  # [N] fp32
-    entropy: Tensor  # [N] fp32, of the distribution that the token was drawn from
-    values: Tensor | None  # [N] fp32
-
-
-def action_stats(
-    model: Qwen2, batch: Batch, vocabulary: int, temperature: float, value_head: nn.Module | None = None
-) -> ActionStats:
-    """Runs the model over whole episodes and reads off their action tokens.
-
-    A token is predicted by the hidden state before it. The head's first `vocabulary` rows are those that may be
-    sampled; the distribution is scaled by the temperature that sampled it.
+    N counts action tokens in row-major order of the batch's action mask. A token is predicted by the state before it.
     """
     chosen = batch.action[:, 1:]  # [B, T-1]; the first token of an episode is given
-    hidden = model(batch.tokens)[:, :-1][chosen]  # [N, C]
-    targets = batch.tokens[:, 1:][chosen]  # [N]
-    logprobs, entropy = token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, with_entropy=True)
-    return ActionStats(logprobs, entropy, None if value_head is None else value_head(hidden))
+    return model(batch.tokens)[:, :-1][chosen], batch.tokens[:, 1:][chosen]
+
+
+def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: float) -> Tensor:
+    """Log-probabilities [N] of the action tokens, under the distribution that they were drawn from.
+
+    The head's first `vocabulary` rows are those that may be sampled; the temperature is that of the sampler.
+    """
+    hidden, targets = action_states(model, batch)
+    return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature)[0]
 
 
 def at_actions(x: Tensor, batch: Batch) -> Tensor:
-    """The entries [N] of x [B, T] at action tokens, in the order of `action_stats`."""
+    """The entries [N] of x [B, T] at action tokens, in the order of `action_states`."""
     return x[batch.action]
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from r3lite.models.logprobs import token_loss
 from r3lite.models.lora import use_adapter
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl import losses
 from r3lite.rl.advantages import gae, group_normalized, share_without_variance, whiten
 from r3lite.rl.batch import Batch
-from r3lite.rl.policy import action_stats, at_actions, spread
+from r3lite.rl.policy import action_logprobs, action_states, at_actions, spread
 from r3lite.settings import RLSettings
 
 
@@ -43,7 +44,7 @@ class Learner:
         reference = self.reference_logprobs(batch) if self.settings.kl_beta else None
         advantages, targets = self.advantages(batch, returns, reference)
         advantages = torch.where(advantages < 0, self.settings.negative_advantage_scale * advantages, advantages)
-        sums: dict[str, float] = {}
+        sums: dict[str, Tensor] = {}
         norms: list[float] = []
         for epoch in range(self.settings.update_epochs):
             order = list(range(len(returns)))
@@ -52,7 +53,7 @@ class Learner:
                 rows = order[start : start + self.settings.mini_batch_size]
                 norms.append(self._mini_batch(batch, rows, advantages, targets, reference, sums))
         tokens, loss = sums.pop("tokens"), sums.pop("loss")
-        measured = {"loss": loss / len(norms)} | {name: total / tokens for name, total in sums.items()}
+        measured = {"loss": float(loss) / len(norms)} | {name: float(total) / tokens for name, total in sums.items()}
         measured |= {
             "grad_norm": sum(norms) / len(norms),
             "frac_reward_zero_std": share_without_variance(returns, batch.groups),
@@ -71,8 +72,8 @@ class Learner:
         with use_adapter(self.model, self.reference), self.autocast():
             for rows in self._micro_batches(batch, range(len(batch.tokens))):
                 part = batch.rows(rows)
-                stats = action_stats(self.model, part, self.vocabulary, self.temperature)
-                parts[rows, : part.tokens.shape[1]] = spread(stats.logprobs, part)
+                logprobs = action_logprobs(self.model, part, self.vocabulary, self.temperature)
+                parts[rows, : part.tokens.shape[1]] = spread(logprobs, part)
         return parts
 
     def advantages(self, batch: Batch, returns: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -106,35 +107,43 @@ class Learner:
             share = part.action / (
                 actions.sum() if self.settings.algorithm == "ppo" else part.action.sum(-1, keepdim=True) * len(rows)
             )
-            with self.autocast():
-                stats = action_stats(self.model, part, self.vocabulary, self.temperature, self.value_head)
             cut = [None if x is None else at_actions(x[micro, :T], part) for x in (advantages, targets, reference)]
-            loss = self._loss(stats, part, *cut, at_actions(share, part), sums)
-            self.backward(loss)
+            self.backward(self._loss(part, *cut, at_actions(share, part), sums))
         norm, _ = self.optimizer_step()
         return norm
 
-    def _loss(self, stats, part: Batch, advantages: Tensor, targets, reference, share: Tensor, sums: dict) -> Tensor:
-        """The loss of a micro-batch, its tokens [N] weighted by their share of the mini-batch."""
+    def _loss(self, part: Batch, advantages: Tensor, targets, reference, share: Tensor, sums: dict) -> Tensor:
+        """The loss of a micro-batch, its tokens [N] weighted by their share of the mini-batch; adds to `sums`."""
         settings, old = self.settings, at_actions(part.logprobs, part)
         clips = settings.clip_low, settings.clip_high
-        per_token = (
-            losses.policy_loss(stats.logprobs, old, advantages, *clips) - settings.entropy_coefficient * stats.entropy
-        )
-        low, high = losses.clipped(stats.logprobs, old, advantages, *clips)
-        seen = {"entropy": stats.entropy, "clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
-        if reference is not None:
-            kl = losses.k3_kl(stats.logprobs, reference)
-            seen["kl"] = kl
-            if settings.algorithm == "grpo":
-                per_token = per_token + settings.kl_beta * kl
+
+        def count(**seen: Tensor) -> None:
+            for name, x in seen.items():
+                sums[name] = sums.get(name, 0.0) + x.detach().sum()
+
+        def policy_loss(rows: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            advantage = advantages[rows]
+            per_token = losses.policy_loss(logprobs, old[rows], advantage, *clips)
+            low, high = losses.clipped(logprobs, old[rows], advantage, *clips)
+            count(entropy=entropy, **{"clip_ratio/low_mean": low, "clip_ratio/high_mean": high})
+            if settings.entropy_coefficient:
+                per_token = per_token - settings.entropy_coefficient * entropy
+            if reference is not None:
+                kl = losses.k3_kl(logprobs, reference[rows])
+                count(kl=kl)
+                if settings.algorithm == "grpo":
+                    per_token = per_token + settings.kl_beta * kl
+            return (per_token * share[rows]).sum()
+
+        with self.autocast():
+            hidden, tokens = action_states(self.model, part)
+            head = self.model.head_weight[: self.vocabulary]
+            loss = token_loss(hidden, head, tokens, policy_loss, self.temperature, with_entropy=True)
+            values = None if targets is None else self.value_head(hidden)
         if targets is not None:
-            value = losses.value_loss(stats.values, at_actions(part.values, part), targets, settings.value_clip)
-            seen["value_loss"] = value
-            per_token = per_token + settings.value_coefficient * value
-        loss = (per_token * share).sum()
-        sums["loss"] = sums.get("loss", 0.0) + loss.item()
+            value = losses.value_loss(values, at_actions(part.values, part), targets, settings.value_clip)
+            count(value_loss=value)
+            loss = loss + settings.value_coefficient * (value * share).sum()
+        count(loss=loss)
         sums["tokens"] = sums.get("tokens", 0) + len(share)
-        for name, x in seen.items():
-            sums[name] = sums.get(name, 0.0) + x.sum().item()
         return loss

@@ -94,11 +94,11 @@ def test_passes_without_gradients_and_with_a_cache_are_as_before(adapted):
 
 def test_input_gradients_reach_the_embedding_s_output(adapted):
     """With nothing trainable below it, the first layer's input needs no gradient unless it is asked for."""
-    model, seen = adapted(True), []
-    handle = require_input_grads(model)
+    model, seen = adapted(False), []
     watch = model.model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    assert_same(gradients(model), gradients(adapted(False)))
-    assert seen[0].requires_grad
+    handle = require_input_grads(model)
+    model(IDS)
+    assert seen[-1].requires_grad
     with torch.no_grad():
         model(IDS)
     assert not seen[-1].requires_grad
@@ -106,6 +106,47 @@ def test_input_gradients_reach_the_embedding_s_output(adapted):
     model(IDS)
     assert not seen[-1].requires_grad
     watch.remove()
+
+
+@pytest.mark.parametrize("how", [{"layers": 1}, {"layers": 0}, {"mlp_tile": 7}, {"offload": True}])
+def test_gradients_are_the_same_however_little_is_kept(adapted, how):
+    model = adapted(False)
+    activation_checkpointing.enable(model, **how)
+    assert_same(gradients(model), gradients(adapted(False)))
+    activation_checkpointing.enable(model)  # and again with other figures
+    assert_same(gradients(model), {k: 2 * g for k, g in gradients(adapted(False)).items()})
+
+
+def test_the_first_layers_are_those_that_run_again(adapted):
+    """The last ones' activations are gone when the first is run again, so that both are never held together."""
+    model, runs = adapted(False), []
+    activation_checkpointing.enable(model, layers=1)
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_pre_hook(lambda module, inputs, i=i: runs.append(i))
+    gradients(model)
+    assert runs == [*range(len(model.model.layers)), 0]
+
+
+def test_a_tiled_mlp_gives_the_same_without_gradients(adapted):
+    model = adapted(False)
+    with torch.no_grad(), use_adapter(model, "policy"):
+        whole = model(IDS)
+        activation_checkpointing.enable(model, mlp_tile=7)
+        widths = []
+        model.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda m, inputs: widths.append(len(inputs[0])))
+        tiled = model(IDS)
+    assert torch.allclose(whole, tiled, atol=1e-6) and widths == [7] * 8 + [4]
+
+
+def test_the_second_run_has_the_autocast_of_the_first(adapted):
+    """`backward` stands outside the autocast; the layers were then run again in fp32."""
+    model, seen = adapted(True), []
+    handle = model.model.layers[0].self_attn.o_proj.base.register_forward_hook(lambda m, i, out: seen.append(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16), use_adapter(model, "policy"):
+        loss = model(IDS).float().square().mean()
+    loss.backward()
+    handle.remove()
+    assert seen == [torch.bfloat16, torch.bfloat16]
 
 
 def test_a_checkpointing_model_is_freed_without_the_garbage_collector(adapted):

@@ -9,7 +9,7 @@ import torch
 from r3lite.models import lora
 from r3lite.models.value_head import ValueHead
 from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.policy import action_stats
+from r3lite.rl.policy import action_logprobs
 from r3lite.rl.update import Learner
 from r3lite.settings import RLSettings
 
@@ -45,7 +45,7 @@ def rollouts(model, vocabulary=290):
         made.append(Rollout(tokens, action, [0.0] * len(action), [0.3 * a for a in action], rewards, i // 2))
     batch = Batch.of(made, 0, "cpu")
     with torch.no_grad():
-        batch.logprobs.masked_scatter_(batch.action, action_stats(model, batch, vocabulary, 1.0).logprobs)
+        batch.logprobs.masked_scatter_(batch.action, action_logprobs(model, batch, vocabulary, 1.0))
     return batch
 
 
@@ -105,16 +105,16 @@ def test_grpo_gradient_equals_the_formula(model):
     batch = rollouts(model)
     (got,), _ = gradients(model, batch, algorithm="grpo", kl_beta=0.05)
     with torch.no_grad(), lora.use_adapter(model, "reference"):
-        reference = action_stats(model, batch, 290, 1.0).logprobs
-    stats = action_stats(model, batch, 290, 1.0)
+        reference = action_logprobs(model, batch, 290, 1.0)
+    logprobs = action_logprobs(model, batch, 290, 1.0)
     returns = batch.rewards.sum(-1)
     loss, at = 0.0, 0
     for i, count in enumerate(batch.action.sum(-1).tolist()):
         pair = returns[i // 2 * 2 : i // 2 * 2 + 2]
         advantage = (returns[i] - pair.mean()) / (pair.std() + 1e-4)
         rows = slice(at, at + count)
-        d = reference[rows] - stats.logprobs[rows]
-        ratio = (stats.logprobs[rows] - stats.logprobs[rows].detach()).exp()
+        d = reference[rows] - logprobs[rows]
+        ratio = (logprobs[rows] - logprobs[rows].detach()).exp()
         loss = loss - (ratio * advantage - 0.05 * (d.exp() - d - 1)).mean() / 4
         at += count
     parameters = list(lora.adapter_parameters(model, "policy").values())
@@ -153,9 +153,9 @@ def test_negative_advantages_can_weigh_less(model):
     advantages, _ = learner(model, [], algorithm="grpo").advantages(batch, batch.rewards.sum(-1), None)
     better = advantages.sum(-1) > 0
     assert better.tolist() == [True, False, True, False]
-    stats = action_stats(model, batch, 290, 1.0)
+    logprobs = action_logprobs(model, batch, 290, 1.0)
     share = batch.action / batch.action.sum(-1, keepdim=True) / 4 * better[:, None]
-    loss = -((stats.logprobs - stats.logprobs.detach()).exp() * (advantages * share)[batch.action]).sum()
+    loss = -((logprobs - logprobs.detach()).exp() * (advantages * share)[batch.action]).sum()
     parameters = list(lora.adapter_parameters(model, "policy").values())
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
     assert torch.allclose(got, expected, atol=1e-6) and got.norm() > 0

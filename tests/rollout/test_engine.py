@@ -7,7 +7,7 @@ from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.formats import Prompts, R3Format
 from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.policy import action_stats
+from r3lite.rl.policy import action_logprobs, action_states
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings
@@ -86,11 +86,11 @@ def test_sampled_log_probs_equal_the_trainers_across_retrievals(three, model, to
     sequences = engine.run(questions(3), ["a", "b", "c"], lambda pairs: [DOCUMENTS for _ in pairs])
     rollouts = [Rollout(s.tokens, s.action, s.logprobs, s.values, [], 0) for s in sequences]
     batch = Batch.of(rollouts, tokenizer.pad_id, "cpu")
-    stats = action_stats(model, batch, tokenizer.size, temperature)
-    assert (stats.logprobs - batch.logprobs[batch.action]).abs().max() <= 1e-4
+    logprobs = action_logprobs(model, batch, tokenizer.size, temperature)
+    assert (logprobs - batch.logprobs[batch.action]).abs().max() <= 1e-4
     trained = [t for s in sequences for t, a in zip(s.tokens, s.action) if a]
     assert batch.tokens[batch.action].tolist() == trained
-    assert stats.logprobs.abs().max() > 1  # the model's opinion differs from uniform: the comparison means something
+    assert logprobs.abs().max() > 1  # the model's opinion differs from uniform: the comparison means something
 
 
 def test_values_of_the_critic_equal_the_trainers(scripted, three, model, tokenizer):
@@ -100,8 +100,8 @@ def test_values_of_the_critic_equal_the_trainers(scripted, three, model, tokeniz
     batch = Batch.of(
         [Rollout(s.tokens, s.action, s.logprobs, s.values, [], 0) for s in sequences], tokenizer.pad_id, "cpu"
     )
-    stats = action_stats(model, batch, tokenizer.size, 1.0, head)
-    assert torch.allclose(stats.values, batch.values[batch.action], atol=1e-4) and stats.values.abs().max() > 0.01
+    values = head(action_states(model, batch)[0])
+    assert torch.allclose(values, batch.values[batch.action], atol=1e-4) and values.abs().max() > 0.01
 
 
 def test_what_a_sequence_says_does_not_depend_on_its_company(model, tokenizer):

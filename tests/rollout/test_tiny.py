@@ -10,7 +10,7 @@ from r3lite.evaluate import EvaluateConfig, load_engine
 from r3lite.models import lora
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.policy import action_stats
+from r3lite.rl.policy import action_logprobs
 from r3lite.rollout.sampling import Sampler
 
 
@@ -41,6 +41,6 @@ def test_sampled_log_probs_equal_the_trainers(tiny):
     rollouts = [Rollout(s.tokens, s.action, s.logprobs, s.values, [], 0) for s in sequences]
     batch = Batch.of(rollouts, engine.tokenizer.pad_id, "cpu")
     with torch.no_grad():
-        stats = action_stats(engine.model, batch, engine.tokenizer.size, 1.0)
-    assert (stats.logprobs - batch.logprobs[batch.action]).abs().max() <= 1e-4
+        logprobs = action_logprobs(engine.model, batch, engine.tokenizer.size, 1.0)
+    assert (logprobs - batch.logprobs[batch.action]).abs().max() <= 1e-4
     assert not lora.switch_of(engine.model).active
