@@ -1,5 +1,7 @@
 """Settings: where a value comes from, what is refused and how, and that what is saved is read back."""
 
+
+
 import dataclasses
 from dataclasses import dataclass
 

@@ -7,7 +7,6 @@ Knows nothing of models, prompts, the step format or retrieval.
 A name word is a head and a tail ("Kar" + "dosk"). The pair's class (head + tail index, modulo 8) says which split may use
 the word, so two splits share no word of any name: what a model copies from a test article it has never seen whole.
 """
-
 import argparse
 import json
 import pathlib
@@ -15,16 +14,10 @@ import random
 from dataclasses import dataclass, field
 
 VOWELS = "aeiou"
-HEADS = [
-    o + v + "lrn"[(i + j) % 3]
-    for i, o in enumerate("B Br D Dr F G Gr H J K L M N P R S T Tr V Z".split())
-    for j, v in enumerate(VOWELS)
-]
-TAILS = [
-    o + v + ("n", "", "r", "s", "l", "", "th")[(3 * i + j) % 7]
-    for i, o in enumerate("b br d dr f g h j k l m n p r s st t v w z".split())
-    for j, v in enumerate(VOWELS)
-]
+HEADS = [o + v + "lrn"[(i + j) % 3] for i, o in enumerate(
+    "B Br D Dr F G Gr H J K L M N P R S T Tr V Z".split()) for j, v in enumerate(VOWELS)]
+TAILS = [o + v + ("n", "", "r", "s", "l", "", "th")[(3 * i + j) % 7] for i, o in enumerate(
+    "b br d dr f g h j k l m n p r s st t v w z".split()) for j, v in enumerate(VOWELS)]
 SPLIT_CLASSES = {"pretraining": (0, 1, 2, 3), "train": (4, 5), "dev": (6,), "test": (7,)}
 WORKS = ("Works", "Group", "House", "Brothers")
 
@@ -36,7 +29,6 @@ class Relation:
     `sentences`: paraphrases with {s}ubject and {o}bject; `question`: the hop question; `phrases`: noun phrases for
     the object, all branching to the right, so that a nested question reads from the last hop to the first.
     """
-
     name: str
     subject: str
     object: str
@@ -46,133 +38,49 @@ class Relation:
 
 
 RELATIONS = (
-    Relation(
-        "director",
-        "film",
-        "person",
-        "Who directed {s}?",
-        ("the director of {s}", "the person who directed {s}"),
-        ("{s} is a film directed by {o}.", "{s} is a film. Its director was {o}.", "{o} directed the film {s}."),
-    ),
-    Relation(
-        "composer",
-        "film",
-        "person",
-        "Who composed the music of {s}?",
-        ("the composer of {s}", "the person who composed the music of {s}"),
-        ("The music of {s} was composed by {o}.", "{o} composed the music for {s}.", "The composer of {s} was {o}."),
-    ),
-    Relation(
-        "studio",
-        "film",
-        "company",
-        "Which company produced {s}?",
-        ("the studio of {s}", "the company that produced {s}"),
-        ("{s} was produced by {o}.", "{o} produced {s}.", "The studio behind {s} was {o}."),
-    ),
-    Relation(
-        "author",
-        "book",
-        "person",
-        "Who wrote {s}?",
-        ("the author of {s}", "the person who wrote {s}"),
-        ("{s} is a book written by {o}.", "{s} is a book. Its author is {o}.", "{o} wrote the book {s}."),
-    ),
-    Relation(
-        "publisher",
-        "book",
-        "company",
-        "Which company published {s}?",
-        ("the publisher of {s}", "the company that published {s}"),
-        ("{s} was published by {o}.", "{o} published {s}.", "The publisher of {s} is {o}."),
-    ),
-    Relation(
-        "birthplace",
-        "person",
-        "town",
-        "Where was {s} born?",
-        ("the birthplace of {s}", "the town of birth of {s}"),
-        ("{s} was born in {o}.", "{s} is a native of {o}.", "The birthplace of {s} is {o}."),
-    ),
-    Relation(
-        "spouse",
-        "person",
-        "person",
-        "Who is married to {s}?",
-        ("the spouse of {s}", "the person married to {s}"),
-        ("{s} is married to {o}.", "{s} married {o}.", "The spouse of {s} is {o}."),
-    ),
-    Relation(
-        "employer",
-        "person",
-        "company",
-        "Which company does {s} work for?",
-        ("the employer of {s}", "the company that employs {s}"),
-        ("{s} works for {o}.", "{s} is employed by {o}.", "The employer of {s} is {o}."),
-    ),
-    Relation(
-        "founder",
-        "company",
-        "person",
-        "Who founded {s}?",
-        ("the founder of {s}", "the person who founded {s}"),
-        ("{s} is a company founded by {o}.", "{s} is a company. Its founder was {o}.", "{o} founded the company {s}."),
-    ),
-    Relation(
-        "headquarters",
-        "company",
-        "town",
-        "Where is {s} based?",
-        ("the home town of {s}", "the town that hosts {s}"),
-        ("{s} is based in {o}.", "{s} has its offices in {o}.", "The home of {s} is {o}."),
-    ),
-    Relation(
-        "country",
-        "town",
-        "country",
-        "In which country is {s}?",
-        ("the country of {s}", "the country that holds {s}"),
-        ("{s} is a town in {o}.", "{s} is a town. It lies in the country {o}.", "The town {s} is part of {o}."),
-    ),
-    Relation(
-        "river",
-        "town",
-        "river",
-        "Which river runs through {s}?",
-        ("the river of {s}", "the river that runs through {s}"),
-        ("The river {o} runs through {s}.", "{s} lies on the river {o}.", "{s} was built on the river {o}."),
-    ),
-    Relation(
-        "capital",
-        "country",
-        "town",
-        "What is the capital of {s}?",
-        ("the capital of {s}",),
-        (
-            "{s} is a country whose capital is {o}.",
-            "{s} is a country. Its capital is {o}.",
-            "{o} is the capital of the country {s}.",
-        ),
-    ),
-    Relation(
-        "language",
-        "country",
-        "language",
-        "Which language is spoken in {s}?",
-        ("the language of {s}", "the language spoken in {s}"),
-        ("People in {s} speak {o}.", "{o} is spoken in {s}.", "The language of {s} is {o}."),
-    ),
+    Relation("director", "film", "person", "Who directed {s}?", ("the director of {s}", "the person who directed {s}"),
+             ("{s} is a film directed by {o}.", "{s} is a film. Its director was {o}.", "{o} directed the film {s}.")),
+    Relation("composer", "film", "person", "Who composed the music of {s}?",
+             ("the composer of {s}", "the person who composed the music of {s}"),
+             ("The music of {s} was composed by {o}.", "{o} composed the music for {s}.", "The composer of {s} was {o}.")),
+    Relation("studio", "film", "company", "Which company produced {s}?",
+             ("the studio of {s}", "the company that produced {s}"),
+             ("{s} was produced by {o}.", "{o} produced {s}.", "The studio behind {s} was {o}.")),
+    Relation("author", "book", "person", "Who wrote {s}?", ("the author of {s}", "the person who wrote {s}"),
+             ("{s} is a book written by {o}.", "{s} is a book. Its author is {o}.", "{o} wrote the book {s}.")),
+    Relation("publisher", "book", "company", "Which company published {s}?",
+             ("the publisher of {s}", "the company that published {s}"),
+             ("{s} was published by {o}.", "{o} published {s}.", "The publisher of {s} is {o}.")),
+    Relation("birthplace", "person", "town", "Where was {s} born?",
+             ("the birthplace of {s}", "the town of birth of {s}"),
+             ("{s} was born in {o}.", "{s} is a native of {o}.", "The birthplace of {s} is {o}.")),
+    Relation("spouse", "person", "person", "Who is married to {s}?", ("the spouse of {s}", "the person married to {s}"),
+             ("{s} is married to {o}.", "{s} married {o}.", "The spouse of {s} is {o}.")),
+    Relation("employer", "person", "company", "Which company does {s} work for?",
+             ("the employer of {s}", "the company that employs {s}"),
+             ("{s} works for {o}.", "{s} is employed by {o}.", "The employer of {s} is {o}.")),
+    Relation("founder", "company", "person", "Who founded {s}?", ("the founder of {s}", "the person who founded {s}"),
+             ("{s} is a company founded by {o}.", "{s} is a company. Its founder was {o}.", "{o} founded the company {s}.")),
+    Relation("headquarters", "company", "town", "Where is {s} based?",
+             ("the home town of {s}", "the town that hosts {s}"),
+             ("{s} is based in {o}.", "{s} has its offices in {o}.", "The home of {s} is {o}.")),
+    Relation("country", "town", "country", "In which country is {s}?", ("the country of {s}", "the country that holds {s}"),
+             ("{s} is a town in {o}.", "{s} is a town. It lies in the country {o}.", "The town {s} is part of {o}.")),
+    Relation("river", "town", "river", "Which river runs through {s}?",
+             ("the river of {s}", "the river that runs through {s}"),
+             ("The river {o} runs through {s}.", "{s} lies on the river {o}.", "{s} was built on the river {o}.")),
+    Relation("capital", "country", "town", "What is the capital of {s}?", ("the capital of {s}",),
+             ("{s} is a country whose capital is {o}.", "{s} is a country. Its capital is {o}.",
+              "{o} is the capital of the country {s}.")),
+    Relation("language", "country", "language", "Which language is spoken in {s}?",
+             ("the language of {s}", "the language spoken in {s}"),
+             ("People in {s} speak {o}.", "{o} is spoken in {s}.", "The language of {s} is {o}.")),
 )
-BY_SUBJECT = {
-    kind: tuple(r for r in RELATIONS if r.subject == kind)
-    for kind in ("film", "book", "person", "company", "town", "country")
-}
-SAME_VALUE = {
-    "birthplace": "Were {a} and {b} born in the same town?",
-    "country": "Are {a} and {b} in the same country?",
-    "employer": "Do {a} and {b} work for the same company?",
-    "director": "Were {a} and {b} directed by the same person?",
-}
+BY_SUBJECT = {kind: tuple(r for r in RELATIONS if r.subject == kind)
+              for kind in ("film", "book", "person", "company", "town", "country")}
+SAME_VALUE = {"birthplace": "Were {a} and {b} born in the same town?", "country": "Are {a} and {b} in the same country?",
+              "employer": "Do {a} and {b} work for the same company?",
+              "director": "Were {a} and {b} directed by the same person?"}
 SAMPLE_SIZES = {"film": 60, "book": 40, "person": 120, "company": 40, "town": 50, "country": 16}
 
 
@@ -186,16 +94,15 @@ class Entity:
 
 @dataclass(frozen=True)
 class Hop:
-    question: str  # "Where was Mira Tolen born?", nothing left to fill in
-    reference: str  # "Where was #1 born?", as MuSiQue writes it
-    subject: Entity  # its article answers the question
+    question: str           # "Where was Mira Tolen born?", nothing left to fill in
+    reference: str          # "Where was #1 born?", as MuSiQue writes it
+    subject: Entity         # its article answers the question
     answer: Entity
 
 
 @dataclass(frozen=True)
 class Chain:
     """A question and the hops that answer it; `kind` is "2hop", "3hop", "4hop" or "comparison"."""
-
     kind: str
     question: str
     answer: str
@@ -257,10 +164,8 @@ class World:
         relations = [r for r in BY_SUBJECT[entity.kind] if r.name in entity.facts]
         rest = relations[1:]
         self.rng.shuffle(rest)
-        text = " ".join(
-            self.rng.choice(r.sentences).format(s=entity.name, o=entity.facts[r.name].name)
-            for r in relations[:1] + rest
-        )
+        text = " ".join(self.rng.choice(r.sentences).format(s=entity.name, o=entity.facts[r.name].name)
+                        for r in relations[:1] + rest)
         return {"id": identifier, "title": entity.name, "text": text}
 
     def articles(self) -> list[dict]:
@@ -278,11 +183,8 @@ class World:
             entity = start = self.rng.choice(self.order)
             seen, relations = {id(start)}, []
             while len(relations) < hops and entity.kind in BY_SUBJECT:
-                choices = [
-                    r
-                    for r in BY_SUBJECT[entity.kind]
-                    if r.name in entity.facts and id(entity.facts[r.name]) not in seen
-                ]
+                choices = [r for r in BY_SUBJECT[entity.kind]
+                           if r.name in entity.facts and id(entity.facts[r.name]) not in seen]
                 if not choices:
                     break
                 relations.append(self.rng.choice(choices))
@@ -330,24 +232,13 @@ class World:
         place = {p["id"]: n for n, p in enumerate(paragraphs)}
         golden = {g["id"] for g in gold}
         return {
-            "id": f"{chain.kind}__{self.split}_{number}",
-            "question": chain.question,
-            "answer": chain.answer,
-            "answer_aliases": [],
-            "answerable": True,
-            "paragraphs": [
-                {"idx": n, "title": p["title"], "paragraph_text": p["text"], "is_supporting": p["id"] in golden}
-                for n, p in enumerate(paragraphs)
-            ],
+            "id": f"{chain.kind}__{self.split}_{number}", "question": chain.question, "answer": chain.answer,
+            "answer_aliases": [], "answerable": True,
+            "paragraphs": [{"idx": n, "title": p["title"], "paragraph_text": p["text"], "is_supporting": p["id"] in golden}
+                           for n, p in enumerate(paragraphs)],
             "question_decomposition": [
-                {
-                    "id": n,
-                    "question": h.reference,
-                    "answer": h.answer.name,
-                    "paragraph_support_idx": place[h.subject.article["id"]],
-                }
-                for n, h in enumerate(chain.hops)
-            ],
+                {"id": n, "question": h.reference, "answer": h.answer.name,
+                 "paragraph_support_idx": place[h.subject.article["id"]]} for n, h in enumerate(chain.hops)],
         }
 
     def rows(self, counts: dict[str, int]) -> list[dict]:
@@ -366,11 +257,9 @@ class World:
 
 def write_world(folder: pathlib.Path, seed: int = 0) -> dict[str, int]:
     """Write corpus, train, dev, test and test_comparison files into `folder`; returns the number of lines by file."""
-    plan = {
-        "train": {"train": {"2hop": 320, "3hop": 280, "4hop": 200}},
-        "dev": {"dev": {"2hop": 40, "3hop": 30, "4hop": 30}},
-        "test": {"test": {"2hop": 100, "3hop": 100, "4hop": 100}, "test_comparison": {"comparison": 60}},
-    }
+    plan = {"train": {"train": {"2hop": 320, "3hop": 280, "4hop": 200}},
+            "dev": {"dev": {"2hop": 40, "3hop": 30, "4hop": 30}},
+            "test": {"test": {"2hop": 100, "3hop": 100, "4hop": 100}, "test_comparison": {"comparison": 60}}}
     larger = {kind: 2 * n for kind, n in SAMPLE_SIZES.items()}
     files: dict[str, list[dict]] = {"corpus": []}
     for split, asked in plan.items():

@@ -1,5 +1,4 @@
 """The sample world: reproducible, in MuSiQue's schema, answerable by search, and its splits share no name."""
-
 import importlib.util
 import json
 import math
@@ -47,21 +46,10 @@ def test_rows_are_musique_rows_that_their_gold_paragraphs_answer():
 
 
 def test_no_name_word_is_shared_between_splits_or_with_pretraining():
-    words = {
-        split: {
-            w
-            for a in lines("corpus")
-            if a["id"].startswith(f"{split}-")
-            for w in name_words(a["title"] + " " + a["text"])
-        }
-        for split in ("train", "dev", "test")
-    }
-    words["pretraining"] = {
-        w
-        for seed in range(100)
-        for a in World(random.Random(seed)).articles()
-        for w in name_words(a["title"] + " " + a["text"])
-    }
+    words = {split: {w for a in lines("corpus") if a["id"].startswith(f"{split}-") for w in name_words(a["title"] + " " + a["text"])}
+             for split in ("train", "dev", "test")}
+    words["pretraining"] = {w for seed in range(100) for a in World(random.Random(seed)).articles()
+                            for w in name_words(a["title"] + " " + a["text"])}
     assert all(len(found) > 200 for found in words.values())
     for a in words:
         for b in words:
@@ -101,11 +89,7 @@ def test_a_hop_question_finds_its_article_among_three():
 def test_comparisons_are_balanced_and_every_relation_is_asked():
     comparisons = [row["answer"] for row in lines("test_comparison") if row["id"].startswith("comparison")]
     assert 0.3 < comparisons.count("yes") / len(comparisons) < 0.7
-    openings = {
-        hop["question"].split("#")[0].split(" ")[0:2][1]
-        for row in lines("train")
-        for hop in row["question_decomposition"]
-    }
+    openings = {hop["question"].split("#")[0].split(" ")[0:2][1] for row in lines("train") for hop in row["question_decomposition"]}
     assert openings >= {r.question.split(" ")[1] for r in RELATIONS}
 
 
