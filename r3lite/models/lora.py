@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from r3lite.errors import R3LiteError
 from r3lite.files import write_json
+from r3lite.models.nf4 import Nf4Linear
 from r3lite.models.weights import write_tensors
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -72,7 +73,7 @@ class LoraLinear(nn.Module):
     A and B are fp32 parameters; products are computed in x's dtype (or autocast's), as those of the base are.
     """
 
-    def __init__(self, base: nn.Linear, switch: Switch):
+    def __init__(self, base: nn.Linear | Nf4Linear, switch: Switch):
         super().__init__()
         self.base, self.switch = base, switch
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
@@ -168,11 +169,16 @@ def remove_adapter(model: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module, name: str) -> None:
-    """Adds scale * B A, computed in fp32, to the base weights, and takes the adapter off."""
+    """Adds scale * B A, computed in fp32, to the base weights, and takes the adapter off.
+
+    A base in NF4 becomes a dense one: a merged weight is no longer of 16 values a block.
+    """
     _check_known(model, name)
     scale = switch_of(model).specs[name].scale
     for module in model.modules():
         if isinstance(module, LoraLinear) and name in module.lora_A:
+            if isinstance(module.base, Nf4Linear):
+                module.base = module.base.dense()
             weight = module.base.weight
             weight.copy_(weight.float() + scale * (module.lora_B[name] @ module.lora_A[name]))
     remove_adapter(model, name)
@@ -279,7 +285,7 @@ def _check_targets(targets: Sequence[str], where: str) -> None:
         )
 
 
-def _targets(model: nn.Module, targets: Sequence[str]) -> list[tuple[str, nn.Linear]]:
+def _targets(model: nn.Module, targets: Sequence[str]) -> list[tuple[str, nn.Linear | Nf4Linear]]:
     """Path and base layer of every projection that an adapter is to be on."""
     found = []
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Model folders: where they are, reading `config.json` and safetensors into a Qwen2, writing a merged checkpoint.
+"""Model folders: where they are, reading `config.json` and safetensors into a Qwen2, writing merged and NF4 ones.
 
 Owns the names and spellings of published checkpoints; knows nothing of adapters but that their tensors are not part
 of a checkpoint.
@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 
 from r3lite.config import shipped
 from r3lite.errors import R3LiteError
+from r3lite.files import write_json
+from r3lite.models import nf4
+from r3lite.models.nf4 import Nf4Linear
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
@@ -95,7 +99,11 @@ def _check_supported(raw: dict, rope: dict, path: Path) -> None:
             f"model_type is {raw.get('model_type')!r}",
             "r3lite trains Qwen2 and Qwen2.5 models, whose model_type is qwen2.",
         ),
-        (raw.get("quantization_config"), "quantization_config is set", "Use the model's unquantized checkpoint."),
+        (
+            (raw.get("quantization_config") or nf4.LAYOUT) != nf4.LAYOUT,
+            f"quantization_config is {raw.get('quantization_config')}",
+            "Use the model's unquantized checkpoint; of quantized ones only those are read that r3lite writes.",
+        ),
         (
             sliding,
             "sliding-window attention is switched on (use_sliding_window, layer_types)",
@@ -136,17 +144,23 @@ def _size(raw: dict, name: str, path: Path) -> int:
     return value
 
 
-def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.device) -> Qwen2:
+def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.device, quantize: bool = False) -> Qwen2:
     """The model of a folder, frozen and in evaluation mode, in `dtype` on `device`.
 
-    Tensors are read one by one into a model that has no memory of its own yet, so that beside the finished weights
+    With `quantize` the linears of the layers are in NF4; those of a folder of `save_nf4` are so anyway. Tensors are
+    read, and quantized, one by one into a model that has no memory of its own yet, so that beside the finished weights
     never more than one tensor is held. Raises R3LiteError naming a tensor that is missing, unexpected or of the wrong
     shape or type.
     """
     folder = Path(folder)
     with torch.device("meta"):
         model = Qwen2(read_config(folder))
-    expected = dict(model.named_parameters())
+    linears = _layer_linears(model)
+    if _read_json(folder / "config.json").get("quantization_config"):
+        for path, linear in linears.items():
+            _set(model, path, Nf4Linear(nf4.quantize(linear.weight), linear.bias, dtype))
+        quantize = False
+    expected = model.state_dict(keep_vars=True)
     places = _tensor_places(folder)
     _check_names(folder, expected.keys(), places.keys(), model.config.tie_word_embeddings)
     by_file = defaultdict(list)
@@ -156,25 +170,44 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
         with _open(path) as file:
             for name in names:
                 tensor = file.get_tensor(name)
-                if tensor.shape != expected[name].shape:
-                    raise R3LiteError(
-                        f"{path}: {name} has the shape {list(tensor.shape)}, "
-                        f"config.json asks for {list(expected[name].shape)}",
-                        "config.json and the weights are not of the same model.",
-                    )
-                if not tensor.is_floating_point() or tensor.element_size() < 2:
-                    raise R3LiteError(
-                        f"{path}: {name} is of type {tensor.dtype}", "Use the model's unquantized checkpoint."
-                    )
+                _check_tensor(path, name, tensor, expected[name])
+                linear, _, kind = name.rpartition(".")
                 # Copied, or it would stay a view of the mapped file and change, or crash, with it.
-                _assign(model, name, tensor.to(device, dtype, copy=True))
+                if quantize and linear in linears and kind == "weight":
+                    bias = model.get_submodule(linear).bias
+                    _set(model, linear, Nf4Linear(nf4.quantize(tensor.to(device)), bias, dtype))
+                elif isinstance(expected[name], nn.Parameter):
+                    _set(model, name, nn.Parameter(tensor.to(device, dtype, copy=True), requires_grad=False))
+                else:
+                    _set(model, name, tensor.to(device, copy=True))
                 del tensor
     return model.eval()
 
 
-def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+def _layer_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The dense linears of the layers: all but the head, which stays dense like the embedding."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and path.startswith("model.layers.")
+    }
+
+
+def _check_tensor(path: Path, name: str, tensor: Tensor, expected: Tensor) -> None:
+    """Refuses a tensor of the wrong shape or type. Parameters may be of any wide float type, buffers are exact."""
+    if tensor.shape != expected.shape:
+        raise R3LiteError(
+            f"{path}: {name} has the shape {list(tensor.shape)}, config.json asks for {list(expected.shape)}",
+            "config.json and the weights are not of the same model.",
+        )
+    wide = tensor.is_floating_point() and tensor.element_size() >= 2
+    if not (wide if isinstance(expected, nn.Parameter) else tensor.dtype == expected.dtype):
+        raise R3LiteError(f"{path}: {name} is of type {tensor.dtype}", "Use the model's unquantized checkpoint.")
+
+
+def _set(model: nn.Module, name: str, value: Tensor | nn.Module) -> None:
     owner, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor, requires_grad=False))
+    setattr(model.get_submodule(owner), attribute, value)
 
 
 def _open(path: Path):
@@ -222,10 +255,21 @@ def _check_names(folder: Path, expected, found, tied: bool) -> None:
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The base weights under their published names, whatever is wrapped around them; adapters are left out."""
+    """The base weights, dense, under their published names, whatever is wrapped around them; without adapters."""
+    tensors = _base_tensors(dict(model.named_parameters()))
+    dense = {
+        f"{path}.weight": nf4.dequantize(module.weight, module.dtype)
+        for path, module in model.named_modules()
+        if isinstance(module, Nf4Linear)
+    }
+    return tensors | _base_tensors(dense)
+
+
+def _base_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those that are not an adapter's, under the names that they have without adapters."""
     return {
-        name.replace(".base.", "."): parameter.detach()
-        for name, parameter in model.named_parameters()
+        name.replace(".base.", "."): tensor.detach()
+        for name, tensor in tensors.items()
         if ".lora_A." not in name and ".lora_B." not in name
     }
 
@@ -233,12 +277,26 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 def save_merged(model: Qwen2, source_folder: str | Path, out_folder: str | Path) -> None:
     """Writes the base weights as a checkpoint that transformers reads, with config and tokenizer files of the source.
 
-    Adapters are merged before (`lora.merge_adapter`); those that still hang on the model are left out. The folder
-    appears whole or not at all; one that is there already and not empty is refused.
+    Adapters are merged before (`lora.merge_adapter`); those that still hang on the model are left out. NF4 weights are
+    written dense. The folder appears whole or not at all; one that is there already and not empty is refused.
     """
-    source, out = Path(source_folder), Path(out_folder)
+    _write_folder(Path(source_folder), Path(out_folder), lambda: checkpoint_tensors(model), {})
+
+
+def save_nf4(model: Qwen2, source_folder: str | Path, out_folder: str | Path) -> None:
+    """Writes a model loaded with `quantize` in the layout of `models.nf4`, so that it need not be quantized again.
+
+    Adapters are left out. The folder has what that of `save_merged` has, and appears as that does.
+    """
+    assert not _layer_linears(model), "a layer has dense linears"
+    extra = {"quantization_config": nf4.LAYOUT}
+    _write_folder(Path(source_folder), Path(out_folder), lambda: _base_tensors(model.state_dict()), extra)
+
+
+def _write_folder(source: Path, out: Path, tensors: Callable[[], dict[str, Tensor]], extra: dict) -> None:
+    """Writes a model folder: files of the source, whose quantization gives way to `extra` keys, and the tensors."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise R3LiteError(f"{out} is there already", "Name a new folder for the merged checkpoint.")
+        raise R3LiteError(f"{out} is there already", "Name a new folder for the checkpoint.")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
@@ -246,7 +304,11 @@ def save_merged(model: Qwen2, source_folder: str | Path, out_folder: str | Path)
         for name in VERBATIM:
             if (source / name).is_file():
                 shutil.copyfile(source / name, temporary / name)
-        write_tensors(temporary / SINGLE, checkpoint_tensors(model))
+        config = _read_json(source / "config.json")
+        wanted = {key: value for key, value in config.items() if key != "quantization_config"} | extra
+        if wanted != config:
+            write_json(temporary / "config.json", wanted)
+        write_tensors(temporary / SINGLE, tensors())
         if out.exists():
             out.rmdir()  # empty; Windows renames onto nothing
         temporary.rename(out)

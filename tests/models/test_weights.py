@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3lite.errors import R3LiteError
-from r3lite.models import weights
+from r3lite.models import nf4, weights
 from r3lite.models.lora import adapter_parameters, add_adapter, use_adapter
 from r3lite.models.weights import load_qwen2, read_config, resolve_folder, save_merged, write_tensors
 
@@ -136,6 +136,18 @@ def test_loading_holds_one_tensor_beside_the_weights(small_model, write_folder, 
     assert len(alive) == len(sizes) and max(alive) == 1
     assert sum(sizes) <= memory.peak <= sum(sizes) + 2 * max(sizes)
     assert loaded.head_weight.untyped_storage().nbytes() == 4 * loaded.head_weight.numel()
+
+
+def test_quantized_loading_holds_one_tensor_beside_the_weights(small_model, write_folder, tmp_path, monkeypatch):
+    """The embedding is the largest by far; it must be read while the rest is not there yet."""
+    monkeypatch.setattr(nf4, "TILE", 2**12)
+    model = small_model(vocab_size=2000, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    folder = write_folder(model.bfloat16(), tmp_path)
+    del model
+    with LivePeak() as memory:
+        loaded = load_qwen2(folder, torch.bfloat16, "cpu", quantize=True)
+    result = sum(t.numel() * t.element_size() for t in loaded.state_dict().values())
+    assert result <= memory.peak <= result + 2 * 512 * 256 + 32 * nf4.TILE  # one linear, a tile's temporaries
 
 
 def test_loaded_weights_do_not_hang_on_the_file(small_model, write_folder, tmp_path):

@@ -1,0 +1,159 @@
+"""NF4, the 4-bit format of QLoRA (arXiv 2305.14314): weights as codes, and a linear layer that computes with them.
+
+Owns the arithmetic of the format and its layout on disk; knows nothing of model folders or adapters.
+
+A weight [out, in] is cut into blocks of 64 neighbours of a row. A block is its largest magnitude (absmax) times 64 of
+the 16 code points, two codes a byte. The absmax values are quantized as well ("double quantization"): less the mean of
+them all, in groups of 256, to whole numbers in [-127, 127] times one fp32 scale a group. (The paper has an 8-bit float
+there. Centred absmax values are no wider than a few standard deviations, and evenly spaced steps serve them as well.)
+A weight takes 1/2 + 1/64 + 4/16384 = 0.516 bytes.
+
+In a model folder, `config.json` has LAYOUT as its `quantization_config`, and each linear of the layers has in place of
+`<linear>.weight` what `Nf4Weight` lists, under the same names: `<linear>.codes`, `.absmax`, `.absmax_scale` and
+`.absmax_mean`. Biases, norms, embedding and head are stored as in a dense checkpoint.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from r3lite.errors import R3LiteError
+
+# As published with the paper (bitsandbytes): quantiles of the normal distribution, scaled to [-1, 1]. Eight points are
+# positive, seven negative, and zero is exact.
+POINTS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+BLOCK, GROUP = 64, 256  # weights of one absmax; absmax values of one scale
+LAYOUT = {"quant_method": "r3lite_nf4", "block_size": BLOCK, "double_block_size": GROUP}
+TILE = 2**19  # weights in work at once: 5 to 7 MiB of temporaries. Smaller tiles are slower, larger ones no faster.
+
+
+@dataclass(frozen=True)
+class Nf4Weight:
+    """A weight [out, in] in NF4."""
+
+    codes: Tensor  # uint8 [out, in / 2]; the first weight of a pair is in the high four bits
+    absmax: Tensor  # int8 [groups, 256]: of the blocks row by row, the last group filled up with zeros
+    absmax_scale: Tensor  # fp32 [groups]
+    absmax_mean: Tensor  # fp32 []
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, pairs = self.codes.shape
+        return rows, 2 * pairs
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+
+@torch.no_grad()
+def quantize(weight: Tensor) -> Nf4Weight:
+    """The NF4 form of a weight [out, in] of any float dtype: of each weight / absmax the nearest code point.
+
+    Temporaries are of one tile's size. Raises R3LiteError unless `in` is a multiple of 64.
+    """
+    rows, columns = weight.shape
+    if columns % BLOCK:
+        raise R3LiteError(
+            f"a layer with {columns} input features cannot be quantized: NF4 has blocks of {BLOCK}",
+            "Load the model without quantization.",
+        )
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
+    absmax = torch.empty(rows, columns // BLOCK, device=weight.device)
+    height = max(1, TILE // columns)
+    for tile, tile_codes, tile_absmax in zip(weight.split(height), codes.split(height), absmax.split(height)):
+        blocks = tile.float().reshape(len(tile), -1, BLOCK)  # [rows, in / 64, 64]
+        torch.amax(blocks.abs(), dim=-1, out=tile_absmax)
+        # A block of zeros is zero times anything.
+        blocks = blocks / tile_absmax.masked_fill(tile_absmax == 0, 1)[..., None]
+        nearest = torch.zeros_like(blocks, dtype=torch.uint8)
+        for low, high in itertools.pairwise(POINTS):  # three times as fast as torch.bucketize
+            nearest += blocks > (low + high) / 2
+        first, second = nearest.view(len(tile), -1, 2).unbind(-1)  # [rows, in / 2] each
+        torch.add(second, first, alpha=16, out=tile_codes)
+    mean = absmax.mean()
+    centred = absmax.view(-1).sub_(mean)
+    groups = F.pad(centred, (0, -len(centred) % GROUP)).view(-1, GROUP)
+    scale = groups.abs().amax(dim=-1) / 127
+    steps = groups / scale.masked_fill(scale == 0, 1)[:, None]  # a scale is 0 where all absmax values are the mean
+    return Nf4Weight(codes, steps.round().to(torch.int8), scale, mean)
+
+
+@torch.no_grad()
+def dequantize(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in], computed in fp32 and rounded once to `dtype`. Temporaries are of one tile's size."""
+    rows, columns = weight.shape
+    absmax = (weight.absmax * weight.absmax_scale[:, None]).add_(weight.absmax_mean)  # [groups, 256]
+    absmax = absmax.view(-1)[: rows * columns // BLOCK].view(rows, -1, 1)  # [out, in / 64, 1]
+    dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    pairs, height = _pairs(weight.device), max(1, TILE // columns)
+    for codes, scale, tile in zip(weight.codes.split(height), absmax.split(height), dense.split(height)):
+        values = pairs.index_select(0, codes.int().view(-1)).view(torch.float32)  # [rows * in]
+        shape = len(codes), -1, BLOCK
+        torch.mul(values.view(shape), scale, out=tile.view(shape))
+    return dense
+
+
+@functools.cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two code points that each of the 256 bytes stands for, int64 [256].
+
+    Two fp32 numbers travel as one int64: that takes a third of the time of selecting rows of two.
+    """
+    points = torch.tensor(POINTS, device=device)
+    return torch.stack((points.repeat_interleave(16), points.repeat(16)), dim=1).view(torch.int64).view(-1)
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T + b with a frozen W in NF4. Backward dequantizes W again, so that autograd keeps none of it meanwhile."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Nf4Weight, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, dequantize(weight, x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad @ dequantize(ctx.weight, grad.dtype), None, None
+
+
+class Nf4Linear(nn.Module):
+    """A frozen linear layer whose weight is in NF4.
+
+    Products are computed in x's dtype, or autocast's. `dtype` is that of the dense layer that this one stands for.
+    """
+
+    def __init__(self, weight: Nf4Weight, bias: nn.Parameter | None, dtype: torch.dtype):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias, self.dtype = bias, dtype
+        for name, tensor in vars(weight).items():
+            self.register_buffer(name, tensor)
+
+    @property
+    def weight(self) -> Nf4Weight:
+        return Nf4Weight(self.codes, self.absmax, self.absmax_scale, self.absmax_mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        return _Linear.apply(x, self.weight, None if self.bias is None else self.bias.to(x.dtype))
+
+    def dense(self) -> nn.Linear:
+        """The same layer with an ordinary weight."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(dequantize(self.weight, self.dtype), requires_grad=False)
+        linear.bias = self.bias
+        return linear.train(self.training)
