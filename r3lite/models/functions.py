@@ -60,5 +60,6 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        by_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        by_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(by_gate, gate, grad_input=by_gate)
         return by_gate, F.silu(gate).mul_(grad)

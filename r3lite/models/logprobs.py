@@ -60,6 +60,7 @@ def token_loss(
     for rows in _chunks(len(targets), chunk):
         logits = _logits(hidden[rows], head_weight)
         logprobs, _, entropies = _statistics(logits, targets[rows], temperature, with_entropy)
+        del logits  # before the next chunk's are made
         total += loss(rows, logprobs, entropies)
     return total
 
@@ -87,6 +88,7 @@ class _TokenLogprobs(torch.autograd.Function):
             known = targets[rows], log_z[rows], None if entropies is None else entropies[rows]
             upstream = by_logprobs[rows], None if by_entropies is None else by_entropies[rows]
             grad[rows] = _by_hidden(logits, head_weight, *known, *upstream, ctx.temperature)
+            del logits  # before the next chunk's are made
         return grad, None, None, None, None, None
 
 
@@ -99,10 +101,10 @@ class _TokenLoss(torch.autograd.Function):
         for rows in _chunks(len(targets), chunk):
             logits = _logits(hidden[rows], head_weight)
             logprobs, log_z, entropies = _statistics(logits, targets[rows], temperature, with_entropy)
-            value, by_logprobs, by_entropies = _upstream(loss, rows, logprobs, entropies)
+            value, *upstream = _upstream(loss, rows, logprobs, entropies)
             total += value
-            upstream = by_logprobs, by_entropies
             grad[rows] = _by_hidden(logits, head_weight, targets[rows], log_z, entropies, *upstream, temperature)
+            del logits  # before the next chunk's are made
         ctx.save_for_backward(grad)
         ctx.dtype = hidden.dtype
         return total
