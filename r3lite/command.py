@@ -8,7 +8,7 @@ from typing import Any
 from r3lite.config import UsageError, flat, resolve, sections
 from r3lite.errors import R3LiteError
 
-COMMANDS = ("sft", "ppo", "evaluate", "collect", "index", "retrieve", "quickstart")
+COMMANDS = ("sft", "ppo", "evaluate", "collect", "index", "retrieve", "plan", "quickstart")
 
 
 class Terminated(BaseException):
@@ -35,14 +35,16 @@ def run(
     work: Callable[[Any], None],
     argv: list[str] | None = None,
     plan: Callable[[Any], str] | None = None,
+    table: str | None = None,
 ) -> int:
     """Resolves the settings and does the work; returns the exit status.
 
     0 done, 1 a foreseeable failure (cause and remedy on stderr), 2 a usage error, 130 Ctrl-C, 143 SIGTERM.
-    `plan` adds lines to what `--dry-run` prints.
+    `plan` adds lines to what `--dry-run` prints; `table` is the command whose table of a TOML file is read, if not
+    this one's.
     """
     try:
-        config = resolve(command, default, sys.argv[1:] if argv is None else argv, COMMANDS)
+        config = resolve(command, default, sys.argv[1:] if argv is None else argv, COMMANDS, table)
         if flat(config)["dry_run"]:
             print(describe(config))
             if plan:

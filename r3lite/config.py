@@ -252,9 +252,11 @@ def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ...]) -> Any:
-    """The settings of one invocation: default, then preset, then TOML file, then command line."""
-    parser = build_parser(command, default)
+def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ...], table: str | None = None) -> Any:
+    """The settings of one invocation: default, then preset, then TOML file, then command line.
+
+    `table` names the table of a TOML file that is read, by default the command's."""
+    parser, table = build_parser(command, default), table or command
     given, rest = parser.parse_known_args(argv)
     if rest:
         flags = [_flag(name) for name in flat(default)]
@@ -262,13 +264,13 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
         raise UsageError(f"unknown argument {rest[0]}{nearest(word, flags)}")
     given = vars(given)
     # A file may name its preset, which it then refines.
-    from_file = read_toml(Path(given["config"]), command, commands) if given.get("config") else {}
+    from_file = read_toml(Path(given["config"]), table, commands) if given.get("config") else {}
     preset = given.get("preset") or from_file.get("preset") or flat(default)["preset"]
     presets = sorted(p.stem for p in shipped("presets").glob("*.toml"))
     if preset not in presets:
         raise UsageError(f"no preset is named {preset!r}; there are {', '.join(presets)}{nearest(preset, presets)}")
     config = with_values(
-        default, read_toml(shipped("presets", f"{preset}.toml"), command, commands), f"preset {preset}: "
+        default, read_toml(shipped("presets", f"{preset}.toml"), table, commands), f"preset {preset}: "
     )
     config = with_values(config, from_file, f"{given.get('config')}: ")
     return with_values(config, {**{k: v for k, v in given.items()}, "preset": preset}, "")

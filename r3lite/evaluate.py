@@ -14,6 +14,8 @@ from r3lite.settings import (
     EvaluateSettings,
     JudgeSettings,
     LengthSettings,
+    LoraSettings,
+    MemorySettings,
     ModelSettings,
     ProtocolSettings,
     RetrievalSettings,
@@ -31,6 +33,7 @@ TITLES = {
     "mean_searches": "searches",
 }
 ADAPTER = "evaluated"
+MANY = 1000  # questions, where a dry run does not count them
 LEAST_ADHERENCE = 0.5  # below it, scores say little about anything else
 
 
@@ -46,6 +49,7 @@ class EvaluateConfig:
     common: Common = Common()
     evaluate: EvaluateSettings = EvaluateSettings()
     model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
     data: DataSettings = DataSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings()
@@ -67,7 +71,7 @@ def work(config: EvaluateConfig) -> None:
     check(config, output)
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     judge = build_judge(config.judge, output)  # before the long part, so that a missing key shows at once
-    engine = load_engine(config)
+    engine = load_engine(config, len(questions))
     retrieve = build_retriever(config.retrieval, questions)
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
     episodes = [s.episode() for s in engine.run(questions, seeds, retrieve, progress="evaluate")]
@@ -98,22 +102,21 @@ def check(config: EvaluateConfig, output: Path) -> None:
         raise R3LiteError("--baseline single-retrieval retrieves, and --retriever is none", "Choose a retriever.")
 
 
-def load_engine(config: EvaluateConfig):
-    """The model with its adapter in an engine that answers as the settings say."""
+def load_engine(config: EvaluateConfig, questions: int):
+    """The model with its adapter in an engine that answers so many questions as the settings say."""
     from r3lite.formats import Prompts
-    from r3lite.models import lora, weights
+    from r3lite.models import activation_checkpointing, lora, weights
     from r3lite.models.tokenizer import Tokenizer
     from r3lite.rollout.baselines import NoRetrieval, SingleRetrieval
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sampling import Sampler
-    from r3lite.training.precision import Precision, resolve_device, resolve_dtype
+    from r3lite.training.base import load_base
 
-    prompts = Prompts.load(config.protocol)
-    device = resolve_device(config.model.device)
-    precision = Precision(resolve_dtype(config.model.dtype, device), device)
+    prompts, plan = Prompts.load(config.protocol), plan_memory(config, questions)
     folder = weights.resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
-    model = weights.load_qwen2(folder, precision.dtype, device)
+    model, precision = load_base(folder, config.model, config.memory, plan)
+    activation_checkpointing.enable(model, **plan.memory.on_model)
     if config.model.adapter:
         lora.load_adapter(model, ADAPTER, config.model.adapter, trainable=False)
         lora.set_adapter(model, ADAPTER)
@@ -124,9 +127,18 @@ def load_engine(config: EvaluateConfig):
         prompts,
         config.lengths,
         Sampler(config.sampling.temperature, config.truncation.top_k_sampling, config.truncation.top_p),
-        config.sampling.rollout_batch_size,
+        plan.memory.rollout_batch_size,
+        plan.memory.micro_batch_tokens,
         autocast=precision.autocast,
     )
+
+
+def plan_memory(config: EvaluateConfig, questions: int):
+    """The memory plan of answering so many questions; the adapter counts as one of the default rank."""
+    from r3lite.training import workloads
+
+    shape = LoraSettings(), config.lengths, config.retrieval, questions
+    return workloads.make_plan(workloads.evaluate_workload(config.model, *shape), config.memory, config.sampling)
 
 
 def records(episodes: list, verdicts: list) -> list[dict]:
@@ -169,7 +181,11 @@ def table(found: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return command.run("evaluate", EvaluateConfig(), work, argv)
+    def plan(config: EvaluateConfig) -> str:
+        told = plan_memory(config, config.data.limit or MANY)
+        return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told.table()}"
+
+    return command.run("evaluate", EvaluateConfig(), work, argv, plan)
 
 
 if __name__ == "__main__":

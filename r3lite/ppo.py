@@ -23,6 +23,7 @@ from r3lite.settings import (
     JudgeSettings,
     LengthSettings,
     LoraSettings,
+    MemorySettings,
     ModelSettings,
     OptimizerSettings,
     ProtocolSettings,
@@ -45,6 +46,7 @@ class PpoConfig:
     common: Common = Common()
     schedule: Schedule = Schedule(max_steps=200)
     model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
     data: DataSettings = DataSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings()
@@ -79,14 +81,16 @@ def train(config: PpoConfig) -> None:
     retrieve = build_retriever(config.retrieval, questions)
     judge = build_judge(config.judge, run.output, config.reward)
     torch.manual_seed(seed)  # of dropout; all else has streams of its own
-    engine, learner, training = build(config)
+    engine, learner, training, grant = build(config)
     training.data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in questions]).encode()):08x}"
     training.facts = {"algorithm": rl.algorithm, "questions": len(questions)}
 
     def one_round(number: int) -> tuple[dict, int]:
         """Rollout, score, advantages and update; the round's metrics and the tokens it read."""
         clock = Clock()
-        sequences = engine.run(*draw(questions, number, rl.batch_size, rl.num_generations, seed), retrieve)
+        grant.resume()
+        drawn = draw(questions, number, rl.batch_size, rl.num_generations, seed)
+        sequences = grant.attempt(lambda: engine.run(*drawn, retrieve), sampling=True)
         clock.lap("rollout")
         episodes = [s.episode() for s in sequences]
         verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
@@ -114,7 +118,7 @@ def train(config: PpoConfig) -> None:
 
 
 def build(config: PpoConfig) -> tuple:
-    """The rollout engine, the learner, and what a checkpoint holds: one model with two adapters, and a critic."""
+    """The rollout engine, the learner, what a checkpoint holds and the memory granted: one model with two adapters."""
     from r3lite.formats import Prompts
     from r3lite.models import activation_checkpointing, lora, weights
     from r3lite.models.tokenizer import Tokenizer
@@ -122,20 +126,18 @@ def build(config: PpoConfig) -> tuple:
     from r3lite.rl.update import Learner
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sampling import Sampler
-    from r3lite.training import loop, optim
-    from r3lite.training.precision import Precision, resolve_device, resolve_dtype
+    from r3lite.training import loop, optim, workloads
+    from r3lite.training.base import load_base
+    from r3lite.training.out_of_memory import Grant
 
-    prompts = Prompts.load(config.protocol)
-    device = resolve_device(config.model.device)
-    precision = Precision(resolve_dtype(config.model.dtype, device), device)
+    prompts, plan = Prompts.load(config.protocol), plan_memory(config)
     folder = weights.resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
-    model = weights.load_qwen2(folder, precision.dtype, device).train()
+    model, precision = load_base(folder, config.model, config.memory, plan)
+    model.train()
     reference = add_adapters(model, config)
-    if config.rl.activation_checkpointing:
-        activation_checkpointing.enable(model)
+    critic = ValueHead(model.config.hidden_size).to(precision.device) if config.rl.algorithm == "ppo" else None
     groups = [optim.Group(lora.adapter_parameters(model, POLICY), config.optimizer.learning_rate)]
-    critic = ValueHead(model.config.hidden_size).to(device) if config.rl.algorithm == "ppo" else None
     if critic:
         named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
         groups.append(optim.Group(named, config.rl.value_learning_rate))
@@ -145,12 +147,30 @@ def build(config: PpoConfig) -> tuple:
         max_grad_norm=config.optimizer.max_grad_norm,
         save_adapter=lambda to: lora.save_adapter(model, POLICY, to, config.model.model),
     )
-    temperature, together = config.sampling.temperature, config.sampling.rollout_batch_size
-    autocast = precision.autocast
-    engine = Engine(model, tokenizer, prompts, config.lengths, Sampler(temperature), together, critic, autocast)
+    temperature, autocast = config.sampling.temperature, precision.autocast
+    engine = Engine(
+        model, tokenizer, prompts, config.lengths, Sampler(temperature), value_head=critic, autocast=autocast
+    )
     steps = precision.backward, training.update
     learner = Learner(model, tokenizer.size, temperature, config.rl, reference, *steps, critic, autocast)
-    return engine, learner, training
+
+    def apply(memory) -> None:
+        activation_checkpointing.enable(model, **memory.on_model)
+        engine.rollout_batch_size = memory.rollout_batch_size
+        engine.read_tokens = learner.pass_tokens = memory.micro_batch_tokens
+        learner.loss_chunk = memory.loss_chunk
+
+    grant = Grant(plan, workloads.fixed(config.memory, config.sampling), apply, training)
+    learner.attempt = grant.attempt
+    return engine, learner, training, grant
+
+
+def plan_memory(config: PpoConfig):
+    """The memory plan of a round whose episodes all reach --max-length."""
+    from r3lite.training import workloads
+
+    shape = config.rl, config.lora, config.lengths, config.retrieval
+    return workloads.make_plan(workloads.rl_workload(config.model, *shape), config.memory, config.sampling)
 
 
 def check(config: PpoConfig) -> None:
@@ -257,7 +277,10 @@ class Clock:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return command.run("ppo", PpoConfig(), train, argv)
+    def plan(config: PpoConfig) -> str:
+        return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_memory(config).table()}"
+
+    return command.run("ppo", PpoConfig(), train, argv, plan)
 
 
 if __name__ == "__main__":

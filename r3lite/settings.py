@@ -55,6 +55,28 @@ class ModelSettings(Section):
 
 
 @dataclass(frozen=True)
+class MemorySettings(Section):
+    """Memory. What is not given is chosen so that the run fits, the fastest way first."""
+
+    vram_budget: str | None = None
+    """most memory, such as 4GiB or 1300MiB; by default 4GiB, or what is free on the device, less a margin"""
+    quantize: Literal["auto", "none", "nf4"] = "auto"
+    """4-bit base (QLoRA, arXiv 2305.14314); auto: only where the run does not fit without"""
+    nf4_cache: str | None = "~/.cache/r3lite"
+    """folder that keeps NF4 weights for the next start; none: they are quantized at each"""
+    recompute_layers: Whole | None = None
+    """layers whose activations are computed again in the backward pass: less memory, a third more time for all"""
+    micro_batch_tokens: Count | None = None
+    """most tokens of one pass, padding included; a longer row goes alone"""
+    loss_chunk: Count | None = None
+    """rows of logits that exist at a time"""
+    mlp_tile: Count | None = None
+    """tokens for which the inside of an MLP exists at a time, where it is not kept"""
+    offload: Literal["auto", "on", "off"] = "auto"
+    """keep layer inputs in the host's memory until the backward pass needs them (CUDA)"""
+
+
+@dataclass(frozen=True)
 class LoraSettings(Section):
     """LoRA adapter (arXiv 2106.09685)."""
 
@@ -183,8 +205,8 @@ class SamplingSettings(Section):
 
     temperature: NonNegative = 1.0
     """of the softmax; 0: greedy (not in RL)"""
-    rollout_batch_size: Count = 16
-    """episodes decoded together"""
+    rollout_batch_size: Count | None = None
+    """episodes decoded together; by default as many as the memory budget allows"""
 
 
 @dataclass(frozen=True)
@@ -258,15 +280,13 @@ class SftSettings(Section):
     """Supervised fine-tuning."""
 
     batch_size: Count = 2
-    """rows of one backward pass, padded to the longest"""
+    """most rows of one backward pass, padded to the longest"""
     gradient_accumulation: Count = 8
-    """backward passes of one optimizer step"""
+    """rows of one optimizer step, in units of --batch-size"""
     max_length: Count = 2048
     """most tokens of a row; longer ones get shorter documents, or are left out where that is not enough"""
     max_document_tokens: Count = 160
     """most tokens of one document; longer ones are cut"""
-    activation_checkpointing: bool = True
-    """recompute each layer's activations in the backward pass: less memory, about a third more time"""
     validation_fraction: Fraction = 0.05
     """share of the questions held out for the validation loss"""
     validation_rows: Whole = 64
@@ -301,7 +321,7 @@ class RLSettings(Section):
     mini_batch_size: Count = 16
     """episodes of one optimizer step"""
     micro_batch_size: Count = 4
-    """episodes of one backward pass"""
+    """most episodes of one backward pass"""
     clip_low: NonNegative = 0.2
     """the probability ratio is clipped below at 1 - this"""
     clip_high: NonNegative = 0.2
@@ -320,8 +340,14 @@ class RLSettings(Section):
     """lambda of generalized advantage estimation (arXiv 1506.02438) (ppo)"""
     entropy_coefficient: NonNegative = 0.0
     """weight of an entropy bonus"""
-    activation_checkpointing: bool = True
-    """recompute each layer's activations in the backward pass: less memory, about a third more time"""
+
+
+@dataclass(frozen=True)
+class PlanSettings(Section):
+    """Plan."""
+
+    algorithm: Literal["sft", "ppo", "grpo"] = "sft"
+    """the run that is planned: sft takes the flags of sft, ppo and grpo those of ppo"""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from r3lite.settings import (
     Common,
     DataSettings,
     LoraSettings,
+    MemorySettings,
     ModelSettings,
     OptimizerSettings,
     ProtocolSettings,
@@ -45,6 +46,7 @@ class SftConfig:
 
     common: Common = Common()
     model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
     data: DataSettings = DataSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     sft: SftSettings = SftSettings()
@@ -70,10 +72,17 @@ def collate(rows: "list[Row]", pad_id: int, device: "torch.device") -> Batch:
     return Batch(torch.tensor(tokens, device=device), torch.tensor(trained, device=device))
 
 
-def micro_batches(rows: "list[Row]", batch_size: int) -> "list[list[Row]]":
-    """Rows in groups of `batch_size`, of similar lengths together, so that little padding is computed."""
-    rows = sorted(rows, key=lambda row: len(row.tokens))
-    return [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+def micro_batches(rows: "list[Row]", batch_size: int, tokens: int) -> "list[list[Row]]":
+    """Rows in groups of at most `batch_size` and at most so many tokens, padding included; a longer row goes alone.
+
+    Similar lengths go together, so that little padding is computed.
+    """
+    groups: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: len(row.tokens)):
+        if not groups or len(groups[-1]) == batch_size or (len(groups[-1]) + 1) * len(row.tokens) > tokens:
+            groups.append([])
+        groups[-1].append(row)
+    return groups
 
 
 def trained_tokens(rows: "list[Row]") -> int:
@@ -127,16 +136,20 @@ class Trainer:
     def __init__(
         self, config: SftConfig, folder: Path, tokenizer: "Tokenizer", rows: "list[Row]", validation: "list[Row]"
     ):
-        """Loads the base, frozen, and puts the adapter on it."""
-        from r3lite.models import activation_checkpointing, lora, weights
-        from r3lite.training import loop, optim
-        from r3lite.training.precision import Precision, explain_overflow, resolve_device, resolve_dtype
+        """Loads the base, frozen, as its memory plan says, and puts the adapter on it."""
+        from r3lite.models import activation_checkpointing, lora
+        from r3lite.training import loop, optim, workloads
+        from r3lite.training.base import load_base
+        from r3lite.training.out_of_memory import Grant
+        from r3lite.training.precision import explain_overflow
 
         self.config, self.tokenizer, self.rows, self.validation = config, tokenizer, rows, validation
         self.total, self.last = length_of_run(config, len(rows))
-        self.device = resolve_device(config.model.device)
-        self.precision = Precision(resolve_dtype(config.model.dtype, self.device), self.device)
-        self.model = weights.load_qwen2(folder, self.precision.dtype, self.device)
+        longest = max(len(row.tokens) for row in [*rows, *validation])
+        workload = workloads.sft_workload(config.model, config.sft, config.lora, longest)
+        plan = workloads.make_plan(workload, config.memory)
+        self.model, self.precision = load_base(folder, config.model, config.memory, plan)
+        self.device = self.precision.device
         if config.model.adapter:
             lora.load_adapter(self.model, ADAPTER, config.model.adapter, trainable=True)
         else:
@@ -144,8 +157,6 @@ class Trainer:
             shape = s.lora_r, s.lora_alpha, s.lora_dropout, s.lora_targets, s.rslora
             lora.add_adapter(self.model, ADAPTER, *shape, seed=config.common.seed)
         lora.set_adapter(self.model, ADAPTER)
-        if config.sft.activation_checkpointing:
-            activation_checkpointing.enable(self.model)
         parameters = lora.adapter_parameters(self.model, ADAPTER)
         group = optim.Group(parameters, config.optimizer.learning_rate)
         self.training = loop.Training(
@@ -162,6 +173,12 @@ class Trainer:
             },
             explain=lambda: explain_overflow(self.model, lambda: self.loss(self.batch)),
         )
+        self.grant = Grant(
+            plan,
+            workloads.fixed(config.memory),
+            lambda memory: activation_checkpointing.enable(self.model, **memory.on_model),
+            self.training,
+        )
 
     def loss(self, batch: Batch) -> "Tensor":
         """Summed cross-entropy of the batch's trained tokens, each predicted by the hidden state before it."""
@@ -171,7 +188,8 @@ class Trainer:
             chosen = batch.trained[:, 1:]  # [B, T-1]
             hidden = self.model(batch.tokens)[:, :-1][chosen]  # [N, C]
             head = self.model.head_weight[: self.tokenizer.size]  # ids beyond the tokenizer are only padding
-            return token_loss(hidden, head, batch.tokens[:, 1:][chosen], lambda rows, logprobs, _: -logprobs.sum())
+            targets, chunk = batch.tokens[:, 1:][chosen], self.grant.memory.loss_chunk
+            return token_loss(hidden, head, targets, lambda rows, logprobs, _: -logprobs.sum(), chunk=chunk)
 
     def step(self, number: int) -> tuple[dict, int]:
         """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched."""
@@ -179,19 +197,28 @@ class Trainer:
         per_step = settings.batch_size * settings.gradient_accumulation
         chosen = rows_of_step(number, len(self.rows), per_step, self.config.common.seed, self.last)
         rows = [self.rows[i] for i in chosen]
-        count, total_loss = trained_tokens(rows), 0.0
         self.model.train()
-        for group in micro_batches(rows, settings.batch_size):
-            self.batch = collate(group, self.tokenizer.pad_id, self.device)
-            loss = self.loss(self.batch) / count
-            self.precision.backward(loss)
-            total_loss += loss.item()
+        self.grant.resume()
+        total_loss = self.grant.attempt(lambda: self.add_gradients(rows))
         norm, _ = self.training.update()
         seen = (number - 1) * per_step + len(rows)
         record = {"loss": total_loss, "grad_norm": norm, "epoch": seen / len(self.rows)}
         if self.validation and (number % settings.validate_every == 0 or number == self.total):
             record["eval_loss"] = self.validation_loss()
         return record, sum(len(row.tokens) for row in rows)
+
+    def add_gradients(self, rows: "list[Row]") -> float:
+        """The mean loss of a step's rows, and its gradients, however many passes they take."""
+        count, total = trained_tokens(rows), 0.0
+        for group in self.micro_batches(rows):
+            self.batch = collate(group, self.tokenizer.pad_id, self.device)
+            loss = self.loss(self.batch) / count
+            self.precision.backward(loss)
+            total += loss.detach()  # read once, at the end: each reading waits for the device
+        return float(total)
+
+    def micro_batches(self, rows: "list[Row]") -> "list[list[Row]]":
+        return micro_batches(rows, self.config.sft.batch_size, self.grant.memory.micro_batch_tokens)
 
     def validation_loss(self) -> float:
         """Mean cross-entropy over all trained tokens of the rows held out."""
@@ -200,7 +227,7 @@ class Trainer:
         self.model.eval()
         total = 0.0
         with torch.no_grad():
-            for group in micro_batches(self.validation, self.config.sft.batch_size):
+            for group in self.micro_batches(self.validation):
                 total += self.loss(collate(group, self.tokenizer.pad_id, self.device)).item()
         return total / trained_tokens(self.validation)
 
@@ -238,12 +265,16 @@ def work(config: SftConfig) -> None:
 
 def plan(config: SftConfig) -> str:
     """What a run would do, for `--dry-run`; data that would have to be downloaded first are not counted."""
+    from r3lite.training import workloads
+
+    memory = workloads.make_plan(workloads.sft_workload(config.model, config.sft, config.lora), config.memory)
+    told = f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n"
     if config.data.data and not Path(config.data.data).exists():
-        return f"\n{config.data.data} is not here yet: its rows are not counted"
+        return told + f"{config.data.data} is not here yet: its rows are not counted"
     rows, validation = read(config)
     total, _ = length_of_run(config, len(rows))
     per_step = config.sft.batch_size * config.sft.gradient_accumulation
-    return f"\n{len(rows)} rows, {len(validation)} more held out; {total} steps of {per_step} rows"
+    return told + f"{len(rows)} rows, {len(validation)} more held out; {total} steps of {per_step} rows"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,12 +1,14 @@
-"""Layer functions that keep for the backward pass only what they were given: RMSNorm and SwiGLU.
+"""Layer functions that keep for the backward pass only what they were given: norm, SwiGLU, linear with an adapter.
 
-Left to autograd, each keeps several copies of its input, in fp32 for the norm: a third of a layer's activations.
+Left to autograd, each keeps or makes several copies of its input, in fp32 for the norm.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from r3lite.models.nf4 import Nf4Linear, dequantize
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -20,6 +22,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202), for tensors of one shape."""
     return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
+
+
+def adapted_linear(
+    x: Tensor, dropped: Tensor | None, A: Tensor, B: Tensor, base: nn.Linear | Nf4Linear, scale: float
+) -> Tensor:
+    """base(x) + scale * B A x for x [N, in], A [r, in] and B [out, r]; the adapter reads `dropped` where it is given.
+
+    The base is frozen. A and B are in fp32; products are in the dtype of the base's output.
+    """
+    inputs = x, dropped, A, B, base, scale
+    return _AdaptedLinear.apply(*inputs) if torch.is_grad_enabled() else _adapted(*inputs)[0]
 
 
 def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -63,3 +76,47 @@ class _SwiGLU(torch.autograd.Function):
         by_gate = grad * up
         torch.ops.aten.silu_backward.grad_input(by_gate, gate, grad_input=by_gate)
         return by_gate, F.silu(gate).mul_(grad)
+
+
+def _adapted(
+    x: Tensor, dropped: Tensor | None, A: Tensor, B: Tensor, base: nn.Module, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output [N, out] of a layer with its adapter, and A dropped(x) [N, r], in the dtype of the base's output."""
+    out = base(x)
+    low = F.linear(x if dropped is None else dropped, A.to(out.dtype))
+    # In place: the adapter's output is never a tensor of its own.
+    return out.addmm_(low, B.to(out.dtype).t(), alpha=scale), low
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """A frozen linear layer with an adapter. Both add to one gradient of x, where autograd would make two and a sum."""
+
+    @staticmethod
+    def forward(ctx, x, dropped, A, B, base, scale):
+        out, low = _adapted(x, dropped, A, B, base, scale)
+        ctx.save_for_backward(x if dropped is None else dropped, low, A, B)
+        ctx.base, ctx.scale, ctx.drops = base, scale, dropped is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        read, low, A, B = ctx.saved_tensors  # what the adapter read: [N, in], perhaps with dropout
+        by_low = (grad @ B.to(grad.dtype)).mul_(ctx.scale)  # [N, r]
+        by_A = by_B = by_x = by_dropped = None
+        if A.requires_grad:
+            by_A = (by_low.t() @ read.to(grad.dtype)).to(A.dtype)
+            by_B = (grad.t() @ low).mul_(ctx.scale).to(B.dtype)
+        if ctx.needs_input_grad[0]:
+            by_x = grad @ _dense_weight(ctx.base, grad.dtype)
+            if ctx.drops:
+                by_dropped = (by_low @ A.to(grad.dtype)).to(read.dtype)
+            else:
+                by_x.addmm_(by_low, A.to(grad.dtype))
+            by_x = by_x.to(read.dtype)  # under autocast x may be wider
+        return by_x, by_dropped, by_A, by_B, None, None
+
+
+def _dense_weight(base: nn.Linear | Nf4Linear, dtype: torch.dtype) -> Tensor:
+    """A base's weight [out, in]; one in NF4 is dequantized again rather than kept since the forward pass."""
+    return dequantize(base.weight, dtype) if isinstance(base, Nf4Linear) else base.weight.to(dtype)

@@ -14,7 +14,7 @@ class LayerCache:
     """One layer's view of the cache during one forward pass."""
 
     def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, used: int):
-        self.keys, self.values = keys, values  # [B, K, capacity, D], views of the cache's first B rows
+        self.keys, self.values = keys, values  # [B, K, capacity, D], views of B rows of the cache
         self.slots, self.used = slots, used  # [B, T], the greatest slot + 1
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,23 +44,23 @@ class KVCache:
                 for i, block in enumerate(blocks):
                     blocks[i] = torch.nn.functional.pad(block, (0, 0, 0, more))
 
-    def begin(self, B: int, T: int) -> tuple[Tensor, Tensor]:
-        """Positions [B, T] of T new tokens in the first B rows, and the mask [B, 1, T, S] of what each may see."""
+    def begin(self, B: int, T: int, first: int) -> tuple[Tensor, Tensor]:
+        """Positions [B, T] of T new tokens in B rows from `first`, and the mask [B, 1, T, S] of what each may see."""
         device = self.lengths.device
-        self._slots = self.lengths[:B, None] + torch.arange(T, device=device)  # [B, T]
-        self._used = int(self.lengths[:B].max()) + T
+        self._rows = slice(first, first + B)
+        self._slots = self.lengths[self._rows, None] + torch.arange(T, device=device)  # [B, T]
+        self._used = int(self.lengths[self._rows].max()) + T
         self._reserve(self._used)
         mask = torch.arange(self._used, device=device) <= self._slots[:, None, :, None]  # [B, 1, T, S]
         return self._slots, mask
 
     def layer(self, i: int) -> LayerCache:
         """Layer i's cache between `begin` and `end`."""
-        rows = self._slots.shape[0]
-        return LayerCache(self.keys[i][:rows], self.values[i][:rows], self._slots, self._used)
+        return LayerCache(self.keys[i][self._rows], self.values[i][self._rows], self._slots, self._used)
 
-    def end(self, B: int, T: int, lengths: Tensor | None) -> None:
+    def end(self, T: int, lengths: Tensor | None) -> None:
         """Counts the appended tokens: `lengths` [B] of them in each row, or T."""
-        self.lengths[:B] += T if lengths is None else lengths
+        self.lengths[self._rows] += T if lengths is None else lengths
 
     def swap(self, i: int, j: int) -> None:
         """Exchanges two rows, so that rows still decoding stay at the front and a step costs what they cost."""

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from r3lite.errors import R3LiteError
 from r3lite.files import write_json
-from r3lite.models.nf4 import Nf4Linear, dequantize
+from r3lite.models.functions import adapted_linear
+from r3lite.models.nf4 import Nf4Linear
 from r3lite.models.weights import write_tensors
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -86,53 +86,8 @@ class LoraLinear(nn.Module):
         rows = x.flatten(0, -2)  # [N, in]
         spec = self.switch.specs[name]
         dropped = F.dropout(rows, spec.dropout) if self.training and spec.dropout else None
-        inputs = rows, dropped, self.lora_A[name], self.lora_B[name], self.base, spec.scale
-        out = _Adapted.apply(*inputs) if torch.is_grad_enabled() else _adapted(*inputs)[0]  # [N, out]
+        out = adapted_linear(rows, dropped, self.lora_A[name], self.lora_B[name], self.base, spec.scale)  # [N, out]
         return out.unflatten(0, x.shape[:-1])
-
-
-def _adapted(
-    x: Tensor, dropped: Tensor | None, A: Tensor, B: Tensor, base: nn.Module, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The output [N, out] of a layer with its adapter, and A dropped(x) [N, r], in the dtype of the base's output."""
-    out = base(x)
-    low = F.linear(x if dropped is None else dropped, A.to(out.dtype))
-    # In place: the adapter's output is never a tensor of its own.
-    return out.addmm_(low, B.to(out.dtype).t(), alpha=scale), low
-
-
-class _Adapted(torch.autograd.Function):
-    """A frozen linear layer with an adapter. Both add to one gradient of x, where autograd would make two and a sum."""
-
-    @staticmethod
-    def forward(ctx, x, dropped, A, B, base, scale):
-        out, low = _adapted(x, dropped, A, B, base, scale)
-        ctx.save_for_backward(x if dropped is None else dropped, low, A, B)
-        ctx.base, ctx.scale, ctx.drops = base, scale, dropped is not None
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        read, low, A, B = ctx.saved_tensors  # what the adapter read: [N, in], perhaps with dropout
-        by_low = (grad @ B.to(grad.dtype)).mul_(ctx.scale)  # [N, r]
-        by_A = by_B = by_x = by_dropped = None
-        if A.requires_grad:
-            by_A = (by_low.t() @ read.to(grad.dtype)).to(A.dtype)
-            by_B = (grad.t() @ low).mul_(ctx.scale).to(B.dtype)
-        if ctx.needs_input_grad[0]:
-            by_x = grad @ _dense_weight(ctx.base, grad.dtype)
-            if ctx.drops:
-                by_dropped = (by_low @ A.to(grad.dtype)).to(read.dtype)
-            else:
-                by_x.addmm_(by_low, A.to(grad.dtype))
-            by_x = by_x.to(read.dtype)  # under autocast x may be wider
-        return by_x, by_dropped, by_A, by_B, None, None
-
-
-def _dense_weight(base: nn.Linear | Nf4Linear, dtype: torch.dtype) -> Tensor:
-    """A base's weight [out, in]; one in NF4 is dequantized again rather than kept since the forward pass."""
-    return dequantize(base.weight, dtype) if isinstance(base, Nf4Linear) else base.weight.to(dtype)
 
 
 def switch_of(model: nn.Module) -> Switch:

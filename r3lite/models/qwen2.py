@@ -176,25 +176,27 @@ class Qwen2(nn.Module):
         """The output head [V, C]; the embedding itself when the two are tied."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def forward(self, input_ids: Tensor, cache: KVCache | None = None, lengths: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, cache: KVCache | None = None, lengths: Tensor | None = None, first_row: int = 0
+    ) -> Tensor:
         """Hidden states [B, T, C] after the final norm, for token ids [B, T].
 
         Rows are padded on the right. Attention is causal, so padding changes no token before it and needs no mask.
-        With a `cache`, the ids are appended to what its first B rows hold; `lengths` [B] says how many of the T ids
-        of each row are real (all of them when None).
+        With a `cache`, the ids are appended to what its B rows from `first_row` hold; `lengths` [B] says how many of
+        the T ids of each row are real (all of them when None).
         """
         B, T = input_ids.shape
         x = self.model.embed_tokens(input_ids)  # [B, T, C]
         if cache is None:
             positions, mask = torch.arange(T, device=x.device)[None], None
         else:
-            positions, mask = cache.begin(B, T)  # [B, T], [B, 1, T, S]
+            positions, mask = cache.begin(B, T, first_row)  # [B, T], [B, 1, T, S]
         cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.model.layers):
             layer_cache = None if cache is None else cache.layer(i)
             x = self.run_layer(i, layer, x, cos, sin, mask, layer_cache)
         if cache is not None:
-            cache.end(B, T, lengths)
+            cache.end(T, lengths)
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

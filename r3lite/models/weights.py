@@ -156,7 +156,7 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     with torch.device("meta"):
         model = Qwen2(read_config(folder))
     linears = _layer_linears(model)
-    if _read_json(folder / "config.json").get("quantization_config"):
+    if is_nf4(folder):
         for path, linear in linears.items():
             _set(model, path, Nf4Linear(nf4.quantize(linear.weight), linear.bias, dtype))
         quantize = False
@@ -182,6 +182,11 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
                     _set(model, name, tensor.to(device, copy=True))
                 del tensor
     return model.eval()
+
+
+def is_nf4(folder: str | Path) -> bool:
+    """Whether a folder was written by `save_nf4`."""
+    return bool(_read_json(Path(folder) / "config.json").get("quantization_config"))
 
 
 def _layer_linears(model: nn.Module) -> dict[str, nn.Linear]:

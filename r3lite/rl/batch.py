@@ -38,7 +38,7 @@ class Batch:
 
     @staticmethod
     def of(rollouts: list[Rollout], pad_id: int, device: torch.device) -> "Batch":
-        longest = _width(max(len(r.tokens) for r in rollouts))
+        longest = width(max(len(r.tokens) for r in rollouts))
 
         def padded(rows, fill, dtype):
             return torch.tensor([row + [fill] * (longest - len(row)) for row in rows], dtype=dtype, device=device)
@@ -60,7 +60,7 @@ class Batch:
     def rows(self, index: Tensor) -> "Batch":
         """The rollouts `index` [b], cut to about the longest of them."""
         lengths = self.lengths[index]
-        T = _width(int(lengths.max()))
+        T = width(int(lengths.max()))
         return Batch(
             **{
                 f.name: getattr(self, f.name)[index][..., :T] if f.name != "groups" else self.groups[index]
@@ -75,5 +75,6 @@ class Batch:
         return (positions * self.action).amax(-1)
 
 
-def _width(tokens: int) -> int:
+def width(tokens: int) -> int:
+    """Tokens of a row with its padding."""
     return -(-tokens // MULTIPLE) * MULTIPLE

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from r3lite.models.logprobs import token_logprobs
+from r3lite.models.logprobs import CHUNK, token_logprobs
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.batch import Batch
 
@@ -17,13 +17,13 @@ def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
     return model(batch.tokens)[:, :-1][chosen], batch.tokens[:, 1:][chosen]
 
 
-def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: float) -> Tensor:
+def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
     """Log-probabilities [N] of the action tokens, under the distribution that they were drawn from.
 
     The head's first `vocabulary` rows are those that may be sampled; the temperature is that of the sampler.
     """
     hidden, targets = action_states(model, batch)
-    return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature)[0]
+    return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk)[0]
 
 
 def at_actions(x: Tensor, batch: Batch) -> Tensor:

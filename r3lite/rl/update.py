@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from r3lite.models.logprobs import token_loss
+from r3lite.models.logprobs import CHUNK, token_loss
 from r3lite.models.lora import use_adapter
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl import losses
 from r3lite.rl.advantages import gae, group_normalized, share_without_variance, whiten
-from r3lite.rl.batch import Batch
+from r3lite.rl.batch import Batch, width
 from r3lite.rl.policy import action_logprobs, action_states, at_actions, spread
 from r3lite.settings import RLSettings
 
@@ -37,6 +37,10 @@ class Learner:
     optimizer_step: Callable[[], tuple[float, bool]]
     value_head: nn.Module | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
+    # Adds a mini-batch's gradients; whoever knows what to do when memory runs out may call it again.
+    attempt: Callable[[Callable[[], dict]], dict] = lambda work: work()
+    pass_tokens: int = 1 << 20  # of one pass, padding included; a longer episode goes alone
+    loss_chunk: int = CHUNK
 
     def learn(self, batch: Batch, seed: str) -> dict[str, float]:
         """All optimizer steps of a round; returns its metrics. `seed` orders the mini-batches."""
@@ -72,7 +76,7 @@ class Learner:
         with use_adapter(self.model, self.reference), self.autocast():
             for rows in self._micro_batches(batch, range(len(batch.tokens))):
                 part = batch.rows(rows)
-                logprobs = action_logprobs(self.model, part, self.vocabulary, self.temperature)
+                logprobs = action_logprobs(self.model, part, self.vocabulary, self.temperature, self.loss_chunk)
                 parts[rows, : part.tokens.shape[1]] = spread(logprobs, part)
         return parts
 
@@ -92,23 +96,34 @@ class Learner:
         return whiten(advantages, batch.action), targets
 
     def _micro_batches(self, batch: Batch, rows) -> list[Tensor]:
-        """Rows in groups of micro_batch_size, like lengths together: less padding."""
-        lengths = batch.lengths.tolist()
-        ordered = torch.tensor(sorted(rows, key=lambda i: lengths[i]), device=batch.tokens.device)
-        return list(ordered.split(self.settings.micro_batch_size))
+        """Rows in groups that go through the model together, like lengths together: less padding."""
+        lengths, groups = batch.lengths.tolist(), []
+        for i in sorted(rows, key=lambda i: lengths[i]):
+            full = groups and len(groups[-1]) == self.settings.micro_batch_size
+            if not groups or full or (len(groups[-1]) + 1) * width(lengths[i]) > self.pass_tokens:
+                groups.append([])
+            groups[-1].append(i)
+        return [torch.tensor(group, device=batch.tokens.device) for group in groups]
 
     def _mini_batch(self, batch, rows, advantages, targets, reference, sums) -> float:
         """One optimizer step over whole episodes; adds to `sums` and returns the gradient's norm."""
-        actions = batch.action[rows].sum(-1)  # [b]
-        for micro in self._micro_batches(batch, rows):
-            part = batch.rows(micro)
-            T = part.tokens.shape[1]
-            # PPO: mean over the action tokens of the mini-batch. GRPO: mean over each episode's, then over episodes.
-            share = part.action / (
-                actions.sum() if self.settings.algorithm == "ppo" else part.action.sum(-1, keepdim=True) * len(rows)
-            )
-            cut = [None if x is None else at_actions(x[micro, :T], part) for x in (advantages, targets, reference)]
-            self.backward(self._loss(part, *cut, at_actions(share, part), sums))
+
+        def add_gradients() -> dict[str, Tensor]:
+            seen: dict[str, Tensor] = {}
+            actions = batch.action[rows].sum()
+            for micro in self._micro_batches(batch, rows):
+                part = batch.rows(micro)
+                T = part.tokens.shape[1]
+                # PPO: mean over the action tokens of the mini-batch. GRPO: mean over each episode's, then over episodes.
+                share = part.action / (
+                    actions if self.settings.algorithm == "ppo" else part.action.sum(-1, keepdim=True) * len(rows)
+                )
+                cut = [None if x is None else at_actions(x[micro, :T], part) for x in (advantages, targets, reference)]
+                self.backward(self._loss(part, *cut, at_actions(share, part), seen))
+            return seen
+
+        for name, total in self.attempt(add_gradients).items():
+            sums[name] = sums.get(name, 0.0) + total
         norm, _ = self.optimizer_step()
         return norm
 
@@ -138,7 +153,7 @@ class Learner:
         with self.autocast():
             hidden, tokens = action_states(self.model, part)
             head = self.model.head_weight[: self.vocabulary]
-            loss = token_loss(hidden, head, tokens, policy_loss, self.temperature, with_entropy=True)
+            loss = token_loss(hidden, head, tokens, policy_loss, self.temperature, self.loss_chunk, with_entropy=True)
             values = None if targets is None else self.value_head(hidden)
         if targets is not None:
             value = losses.value_loss(values, at_actions(part.values, part), targets, settings.value_clip)

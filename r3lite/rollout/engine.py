@@ -5,7 +5,7 @@ retriever. Weights are those of the model it is given: the trainer's own, with w
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -39,6 +39,7 @@ class Engine:
     lengths: LengthSettings
     sampler: Callable[[Tensor, list[float]], tuple[list[int], list[float]]] = Sampler()
     rollout_batch_size: int = 16
+    read_tokens: int = 4096  # given tokens read in one pass, padding included; a longer row is read alone
     value_head: nn.Module | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
     format: R3Format = R3Format()
@@ -54,14 +55,15 @@ class Engine:
         sequences = [self._open(q, seed) for q, seed in zip(questions, seeds, strict=True)]
         training = self.model.training
         self.model.eval()  # no dropout: the policy that samples is the policy that is trained
-        bar = tqdm(total=len(sequences), desc=progress, unit="episode", disable=None if progress else True)
-        for start in range(0, len(sequences), self.rollout_batch_size):
-            batch = sequences[start : start + self.rollout_batch_size]
-            with self.autocast():
-                self._run_batch(batch, retrieve)
-            bar.update(len(batch))
-        bar.close()
-        self.model.train(training)
+        try:
+            with tqdm(total=len(sequences), desc=progress, unit="episode", disable=None if progress else True) as bar:
+                for start in range(0, len(sequences), self.rollout_batch_size):
+                    batch = sequences[start : start + self.rollout_batch_size]
+                    with self.autocast():
+                        self._run_batch(batch, retrieve)
+                    bar.update(len(batch))
+        finally:
+            self.model.train(training)
         return sequences
 
     def _open(self, question: Question, seed: str) -> Sequence:
@@ -117,14 +119,27 @@ class Engine:
     def _read(self, rows: list[Sequence], cache: KVCache) -> Tensor:
         """Runs the model over the tokens that the cache lacks; hidden states [B, C] at each row's last token."""
         pending = [s.tokens[s.cached :] for s in rows]
-        longest = max(map(len, pending))
-        device = cache.lengths.device
-        ids = torch.tensor([p + [self.tokenizer.pad_id] * (longest - len(p)) for p in pending], device=device)  # [B, T]
-        counts = torch.tensor([len(p) for p in pending], device=device)  # [B]
-        hidden = self.model(ids, cache, counts)  # [B, T, C]
+        last = [self._read_group(pending[start:stop], start, cache) for start, stop in self._groups(pending)]
         for sequence in rows:
             sequence.cached = len(sequence.tokens)
-        return hidden[torch.arange(len(rows), device=device), counts - 1]
+        return torch.cat(last)
+
+    def _groups(self, pending: list[list[int]]) -> Iterator[tuple[int, int]]:
+        """Neighbouring rows that are read together: (first, one past the last)."""
+        start, longest = 0, 0
+        for i, tokens in enumerate(pending):
+            longest = max(longest, len(tokens))
+            if i > start and longest * (i + 1 - start) > self.read_tokens:
+                yield start, i
+                start, longest = i, len(tokens)
+        yield start, len(pending)
+
+    def _read_group(self, pending: list[list[int]], first_row: int, cache: KVCache) -> Tensor:
+        T, device = max(map(len, pending)), cache.lengths.device
+        ids = torch.tensor([p + [self.tokenizer.pad_id] * (T - len(p)) for p in pending], device=device)  # [B, T]
+        counts = torch.tensor([len(p) for p in pending], device=device)  # [B]
+        hidden = self.model(ids, cache, counts, first_row)  # [B, T, C]
+        return hidden[torch.arange(len(pending), device=device), counts - 1]
 
     def _turn_is_over(self, sequence: Sequence) -> bool:
         turn = sequence.turn

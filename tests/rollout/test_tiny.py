@@ -20,7 +20,7 @@ def tiny():
     arguments = ["--preset", "tiny", "--dtype", "fp32", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
     config = resolve("evaluate", EvaluateConfig(), arguments, COMMANDS)
     questions = read_questions(shipped("data", "world", "test.jsonl"), 4)
-    return load_engine(config), build_retriever(config.retrieval, questions, progress=False), questions
+    return load_engine(config, len(questions)), build_retriever(config.retrieval, questions, progress=False), questions
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

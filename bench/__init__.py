@@ -1,0 +1,1 @@
+"""Measurements of r3lite and of what else can do its work; results are committed under bench/results."""

@@ -1,0 +1,208 @@
+"""Peak memory of SFT, PPO and GRPO, beside the planner's figure and beside other trainers.
+
+    python -m bench.memory                              # every case; JSON and a table under bench/results
+    python -m bench.memory --only 0.5B --algorithms sft # some of them
+    python -m bench.memory --row                        # one case of your card, as a table row to send us
+
+Each case is the real command in a process of its own: two steps on full-length rows, or a round of rollouts that run
+to their limit, with two optimizer steps. On the CPU the peak is that of live tensor bytes, on CUDA that of PyTorch's allocator. Peers
+(transformers + peft, and TRL where it is installed) do one step of the same shape.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+HUB = {"0.5B": "Qwen/Qwen2.5-0.5B-Instruct", "1.5B": "Qwen/Qwen2.5-1.5B-Instruct", "3B": "Qwen/Qwen2.5-3B-Instruct"}
+PROMPT = 256  # tokens of a question with its instructions, in RL
+
+
+@dataclass(frozen=True)
+class Case:
+    size: str
+    algorithm: str  # sft, ppo, grpo, or a peer: peft, trl
+    tokens: int  # of a row; in RL sampled after a prompt of 256
+    quantize: str = "none"
+    budget: str = "4GiB"
+
+    @property
+    def name(self) -> str:
+        return f"{self.size} {self.algorithm} {self.tokens} {self.quantize} {self.budget}"
+
+
+CASES = [
+    *(Case("0.5B", "sft", tokens, budget=b) for tokens, b in (
+        (512, "1250MiB"), (1024, "1300MiB"), (2048, "1400MiB"), (4096, "1650MiB"),
+        (512, "4GiB"), (1024, "4GiB"), (2048, "4GiB"), (8192, "4GiB"),
+    )),
+    *(Case("0.5B", "sft", tokens, "nf4", "1GiB") for tokens in (512, 2048)),
+    *(Case("1.5B", "sft", tokens, budget="4GiB") for tokens in (512, 1024, 2048)),
+    *(Case("1.5B", "sft", tokens, "nf4", b) for tokens, b in ((512, "1700MiB"), (2048, "1900MiB"), (1024, "4GiB"))),
+    Case("3B", "sft", 512, budget="7GiB"),
+    *(Case("3B", "sft", tokens, "nf4", b) for tokens, b in ((512, "2700MiB"), (2048, "3050MiB"), (2048, "4GiB"))),
+    *(Case("0.5B", algorithm, 512, budget="1350MiB") for algorithm in ("ppo", "grpo")),
+    *(Case("0.5B", algorithm, 64, budget=b) for algorithm, b in (("ppo", "1200MiB"), ("grpo", "4GiB"))),
+    Case("0.5B", "grpo", 64, "nf4", "800MiB"),
+    Case("1.5B", "grpo", 512, "nf4", "4GiB"),
+    *(Case("1.5B", algorithm, 64, "nf4", "4GiB") for algorithm in ("ppo", "grpo")),
+    Case("3B", "grpo", 64, "nf4", "4GiB"),
+]  # fmt: skip
+PEERS = [*(Case("0.5B", "peft", tokens) for tokens in (512, 1024, 2048)), Case("0.5B", "trl", 64)]
+
+
+def full_rows(folder: str, tokens: int, path: Path) -> None:
+    """Conversations of exactly so many tokens, nearly all of them the assistant's."""
+    from r3lite.models.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(Path(folder))
+    given = len(tokenizer.open_chat("q", None)) + 1  # and the end of the turn
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": " a" * (tokens - given)}]}
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(4)), encoding="utf-8")
+
+
+def full_questions(folder: str, path: Path) -> None:
+    """Questions that take PROMPT tokens with their instructions."""
+    from r3lite.formats import Prompts
+    from r3lite.models.tokenizer import Tokenizer
+    from r3lite.settings import ProtocolSettings
+
+    tokenizer, prompts = Tokenizer.load(Path(folder)), Prompts.load(ProtocolSettings())
+
+    def length(words: int) -> int:
+        return len(tokenizer.open_chat(prompts.opening("q" + " a" * words), prompts.system))
+
+    question = "q" + " a" * (PROMPT - length(0))
+    path.write_text(json.dumps({"id": "1", "question": question, "answer": "x"}) + "\n", encoding="utf-8")
+
+
+def arguments(case: Case, folder: str, where: Path, device: str) -> list[str]:
+    """The flags of the command that a case runs."""
+    data = where / "data.jsonl"
+    flags = ["--model", folder, "--data", str(data), "--device", device, "--batch-size", "1", "--output"]
+    flags += [str(where / "run"), "--vram-budget", case.budget, "--quantize", case.quantize, "--nf4-cache", "none"]
+    flags += ["--dtype", "bf16" if device == "cpu" else "auto"]
+    if case.algorithm == "sft":
+        full_rows(folder, case.tokens, data)
+        flags += ["--max-steps", "2", "--gradient-accumulation", "1", "--validation-rows", "0"]
+        return [*flags, "--max-length", str(case.tokens)]
+    full_questions(folder, data)
+    flags += ["--algorithm", case.algorithm, "--retriever", "none", "--num-generations", "8", "--max-hops", "1"]
+    flags += ["--max-steps", "1", "--mini-batch-size", "4"]  # in the second step the optimizer's moments are there
+    return [*flags, "--max-new-tokens", str(case.tokens), "--max-length", str(PROMPT + case.tokens)]
+
+
+def measure(case: Case, root: str | None, device: str) -> dict:
+    """Runs one case in this process: peak and planned MiB, and seconds."""
+    import torch
+
+    from bench.live_tensors import MIB, LiveTensors
+
+    folder = str(Path(root) / case.size) if root else HUB[case.size]
+    counter, start = LiveTensors(), time.perf_counter()
+    planned = None
+    with tempfile.TemporaryDirectory() as where:
+        if case.algorithm in ("sft", "ppo", "grpo"):
+            from r3lite import ppo, sft
+            from r3lite.training import base
+
+            plans, announce = [], base.announce
+            base.announce = lambda plan: (plans.append(plan), announce(plan))
+            flags = arguments(case, folder, Path(where), device)
+            main = sft.main if case.algorithm == "sft" else ppo.main
+
+            def work() -> None:
+                assert main(flags) == 0, "the command failed"
+
+        else:
+            from bench import peers
+
+            plans = []
+
+            def work() -> None:
+                peers.STEPS[case.algorithm](folder, case.tokens, device)
+
+        if device == "cpu":
+            with counter:
+                work()
+            peak = {"peak_mib": round(counter.peak_mib, 1)}
+        else:
+            work()
+            peak = {"peak_mib": round(torch.cuda.max_memory_allocated() / MIB, 1),
+                    "reserved_mib": round(torch.cuda.max_memory_reserved() / MIB, 1)}  # fmt: skip
+        if plans:
+            # The planner counts the context, which PyTorch's allocator does not see.
+            phases = plans[0].report()["phases"].values()
+            planned = round(max(sum(v for k, v in parts.items() if k != "context") for parts in phases), 1)
+    return {**asdict(case), **peak, "planned_mib": planned, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def in_its_own_process(case: Case, options: argparse.Namespace) -> dict:
+    command = [sys.executable, "-m", "bench.memory", "--device", options.device, "--one", json.dumps(asdict(case))]
+    command += ["--models", options.models] if options.models else []
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return {**asdict(case), "error": (done.stderr.strip().splitlines() or ["?"])[-1]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def row(found: dict) -> str:
+    """One line of the table."""
+    if "error" in found:
+        found = {**found, "peak_mib": None, "seconds": None}
+    peak, planned = found["peak_mib"], found.get("planned_mib")
+    off = f"{100 * (planned - peak) / peak:+.1f} %" if peak and planned else ""
+    show = lambda x: "" if x is None else f"{x:,.0f}"  # noqa: E731
+    cells = [found["size"], found["algorithm"], found["tokens"], found["quantize"], found["budget"]]
+    cells += [show(peak), show(planned), off, show(found.get("reserved_mib")), show(found["seconds"])]
+    return "| " + " | ".join(map(str, cells)) + " |" + (f" {found['error']}" if "error" in found else "")
+
+
+HEAD = """| model | what | tokens | base | budget | peak MiB | planned | off | reserved | seconds |
+|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", help="folder with 0.5B, 1.5B and 3B; by default the hub's Qwen2.5-*-Instruct")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--only", nargs="*", help="model sizes")
+    parser.add_argument("--algorithms", nargs="*", help="sft, ppo, grpo, peft, trl")
+    parser.add_argument("--row", action="store_true", help="one case only, as a table row to send us")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+
+    import torch
+
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.one:
+        print(json.dumps(measure(Case(**json.loads(options.one)), options.models, options.device)))
+        return
+    machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.processor() or 'CPU'}"
+    label = f"{machine}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    cases = [Case("0.5B", "sft", 1024)] if options.row else [
+        c for c in CASES + PEERS
+        if (not options.only or c.size in options.only) and (not options.algorithms or c.algorithm in options.algorithms)
+    ]  # fmt: skip
+    found = []
+    print(f"{label}\n\n{HEAD}")
+    for case in cases:
+        found.append(in_its_own_process(case, options))
+        print(row(found[-1]), flush=True)
+        if not options.row:
+            RESULTS.mkdir(exist_ok=True)
+            name = f"memory-{options.device}"
+            (RESULTS / f"{name}.json").write_text(json.dumps({"machine": label, "cases": found}, indent=1) + "\n")
+            lines = [f"# Peak memory\n\n{label}\n", HEAD, *map(row, found)]
+            (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

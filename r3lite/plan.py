@@ -1,0 +1,97 @@
+"""The memory that a run will take, before it runs: a table by phase, and the settings chosen to make it fit."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from r3lite import command
+from r3lite.settings import (
+    Common,
+    DataSettings,
+    JudgeSettings,
+    LengthSettings,
+    LoraSettings,
+    MemorySettings,
+    ModelSettings,
+    OptimizerSettings,
+    PlanSettings,
+    ProtocolSettings,
+    RetrievalSettings,
+    RewardSettings,
+    RLSettings,
+    SamplingSettings,
+    Schedule,
+    SftSettings,
+)
+
+
+@dataclass(frozen=True)
+class PlanSftConfig:
+    """Plans the memory of a run before it runs: nothing is downloaded, no weights are loaded.
+
+    Give it the flags of the run: those of `sft`, or with --algorithm ppo or grpo those of `ppo`. The sizes of Qwen2.5
+    up to 3B are known offline; --device cuda plans for a card that is elsewhere. --output FOLDER writes plan.json, too.
+    """
+
+    plan: PlanSettings = PlanSettings()
+    common: Common = Common()
+    model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
+    data: DataSettings = DataSettings()
+    protocol: ProtocolSettings = ProtocolSettings()
+    sft: SftSettings = SftSettings()
+    schedule: Schedule = Schedule()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    lora: LoraSettings = LoraSettings()
+
+
+@dataclass(frozen=True)
+class PlanRlConfig:
+    __doc__ = PlanSftConfig.__doc__
+
+    rl: RLSettings = RLSettings()
+    common: Common = Common()
+    model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
+    data: DataSettings = DataSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    protocol: ProtocolSettings = ProtocolSettings()
+    lengths: LengthSettings = LengthSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    reward: RewardSettings = RewardSettings()
+    judge: JudgeSettings = JudgeSettings()
+    schedule: Schedule = Schedule()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    lora: LoraSettings = LoraSettings()
+
+
+def work(config: PlanSftConfig | PlanRlConfig) -> None:
+    # Imported after the arguments are read: torch takes seconds to load.
+    from r3lite.files import write_json
+    from r3lite.training import workloads
+
+    if isinstance(config, PlanSftConfig):
+        workload = workloads.sft_workload(config.model, config.sft, config.lora)
+        plan = workloads.make_plan(workload, config.memory)
+    else:
+        shape = config.rl, config.lora, config.lengths, config.retrieval
+        plan = workloads.make_plan(workloads.rl_workload(config.model, *shape), config.memory, config.sampling)
+    print(plan.table())
+    if config.common.output:
+        path = Path(config.common.output) / "plan.json"
+        write_json(path, plan.report())
+        print(f"written to {path}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    # The algorithm decides which flags there are, so it is looked for before the others are read.
+    words = " ".join(argv).replace("=", " ").split()
+    learns = "--algorithm" in words and words[words.index("--algorithm") + 1 :][:1] in (["ppo"], ["grpo"])
+    if learns:
+        return command.run("plan", PlanRlConfig(), work, argv, table="ppo")
+    return command.run("plan", PlanSftConfig(), work, argv, table="sft")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

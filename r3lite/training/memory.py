@@ -1,0 +1,341 @@
+"""The memory planner: what a run will hold, phase by phase, and the settings that make it fit.
+
+All figures are bytes of live tensors, in closed form from the model's sizes; nothing is loaded to find them. They
+follow what `models` keeps: `activation_checkpointing` (layer inputs, one layer at a time), `logprobs` (one chunk of
+logits), `kv_cache` and `nf4`. `bench/memory.py` holds them against measured peaks.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from r3lite.errors import R3LiteError
+from r3lite.models import logprobs, nf4
+from r3lite.models.kv_cache import BLOCK
+from r3lite.models.qwen2 import Qwen2Config
+
+MIB = 1 << 20
+GRAIN = 512  # bytes that an allocation is rounded up to, on CUDA as in our count
+SLACK = 0.02  # of a budget, left free for what the formulas do not know
+CUDA_CONTEXT = 450 * MIB  # of the driver and cuBLAS, before the first tensor; 300 to 500 are reported
+Parts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run computes, whatever memory it is given."""
+
+    model: Qwen2Config
+    vocabulary: int  # rows of the head that are used: ids of the tokenizer
+    element: int  # bytes of a weight and of an activation: 2 or 4
+    row_tokens: int  # of the longest row or episode
+    trains: bool = True
+    lora_r: int = 8
+    targets: tuple[str, ...] = ()
+    rows: int = 1  # of one backward pass at most
+    # Reinforcement learning and evaluation only.
+    episodes: int = 0  # sampled in a round; 0: nothing is sampled
+    turn_tokens: int = 0  # of one turn at most
+    reads: int = 0  # tokens given to a row at once at most: a prompt, or documents
+    scores: bool = False  # under a reference policy
+    adapters: int = 1  # the policy's, and the reference's where it has one
+    critic: bool = False
+    on_cuda: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The settings that decide how much memory a run takes and how fast it is; none of them changes what it learns."""
+
+    nf4: bool = False
+    recompute_layers: int = 0
+    micro_batch_tokens: int = 4096  # of one backward pass, padding included; a longer row goes alone
+    loss_chunk: int = logprobs.CHUNK
+    mlp_tile: int = 1024
+    offload: bool = False
+    rollout_batch_size: int = 64
+
+    @property
+    def on_model(self) -> dict:
+        """What `activation_checkpointing.enable` takes."""
+        return {"layers": self.recompute_layers, "mlp_tile": self.mlp_tile, "offload": self.offload}
+
+
+def rounded(size: float) -> int:
+    return -(-int(size) // GRAIN) * GRAIN
+
+
+def linears(m: Qwen2Config) -> dict[str, tuple[int, int]]:
+    """(out, in) of the seven projections of a layer."""
+    heads, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+    C, wide = m.hidden_size, m.intermediate_size
+    attention = {"q_proj": (heads, C), "k_proj": (kv, C), "v_proj": (kv, C), "o_proj": (C, heads)}
+    return attention | {"gate_proj": (wide, C), "up_proj": (wide, C), "down_proj": (C, wide)}
+
+
+def weight_bytes(w: Workload, quantized: bool) -> int:
+    """The frozen base."""
+    m, e = w.model, w.element
+    C = m.hidden_size
+    shapes = linears(m)
+    if quantized:
+        layer = sum(_nf4_bytes(out * into) for out, into in shapes.values())
+    else:
+        layer = sum(rounded(out * into * e) for out, into in shapes.values())
+    layer += sum(rounded(shapes[name][0] * e) for name in ("q_proj", "k_proj", "v_proj")) + 2 * rounded(C * e)
+    tables = 1 if m.tie_word_embeddings else 2
+    return m.num_hidden_layers * layer + tables * rounded(m.vocab_size * C * e) + rounded(C * e)
+
+
+def _nf4_bytes(weights: int) -> int:
+    groups = -(-weights // (nf4.BLOCK * nf4.GROUP))
+    return rounded(weights / 2) + rounded(groups * nf4.GROUP) + rounded(groups * 4) + GRAIN
+
+
+def adapter_bytes(w: Workload) -> int:
+    """One adapter's fp32 weights; its gradients are as large, its two moments twice."""
+    shapes = linears(w.model)
+    layer = sum(rounded(4 * w.lora_r * side) for name in w.targets for side in shapes[name])
+    return w.model.num_hidden_layers * layer
+
+
+def standing(w: Workload, memory: Memory) -> Parts:
+    """What is there from the first step to the last."""
+    adapter = adapter_bytes(w)
+    tensors = w.model.num_hidden_layers * len(w.targets) * 2
+    parts = {"weights": weight_bytes(w, memory.nf4), "adapters": adapter * w.adapters}
+    if w.trains:
+        parts["optimizer"] = 2 * adapter + tensors * GRAIN
+    return parts
+
+
+def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
+    """What each phase of the run holds at its peak, by part."""
+    fixed = standing(w, memory)
+    found = {"load": _load(w, memory)}
+    if w.episodes:
+        found["sample"] = fixed | _sample(w, memory)
+    if w.scores:
+        found["score"] = fixed | _score(w, memory)
+    if w.trains:
+        found["update"] = fixed | max(_update(w, memory), key=lambda parts: sum(parts.values()))
+        found["save"] = dict(fixed)
+    if w.on_cuda:
+        found = {name: parts | {"context": CUDA_CONTEXT} for name, parts in found.items()}
+    return found
+
+
+def peak(w: Workload, memory: Memory) -> int:
+    return max(sum(parts.values()) for parts in phases(w, memory).values())
+
+
+def _load(w: Workload, memory: Memory) -> Parts:
+    """The embedding comes first, beside its view of the file; the last linear comes beside all else."""
+    m, e = w.model, w.element
+    table = rounded(m.vocab_size * m.hidden_size * e)
+    last = max(out * into * e for out, into in linears(m).values())
+    weights = weight_bytes(w, memory.nf4)
+    if w.on_cuda:  # the file's view is the host's
+        return {"weights": weights, "one tensor": last if memory.nf4 else 0}
+    peak = max(2 * table, weights + last)
+    return {"weights": weights, "one tensor": max(0, peak - weights)}
+
+
+def _dense(w: Workload, memory: Memory) -> int:
+    """The widest weight, dequantized, and the temporaries of that."""
+    if not memory.nf4:
+        return 0
+    widest = w.model.hidden_size * w.model.intermediate_size
+    return widest * w.element + widest // nf4.BLOCK * 8 + nf4.TILE * 14
+
+
+def _reading(w: Workload, memory: Memory, tokens: int) -> int:
+    """A pass without gradients over so many tokens, one layer at a time."""
+    C, wide, e = w.model.hidden_size, w.model.intermediate_size, w.element
+    tile = min(tokens, memory.mlp_tile)
+    attention = tokens * 6 * C * e
+    feed_forward = tokens * 2 * C * e + tile * (C + 3 * wide) * e + (tokens * C * e if tile < tokens else 0)
+    return tokens * 2 * C * e + max(attention, feed_forward) + _dense(w, memory)
+
+
+def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool, entropy: bool) -> int:
+    """Logits of one chunk in the head's dtype, a few rows of them in fp32, and the gradient of the hidden states."""
+    rows = min(memory.loss_chunk, tokens)
+    wide = min(rows, logprobs.WIDE) * w.vocabulary * 4 * 3
+    return rows * w.vocabulary * w.element + wide + (tokens * w.model.hidden_size * 4 if gradients else 0)
+
+
+def _score(w: Workload, memory: Memory) -> Parts:
+    tokens = max(memory.micro_batch_tokens, w.row_tokens)
+    hidden = 2 * tokens * w.model.hidden_size * w.element
+    read = _reading(w, memory, tokens)
+    return {"live layer": read} if read > hidden + _chunk(w, memory, tokens, False, False) else {
+        "hidden states": hidden, "loss chunk": _chunk(w, memory, tokens, False, False)
+    }  # fmt: skip
+
+
+def kv_bytes(w: Workload, rows: int) -> int:
+    """The cache of so many episodes at their full length, and the two blocks of a layer that grows."""
+    m = w.model
+    slots = -(-w.row_tokens // BLOCK) * BLOCK
+    block = rows * m.num_key_value_heads * slots * m.head_dim * w.element
+    return 2 * m.num_hidden_layers * rounded(block) + rounded(block)
+
+
+def _sample(w: Workload, memory: Memory) -> Parts:
+    m, rows = w.model, min(memory.rollout_batch_size, w.episodes)
+    cache = kv_bytes(w, rows)
+    groups = m.num_attention_heads // m.num_key_value_heads
+    tokens = max(memory.micro_batch_tokens, w.reads)
+    together = min(rows * w.reads, tokens)  # see Engine: rows are read in groups of so many tokens
+    masks = together * groups * w.row_tokens * (2 + w.element)
+    read = _reading(w, memory, together) + masks
+    sampler = rows * w.vocabulary * (w.element + 4 + 4 + 8 + 8 + 8)
+    return {"KV cache": cache, "reading" if read > sampler else "sampling": max(read, sampler)}
+
+
+def _kept(w: Workload) -> int:
+    """Activations that a layer which is not recomputed keeps, per token, its input left out."""
+    m, e = w.model, w.element
+    C, H, wide = m.hidden_size, m.num_attention_heads, m.intermediate_size
+    # Norm, middle, norm; rotated queries, keys and values for every head, output; gate, up and their product.
+    return e * (7 * C + 3 * wide + len(w.targets) * w.lora_r) + 4 * (H + 2)
+
+
+def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
+    """The moments that may be the peak of a backward pass."""
+    m, e = w.model, w.element
+    C, wide, L = m.hidden_size, m.intermediate_size, m.num_hidden_layers
+    tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.rows * w.row_tokens)
+    recomputed = min(memory.recompute_layers, L)
+    state, gradients = tokens * C * e, adapter_bytes(w)
+    held = (2 if recomputed else 0) if memory.offload else recomputed
+    inputs, rotary = (held + 1) * state, 2 * tokens * m.head_dim * e
+    kept = (L - recomputed) * (tokens * _kept(w) + state)
+    common = {"layer inputs": inputs + rotary}
+    # The loss: all layers are done, the chunk's logits are there.
+    critic = 2 * tokens * C * 4 if w.critic else 0
+    chunk = _chunk(w, memory, tokens, True, True) + state + critic
+    yield common | {"kept layers": kept, "loss chunk": chunk}
+    # The first of the layers that keep their activations, its gradients beside them.
+    if recomputed < L:
+        share = gradients // L
+        yield common | {"kept layers": kept, "live layer": tokens * (2 * wide + C) * e + _dense(w, memory),
+                        "gradients": share}  # fmt: skip
+    if recomputed:
+        tile = min(tokens, memory.mlp_tile)
+        inside = max(tile * 5 * wide * e, tile * 4 * wide * e + _dense(w, memory))
+        feed_forward = tokens * 7 * C * e + tile * 2 * C * e + inside
+        attention = tokens * 11 * C * e + _dense(w, memory)
+        live = max(feed_forward, attention) + tokens * (4 * m.num_attention_heads + 8 * w.lora_r)
+        # The last recomputed layer, when all inputs are there, and the first, when all gradients are.
+        for layer in (recomputed, 1):
+            here = min(layer, held) if memory.offload else layer
+            yield {"layer inputs": (here + 1) * state + rotary, "live layer": live,
+                   "gradients": gradients * (L - layer + 1) // L}  # fmt: skip
+
+
+def budget_bytes(text: str) -> int:
+    """Bytes of a budget such as 4GiB, 1300MiB or 3.5 GB."""
+    units = {"GIB": 1 << 30, "MIB": MIB, "GB": 10**9, "MB": 10**6}
+    for unit, size in units.items():
+        number = text.upper().replace(" ", "").removesuffix(unit)
+        if number != text.upper().replace(" ", ""):
+            try:
+                value = float(number) * size
+            except ValueError:
+                break
+            if value > 0:
+                return int(value)
+    raise R3LiteError(f"--vram-budget {text} is not an amount of memory", "Write it as 4GiB or 1300MiB.")
+
+
+def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:
+    """Settings from the fastest to the smallest. What is `fixed` is not varied."""
+
+    def options(name: str, values: list) -> list:
+        return [fixed[name]] if name in fixed else values
+
+    L, longest = w.model.num_hidden_layers, w.row_tokens
+    passes = sorted({max(longest, t) for t in (8192, 4096, 2048, longest)}, reverse=True)
+    rollouts = [r for r in (128, 64, 32, 16, 8, 4, 2, 1) if r < 2 * max(w.episodes, 1)]
+    for quantized in options("nf4", [False, True]):
+        # Recomputing costs a third of a step, more than anything that follows; small passes cost little.
+        for layers in options("recompute_layers", list(range(L + 1)) if w.trains else [L]):
+            yield from (
+                Memory(quantized, layers, tokens, logprobs.CHUNK, 1024, False, rows)
+                for rows in options("rollout_batch_size", rollouts)
+                for tokens in options("micro_batch_tokens", passes if layers in (0, L) else passes[-1:])
+            )
+        for offload in options("offload", [False, True] if w.on_cuda else [False]):
+            for chunk, tile in ((128, 512), (64, 512), (64, 128), (32, 64), (16, 32)):
+                for rows in options("rollout_batch_size", rollouts):
+                    yield Memory(quantized, L, longest, chunk, tile, offload, rows)
+
+
+def choose(w: Workload, fixed: dict, budget: int) -> Memory:
+    """The fastest settings whose peak is within the budget (bytes); `fixed` holds those that the user gave.
+
+    Raises R3LiteError with the changes that would make it fit, where nothing does.
+    """
+    smallest = None
+    for memory in candidates(w, fixed):
+        memory = replace(memory, **fixed)
+        size = peak(w, memory)
+        if size <= budget * (1 - SLACK):
+            return memory
+        if smallest is None or size < peak(w, smallest):
+            smallest = memory
+    raise R3LiteError(
+        f"this run takes {peak(w, smallest) / MIB:,.0f} MiB at the least, and the budget is {budget / MIB:,.0f} MiB",
+        "It would fit with " + "; or ".join(_remedies(w, fixed, budget, smallest)) + ".",
+    )
+
+
+def _remedies(w: Workload, fixed: dict, budget: int, smallest: Memory) -> list[str]:
+    """Up to three changes that help, each on its own."""
+
+    def fits(work: Workload, given: dict) -> bool:
+        return any(peak(work, replace(m, **given)) <= budget * (1 - SLACK) for m in candidates(work, given))
+
+    found = []
+    if fixed.get("nf4") is False and fits(w, {k: v for k, v in fixed.items() if k != "nf4"}):
+        found.append("--quantize nf4")
+    loose = {k: v for k, v in fixed.items() if k == "nf4"}
+    if loose != fixed and fits(w, loose):
+        found.append("without " + ", ".join("--" + k.replace("_", "-") for k in fixed if k != "nf4"))
+    for tokens in (t for t in (8192, 4096, 2048, 1024, 512, 256) if t < w.row_tokens):
+        if fits(replace(w, row_tokens=tokens, reads=min(w.reads, tokens)), fixed):
+            found.append(f"--max-length {tokens}")
+            break
+    needed = peak(w, smallest) / (1 - SLACK)
+    found.append(f"--vram-budget {-(-int(needed) // MIB)}MiB")
+    return found[:3]
+
+
+def table(w: Workload, memory: Memory, budget: int) -> str:
+    """The plan for people: MiB by phase and part, the peak, and what was chosen."""
+    found = phases(w, memory)
+    parts = list(dict.fromkeys(name for phase in found.values() for name in phase))
+    lines = ["MiB".ljust(16) + "".join(f"{name:>10}" for name in found)]
+    for part in parts:
+        cells = (f"{phase[part] / MIB:>10,.0f}" if part in phase else f"{'':>10}" for phase in found.values())
+        lines.append(part.ljust(16) + "".join(cells))
+    lines.append("all".ljust(16) + "".join(f"{sum(p.values()) / MIB:>10,.0f}" for p in found.values()))
+    top = max(found, key=lambda name: sum(found[name].values()))
+    lines.append(f"peak {peak(w, memory) / MIB:,.0f} MiB ({top}) of a budget of {budget / MIB:,.0f} MiB")
+    lines.append("chosen: " + ", ".join(f"{k} {v}" for k, v in dataclasses.asdict(memory).items()))
+    return "\n".join(lines)
+
+
+def report(w: Workload, memory: Memory, budget: int) -> dict:
+    """The plan as JSON."""
+    mib: Callable[[int], float] = lambda size: round(size / MIB, 1)  # noqa: E731
+    top = peak(w, memory)
+    return {
+        "budget_mib": mib(budget),
+        "peak_mib": mib(top),
+        "fits": top <= budget,
+        "phases": {name: {k: mib(v) for k, v in parts.items()} for name, parts in phases(w, memory).items()},
+        "chosen": dataclasses.asdict(memory),
+    }

@@ -1,0 +1,174 @@
+"""From a command's settings to a memory plan: what it computes, the budget that it has, and what it is granted."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from r3lite.models.qwen2 import Qwen2Config
+from r3lite.models.tokenizer import Tokenizer
+from r3lite.models.weights import read_config, resolve_folder
+from r3lite.settings import (
+    LengthSettings,
+    LoraSettings,
+    MemorySettings,
+    ModelSettings,
+    RetrievalSettings,
+    RLSettings,
+    SamplingSettings,
+    SftSettings,
+)
+from r3lite.training import memory
+from r3lite.training.memory import Memory, Workload
+from r3lite.training.precision import resolve_device, resolve_dtype
+
+GIB = 1 << 30
+DEFAULT_BUDGET = 4 * GIB
+MARGIN = 256 << 20  # of a card's free memory, left to the desktop and to fragmentation
+PROMPT = 512  # tokens of instructions and question, where documents are not more
+MARKUP = 16  # tokens around a document
+QWEN_TOKENS = 151_665  # ids of the tokenizer of Qwen2.5; its embedding has more rows
+# Sizes of what can be planned for before it is downloaded.
+_SIZES = {"0.5b": (896, 4864, 24, 14, 2), "1.5b": (1536, 8960, 28, 12, 2), "3b": (2048, 11008, 36, 16, 2)}
+KNOWN = {
+    f"qwen/qwen2.5-{size}{kind}": Qwen2Config(151_936, *shape)
+    for size, shape in _SIZES.items()
+    for kind in ("", "-instruct")
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will hold, and what was chosen for it."""
+
+    workload: Workload
+    memory: Memory
+    budget: int
+
+    @property
+    def peak(self) -> int:
+        return memory.peak(self.workload, self.memory)
+
+    def table(self) -> str:
+        return memory.table(self.workload, self.memory, self.budget)
+
+    def report(self) -> dict:
+        return memory.report(self.workload, self.memory, self.budget)
+
+    def line(self) -> str:
+        """One line for the start of a run."""
+        m, w = self.memory, self.workload
+        parts = [f"{self.peak / memory.MIB:,.0f} of {self.budget / memory.MIB:,.0f} MiB"]
+        parts += ["NF4"] if m.nf4 else []
+        if w.trains:
+            parts += [f"{m.recompute_layers} of {w.model.num_hidden_layers} layers recomputed"]
+            parts += [f"{m.micro_batch_tokens} tokens a pass"]
+        parts += [f"{min(m.rollout_batch_size, w.episodes)} episodes at a time"] if w.episodes else []
+        return "memory plan: " + ", ".join(parts + (["offload"] if m.offload else []))
+
+
+def shape_of(model: str) -> tuple[Qwen2Config, int]:
+    """Sizes of a model and of its vocabulary, without its weights; those of Qwen2.5 are known offline."""
+    if model.lower() in KNOWN and not Path(model).is_dir():
+        return KNOWN[model.lower()], QWEN_TOKENS
+    folder = resolve_folder(model)
+    return read_config(folder), Tokenizer.load(folder).size
+
+
+def sft_workload(model: ModelSettings, sft: SftSettings, lora: LoraSettings, longest: int | None = None) -> Workload:
+    """SFT over rows of at most `longest` tokens (by default --max-length)."""
+    return Workload(
+        **_base(model),
+        row_tokens=min(sft.max_length, longest or sft.max_length),
+        rows=sft.batch_size,
+        lora_r=lora.lora_r,
+        targets=lora.lora_targets,
+    )
+
+
+def rl_workload(
+    model: ModelSettings, rl: RLSettings, lora: LoraSettings, lengths: LengthSettings, retrieval: RetrievalSettings
+) -> Workload:
+    """A round of PPO or GRPO whose episodes all reach --max-length."""
+    return Workload(
+        **_base(model),
+        **_sampling(lengths, retrieval, rl.batch_size * rl.num_generations),
+        rows=rl.micro_batch_size,
+        lora_r=lora.lora_r,
+        targets=lora.lora_targets,
+        scores=bool(rl.kl_beta),
+        adapters=2 if rl.kl_beta and model.adapter else 1,  # without one to start from, the bare base is the reference
+        critic=rl.algorithm == "ppo",
+    )
+
+
+def evaluate_workload(
+    model: ModelSettings, lora: LoraSettings, lengths: LengthSettings, retrieval: RetrievalSettings, questions: int
+) -> Workload:
+    """Answering so many questions; the adapter's rank is that of its file, taken as --lora-r here."""
+    return Workload(
+        **_base(model),
+        **_sampling(lengths, retrieval, questions),
+        trains=False,
+        lora_r=lora.lora_r,
+        targets=lora.lora_targets if model.adapter else (),
+    )
+
+
+def _base(model: ModelSettings) -> dict:
+    sizes, vocabulary = shape_of(model.model)
+    on_cuda = model.device == "cuda" or (model.device == "auto" and torch.cuda.is_available())
+    # A card that is not in this machine can be planned for: it has 16-bit numbers, whichever.
+    planned_ahead = on_cuda and not torch.cuda.is_available() and model.dtype == "auto"
+    element = 2 if planned_ahead else resolve_dtype(model.dtype, _device(model, on_cuda)).itemsize
+    return {"model": sizes, "vocabulary": vocabulary, "element": element, "on_cuda": on_cuda}
+
+
+def _device(model: ModelSettings, on_cuda: bool) -> torch.device:
+    return torch.device("cuda") if on_cuda else resolve_device(model.device)
+
+
+def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: int) -> dict:
+    found = retrieval.top_k * (lengths.max_document_tokens + MARKUP) if retrieval.retriever != "none" else 0
+    reads = max(1, min(lengths.max_length - lengths.max_new_tokens, max(PROMPT, found)))
+    longest = lengths.max_length
+    return {"episodes": episodes, "row_tokens": longest, "turn_tokens": lengths.max_new_tokens, "reads": reads}
+
+
+def fixed(settings: MemorySettings, sampling: SamplingSettings | None = None) -> dict:
+    """What the user decided, under the names of `Memory`."""
+    names = ("recompute_layers", "micro_batch_tokens", "loss_chunk", "mlp_tile")
+    given = {name: getattr(settings, name) for name in names}
+    given["rollout_batch_size"] = sampling.rollout_batch_size if sampling else None
+    given["nf4"] = {"auto": None, "none": False, "nf4": True}[settings.quantize]
+    given["offload"] = {"auto": None, "off": False, "on": True}[settings.offload]
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def budget(settings: MemorySettings, on_cuda: bool) -> int:
+    """Bytes of --vram-budget; by default 4 GiB, or what is free on the card less a margin where that is less."""
+    if settings.vram_budget:
+        return memory.budget_bytes(settings.vram_budget)
+    if on_cuda and torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        return min(DEFAULT_BUDGET, free - MARGIN)
+    return DEFAULT_BUDGET
+
+
+def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
+    """The fastest settings that fit; R3LiteError with what would make it fit, where nothing does."""
+    given, room = fixed(settings, sampling), budget(settings, workload.on_cuda)
+    return Plan(workload, memory.choose(workload, given, room), room)
+
+
+def enforce(plan: Plan, device: torch.device) -> None:
+    """On CUDA, the process gets no more than its budget, so that "fits" can be shown on a larger card."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = (plan.budget - memory.CUDA_CONTEXT) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+
+
+def announce(plan: Plan) -> None:
+    print(plan.line(), file=sys.stderr)
