@@ -5,8 +5,8 @@
     python -m bench.memory --row                        # one case of your card, as a table row to send us
 
 Each case is the real command in a process of its own: two steps on full-length rows, or a round of rollouts that run
-to their limit, with two optimizer steps. On the CPU the peak is that of live tensor bytes, on CUDA that of PyTorch's allocator. Peers
-(transformers + peft, and TRL where it is installed) do one step of the same shape.
+to their limit, with two optimizer steps. On the CPU the peak is that of live tensor bytes, on CUDA that of PyTorch's
+allocator. Peers (transformers + peft, and TRL where it is installed) do one step of the same shape.
 """
 
 import argparse
@@ -187,10 +187,10 @@ def main() -> None:
         return
     machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.processor() or 'CPU'}"
     label = f"{machine}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    cases = [Case("0.5B", "sft", 1024)] if options.row else [
-        c for c in CASES + PEERS
-        if (not options.only or c.size in options.only) and (not options.algorithms or c.algorithm in options.algorithms)
-    ]  # fmt: skip
+    cases = [c for c in CASES + PEERS if options.only is None or c.size in options.only]
+    cases = [c for c in cases if options.algorithms is None or c.algorithm in options.algorithms]
+    if options.row:
+        cases = [Case("0.5B", "sft", 1024)]
     found = []
     print(f"{label}\n\n{HEAD}")
     for case in cases:

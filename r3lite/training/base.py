@@ -32,7 +32,7 @@ def load_base(folder: Path, settings: ModelSettings, memory: MemorySettings, pla
 
 
 def _load_nf4(folder: Path, precision: Precision, cache: str | None) -> Qwen2:
-    """The model in NF4. What was quantized is kept in the folder `cache` for the next start; a changed file is not it."""
+    """The model in NF4. What was quantized is kept in the folder `cache` for the next start of the same files."""
     where = precision.dtype, precision.device
     if cache is None or weights.is_nf4(folder):
         return weights.load_qwen2(folder, *where, quantize=True)

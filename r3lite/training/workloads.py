@@ -21,7 +21,7 @@ from r3lite.settings import (
 )
 from r3lite.training import memory
 from r3lite.training.memory import Memory, Workload
-from r3lite.training.precision import resolve_device, resolve_dtype
+from r3lite.training.precision import resolve_dtype
 
 GIB = 1 << 30
 DEFAULT_BUDGET = 4 * GIB
@@ -118,15 +118,12 @@ def evaluate_workload(
 
 def _base(model: ModelSettings) -> dict:
     sizes, vocabulary = shape_of(model.model)
-    on_cuda = model.device == "cuda" or (model.device == "auto" and torch.cuda.is_available())
-    # A card that is not in this machine can be planned for: it has 16-bit numbers, whichever.
-    planned_ahead = on_cuda and not torch.cuda.is_available() and model.dtype == "auto"
-    element = 2 if planned_ahead else resolve_dtype(model.dtype, _device(model, on_cuda)).itemsize
-    return {"model": sizes, "vocabulary": vocabulary, "element": element, "on_cuda": on_cuda}
-
-
-def _device(model: ModelSettings, on_cuda: bool) -> torch.device:
-    return torch.device("cuda") if on_cuda else resolve_device(model.device)
+    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    kind = model.device if model.device != "auto" else next((name for name, found in here.items() if found), "cpu")
+    # A device that is not in this machine can be planned for: it has 16-bit numbers, whichever they are.
+    elsewhere = kind != "cpu" and not here[kind] and model.dtype == "auto"
+    element = 2 if elsewhere else resolve_dtype(model.dtype, torch.device(kind)).itemsize
+    return {"model": sizes, "vocabulary": vocabulary, "element": element, "on_cuda": kind == "cuda"}
 
 
 def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: int) -> dict:
