@@ -25,11 +25,11 @@ def enable(model: Qwen2, layers: int | None = None, mlp_tile: int | None = None,
     `mlp_tile`, the inside of an MLP that keeps nothing exists for that many tokens at a time, in passes without
     gradients too. With `offload`, the kept inputs wait in the host's memory. May be called again with other figures.
     """
-    if not hasattr(model, "input_grads"):
+    count = len(model.model.layers) if layers is None else layers
+    if count and not hasattr(model, "input_grads"):
         model.input_grads = require_input_grads(model)
     for layer in model.model.layers:
         layer.mlp.tile = mlp_tile
-    count = len(model.model.layers) if layers is None else layers
     host = Offload(model.head_weight.device) if offload else None
     # The switch rather than the model: a model that refers to itself is freed late.
     model.run_layer = functools.partial(_run_layer, switch_of(model), count, host)

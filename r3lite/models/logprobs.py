@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 128  # rows of logits that exist at a time
-WIDE = 8  # of which this many in fp32
 # What a row's gradient is brought to before it is multiplied in the head's dtype: fp16 has no numbers below 6e-8, and
 # a token's share of a loss is soon less.
 UNIT = 1024.0
@@ -63,6 +62,11 @@ def token_loss(
         del logits  # before the next chunk's are made
         total += loss(rows, logprobs, entropies)
     return total
+
+
+def wide_rows(device_type: str) -> int:
+    """How many rows of a chunk are in fp32 at a time: on a CPU what its cache holds, else enough to keep it busy."""
+    return 8 if device_type == "cpu" else 32
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -143,8 +147,8 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 def _statistics(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, ...]:
     """Log-probabilities [n] of the targets, log Z [n] and entropies [n] (or None), of logits [n, V]."""
-    found = []
-    for few, target in zip(logits.split(WIDE), targets.split(WIDE)):
+    found, size = [], wide_rows(logits.device.type)
+    for few, target in zip(logits.split(size), targets.split(size)):
         wide = _scaled(few, temperature)
         log_z = wide.logsumexp(-1, keepdim=True)  # [w, 1]
         logprob, entropy = wide.gather(-1, target[:, None]).sub_(log_z)[:, 0], None
@@ -175,8 +179,7 @@ def _by_hidden(
     unit = UNIT / size.clamp(min=torch.finfo(torch.float32).tiny * UNIT)
     g = (by_logprobs * unit)[:, None]  # [n, 1]
     h = None if by_entropies is None else (by_entropies * unit)[:, None]
-    for start in range(0, len(logits), WIDE):
-        few = slice(start, start + WIDE)
+    for few in _chunks(len(logits), wide_rows(logits.device.type)):
         logprobs = _scaled(logits[few], temperature).sub_(log_z[few, None])  # [w, V]
         probs = logprobs.exp()
         if h is None:

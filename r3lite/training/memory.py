@@ -35,7 +35,6 @@ class Workload:
     rows: int = 1  # of one backward pass at most
     # Reinforcement learning and evaluation only.
     episodes: int = 0  # sampled in a round; 0: nothing is sampled
-    turn_tokens: int = 0  # of one turn at most
     reads: int = 0  # tokens given to a row at once at most: a prompt, or documents
     scores: bool = False  # under a reference policy
     adapters: int = 1  # the policy's, and the reference's where it has one
@@ -161,7 +160,7 @@ def _reading(w: Workload, memory: Memory, tokens: int) -> int:
 def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool, entropy: bool) -> int:
     """Logits of one chunk in the head's dtype, a few rows of them in fp32, and the gradient of the hidden states."""
     rows = min(memory.loss_chunk, tokens)
-    wide = min(rows, logprobs.WIDE) * w.vocabulary * 4 * 3
+    wide = min(rows, logprobs.wide_rows("cuda" if w.on_cuda else "cpu")) * w.vocabulary * 4 * 3
     return rows * w.vocabulary * w.element + wide + (tokens * w.model.hidden_size * 4 if gradients else 0)
 
 

@@ -129,8 +129,7 @@ def _base(model: ModelSettings) -> dict:
 def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: int) -> dict:
     found = retrieval.top_k * (lengths.max_document_tokens + MARKUP) if retrieval.retriever != "none" else 0
     reads = max(1, min(lengths.max_length - lengths.max_new_tokens, max(PROMPT, found)))
-    longest = lengths.max_length
-    return {"episodes": episodes, "row_tokens": longest, "turn_tokens": lengths.max_new_tokens, "reads": reads}
+    return {"episodes": episodes, "row_tokens": lengths.max_length, "reads": reads}
 
 
 def fixed(settings: MemorySettings, sampling: SamplingSettings | None = None) -> dict:
