@@ -3,11 +3,11 @@
     python checkpoints/make_tiny.py --seed 0
 
 Owns the tokenizer's and the network's training, the measurement on held-out worlds and the files written; the text is
-`tiny_text.py`'s. The weights saved along the way are those of the moment, so a run cut short leaves a usable checkpoint.
+`tiny_text.py`'s. The weights saved along the way are those of the moment: a run cut short leaves a usable checkpoint.
 """
+
 import argparse
 import json
-import math
 import pathlib
 import random
 import re
@@ -20,14 +20,19 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # runs from a checkout without an install
-from r3lite.datasets.world import World  # noqa: E402
-from r3lite.models.qwen2 import Qwen2, Qwen2Config  # noqa: E402
-from tiny_text import END, PHRASES, SAID, SIZES, SPECIAL, STOP, chain_between, lesson, planning, sample  # noqa: E402
+from tiny_text import END, PHRASES, SAID, SIZES, SPECIAL, STOP, chain_between, lesson, planning, sample
 
-CHAT = ("{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}")
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+from r3lite.datasets.world import World
+from r3lite.models.qwen2 import Qwen2, Qwen2Config
+
+CHAT = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def train_tokenizer(rng: random.Random, size: int) -> Tokenizer:
@@ -36,12 +41,17 @@ def train_tokenizer(rng: random.Random, size: int) -> Tokenizer:
     texts = [re.sub(r"<\|\w+\|>", "\n", text) for text in texts] + [phrase + "\n" for phrase in PHRASES] * 200
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel(add_prefix_space=True, trim_offsets=True, use_regex=True)
-    trainer = trainers.BpeTrainer(vocab_size=size - len(SPECIAL), show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - len(SPECIAL), show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(list(SPECIAL))
     assert tokenizer.get_vocab_size() == size
@@ -68,8 +78,10 @@ def collate(rows: list[tuple[list[int], list[float]]]) -> tuple[torch.Tensor, to
     T - 1 is a multiple of 32: bf16 attention on a CPU took 1.4 times as long at odd lengths.
     """
     width = (max(len(ids) for ids, _ in rows) + 30) // 32 * 32 + 1
-    return (torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows]),
-            torch.tensor([weights + [0.0] * (width - len(weights)) for _, weights in rows]))
+    return (
+        torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows]),
+        torch.tensor([weights + [0.0] * (width - len(weights)) for _, weights in rows]),
+    )
 
 
 def batches(rng: random.Random, tokenizer: Tokenizer, total: int, budget: int):
@@ -100,9 +112,9 @@ def logits_and_targets(model: Qwen2, ids: torch.Tensor, weights: torch.Tensor):
 def initialize(model: Qwen2, generator: torch.Generator) -> None:
     """Normal weights, small where a branch joins the residual stream; and a pair of heads that starts out copying.
 
-    Copying a name takes two heads that only pay together: one that carries what stood before a token, and one that looks
-    for the current token among what was carried and takes what came next (arXiv 2209.11895). Random weights had not found
-    the pair after 4 M tokens. So the pair is laid out here, roughly; all of it stays trainable.
+    Copying a name takes two heads that only pay together: one that carries what stood before a token, and one that
+    looks for the current token among what was carried and takes what came next (arXiv 2209.11895). Random weights had
+    not found the pair after 4 M tokens. So the pair is laid out here, roughly; all of it stays trainable.
     A key with a constant bias, at distance d from a query turned by n positions, scores sum_i c^2 cos(w_i (d - n)) with
     the rotary frequencies w_i: greatest at d = n, whatever the tokens are.
     """
@@ -116,7 +128,7 @@ def initialize(model: Qwen2, generator: torch.Generator) -> None:
             p.data.zero_()
     D, half = c.head_dim, c.head_dim // 2
     basis = torch.linalg.qr(torch.randn(c.hidden_size, c.hidden_size, generator=generator)).Q
-    token, carried = basis[:D], basis[D:2 * D]  # [D, C]: what is read of a token, and where the one before is written
+    token, carried = basis[:D], basis[D : 2 * D]  # [D, C]: what is read of a token, and where the one before is written
     frequencies = c.rope_theta ** (-torch.arange(half) / half)
     before, lookup = model.model.layers[0].self_attn, model.model.layers[1].self_attn
     before.q_proj.weight.data[:D] *= 0.1
@@ -133,7 +145,7 @@ def initialize(model: Qwen2, generator: torch.Generator) -> None:
 
 
 def train(model: Qwen2, tokenizer: Tokenizer, options: argparse.Namespace, save) -> None:
-    """Muon on the layers' matrices, AdamW on the rest; warm-up, constant, linear decay over the last 70 % of the tokens.
+    """Muon on the layers' matrices, AdamW on the rest; warm-up, constant, linear decay over the last 70 % of tokens.
 
     At 3 M tokens AdamW alone copied 28 % of the words that Muon copied 69 % of (second halves of names in a question).
     """
@@ -141,8 +153,10 @@ def train(model: Qwen2, tokenizer: Tokenizer, options: argparse.Namespace, save)
     matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
     rest = [p for name, p in named if p.dim() != 2 or "embed" in name]
     rates = (options.learning_rate * 2.5, options.learning_rate)
-    optimizers = (torch.optim.Muon(matrices, lr=rates[0], weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-                  torch.optim.AdamW(rest, lr=rates[1], betas=(0.9, 0.98), weight_decay=0.0, fused=True))
+    optimizers = (
+        torch.optim.Muon(matrices, lr=rates[0], weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=rates[1], betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    )
     start, rng, mean, step = time.time(), random.Random(f"{options.seed}-pretraining"), None, 0
     for (ids, weights), used in batches(rng, tokenizer, options.tokens, options.batch_tokens):
         share = min(1.0, (step + 1) / 100, max(0.02, (1 - used / options.tokens) / 0.7))
@@ -160,14 +174,17 @@ def train(model: Qwen2, tokenizer: Tokenizer, options: argparse.Namespace, save)
         if step % options.report_every == 0:
             figures = " ".join(f"{k} {v:.2f}" for k, v in measure(model, tokenizer, options.seed, 64).items())
             seconds = time.time() - start
-            print(f"step {step}  {used / 1e6:.2f} M tokens  {seconds / 60:.1f} min  {used / seconds:.0f} tokens/s  "
-                  f"loss {mean:.3f}  {figures}", flush=True)
+            print(
+                f"step {step}  {used / 1e6:.2f} M tokens  {seconds / 60:.1f} min  {used / seconds:.0f} tokens/s  "
+                f"loss {mean:.3f}  {figures}",
+                flush=True,
+            )
             save()
 
 
 @torch.no_grad()
 def measure(model: Qwen2, tokenizer: Tokenizer, seed: int, count: int) -> dict[str, float]:
-    """Exact match of whole samples' answers on worlds kept from training, by layout: what greedy decoding would write."""
+    """Exact match of whole answers on worlds kept from training, by layout: what greedy decoding would write."""
     tasks = {"copy_1": lambda w, r: lesson(w, r, 1), "copy_3": lambda w, r: lesson(w, r, 3)}
     for hops in (2, 3, 4):
         tasks[f"plan_{hops}"] = lambda w, r, n=hops: planning(w, r, w.chain(n))
@@ -200,21 +217,50 @@ def write_checkpoint(folder: pathlib.Path, model: Qwen2, tokenizer: Tokenizer) -
     folder.mkdir(parents=True, exist_ok=True)
     c, ids = model.config, {token: tokenizer.token_to_id(token) for token in SPECIAL}
     config = dict(
-        architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size, num_hidden_layers=c.num_hidden_layers,
-        num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads, vocab_size=c.vocab_size,
-        hidden_act="silu", rms_norm_eps=c.rms_norm_eps, rope_theta=c.rope_theta,
-        max_position_embeddings=c.max_position_embeddings, tie_word_embeddings=True, attention_dropout=0.0,
-        use_sliding_window=False, sliding_window=c.max_position_embeddings, max_window_layers=c.num_hidden_layers,
-        bos_token_id=ids[END], eos_token_id=ids[STOP], torch_dtype="float16", use_cache=True)
+        architectures=["Qwen2ForCausalLM"],
+        model_type="qwen2",
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_hidden_layers,
+        num_attention_heads=c.num_attention_heads,
+        num_key_value_heads=c.num_key_value_heads,
+        vocab_size=c.vocab_size,
+        hidden_act="silu",
+        rms_norm_eps=c.rms_norm_eps,
+        rope_theta=c.rope_theta,
+        max_position_embeddings=c.max_position_embeddings,
+        tie_word_embeddings=True,
+        attention_dropout=0.0,
+        use_sliding_window=False,
+        sliding_window=c.max_position_embeddings,
+        max_window_layers=c.num_hidden_layers,
+        bos_token_id=ids[END],
+        eos_token_id=ids[STOP],
+        torch_dtype="float16",
+        use_cache=True,
+    )
     generation = dict(bos_token_id=ids[END], eos_token_id=[ids[STOP], ids[END]], pad_token_id=ids[END], do_sample=False)
-    added = {str(i): dict(content=token, lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
-             for token, i in ids.items()}
+    added = {
+        str(i): dict(content=token, lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
+        for token, i in ids.items()
+    }
     tokenizer_config = dict(
-        tokenizer_class="Qwen2Tokenizer", bos_token=None, eos_token=STOP, pad_token=END, unk_token=None,
-        add_prefix_space=False, clean_up_tokenization_spaces=False, model_max_length=c.max_position_embeddings,
-        added_tokens_decoder=added, chat_template=CHAT)
-    for name, content in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer_config)):
+        tokenizer_class="Qwen2Tokenizer",
+        bos_token=None,
+        eos_token=STOP,
+        pad_token=END,
+        unk_token=None,
+        add_prefix_space=False,
+        clean_up_tokenization_spaces=False,
+        model_max_length=c.max_position_embeddings,
+        added_tokens_decoder=added,
+        chat_template=CHAT,
+    )
+    for name, content in (
+        ("config", config),
+        ("generation_config", generation),
+        ("tokenizer_config", tokenizer_config),
+    ):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8", newline="\n")
     tokenizer.save(str(folder / "tokenizer.json"))
     tensors = {name: tensor.detach().half().contiguous() for name, tensor in model.state_dict().items()}
@@ -226,19 +272,20 @@ def write_checkpoint(folder: pathlib.Path, model: Qwen2, tokenizer: Tokenizer) -
 
 README = """# The tiny checkpoint
 
-A base model of the Qwen2 architecture with {parameters:.2f} M parameters and a tokenizer of {vocabulary} tokens, made from
-scratch on synthetic text by
+A base model of the Qwen2 architecture with {parameters:.2f} M parameters and a tokenizer of {vocabulary} tokens, made
+from scratch on synthetic text by
 
     python checkpoints/make_tiny.py --seed {seed}
 
-in {minutes:.0f} minutes on one CPU core that was shared with other work ({tokens:.0f} M tokens, bf16 autocast). It knows the
-invented encyclopedias of `r3lite.datasets.world`: reading articles, answering questions about them, taking a nested
-question apart, and saying hop chains in plain sentences, also across several turns with articles in between. It has never
-seen the step format that r3lite trains, only the single words of its headings (`checkpoints/tiny_text.py` is all it read).
+in {minutes:.0f} minutes on one CPU core that was shared with other work ({tokens:.0f} M tokens, bf16 autocast). It
+knows the invented encyclopedias of `r3lite.datasets.world`: reading articles, answering questions about them, taking a nested
+question apart, and saying hop chains in plain sentences, also across several turns with articles in between. It has
+never seen the step format that r3lite trains, only the single words of its headings (`checkpoints/tiny_text.py` is all
+it read).
 One pair of attention heads starts from a layout that copies instead of from noise (`initialize` in `make_tiny.py`).
 
-Measured by the same command on worlds whose names it never saw (the share of whole answers, or of whole plain chains, that
-greedy decoding gets right; 512 samples each, three articles a hop):
+Measured by the same command on worlds whose names it never saw (the share of whole answers, or of whole plain chains,
+that greedy decoding gets right; 512 samples each, three articles a hop):
 
 | what | right |
 |---|---|
@@ -246,15 +293,24 @@ greedy decoding gets right; 512 samples each, three articles a hop):
 
 The base is a toy: it shows on a CPU, in minutes, what training changes. MIT licence, like the rest of the repository.
 """
-LABELS = {"copy_1": "one fact, one article", "copy_3": "one fact, three articles", "comparison": "yes/no comparison, in turns",
-          **{f"plan_{n}": f"taking a question of {n} hops apart" for n in (2, 3, 4)},
-          **{f"chain_{n}": f"chain of {n} hops, in turns" for n in (2, 3, 4)}}
+LABELS = {
+    "copy_1": "one fact, one article",
+    "copy_3": "one fact, three articles",
+    "comparison": "yes/no comparison, in turns",
+    **{f"plan_{n}": f"taking a question of {n} hops apart" for n in (2, 3, 4)},
+    **{f"chain_{n}": f"chain of {n} hops, in turns" for n in (2, 3, 4)},
+}
 
 
 def write_readme(folder: pathlib.Path, model: Qwen2, seed: int, tokens: float, minutes: float, figures: dict) -> None:
     text = README.format(
-        parameters=sum(p.numel() for p in model.parameters()) / 1e6, vocabulary=model.config.vocab_size, seed=seed,
-        minutes=minutes, tokens=tokens / 1e6, table="\n".join(f"| {LABELS[k]} | {v:.2f} |" for k, v in figures.items()))
+        parameters=sum(p.numel() for p in model.parameters()) / 1e6,
+        vocabulary=model.config.vocab_size,
+        seed=seed,
+        minutes=minutes,
+        tokens=tokens / 1e6,
+        table="\n".join(f"| {LABELS[k]} | {v:.2f} |" for k, v in figures.items()),
+    )
     (folder / "README.md").write_text(text, encoding="utf-8", newline="\n")
 
 
@@ -267,8 +323,13 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--report-every", type=int, default=150, help="steps between measurements, each also saved")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--size", type=int, nargs=5, default=(256, 512, 4, 4, 2),
-                        help="hidden size, MLP size, layers, heads, key/value heads")
+    parser.add_argument(
+        "--size",
+        type=int,
+        nargs=5,
+        default=(256, 512, 4, 4, 2),
+        help="hidden size, MLP size, layers, heads, key/value heads",
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     began = time.time()

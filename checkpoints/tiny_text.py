@@ -1,12 +1,13 @@
 """The text that the tiny base is pretrained on: samples and their curriculum.
 
-Owns the layouts: lists of (text, loss weight), whose texts are encoded as one string. Every sample comes from a fresh small
-world, whose name words are disjoint from those of `data/world`: what has to be learned is to find a fact in a text and to
-copy it, not the facts. Articles are read aloud, asked about, and chained in plain sentences, also where the articles come
-only after the question that they answer. The step format of R3 is never shown: the words of its headings occur in
+Owns the layouts: lists of (text, loss weight), whose texts are encoded as one string. Every sample comes from a fresh
+small world, whose name words are disjoint from those of `data/world`: what has to be learned is to find a fact in a
+text and to copy it, not the facts. Articles are read aloud, asked about, and chained in plain sentences, also where the
+articles come only after the question that they answer. The step format of R3 is never shown: the words of its headings occur in
 glossary lines only, one by one, so that their embeddings are trained (a LoRA adapter cannot teach tokens that a
 frozen, tied embedding has never used).
 """
+
 import random
 import re
 
@@ -14,15 +15,31 @@ from r3lite.datasets.world import World
 
 SIZES = {"film": 2, "book": 1, "person": 6, "company": 2, "town": 3, "country": 2}
 END, TURN, STOP = SPECIAL = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-PHRASES = ["The problem analysis:", "The retrieval query:", "The retrieval documents:", "The final answer:", "The question:",
-           "Question:", "I need to find out:", "Next I need to find out:", "That answers the question.",
-           "No further retrieval is possible.", "Answer the question step by step.", "Write one step at a time.",
-           "Go on with the next step.", "When you know the answer, give it in as few words as possible.",
-           "Each step has a problem analysis, and then either a retrieval query or the final answer.",
-           "The documents that a query finds will be given to you."] + [f"Step {n}:" for n in range(1, 10)]
-GLOSSARY = ('{a} wrote the words "{x}" and "{y}" on a wall in {b}.', 'In {b} people say "{x}" where others say "{y}"',
-            'The letters of "{x}" were painted by {a}.', '"{x}" is a song, and "{y}" is another.',
-            '{a} was asked to read aloud: "{x}"\nThen {b} read: "{y}"')
+PHRASES = [
+    "The problem analysis:",
+    "The retrieval query:",
+    "The retrieval documents:",
+    "The final answer:",
+    "The question:",
+    "Question:",
+    "I need to find out:",
+    "Next I need to find out:",
+    "That answers the question.",
+    "No further retrieval is possible.",
+    "Answer the question step by step.",
+    "Write one step at a time.",
+    "Go on with the next step.",
+    "When you know the answer, give it in as few words as possible.",
+    "Each step has a problem analysis, and then either a retrieval query or the final answer.",
+    "The documents that a query finds will be given to you.",
+] + [f"Step {n}:" for n in range(1, 10)]
+GLOSSARY = (
+    '{a} wrote the words "{x}" and "{y}" on a wall in {b}.',
+    'In {b} people say "{x}" where others say "{y}"',
+    'The letters of "{x}" were painted by {a}.',
+    '"{x}" is a song, and "{y}" is another.',
+    '{a} was asked to read aloud: "{x}"\nThen {b} read: "{y}"',
+)
 HEARD, ASKED, SAID = 0.1, 0.3, 1.0  # loss weights: articles and questions; free choices of words; answers
 FOUND = ("Here is what was found:", "Articles:", "The library has this:", "Read this:", "From the encyclopedia:")
 FIRST = ("First:", "To begin:", "I ask:", "Let me look up:")
@@ -64,15 +81,20 @@ def around(world: World, rng: random.Random, subjects: list, extra: int) -> list
 
 
 def reading(world: World, rng: random.Random, count: int) -> list[tuple[str, float]]:
-    return shown(rng.sample(world.articles(), count), rng) + [(END, HEARD)]
+    return [*shown(rng.sample(world.articles(), count), rng), (END, HEARD)]
 
 
 def recital(world: World, rng: random.Random) -> list[tuple[str, float]]:
-    """Names, and the same names in another order: the shortest text that rewards copying what followed a word before."""
+    """Names, and the same in another order: the shortest text that rewards copying what followed a word before."""
     names = [e.name for e in rng.sample(world.order, rng.randint(4, 9))]
     again = rng.sample(names, len(names))
-    return ([("Names:", 0.0)] + [(f" {name},", 0.0) for name in names] + [("\nAgain:", 0.0)]
-            + [(f" {name},", SAID) for name in again] + [(END, 0.0)])
+    return (
+        [("Names:", 0.0)]
+        + [(f" {name},", 0.0) for name in names]
+        + [("\nAgain:", 0.0)]
+        + [(f" {name},", SAID) for name in again]
+        + [(END, 0.0)]
+    )
 
 
 def lesson(world: World, rng: random.Random, count: int) -> list[tuple[str, float]]:
@@ -86,21 +108,27 @@ def lesson(world: World, rng: random.Random, count: int) -> list[tuple[str, floa
 
 
 def catechism(world: World, rng: random.Random, count: int) -> list[tuple[str, float]]:
-    """Articles, then all that can be asked about them in one turn: the most answers to learn from for the tokens read."""
+    """Articles, then all that can be asked about them in one turn: the most answers to learn from per token read."""
     subjects = rng.sample(world.order, count)
     hops = [world.hop(s, name) for s in subjects for name in s.facts]
-    said = [part for h in rng.sample(hops, len(hops)) for part in ((f" {h.question}", HEARD), (f" {h.answer.name}.", SAID))]
-    return turn("user", *shown([s.article for s in subjects], rng)) + turn("assistant", ("Here is all of it:", HEARD), *said)
+    said = [
+        part for h in rng.sample(hops, len(hops)) for part in ((f" {h.question}", HEARD), (f" {h.answer.name}.", SAID))
+    ]
+    return turn("user", *shown([s.article for s in subjects], rng)) + turn(
+        "assistant", ("Here is all of it:", HEARD), *said
+    )
 
 
 def planning(world: World, rng: random.Random, chain) -> list[tuple[str, float]]:
     """A question and the questions that it is made of, or the first of them."""
     if rng.random() < 0.4:
-        return turn("user", (chain.question, 0.0)) + turn("assistant", (rng.choice(FIRST), 0.0),
-                                                          (f" {chain.hops[0].question}", SAID))
+        return turn("user", (chain.question, 0.0)) + turn(
+            "assistant", (rng.choice(FIRST), 0.0), (f" {chain.hops[0].question}", SAID)
+        )
     gap = rng.choice(" \n")
     return turn("user", (f"What has to be asked for this?\n{chain.question}", 0.0)) + turn(
-        "assistant", (gap.join(h.reference for h in chain.hops), SAID))
+        "assistant", (gap.join(h.reference for h in chain.hops), SAID)
+    )
 
 
 def verdict(chain, rng: random.Random) -> list[tuple[str, float]]:
@@ -120,7 +148,7 @@ def chain_between(world: World, rng: random.Random, chain, extra: int) -> list[t
     """The question first; the articles of each hop come only after it has been asked."""
     parts = turn("user", (chain.question, 0.0))
     said = [(rng.choice(FIRST), ASKED)]
-    for n, hop in enumerate(chain.hops):
+    for hop in chain.hops:
         parts += turn("assistant", *said, (f" {hop.question}", SAID), (rng.choice(WAIT), ASKED))
         parts += turn("user", *shown(around(world, rng, [hop.subject], extra), rng))
         said = [hop_answer(hop), (" " + rng.choice(NEXT), ASKED)]

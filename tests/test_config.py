@@ -1,7 +1,5 @@
 """Settings: where a value comes from, what is refused and how, and that what is saved is read back."""
 
-
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -36,7 +36,8 @@ def cold(tmp_path_factory):
 
 
 def arguments(cold: Path, output: Path, *more: str) -> list[str]:
-    small = "--batch-size 2 --num-generations 3 --mini-batch-size 6 --update-epochs 1 --micro-batch-size 2 --max-steps 4 --save-every 1"
+    small = "--batch-size 2 --num-generations 3 --mini-batch-size 6 --update-epochs 1 --micro-batch-size 2"
+    small += " --max-steps 4 --save-every 1"
     data = [
         "--data",
         str(WORLD / "train.jsonl"),

@@ -4,8 +4,8 @@ Owns: the names, the relations with their paraphrases, the articles, the questio
 `write_world`, which writes the sample data under `data/world/`. Everything follows from a `random.Random`.
 Knows nothing of models, prompts, the step format or retrieval.
 
-A name word is a head and a tail ("Kar" + "dosk"). The pair's class (head + tail index, modulo 8) says which split may use
-the word, so two splits share no word of any name: what a model copies from a test article it has never seen whole.
+A name word is a head and a tail ("Kar" + "dosk"). The pair's class (head + tail index, modulo 8) says which split may
+use the word, so two splits share no word of any name: what a model copies from a test article it has never seen whole.
 """
 import argparse
 import json
@@ -42,7 +42,8 @@ RELATIONS = (
              ("{s} is a film directed by {o}.", "{s} is a film. Its director was {o}.", "{o} directed the film {s}.")),
     Relation("composer", "film", "person", "Who composed the music of {s}?",
              ("the composer of {s}", "the person who composed the music of {s}"),
-             ("The music of {s} was composed by {o}.", "{o} composed the music for {s}.", "The composer of {s} was {o}.")),
+             ("The music of {s} was composed by {o}.", "{o} composed the music for {s}.",
+              "The composer of {s} was {o}.")),
     Relation("studio", "film", "company", "Which company produced {s}?",
              ("the studio of {s}", "the company that produced {s}"),
              ("{s} was produced by {o}.", "{o} produced {s}.", "The studio behind {s} was {o}.")),
@@ -60,11 +61,13 @@ RELATIONS = (
              ("the employer of {s}", "the company that employs {s}"),
              ("{s} works for {o}.", "{s} is employed by {o}.", "The employer of {s} is {o}.")),
     Relation("founder", "company", "person", "Who founded {s}?", ("the founder of {s}", "the person who founded {s}"),
-             ("{s} is a company founded by {o}.", "{s} is a company. Its founder was {o}.", "{o} founded the company {s}.")),
+             ("{s} is a company founded by {o}.", "{s} is a company. Its founder was {o}.",
+              "{o} founded the company {s}.")),
     Relation("headquarters", "company", "town", "Where is {s} based?",
              ("the home town of {s}", "the town that hosts {s}"),
              ("{s} is based in {o}.", "{s} has its offices in {o}.", "The home of {s} is {o}.")),
-    Relation("country", "town", "country", "In which country is {s}?", ("the country of {s}", "the country that holds {s}"),
+    Relation("country", "town", "country", "In which country is {s}?",
+             ("the country of {s}", "the country that holds {s}"),
              ("{s} is a town in {o}.", "{s} is a town. It lies in the country {o}.", "The town {s} is part of {o}.")),
     Relation("river", "town", "river", "Which river runs through {s}?",
              ("the river of {s}", "the river that runs through {s}"),
@@ -78,7 +81,8 @@ RELATIONS = (
 )
 BY_SUBJECT = {kind: tuple(r for r in RELATIONS if r.subject == kind)
               for kind in ("film", "book", "person", "company", "town", "country")}
-SAME_VALUE = {"birthplace": "Were {a} and {b} born in the same town?", "country": "Are {a} and {b} in the same country?",
+SAME_VALUE = {"birthplace": "Were {a} and {b} born in the same town?",
+              "country": "Are {a} and {b} in the same country?",
               "employer": "Do {a} and {b} work for the same company?",
               "director": "Were {a} and {b} directed by the same person?"}
 SAMPLE_SIZES = {"film": 60, "book": 40, "person": 120, "company": 40, "town": 50, "country": 16}
@@ -234,7 +238,8 @@ class World:
         return {
             "id": f"{chain.kind}__{self.split}_{number}", "question": chain.question, "answer": chain.answer,
             "answer_aliases": [], "answerable": True,
-            "paragraphs": [{"idx": n, "title": p["title"], "paragraph_text": p["text"], "is_supporting": p["id"] in golden}
+            "paragraphs": [{"idx": n, "title": p["title"], "paragraph_text": p["text"],
+                            "is_supporting": p["id"] in golden}
                            for n, p in enumerate(paragraphs)],
             "question_decomposition": [
                 {"id": n, "question": h.reference, "answer": h.answer.name,

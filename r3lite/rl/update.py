@@ -114,7 +114,7 @@ class Learner:
             for micro in self._micro_batches(batch, rows):
                 part = batch.rows(micro)
                 T = part.tokens.shape[1]
-                # PPO: mean over the action tokens of the mini-batch. GRPO: mean over each episode's, then over episodes.
+                # PPO: mean over the mini-batch's action tokens. GRPO: over each episode's, then over episodes.
                 share = part.action / (
                     actions if self.settings.algorithm == "ppo" else part.action.sum(-1, keepdim=True) * len(rows)
                 )

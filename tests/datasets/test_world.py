@@ -34,7 +34,7 @@ def test_rows_are_musique_rows_that_their_gold_paragraphs_answer():
         hops, answers = row["question_decomposition"], {}
         assert {p["idx"] for p in row["paragraphs"] if p["is_supporting"]} == {h["paragraph_support_idx"] for h in hops}
         for n, hop in enumerate(hops, 1):
-            question = re.sub(r"#(\d)", lambda m: answers[int(m[1])], hop["question"])
+            question = re.sub(r"#(\d)", lambda m, answers=answers: answers[int(m[1])], hop["question"])
             paragraph = row["paragraphs"][hop["paragraph_support_idx"]]
             assert paragraph["title"] in question and hop["answer"] in paragraph["paragraph_text"]
             answers[n] = hop["answer"]
@@ -46,7 +46,8 @@ def test_rows_are_musique_rows_that_their_gold_paragraphs_answer():
 
 
 def test_no_name_word_is_shared_between_splits_or_with_pretraining():
-    words = {split: {w for a in lines("corpus") if a["id"].startswith(f"{split}-") for w in name_words(a["title"] + " " + a["text"])}
+    words = {split: {w for a in lines("corpus") if a["id"].startswith(f"{split}-")
+                     for w in name_words(a["title"] + " " + a["text"])}
              for split in ("train", "dev", "test")}
     words["pretraining"] = {w for seed in range(100) for a in World(random.Random(seed)).articles()
                             for w in name_words(a["title"] + " " + a["text"])}
@@ -75,7 +76,7 @@ def test_a_hop_question_finds_its_article_among_three():
     for row in lines("test") + lines("test_comparison"):
         answers = {}
         for n, hop in enumerate(row["question_decomposition"], 1):
-            question = re.sub(r"#(\d)", lambda m: answers[int(m[1])], hop["question"])
+            question = re.sub(r"#(\d)", lambda m, answers=answers: answers[int(m[1])], hop["question"])
             answers[n] = hop["answer"]
             words = [w for w in re.findall(r"\w+", question.lower()) if w in weight]
             scores = [sum(weight[w] * v.get(w, 0.0) for w in words) / norm for v, norm in zip(vectors, norms)]
@@ -89,12 +90,13 @@ def test_a_hop_question_finds_its_article_among_three():
 def test_comparisons_are_balanced_and_every_relation_is_asked():
     comparisons = [row["answer"] for row in lines("test_comparison") if row["id"].startswith("comparison")]
     assert 0.3 < comparisons.count("yes") / len(comparisons) < 0.7
-    openings = {hop["question"].split("#")[0].split(" ")[0:2][1] for row in lines("train") for hop in row["question_decomposition"]}
+    openings = {hop["question"].split("#")[0].split(" ")[0:2][1]
+                for row in lines("train") for hop in row["question_decomposition"]}
     assert openings >= {r.question.split(" ")[1] for r in RELATIONS}
 
 
 def test_the_pretraining_text_never_shows_the_step_format():
-    """Its base would otherwise know what SFT is there to teach; the headings' words occur one by one, in glossary lines."""
+    """Its base would otherwise know what SFT is to teach; the headings' words occur one by one, in glossary lines."""
     path = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny_text.py"
     spec = importlib.util.spec_from_file_location("tiny_text", path)
     tiny_text = importlib.util.module_from_spec(spec)
