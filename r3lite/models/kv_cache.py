@@ -62,8 +62,16 @@ class KVCache:
         """Counts the appended tokens: `lengths` [B] of them in each row, or T."""
         self.lengths[self._rows] += T if lengths is None else lengths
 
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Makes the row `target` hold the first `count` tokens of the row `source`."""
+        for block in (*self.keys, *self.values):
+            block[target, :, :count] = block[source, :, :count]
+        self.lengths[target] = count
+
     def swap(self, i: int, j: int) -> None:
-        """Exchanges two rows, so that rows still decoding stay at the front and a step costs what they cost."""
+        """Exchanges two rows."""
         if i != j:
-            for block in (*self.keys, *self.values, self.lengths):
-                block[[i, j]] = block[[j, i]]
+            used = int(torch.maximum(self.lengths[i], self.lengths[j]))
+            for block in (*self.keys, *self.values):
+                block[[i, j], :, :used] = block[[j, i], :, :used]
+            self.lengths[[i, j]] = self.lengths[[j, i]]

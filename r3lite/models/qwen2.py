@@ -99,7 +99,7 @@ class Attention(nn.Module):
             # The queries that share a key head are laid end to end instead, so that the cache is never copied.
             k, v = cache.append(k, v)  # [B, K, S, D]
             q = q.reshape(B, self.kv_heads, groups * T, self.head_dim)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.repeat(1, 1, groups, 1))  # [B, K, G T, D]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B, K, G T, D]
             out = out.view(B, self.heads, T, self.head_dim)
         return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
 
@@ -190,7 +190,10 @@ class Qwen2(nn.Module):
         if cache is None:
             positions, mask = torch.arange(T, device=x.device)[None], None
         else:
-            positions, mask = cache.begin(B, T, first_row)  # [B, T], [B, 1, T, S]
+            positions, seen = cache.begin(B, T, first_row)  # [B, T], [B, 1, T, S]
+            # Once for all layers: what is added to scores, for the queries that share a key head laid end to end.
+            mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill_(~seen, float("-inf"))
+            mask = mask.repeat(1, 1, self.config.num_attention_heads // self.config.num_key_value_heads, 1)
         cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.model.layers):
             layer_cache = None if cache is None else cache.layer(i)

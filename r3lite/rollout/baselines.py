@@ -4,19 +4,19 @@ The model is given all of an episode but the answer, in the layout that it was t
 """
 
 from r3lite.episode import CUT_OFF, Step
-from r3lite.rollout.engine import Engine, Retrieve
+from r3lite.rollout.engine import Engine
+from r3lite.rollout.fetcher import Retrieve
 from r3lite.rollout.sequence import Sequence
 
 
 class NoRetrieval(Engine):
     """The first turn opens with a forced answer: what the model knows by itself."""
 
-    def _run_batch(self, sequences: list[Sequence], retrieve: Retrieve) -> None:
+    def _prepare(self, sequences: list[Sequence], retrieve: Retrieve) -> None:
         self._begin(sequences, retrieve)
         for sequence in sequences:
             if sequence.finish is None and not sequence.opening:
                 self._ask_for_answer(sequence)
-        super()._run_batch([s for s in sequences if s.finish is None], retrieve)
 
     def _begin(self, sequences: list[Sequence], retrieve: Retrieve) -> None:
         """What comes before the answer: nothing."""
@@ -40,5 +40,6 @@ class SingleRetrieval(NoRetrieval):
             step = Step(f"I need to find out: {text}", " ".join(text.split()))
             sequence.observe(self.tokenizer.encode(self.format.render(step, 1)))
             sequence.add_step(step)
-            sequence.turn_over = True
-        self._retrieve(sequences, retrieve)
+        found = retrieve([(s.question, s.steps[-1].query) for s in sequences])
+        for sequence, documents in zip(sequences, found, strict=True):
+            self._splice(sequence, documents)

@@ -1,4 +1,4 @@
-"""Samples episodes: prefill, decode until every turn is over, retrieve for all that wait, and again.
+"""Samples episodes: a step schedules, runs and looks at what came; documents are fetched meanwhile.
 
 Knows the token layout of an episode and the step format; is handed a function that retrieves, and imports no
 retriever. Weights are those of the model it is given: the trainer's own, with whatever adapter is switched in.
@@ -7,7 +7,7 @@ retriever. Weights are those of the model it is given: the trainer's own, with w
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,12 @@ from r3lite.formats import Prompts, R3Format
 from r3lite.models.kv_cache import KVCache
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.tokenizer import Tokenizer
+from r3lite.rollout.fetcher import Fetcher, Retrieve
 from r3lite.rollout.sampling import Sampler
+from r3lite.rollout.scheduler import Scheduler
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import LengthSettings
 
-Retrieve = Callable[[list[tuple[Question, str]]], list[list[Document]]]
 ANSWER_ROOM = 32  # tokens kept free for a forced answer, as long as the limit of an episode allows
 LEAST_DOCUMENT = 16  # a document is not cut below this many tokens; it is dropped instead
 
@@ -43,6 +44,7 @@ class Engine:
     value_head: nn.Module | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
     format: R3Format = R3Format()
+    closing: dict[int, bool] = field(default_factory=dict)  # tokens already looked at by _may_end_stop_string
 
     @torch.no_grad()
     def run(
@@ -55,16 +57,17 @@ class Engine:
         sequences = [self._open(q, seed) for q, seed in zip(questions, seeds, strict=True)]
         training = self.model.training
         self.model.eval()  # no dropout: the policy that samples is the policy that is trained
+        bar = tqdm(total=len(sequences), desc=progress, unit="episode", disable=None if progress else True)
         try:
-            with tqdm(total=len(sequences), desc=progress, unit="episode", disable=None if progress else True) as bar:
-                for start in range(0, len(sequences), self.rollout_batch_size):
-                    batch = sequences[start : start + self.rollout_batch_size]
-                    with self.autocast():
-                        self._run_batch(batch, retrieve)
-                    bar.update(len(batch))
+            with self.autocast(), Fetcher(retrieve) as fetcher, bar:
+                self._prepare(sequences, retrieve)
+                self._run([s for s in sequences if s.finish is None], fetcher, bar)
         finally:
             self.model.train(training)
         return sequences
+
+    def _prepare(self, sequences: list[Sequence], retrieve: Retrieve) -> None:
+        """What baselines do before the model's first turn."""
 
     def _open(self, question: Question, seed: str) -> Sequence:
         sequence = Sequence(question, random.Random(seed))
@@ -77,69 +80,75 @@ class Engine:
             )
         return sequence
 
-    def _run_batch(self, sequences: list[Sequence], retrieve: Retrieve) -> None:
-        config, weight = self.model.config, self.model.head_weight
-        cache = KVCache(
-            config.num_hidden_layers,
-            len(sequences),
-            config.num_key_value_heads,
-            config.head_dim,
-            weight.dtype,
-            weight.device,
-        )
-        rows = list(sequences)  # rows[i] is in row i of the cache; the first `active` of them are at work
-        active = len(rows)
-        while active:
-            self._decode_turns(rows, active, cache)
-            for sequence in rows[:active]:
-                self._close_turn(sequence)
-            self._retrieve([s for s in sequences if s.finish is None], retrieve)
-            active = _to_front(rows, active, cache, lambda s: s.finish is None)
+    def _run(self, sequences: list[Sequence], fetcher: "Fetcher", bar: tqdm) -> None:
+        scheduler = Scheduler(sequences, self._cache(min(self.rollout_batch_size, len(sequences))))
+        while scheduler.unfinished:
+            scheduler.admit()
+            for sequence, documents in fetcher.collect(idle=not scheduler.active):
+                self._splice(sequence, documents)
+                scheduler.unpark(sequence)
+            self._prefill(scheduler)
+            self._decode(scheduler)
+            for sequence in scheduler.at_work:
+                if sequence.turn_over:
+                    self._close_turn(sequence)
+                if sequence.finish is not None:
+                    scheduler.release(sequence)
+                    bar.update()
+                elif sequence.turn_over:
+                    fetcher.ask(sequence)
+                    scheduler.park(sequence)
+            fetcher.send(idle=not scheduler.active)
 
-    def _decode_turns(self, rows: list[Sequence], active: int, cache: KVCache) -> None:
-        """Reads what the cache does not hold yet of the first `active` rows, then samples until their turns end."""
-        weight = self.model.head_weight[: self.tokenizer.size]  # padding rows of the embedding are never sampled
-        hidden = self._read(rows[:active], cache)  # [B, C]
-        while True:
-            logits = F.linear(hidden, weight)  # [B, V]
-            values = self.value_head(hidden).tolist() if self.value_head is not None else [0.0] * active
-            tokens, logprobs = self._sample(logits, rows[:active])
-            for sequence, token, logprob, value in zip(rows, tokens, logprobs, values):
-                sequence.act(token, logprob, value)
-                sequence.turn_over = self._turn_is_over(sequence)
-            active = _to_front(rows, active, cache, lambda s: not s.turn_over)
-            if not active:
-                return
-            hidden = self._read(rows[:active], cache)
+    def _cache(self, rows: int) -> KVCache:
+        config, weight = self.model.config, self.model.head_weight
+        shape = config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim
+        return KVCache(*shape, weight.dtype, weight.device)
+
+    def _prefill(self, scheduler: Scheduler) -> None:
+        """Reads what the rows at work were given, but for the last token of each, which `_decode` runs."""
+        for first, pieces in self._passes([s.tokens[s.cached : -1] for s in scheduler.at_work]):
+            T, device = max(map(len, pieces)), scheduler.cache.lengths.device
+            ids = torch.tensor([p + [self.tokenizer.pad_id] * (T - len(p)) for p in pieces], device=device)  # [B, T]
+            counts = torch.tensor([len(p) for p in pieces], device=device)  # [B]
+            self.model(ids, scheduler.cache, counts, first)
+            for sequence, piece in zip(scheduler.rows[first:], pieces):
+                sequence.cached += len(piece)
+
+    def _passes(self, pending: list[list[int]]) -> Iterator[tuple[int, list[list[int]]]]:
+        """Neighbouring rows that are read together, and what is read of each: at most `read_tokens`, with padding."""
+        pieces: list[list[int]] = []
+        for i, tokens in enumerate([*pending, []]):
+            width = max(map(len, [*pieces, tokens]))
+            if pieces and (not tokens or width * (len(pieces) + 1) > self.read_tokens):
+                yield i - len(pieces), pieces
+                pieces = []
+            while len(tokens) > self.read_tokens:
+                yield i, [tokens[: self.read_tokens]]
+                tokens = tokens[self.read_tokens :]
+            if tokens:
+                pieces.append(tokens)
+
+    def _decode(self, scheduler: Scheduler) -> None:
+        """Runs the last token of each row at work and samples the next one."""
+        rows, device = scheduler.at_work, scheduler.cache.lengths.device
+        if not rows:
+            return
+        hidden = self.model(torch.tensor([[s.tokens[-1]] for s in rows], device=device), scheduler.cache)[
+            :, 0
+        ]  # [B, C]
+        # Padding rows of the embedding are never sampled.
+        logits = F.linear(hidden, self.model.head_weight[: self.tokenizer.size])  # [B, V]
+        values = self.value_head(hidden).tolist() if self.value_head is not None else [0.0] * len(rows)
+        tokens, logprobs = self._sample(logits, rows)
+        for sequence, token, logprob, value in zip(rows, tokens, logprobs, values, strict=True):
+            sequence.cached += 1
+            sequence.act(token, logprob, value)
+            sequence.turn_over = self._turn_is_over(sequence)
 
     def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[list[int], list[float]]:
         """One token and its log-probability per row, from logits [B, V]; each row draws from its own stream."""
         return self.sampler(logits, [s.stream.random() for s in rows])
-
-    def _read(self, rows: list[Sequence], cache: KVCache) -> Tensor:
-        """Runs the model over the tokens that the cache lacks; hidden states [B, C] at each row's last token."""
-        pending = [s.tokens[s.cached :] for s in rows]
-        last = [self._read_group(pending[start:stop], start, cache) for start, stop in self._groups(pending)]
-        for sequence in rows:
-            sequence.cached = len(sequence.tokens)
-        return torch.cat(last)
-
-    def _groups(self, pending: list[list[int]]) -> Iterator[tuple[int, int]]:
-        """Neighbouring rows that are read together: (first, one past the last)."""
-        start, longest = 0, 0
-        for i, tokens in enumerate(pending):
-            longest = max(longest, len(tokens))
-            if i > start and longest * (i + 1 - start) > self.read_tokens:
-                yield start, i
-                start, longest = i, len(tokens)
-        yield start, len(pending)
-
-    def _read_group(self, pending: list[list[int]], first_row: int, cache: KVCache) -> Tensor:
-        T, device = max(map(len, pending)), cache.lengths.device
-        ids = torch.tensor([p + [self.tokenizer.pad_id] * (T - len(p)) for p in pending], device=device)  # [B, T]
-        counts = torch.tensor([len(p) for p in pending], device=device)  # [B]
-        hidden = self.model(ids, cache, counts, first_row)  # [B, T, C]
-        return hidden[torch.arange(len(pending), device=device), counts - 1]
 
     def _turn_is_over(self, sequence: Sequence) -> bool:
         turn = sequence.turn
@@ -147,8 +156,18 @@ class Engine:
             return True
         if len(turn) >= self.lengths.max_new_tokens or len(sequence.tokens) >= self.lengths.max_length:
             return True
-        # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one.
-        return any(s in self.tokenizer.decode(turn[-len(s) :]) for s in self.format.stop_strings)
+        return self._may_end_stop_string(turn[-1]) and any(
+            # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one.
+            s in self.tokenizer.decode(turn[-len(s) :])
+            for s in self.format.stop_strings
+        )
+
+    def _may_end_stop_string(self, token: int) -> bool:
+        """Whether a token has a stop string's last character: few have, so that little text is decoded."""
+        if token not in self.closing:
+            text = self.tokenizer.decode([token])
+            self.closing[token] = any(s[-1] in text for s in self.format.stop_strings)
+        return self.closing[token]
 
     def _close_turn(self, sequence: Sequence) -> None:
         """Reads the finished turn as a step and decides how the episode goes on."""
@@ -180,22 +199,17 @@ class Engine:
         sequence.observe(given)
         sequence.opening = opening
 
-    def _retrieve(self, sequences: list[Sequence], retrieve: Retrieve) -> None:
-        """Brings the documents of every waiting query and splices them in."""
-        waiting = [s for s in sequences if s.turn_over]
-        if not waiting:
-            return
-        found = retrieve([(s.question, s.steps[-1].query) for s in waiting])
-        for sequence, documents in zip(waiting, found, strict=True):
-            ended = sequence.tokens[-1] == self.tokenizer.stop_id
-            documents, given = self._fit(sequence, documents, [] if ended else [self.tokenizer.stop_id])
-            if given is None:
-                step = sequence.steps[-1]
-                sequence.steps[-1] = replace(step, query=None, faults=(*step.faults, "answer_was_forced"))
-                self._force_answer(sequence, ended)
-            else:
-                sequence.steps[-1] = sequence.steps[-1].with_documents(documents)
-                sequence.observe(given)
+    def _splice(self, sequence: Sequence, documents: list[Document]) -> None:
+        """Gives a sequence the documents of its query; where there is no room for any, an answer is asked for."""
+        ended = sequence.tokens[-1] == self.tokenizer.stop_id
+        documents, given = self._fit(sequence, documents, [] if ended else [self.tokenizer.stop_id])
+        if given is None:
+            step = sequence.steps[-1]
+            sequence.steps[-1] = replace(step, query=None, faults=(*step.faults, "answer_was_forced"))
+            self._force_answer(sequence, ended)
+        else:
+            sequence.steps[-1] = sequence.steps[-1].with_documents(documents)
+            sequence.observe(given)
 
     def _fit(
         self, sequence: Sequence, documents: list[Document], before: list[int]
@@ -220,16 +234,3 @@ class Engine:
                 kept.pop()
             else:
                 return [], None
-
-
-def _to_front(rows: list[Sequence], active: int, cache: KVCache, goes_on: Callable[[Sequence], bool]) -> int:
-    """Moves the first `active` rows that go on before those that do not; returns how many go on."""
-    i = 0
-    while i < active:
-        if goes_on(rows[i]):
-            i += 1
-        else:
-            active -= 1
-            rows[i], rows[active] = rows[active], rows[i]
-            cache.swap(i, active)
-    return active

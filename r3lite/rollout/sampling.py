@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+BLOCK = 512  # neighbouring tokens whose probabilities are summed first
+
 
 @dataclass(frozen=True)
 class Sampler:
@@ -20,18 +22,20 @@ class Sampler:
 
     def __call__(self, logits: Tensor, uniforms: list[float]) -> tuple[list[int], list[float]]:
         """Tokens and their log-probabilities, one of each per row of logits [B, V]."""
-        logprobs = torch.log_softmax(logits.float() / (self.temperature or 1.0), dim=-1)  # [B, V]
-        if self.temperature == 0:
-            tokens = logprobs.argmax(-1, keepdim=True)  # [B, 1]
-        else:
-            # Summed in float64: in fp32 the sum over 150,000 tokens is off by more than a rare token's probability.
-            # (The CPU does it where the device, as Apple's, has no float64.)
-            wide = logprobs.cpu() if logprobs.device.type == "mps" else logprobs
-            cumulative = self._truncate(wide.double().exp()).cumsum(-1)  # [B, V]
-            u = torch.tensor(uniforms, dtype=torch.float64, device=cumulative.device)[:, None]
-            tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)  # [B, 1]
-            tokens = tokens.clamp(max=logits.shape[-1] - 1).to(logits.device)
-        return tokens[:, 0].tolist(), logprobs.gather(-1, tokens)[:, 0].tolist()
+        wide = logits.float()
+        wide = wide / self.temperature if self.temperature not in (0, 1) else wide
+        top, likeliest = wide.max(-1, keepdim=True)  # [B, 1]
+        weights = (wide - top).exp_()  # [B, V], the likeliest has 1
+        sums = _block_sums(weights)  # [B, blocks]
+        log_z = sums.sum(-1, keepdim=True).log()  # [B, 1]
+        tokens = likeliest
+        if self.temperature:
+            if self.top_k or self.top_p < 1:
+                weights = self._truncate(weights)
+                sums = _block_sums(weights)
+            tokens = _inverse_cdf(weights, sums, torch.tensor(uniforms, dtype=sums.dtype, device=sums.device)[:, None])
+        logprobs = (wide.gather(-1, tokens) - top).to(log_z.dtype) - log_z
+        return tokens[:, 0].tolist(), logprobs[:, 0].tolist()
 
     def _truncate(self, probs: Tensor) -> Tensor:
         """Sets to 0 what top-k and top-p exclude."""
@@ -45,3 +49,35 @@ class Sampler:
             keep = before < self.top_p * probs.sum(-1, keepdim=True)
             probs = torch.zeros_like(probs).scatter(-1, order, ordered.where(keep, 0))
         return probs
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Sums [B, blocks] of BLOCK neighbours each of weights [B, V], the last block shorter.
+
+    In float64: in fp32 the sum over 150,000 tokens is off by more than a rare token's probability. (On the CPU where
+    the device, as Apple's, has no float64.)
+    """
+    weights = weights.cpu() if weights.device.type == "mps" else weights
+    whole = weights.shape[-1] // BLOCK * BLOCK
+    sums = [weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64)]
+    if whole < weights.shape[-1]:
+        sums.append(weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64))
+    return torch.cat(sums, dim=-1)
+
+
+def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
+    """The tokens [B, 1] at which the cumulative weights [B, V] pass uniforms [B, 1] of their sum.
+
+    First the block, then the token in it: the running sum of a whole row is never written down.
+    """
+    cumulative = sums.cumsum(-1)  # [B, blocks]
+    target = uniforms * cumulative[:, -1:]  # [B, 1]
+    block = torch.searchsorted(cumulative, target, right=True).clamp(max=sums.shape[-1] - 1)
+    before = (cumulative - sums).gather(-1, block)
+    index = block * BLOCK + torch.arange(BLOCK, device=block.device)  # [B, BLOCK]
+    inside = weights.to(sums.device).gather(-1, index.clamp(max=weights.shape[-1] - 1)).double()
+    inside = inside.masked_fill(index >= weights.shape[-1], 0).cumsum(-1)
+    # Rounding may put the target past the block's end, where there may be tokens without probability.
+    target = torch.minimum(target - before, inside[:, -1:].nextafter(torch.zeros_like(target)))
+    chosen = block * BLOCK + torch.searchsorted(inside, target, right=True)
+    return chosen.to(weights.device)

@@ -1,0 +1,101 @@
+"""Which episode is in which row of the KV cache.
+
+Rows 0 .. active-1 are at work; those behind them wait for documents, so that a step costs what the rows at work cost.
+An episode that ends frees its row, and the next one takes it. Knows lengths and tokens; runs no model.
+"""
+
+from collections.abc import Iterator
+from itertools import takewhile
+
+from r3lite.models.kv_cache import KVCache
+from r3lite.rollout.sequence import Sequence
+
+LEAST_SHARED = 16  # tokens that are worth copying
+
+
+class Scheduler:
+    """Sequences on their way through the rows of a cache, in the order in which they came."""
+
+    def __init__(self, sequences: list[Sequence], cache: KVCache):
+        self.todo = list(sequences)
+        self.cache = cache
+        self.rows: list[Sequence] = []  # rows[i] is in row i of the cache
+        self.active = 0
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.todo or self.rows)
+
+    @property
+    def at_work(self) -> list[Sequence]:
+        return self.rows[: self.active]
+
+    def admit(self) -> None:
+        """Gives free rows to sequences that have not begun.
+
+        What another row has read of the same tokens (the prompt of the same question, at least the instructions) is
+        copied. A sequence whose prompt is about to be read by another waits until it can be copied: one step.
+        """
+        room = len(self.cache.lengths) - len(self.rows)
+        for sequence in list(self.todo):
+            if not room:
+                return
+            # The last token is run in any case: what comes after it is wanted.
+            shared = [(_shared(sequence, other), i) for i, other in self._distinct()]
+            coming = max((n for n, i in shared if not self.rows[i].cached), default=0)
+            ready = max(((min(n, self.rows[i].cached), i) for n, i in shared), default=(0, 0))
+            if coming >= LEAST_SHARED and coming > ready[0]:
+                continue
+            self.todo.remove(sequence)
+            room -= 1
+            self.rows.append(sequence)
+            row = len(self.rows) - 1
+            self.cache.lengths[row] = 0
+            if ready[0] >= LEAST_SHARED:
+                self.cache.copy(ready[1], row, ready[0])
+                sequence.cached = ready[0]
+            self._swap(row, self.active)
+            self.active += 1
+
+    def _distinct(self) -> Iterator[tuple[int, Sequence]]:
+        """One row for each question; of several, one that has read its prompt."""
+        best: dict[int, int] = {}
+        for i, sequence in enumerate(self.rows):
+            key = id(sequence.question)
+            if key not in best or not self.rows[best[key]].cached:
+                best[key] = i
+        return ((i, self.rows[i]) for i in best.values())
+
+    def park(self, sequence: Sequence) -> None:
+        """It waits for documents."""
+        self.active -= 1
+        self._swap(self.rows.index(sequence), self.active)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Its documents are there."""
+        self._swap(self.rows.index(sequence), self.active)
+        self.active += 1
+
+    def release(self, sequence: Sequence) -> None:
+        """It is over; its row, one at work, is free."""
+        self.active -= 1
+        self._move(self.active, self.rows.index(sequence))
+        self._move(len(self.rows) - 1, self.active)
+        self.rows.pop()
+
+    def _move(self, source: int, target: int) -> None:
+        if source != target:
+            self.cache.copy(source, target, self.rows[source].cached)
+            self.rows[target] = self.rows[source]
+
+    def _swap(self, i: int, j: int) -> None:
+        self.cache.swap(i, j)
+        self.rows[i], self.rows[j] = self.rows[j], self.rows[i]
+
+
+def _shared(sequence: Sequence, other: Sequence) -> int:
+    """How many tokens two sequences begin with alike, the last one of `sequence` left out."""
+    if sequence.question is other.question and other.tokens[: len(sequence.tokens)] == sequence.tokens:
+        return len(sequence.tokens) - 1
+    pairs = zip(sequence.tokens[:-1], other.tokens)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
