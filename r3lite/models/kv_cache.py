@@ -19,9 +19,10 @@ class LayerCache:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k, v [B, K, T, D] at their slots; returns all that may be attended to, [B, K, S, D]."""
-        index = self.slots[:, None, :, None].expand_as(k)  # [B, K, T, D]
-        self.keys.scatter_(2, index, k.to(self.keys.dtype))
-        self.values.scatter_(2, index, v.to(self.values.dtype))
+        # Not scatter_: with an expanded index it takes 1.4 ms on a CPU where this takes 7 us (64 rows, one token each).
+        rows = torch.arange(len(k), device=k.device)[:, None]  # [B, 1]
+        self.keys[rows, :, self.slots] = k.transpose(1, 2).to(self.keys.dtype)  # [B, T, K, D]
+        self.values[rows, :, self.slots] = v.transpose(1, 2).to(self.values.dtype)
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
 

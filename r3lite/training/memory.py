@@ -187,9 +187,9 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     groups = m.num_attention_heads // m.num_key_value_heads
     tokens = max(memory.micro_batch_tokens, w.reads)
     together = min(rows * w.reads, tokens)  # see Engine: rows are read in groups of so many tokens
-    masks = together * groups * w.row_tokens * (2 + w.element)
+    masks = together * w.row_tokens * (1 + (1 + groups) * w.element)
     read = _reading(w, memory, together) + masks
-    sampler = rows * w.vocabulary * (w.element + 4 + 4 + 8 + 8 + 8)
+    sampler = rows * w.vocabulary * (w.element + 4 + 4 + 4)
     return {"KV cache": cache, "reading" if read > sampler else "sampling": max(read, sampler)}
 
 
