@@ -246,7 +246,7 @@ def train(run: Run, training: Training, total: int, step: Step) -> bool:
                 if number == last or interrupts.pending or (every and number % every == 0):
                     _save(run, training, number, log)
                 interrupts.leave_if_asked()
-    except (KeyboardInterrupt, Terminated):
+    except (KeyboardInterrupt, Terminated, R3LiteError):
         if run.saved_step:
             print(f"\nstep {run.saved_step} is saved; go on with {run.how_to_go_on}", file=sys.stderr)
         raise
@@ -274,13 +274,13 @@ def _step_or_save(
     interrupts: Interrupts,
     log: metrics.MetricsLog,
 ) -> dict:
-    """Takes a step. One that is interrupted before it changed a weight has not been: the step before is saved."""
+    """Takes a step. One that ends early, before it changed a weight, has not been: the step before is saved."""
     random, kept = checkpoint.random_state(), copy.deepcopy(training.kept)
     tokens, seconds = training.num_tokens, training.seconds
     try:
         with interrupts.step():
             return _timed_step(training, number, run.settings, total, step)
-    except (KeyboardInterrupt, Terminated):
+    except (KeyboardInterrupt, Terminated, R3LiteError):
         if not training.precision.changed_weights:
             checkpoint.set_random_state(random)
             training.kept, training.num_tokens, training.seconds = kept, tokens, seconds

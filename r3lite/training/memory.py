@@ -145,7 +145,8 @@ def _dense(w: Workload, memory: Memory) -> int:
     if not memory.nf4:
         return 0
     widest = w.model.hidden_size * w.model.intermediate_size
-    return widest * w.element + widest // nf4.BLOCK * 8 + nf4.TILE * 14
+    tiles = nf4.TILE * 10 if widest > nf4.TILE else widest * 6  # a tile's numbers, beside those of the one before it
+    return widest * w.element + widest // nf4.BLOCK * 8 + tiles
 
 
 def _reading(w: Workload, memory: Memory, tokens: int) -> int:
@@ -165,7 +166,7 @@ def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool, entropy: b
 
 
 def _score(w: Workload, memory: Memory) -> Parts:
-    tokens = max(memory.micro_batch_tokens, w.row_tokens)
+    tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.rows * w.row_tokens)
     hidden = 2 * tokens * w.model.hidden_size * w.element
     read = _reading(w, memory, tokens)
     return {"live layer": read} if read > hidden + _chunk(w, memory, tokens, False, False) else {
@@ -219,8 +220,8 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     # The first of the layers that keep their activations, its gradients beside them.
     if recomputed < L:
         share = gradients // L
-        yield common | {"kept layers": kept, "live layer": tokens * (2 * wide + C) * e + _dense(w, memory),
-                        "gradients": share}  # fmt: skip
+        live = max(tokens * (2 * wide + C) * e, tokens * (wide + C) * e + _dense(w, memory))
+        yield common | {"kept layers": kept, "live layer": live, "gradients": share}
     if recomputed:
         tile = min(tokens, memory.mlp_tile)
         inside = max(tile * 5 * wide * e, tile * 4 * wide * e + _dense(w, memory))
@@ -244,7 +245,7 @@ def budget_bytes(text: str) -> int:
                 value = float(number) * size
             except ValueError:
                 break
-            if value > 0:
+            if 0 < value < float("inf"):
                 return int(value)
     raise R3LiteError(f"--vram-budget {text} is not an amount of memory", "Write it as 4GiB or 1300MiB.")
 
