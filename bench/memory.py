@@ -67,33 +67,37 @@ def full_rows(folder: str, tokens: int, path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for _ in range(4)), encoding="utf-8")
 
 
-def full_questions(folder: str, path: Path) -> None:
-    """Questions that take PROMPT tokens with their instructions."""
-    from r3lite.formats import Prompts
+def full_question(folder: str, where: Path, tokens: int) -> list[str]:
+    """The flags of RL on one question whose prompt takes so many tokens."""
     from r3lite.models.tokenizer import Tokenizer
-    from r3lite.settings import ProtocolSettings
 
-    tokenizer, prompts = Tokenizer.load(Path(folder)), Prompts.load(ProtocolSettings())
-
-    def length(words: int) -> int:
-        return len(tokenizer.open_chat(prompts.opening("q" + " a" * words), prompts.system))
-
-    question = "q" + " a" * (PROMPT - length(0))
-    path.write_text(json.dumps({"id": "1", "question": question, "answer": "x"}) + "\n", encoding="utf-8")
+    tokenizer = Tokenizer.load(Path(folder))
+    question = " a" * (tokens - len(tokenizer.open_chat("", None)))
+    data, prompt = where / "data.jsonl", where / "prompt.txt"
+    data.write_text(json.dumps({"id": "1", "question": "a" + question[2:], "answer": "x"}) + "\n", encoding="utf-8")
+    prompt.write_text("{question}", encoding="utf-8")
+    return ["--data", str(data), "--init-prompt", str(prompt), "--retriever", "none", "--max-hops", "1"]
 
 
 def arguments(case: Case, folder: str, where: Path, device: str) -> list[str]:
     """The flags of the command that a case runs."""
-    data = where / "data.jsonl"
-    flags = ["--model", folder, "--data", str(data), "--device", device, "--batch-size", "1", "--output"]
+    flags = ["--model", folder, "--device", device, "--batch-size", "1", "--output"]
     flags += [str(where / "run"), "--vram-budget", case.budget, "--quantize", case.quantize, "--nf4-cache", "none"]
     flags += ["--dtype", "bf16" if device == "cpu" else "auto"]
     if case.algorithm == "sft":
-        full_rows(folder, case.tokens, data)
-        flags += ["--max-steps", "2", "--gradient-accumulation", "1", "--validation-rows", "0"]
+        full_rows(folder, case.tokens, where / "data.jsonl")
+        flags += [
+            "--data",
+            str(where / "data.jsonl"),
+            "--max-steps",
+            "2",
+            "--gradient-accumulation",
+            "1",
+            "--validation-rows",
+            "0",
+        ]
         return [*flags, "--max-length", str(case.tokens)]
-    full_questions(folder, data)
-    flags += ["--algorithm", case.algorithm, "--retriever", "none", "--num-generations", "8", "--max-hops", "1"]
+    flags += [*full_question(folder, where, PROMPT), "--algorithm", case.algorithm, "--num-generations", "8"]
     flags += ["--max-steps", "1", "--mini-batch-size", "4"]  # in the second step the optimizer's moments are there
     return [*flags, "--max-new-tokens", str(case.tokens), "--max-length", str(PROMPT + case.tokens)]
 
@@ -126,7 +130,12 @@ def measure(case: Case, root: str | None, device: str) -> dict:
             plans = []
 
             def work() -> None:
-                peers.STEPS[case.algorithm](folder, case.tokens, device)
+                if case.algorithm == "trl":
+                    peers.grpo(folder, PROMPT, case.tokens, 8, device)()
+                    return
+                step = peers.sft(folder, case.tokens, device)
+                step()
+                step()  # now the optimizer's moments are there
 
         if device == "cpu":
             with counter:

@@ -61,7 +61,7 @@ class Engine:
         try:
             with self.autocast(), Fetcher(retrieve) as fetcher, bar:
                 self._prepare(sequences, retrieve)
-                self._run([s for s in sequences if s.finish is None], fetcher, bar)
+                self.run_sequences([s for s in sequences if s.finish is None], fetcher, bar.update)
         finally:
             self.model.train(training)
         return sequences
@@ -80,7 +80,8 @@ class Engine:
             )
         return sequence
 
-    def _run(self, sequences: list[Sequence], fetcher: "Fetcher", bar: tqdm) -> None:
+    def run_sequences(self, sequences: list[Sequence], fetcher: Fetcher, over: Callable[[], object]) -> None:
+        """Runs opened sequences to their ends; `over` is called at each."""
         scheduler = Scheduler(sequences, self._cache(min(self.rollout_batch_size, len(sequences))))
         while scheduler.unfinished:
             scheduler.admit()
@@ -94,7 +95,7 @@ class Engine:
                     self._close_turn(sequence)
                 if sequence.finish is not None:
                     scheduler.release(sequence)
-                    bar.update()
+                    over()
                 elif sequence.turn_over:
                     fetcher.ask(sequence)
                     scheduler.park(sequence)
