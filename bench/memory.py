@@ -86,17 +86,8 @@ def arguments(case: Case, folder: str, where: Path, device: str) -> list[str]:
     flags += ["--dtype", "bf16" if device == "cpu" else "auto"]
     if case.algorithm == "sft":
         full_rows(folder, case.tokens, where / "data.jsonl")
-        flags += [
-            "--data",
-            str(where / "data.jsonl"),
-            "--max-steps",
-            "2",
-            "--gradient-accumulation",
-            "1",
-            "--validation-rows",
-            "0",
-        ]
-        return [*flags, "--max-length", str(case.tokens)]
+        flags += ["--data", str(where / "data.jsonl"), "--max-length", str(case.tokens)]
+        return [*flags, "--max-steps", "2", "--gradient-accumulation", "1", "--validation-rows", "0"]
     flags += [*full_question(folder, where, PROMPT), "--algorithm", case.algorithm, "--num-generations", "8"]
     flags += ["--max-steps", "1", "--mini-batch-size", "4"]  # in the second step the optimizer's moments are there
     return [*flags, "--max-new-tokens", str(case.tokens), "--max-length", str(PROMPT + case.tokens)]
