@@ -5,28 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite import command
-from r3lite.settings import (
-    Common,
-    DataSettings,
-    JudgeSettings,
-    LengthSettings,
-    LoraSettings,
-    MemorySettings,
-    ModelSettings,
-    OptimizerSettings,
-    PlanSettings,
-    ProtocolSettings,
-    RetrievalSettings,
-    RewardSettings,
-    RLSettings,
-    SamplingSettings,
-    Schedule,
-    SftSettings,
-)
+from r3lite.settings import PlanSettings, PpoConfig, SftConfig
 
 
 @dataclass(frozen=True)
-class PlanSftConfig:
+class PlanSftConfig(SftConfig):
     """Plans the memory of a run before it runs: nothing is downloaded, no weights are loaded.
 
     Give it the flags of the run: those of `sft`, or with --algorithm ppo or grpo those of `ppo`. The sizes of Qwen2.5
@@ -34,35 +17,11 @@ class PlanSftConfig:
     """
 
     plan: PlanSettings = PlanSettings()
-    common: Common = Common()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    data: DataSettings = DataSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    sft: SftSettings = SftSettings()
-    schedule: Schedule = Schedule()
-    optimizer: OptimizerSettings = OptimizerSettings()
-    lora: LoraSettings = LoraSettings()
 
 
 @dataclass(frozen=True)
-class PlanRlConfig:
+class PlanRlConfig(PpoConfig):
     __doc__ = PlanSftConfig.__doc__
-
-    rl: RLSettings = RLSettings()
-    common: Common = Common()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    data: DataSettings = DataSettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings()
-    reward: RewardSettings = RewardSettings()
-    judge: JudgeSettings = JudgeSettings()
-    schedule: Schedule = Schedule()
-    optimizer: OptimizerSettings = OptimizerSettings()
-    lora: LoraSettings = LoraSettings()
 
 
 def work(config: PlanSftConfig | PlanRlConfig) -> None:

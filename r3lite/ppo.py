@@ -11,53 +11,12 @@ import statistics
 import sys
 import time
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite import command
 from r3lite.episode import CUT_OFF, MALFORMED, Question
 from r3lite.errors import R3LiteError
-from r3lite.settings import (
-    Common,
-    DataSettings,
-    JudgeSettings,
-    LengthSettings,
-    LoraSettings,
-    MemorySettings,
-    ModelSettings,
-    OptimizerSettings,
-    ProtocolSettings,
-    RetrievalSettings,
-    RewardSettings,
-    RLSettings,
-    SamplingSettings,
-    Schedule,
-)
-
-
-@dataclass(frozen=True)
-class PpoConfig:
-    """Trains a LoRA adapter by reinforcement learning: the model answers questions step by step with a retriever
-    and is paid for right answers, for finding the gold paragraphs and for well-formed steps.
-
-    Start from an SFT adapter (--adapter): a small model that does not know the step format is never paid.
-    """
-
-    common: Common = Common()
-    schedule: Schedule = Schedule(max_steps=200)
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    data: DataSettings = DataSettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings()
-    reward: RewardSettings = RewardSettings()
-    judge: JudgeSettings = JudgeSettings()
-    rl: RLSettings = RLSettings()
-    lora: LoraSettings = LoraSettings()
-    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5, min_learning_rate=1.0)
-
+from r3lite.settings import PpoConfig
 
 POLICY, REFERENCE = "policy", "reference"
 EPISODES = "episodes.jsonl"

@@ -1,4 +1,7 @@
-"""Every setting of every command, by section. Each command puts together the sections it needs."""
+"""Every setting of every command, by section. Each command puts together the sections it needs.
+
+The two that train do so here, because the planner takes the same flags as they do.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -358,3 +361,45 @@ class QuickstartSettings(Section):
     """reinforcement-learning algorithm of the second training stage"""
     quick: bool = False
     """a few steps and questions only: shows that everything runs, teaches next to nothing"""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Teaches a model the step format, and to copy what it reads, from trajectories that `collect` wrote.
+
+    --data also takes conversations ({"messages": [{"role", "content"}, ...]}). Loss falls on what the assistant wrote.
+    """
+
+    common: Common = Common()
+    model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
+    data: DataSettings = DataSettings()
+    protocol: ProtocolSettings = ProtocolSettings()
+    sft: SftSettings = SftSettings()
+    schedule: Schedule = Schedule()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    lora: LoraSettings = LoraSettings()
+
+
+@dataclass(frozen=True)
+class PpoConfig:
+    """Trains a LoRA adapter by reinforcement learning: the model answers questions step by step with a retriever
+    and is paid for right answers, for finding the gold paragraphs and for well-formed steps.
+
+    Start from an SFT adapter (--adapter): a small model that does not know the step format is never paid.
+    """
+
+    common: Common = Common()
+    schedule: Schedule = Schedule(max_steps=200)
+    model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
+    data: DataSettings = DataSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    protocol: ProtocolSettings = ProtocolSettings()
+    lengths: LengthSettings = LengthSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    reward: RewardSettings = RewardSettings()
+    judge: JudgeSettings = JudgeSettings()
+    rl: RLSettings = RLSettings()
+    lora: LoraSettings = LoraSettings()
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5, min_learning_rate=1.0)

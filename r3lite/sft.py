@@ -9,23 +9,12 @@ import sys
 import time
 import zlib
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from r3lite import command
 from r3lite.config import UsageError
-from r3lite.settings import (
-    Common,
-    DataSettings,
-    LoraSettings,
-    MemorySettings,
-    ModelSettings,
-    OptimizerSettings,
-    ProtocolSettings,
-    Schedule,
-    SftSettings,
-)
+from r3lite.settings import SftConfig
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     import torch
@@ -35,24 +24,6 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
     from r3lite.models.tokenizer import Tokenizer
 
 ADAPTER = "policy"
-
-
-@dataclass(frozen=True)
-class SftConfig:
-    """Teaches a model the step format, and to copy what it reads, from trajectories that `collect` wrote.
-
-    --data also takes conversations ({"messages": [{"role", "content"}, ...]}). Loss falls on what the assistant wrote.
-    """
-
-    common: Common = Common()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    data: DataSettings = DataSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    sft: SftSettings = SftSettings()
-    schedule: Schedule = Schedule()
-    optimizer: OptimizerSettings = OptimizerSettings()
-    lora: LoraSettings = LoraSettings()
 
 
 class Batch(NamedTuple):
