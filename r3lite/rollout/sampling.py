@@ -71,13 +71,16 @@ def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     First the block, then the token in it: the running sum of a whole row is never written down.
     """
     cumulative = sums.cumsum(-1)  # [B, blocks]
-    target = uniforms * cumulative[:, -1:]  # [B, 1]
-    block = torch.searchsorted(cumulative, target, right=True).clamp(max=sums.shape[-1] - 1)
+    target = _below(uniforms * cumulative[:, -1:], cumulative[:, -1:])  # [B, 1]
+    block = torch.searchsorted(cumulative, target, right=True)
     before = (cumulative - sums).gather(-1, block)
     index = block * BLOCK + torch.arange(BLOCK, device=block.device)  # [B, BLOCK]
     inside = weights.to(sums.device).gather(-1, index.clamp(max=weights.shape[-1] - 1)).double()
     inside = inside.masked_fill(index >= weights.shape[-1], 0).cumsum(-1)
-    # Rounding may put the target past the block's end, where there may be tokens without probability.
-    target = torch.minimum(target - before, inside[:, -1:].nextafter(torch.zeros_like(target)))
-    chosen = block * BLOCK + torch.searchsorted(inside, target, right=True)
+    chosen = block * BLOCK + torch.searchsorted(inside, _below(target - before, inside[:, -1:]), right=True)
     return chosen.to(weights.device)
+
+
+def _below(target: Tensor, total: Tensor) -> Tensor:
+    """The target, but below the total: rounding may reach it, and past it are tokens without probability."""
+    return torch.minimum(target, total.nextafter(torch.zeros_like(total)))

@@ -1,0 +1,155 @@
+"""Rows of the cache: prompts read once, rows freed and taken again, and the same tokens whatever the rows."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from r3lite.episode import Document, Question
+from r3lite.formats import Prompts
+from r3lite.models.kv_cache import KVCache
+from r3lite.rollout.engine import Engine
+from r3lite.rollout.sampling import Sampler
+from r3lite.settings import LengthSettings
+
+PROMPTS = Prompts("Instructions that all questions share. Q: {question}", "D: {documents}")
+LENGTHS = LengthSettings(max_hops=2, max_new_tokens=40, max_length=600, max_document_tokens=30)
+DOCUMENTS = [Document("1", "Rome", "Rome is in Italy.")]
+
+
+def watched(model, tokenizer, lengths=LENGTHS):
+    """An engine, and the shape of every pass through its model."""
+    passes = []
+    model.register_forward_pre_hook(lambda module, inputs: passes.append(tuple(inputs[0].shape)))
+    return Engine(model, tokenizer, PROMPTS, lengths), passes
+
+
+def ask(number, query):
+    return f"Step {number}:\nThe problem analysis: x\nThe retrieval query: {query}"
+
+
+def answer(number):
+    return f"Step {number}:\nThe problem analysis: x\nThe final answer: y"
+
+
+def questions(n):
+    return [Question(str(i), "long question " * (i + 1), ("a",)) for i in range(n)]
+
+
+def nothing(pairs):
+    return [[] for _ in pairs]
+
+
+def said(engine, asked, seeds):
+    return [(s.tokens, s.logprobs) for s in engine.run(asked, seeds, nothing)]
+
+
+def test_rollouts_of_one_question_read_its_prompt_once(model, tokenizer):
+    engine, passes = watched(model, tokenizer)
+    (question,) = questions(1)
+    sequences = engine.run([question] * 8, list("abcdefgh"), nothing)
+    prompt = sequences[0].turn_start
+    assert len({tuple(s.tokens[:prompt]) for s in sequences}) == 1
+    read = [(B, T) for B, T in passes if T > 1]
+    assert read == [(1, prompt - 1)]
+    assert max(B for B, T in passes) == 8
+
+
+def test_questions_share_their_instructions(model, tokenizer):
+    engine, passes = watched(model, tokenizer, dataclasses.replace(LENGTHS, max_new_tokens=4))
+    asked = questions(3)
+    sequences = engine.run(asked, list("abc"), nothing)
+    read = sum(B * T for B, T in passes if T > 1)
+    prompts = [s.turn_start for s in sequences]
+    assert read < sum(prompts) - 2 * len(tokenizer.encode("Instructions that all questions share."))
+
+
+def test_what_is_said_does_not_depend_on_rows_or_passes(model, tokenizer):
+    """Fewer rows than episodes, so that rows are freed and taken again; and prompts read in pieces."""
+    asked, seeds = [q for q in questions(3) for _ in range(3)], list("abcdefghi")
+    together = said(Engine(model, tokenizer, PROMPTS, LENGTHS, rollout_batch_size=9), asked, seeds)
+    for how in ({"rollout_batch_size": 2}, {"rollout_batch_size": 9, "read_tokens": 17}, {"rollout_batch_size": 1}):
+        apart = said(Engine(model, tokenizer, PROMPTS, LENGTHS, **how), asked, seeds)
+        assert [tokens for tokens, _ in apart] == [tokens for tokens, _ in together]
+        for (_, ours), (_, theirs) in zip(apart, together):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.fixture
+def talkative(scripted):
+    """Four episodes whose turns end at different times, in two rows."""
+    script = {
+        str(i): [ask(1, "q" * (5 * i + 1)), ask(2, "again" + "!" * (9 - 2 * i)), answer(3)] if i % 2 else [answer(1)]
+        for i in range(4)
+    }
+
+    def run(retrieve, rows=4):
+        engine = scripted(script, prompts=PROMPTS, lengths=dataclasses.replace(LENGTHS, max_new_tokens=120))
+        engine.rollout_batch_size = rows
+        passes = []
+        handle = engine.model.register_forward_pre_hook(lambda m, inputs: passes.append(tuple(inputs[0].shape)))
+        sequences = engine.run(questions(4), list("abcd"), retrieve)
+        handle.remove()
+        return [(s.tokens, s.logprobs) for s in sequences], passes
+
+    return run
+
+
+def test_a_slow_retriever_changes_no_batch(talkative):
+    """Documents are taken at a step that is counted, not when they happen to be there: every bit is the same."""
+
+    def slow(pairs):
+        time.sleep(0.05)
+        return [DOCUMENTS for _ in pairs]
+
+    assert talkative(lambda pairs: [DOCUMENTS for _ in pairs]) == talkative(slow)
+
+
+def test_the_others_go_on_while_documents_are_fetched(talkative):
+    _, passes = talkative(lambda pairs: [DOCUMENTS for _ in pairs])
+    decoded = [B for B, T in passes if T == 1]
+    assert max(decoded) == 4 and 1 in decoded  # rows that wait cost nothing
+    few, _ = talkative(lambda pairs: [DOCUMENTS for _ in pairs], rows=2)
+    many, _ = talkative(lambda pairs: [DOCUMENTS for _ in pairs], rows=4)
+    assert [tokens for tokens, _ in few] == [tokens for tokens, _ in many]
+
+
+def test_a_retriever_that_fails_stops_the_rollout(talkative):
+    def fails(pairs):
+        raise ValueError("no index")
+
+    with pytest.raises(ValueError, match="no index"):
+        talkative(fails)
+
+
+def test_copied_and_exchanged_rows():
+    cache = KVCache(2, 3, 2, 4, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    for row, count in enumerate((5, 9, 2)):
+        cache.begin(1, count, row)
+        for layer in range(2):
+            cache.layer(layer).append(torch.randn(1, 2, count, 4), torch.randn(1, 2, count, 4))
+        cache.end(count, None)
+    before = [block.clone() for block in (*cache.keys, *cache.values)]
+    cache.swap(0, 1)
+    assert cache.lengths.tolist() == [9, 5, 2]
+    cache.copy(0, 2, 7)
+    assert cache.lengths.tolist() == [9, 5, 7]
+    for block, old in zip((*cache.keys, *cache.values), before):
+        assert torch.equal(block[0, :, :9], old[1, :, :9]) and torch.equal(block[1, :, :5], old[0, :, :5])
+        assert torch.equal(block[2, :, :7], old[1, :, :7])
+
+
+def test_the_block_wise_inverse_cdf_equals_the_plain_one():
+    """The running sum of a whole row is never written down, and no token is drawn that has no probability."""
+    torch.manual_seed(0)
+    logits = torch.randn(50, 2000) * 3
+    logits[:, 1500:] = -float("inf")
+    uniforms = torch.rand(50, dtype=torch.float64)
+    uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
+    tokens, logprobs = Sampler()(logits, uniforms.tolist())
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    assert tokens[2:] == expected[2:].tolist() and max(tokens) < 1500
+    assert logprobs == pytest.approx(logits.log_softmax(-1)[range(50), tokens].tolist(), abs=1e-5)
