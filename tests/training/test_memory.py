@@ -99,20 +99,10 @@ def test_a_round_of_reinforcement_learning_takes_what_was_planned(
     # A random model chances on a stop string now and then; here every turn is full.
     monkeypatch.setattr(Engine, "_turn_is_over", lambda self, s: len(s.turn) >= self.lengths.max_new_tokens)
     sizes = ["--retriever", "none", "--max-hops", "1", "--max-new-tokens", "48", "--max-length", "320"]
-    steps = [
-        "--num-generations",
-        "4",
-        "--mini-batch-size",
-        "2",
-        "--micro-batch-size",
-        "2",
-        "--max-steps",
-        "1",
-        "--algorithm",
-        algorithm,
-    ]
+    more = [*more, "--num-generations", "4", "--mini-batch-size", "2", "--micro-batch-size", "2", "--max-steps", "1"]
+    more += ["--algorithm", algorithm, "--quantize", "none"]
     with LiveTensors() as counter:
-        assert ppo.main(flags(folder, tmp_path, *sizes, "--quantize", "none", *more)) == 0
+        assert ppo.main(flags(folder, tmp_path, *sizes, *more)) == 0
     assert plans[0].peak == pytest.approx(counter.peak, rel=0.05)
     assert plans[0].workload.scores and plans[0].workload.critic == (algorithm == "ppo")
 
