@@ -1,0 +1,136 @@
+"""The plan command, end to end: the table, plan.json, refusals, and the plan in other commands' dry runs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3lite import evaluate, plan, ppo, sft
+from r3lite.config import shipped
+from r3lite.training.memory import Memory
+
+QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    """No model is in the cache, and the hub cannot be reached."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
+    monkeypatch.chdir(tmp_path)
+
+
+def planned(tmp_path, *arguments) -> dict:
+    assert plan.main([*arguments, "--output", str(tmp_path)]) == 0
+    return json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+
+
+def test_the_table_and_the_file_say_the_same(tmp_path, capsys):
+    found = planned(tmp_path, "--model", QWEN, "--max-length", "1024", "--device", "cpu", "--dtype", "bf16")
+    assert found.keys() == {"budget_mib", "peak_mib", "fits", "phases", "chosen"}
+    assert found["budget_mib"] == 4096 and found["fits"] and 1000 < found["peak_mib"] < 4096
+    assert list(found["phases"]) == ["load", "update", "save"]
+    assert found["phases"]["update"]["weights"] == pytest.approx(942, abs=1)
+    assert max(sum(parts.values()) for parts in found["phases"].values()) == pytest.approx(found["peak_mib"], abs=1)
+    assert found["chosen"].keys() == vars(Memory()).keys()
+    told = capsys.readouterr().out
+    assert f"peak {found['peak_mib']:,.0f} MiB (update) of a budget of 4,096 MiB" in told
+    assert f"recompute_layers {found['chosen']['recompute_layers']}" in told
+    table = {line.split("  ")[0]: line for line in told.splitlines()}
+    assert table["MiB"].split()[1:] == ["load", "update", "save"]
+    for part, size in found["phases"]["update"].items():
+        assert f"{size:,.0f}" in table[part] or f"{size + 0.05:,.0f}" in table[part]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("form", ["{flag} {value}", "{flag}={value}"])
+def test_reinforcement_learning_takes_the_flags_of_ppo(tmp_path, algorithm, form):
+    """The algorithm decides which flags there are, however it is written."""
+    given = form.format(flag="--algorithm", value=algorithm).split()
+    more = ["--num-generations", "4", "--max-new-tokens", "64", "--device", "cuda", "--kl-beta", "0.1"]
+    found = planned(tmp_path, *given, *more, "--vram-budget", "3GiB")
+    assert list(found["phases"]) == ["load", "sample", "score", "update", "save"]
+    assert "KV cache" in found["phases"]["sample"] and found["phases"]["load"]["context"] > 0
+    assert found["budget_mib"] == 3072
+
+
+def test_flags_of_the_other_algorithm_are_refused(capsys):
+    assert plan.main(["--num-generations", "4"]) == 2
+    assert "--num-generations" in capsys.readouterr().err
+    assert plan.main(["--algorithm", "grpo", "--gradient-accumulation", "4"]) == 2
+    assert "--gradient-accumulation" in capsys.readouterr().err
+    assert plan.main(["--algorithm", "dpo"]) == 2
+    assert "dpo" in capsys.readouterr().err
+
+
+def test_a_folder_and_the_shipped_model_are_planned_from_their_config(tmp_path, small_model, write_folder):
+    tiny = planned(tmp_path, "--model", "tiny", "--dtype", "fp32", "--device", "cpu")
+    folder = write_folder(small_model(vocab_size=1024, hidden_size=512), tmp_path / "model")
+    (folder / "model.safetensors").unlink()  # sizes are enough
+    (folder / "tokenizer.json").write_bytes((shipped("checkpoints", "tiny") / "tokenizer.json").read_bytes())
+    other = planned(tmp_path, "--model", str(folder), "--dtype", "fp32", "--device", "cpu")
+    weights = [found["phases"]["update"]["weights"] for found in (tiny, other)]
+    assert weights[0] == pytest.approx(4 * 2.6e6 / 2**20, rel=0.02) and weights[0] != weights[1]
+
+
+def test_a_model_that_is_not_known_offline_is_an_error_with_a_remedy(capsys):
+    assert plan.main(["--model", "someone/some-model"]) == 1
+    told = capsys.readouterr().err
+    assert "r3lite.plan stopped: " in told and "someone/some-model" in told and "Traceback" not in told
+
+
+def test_what_does_not_fit_is_refused_with_remedies(tmp_path, capsys):
+    tight = ["--model", QWEN, "--quantize", "none", "--vram-budget", "900MiB", "--device", "cpu", "--dtype", "bf16"]
+    assert plan.main([*tight, "--output", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert re.search(r"stopped: this run takes 1,\d\d\d MiB at the least, and the budget is 900 MiB", told)
+    assert "--quantize nf4; or " in told
+    needed = re.search(r"--vram-budget (\d+MiB)", told)[1]
+    assert not (tmp_path / "plan.json").exists()
+    assert plan.main([*tight, "--vram-budget", needed]) == 0
+    assert plan.main([*tight, "--quantize", "nf4"]) == 0
+
+
+@pytest.mark.parametrize("budget", ["lots", "4", "-1GiB"])
+def test_a_bad_budget_is_a_clear_error(budget, capsys):
+    assert plan.main([f"--vram-budget={budget}"]) == 1
+    told = capsys.readouterr().err
+    assert f"--vram-budget {budget} is not an amount of memory" in told and "4GiB" in told
+
+
+def test_dry_runs_print_the_plan(capsys):
+    small = ["--model", QWEN, "--device", "cpu", "--dtype", "bf16", "--dry-run"]
+    questions = str(shipped("data", "world") / "train.jsonl")
+    for main, phases, more in (
+        (sft.main, ["load", "update", "save"], ["--data", "some/name,subset,train"]),
+        (ppo.main, ["load", "sample", "score", "update", "save"], ["--data", questions]),
+        (evaluate.main, ["load", "sample"], ["--data", questions]),
+        (evaluate.main, ["load", "sample"], ["--limit", "2"]),
+    ):
+        assert main([*small, *more]) == 0
+        told = capsys.readouterr().out
+        assert re.search(r"^MiB +" + " +".join(phases) + "$", told, re.MULTILINE)
+        assert re.search(r"^peak [\d,]+ MiB .* of a budget of 4,096 MiB$", told, re.MULTILINE)
+        assert "vram_budget" in told  # the settings, too
+    assert sft.main([*small, "--data", questions, "--vram-budget", "100MiB"]) == 1
+    assert "It would fit with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--algorithm", "ppo", "--help"], ["--no-such-flag", "1"]])
+def test_help_and_usage_errors_do_not_wait_for_torch(arguments):
+    """Importing torch takes seconds; a question about flags is answered at once."""
+    code = "import sys; from r3lite import plan; print(plan.main(sys.argv[1:]), 'torch' in sys.modules)"
+    code = code.replace("plan.main(sys.argv[1:])", "attempt(plan.main)")
+    attempt = "def attempt(main):\n    try:\n        return main(sys.argv[1:])\n    except SystemExit as error:\n"
+    attempt += "        return error.code or 0\n"
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-c", attempt + code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(root)})
+    assert done.stdout.splitlines()[-1] == ("2 False" if "--no-such-flag" in arguments else "0 False"), done.stderr
+    if "--help" in arguments:
+        assert "--vram-budget" in done.stdout
+        assert ("--num-generations" in done.stdout) == ("ppo" in arguments)

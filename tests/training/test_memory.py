@@ -1,0 +1,328 @@
+"""The memory planner: its figures against bytes that real runs hold, and what it chooses."""
+
+import gc
+import itertools
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.live_tensors import LiveTensors
+from bench.memory import full_questions, full_rows
+from r3lite import ppo, sft
+from r3lite.errors import R3LiteError
+from r3lite.models import lora, nf4
+from r3lite.models.kv_cache import KVCache
+from r3lite.models.weights import load_qwen2, resolve_folder
+from r3lite.rollout.engine import Engine
+from r3lite.settings import LengthSettings, LoraSettings, ModelSettings, RetrievalSettings, RLSettings, SftSettings
+from r3lite.training import base, memory, workloads
+from r3lite.training.memory import MIB, Memory, Workload, choose, peak
+from r3lite.training.workloads import KNOWN, QWEN_TOKENS
+
+TARGETS = LoraSettings().lora_targets
+LAYERS = 6
+
+
+@pytest.fixture
+def folder(tmp_path, small_model, write_folder):
+    """A model folder large enough that what the formulas leave out weighs little, with the tiny tokenizer."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 6000}
+    made = write_folder(small_model(**sizes), tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve_folder("tiny") / name, made / name)
+    return made
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans of the runs that were started."""
+    seen = []
+    monkeypatch.setattr(base, "announce", seen.append)
+    return seen
+
+
+def flags(folder, tmp_path, *more) -> list[str]:
+    where = ["--model", str(folder), "--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "run")]
+    return [*where, "--device", "cpu", "--nf4-cache", "none", "--batch-size", "1", *more]
+
+
+def sft_peak(folder, tmp_path, tokens: int, *more) -> int:
+    """Peak of live tensor bytes in two steps on rows of so many tokens."""
+    full_rows(str(folder), tokens - 3, tmp_path / "data.jsonl")  # this template ends a row with more than Qwen's
+    lengths = ["--max-length", str(tokens), "--validation-rows", "0", "--gradient-accumulation", "1"]
+    with LiveTensors() as counter:
+        assert sft.main(flags(folder, tmp_path, *lengths, "--max-steps", "2", *more)) == 0
+    return counter.peak
+
+
+@pytest.mark.parametrize(
+    ("tokens", "recomputed", "dtype", "quantize"),
+    [
+        *itertools.product((1024,), (LAYERS, 0), ("bf16", "fp32"), ("none", "nf4")),
+        *itertools.product((512,), (LAYERS, 0), ("bf16",), ("none",)),
+        (1024, 2, "bf16", "none"),
+        (1024, LAYERS - 1, "bf16", "nf4"),
+        (512, 3, "fp32", "none"),
+    ],
+)
+def test_sft_takes_what_was_planned(folder, tmp_path, plans, tokens, recomputed, dtype, quantize):
+    settings = {"recompute-layers": recomputed, "dtype": dtype, "quantize": quantize}
+    measured = sft_peak(folder, tmp_path, tokens, *(x for k, v in settings.items() for x in (f"--{k}", str(v))))
+    assert plans[0].workload.row_tokens == pytest.approx(tokens, abs=4)
+    assert plans[0].peak == pytest.approx(measured, rel=0.03)
+
+
+def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plans):
+    """The settings that a tight budget chose (all layers again, small chunks and tiles) take no more than planned."""
+    measured = sft_peak(folder, tmp_path, 1024, "--dtype", "bf16", "--vram-budget", "29MiB", "--quantize", "none")
+    assert plans[0].memory.recompute_layers == LAYERS and plans[0].memory.mlp_tile < 1024
+    assert measured <= plans[0].budget
+    assert plans[0].peak == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "more"),
+    [
+        ("ppo", ["--dtype", "bf16"]),
+        ("grpo", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
+    ],
+)
+def test_a_round_of_reinforcement_learning_takes_what_was_planned(
+    folder, tmp_path, plans, monkeypatch, algorithm, more
+):
+    """Scoring under the reference was once planned for larger passes than it makes."""
+    full_questions(str(folder), tmp_path / "data.jsonl")
+    # A random model chances on a stop string now and then; here every turn is full.
+    monkeypatch.setattr(Engine, "_turn_is_over", lambda self, s: len(s.turn) >= self.lengths.max_new_tokens)
+    sizes = ["--retriever", "none", "--max-hops", "1", "--max-new-tokens", "48", "--max-length", "320"]
+    more = [*more, "--num-generations", "4", "--mini-batch-size", "2", "--micro-batch-size", "2", "--max-steps", "1"]
+    more += ["--algorithm", algorithm, "--quantize", "none"]
+    with LiveTensors() as counter:
+        assert ppo.main(flags(folder, tmp_path, *sizes, *more)) == 0
+    assert plans[0].peak == pytest.approx(counter.peak, rel=0.05)
+    assert plans[0].workload.scores and plans[0].workload.critic == (algorithm == "ppo")
+
+
+def test_thirty_rounds_hold_no_more_than_three(tmp_path, small_model, write_folder, monkeypatch):
+    """What a round leaves behind adds up: a laptop's card was full after some hundred."""
+    made = write_folder(small_model(vocab_size=1024, num_hidden_layers=1), tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve_folder("tiny") / name, made / name)
+    questions = [{"id": str(i), "question": f"Where is {i}?", "answer": "there"} for i in range(2)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions), encoding="utf-8")
+    (tmp_path / "init.txt").write_text("{question}", encoding="utf-8")
+    ends, counter = [], LiveTensors()
+    run_round = ppo.log_episodes
+
+    def count(*arguments) -> None:  # called once a round, when only what lasts and the episodes' numbers are there
+        gc.collect()
+        ends.append(counter.live)
+        run_round(*arguments)
+
+    monkeypatch.setattr(ppo, "log_episodes", count)
+    sizes = ["--retriever", "none", "--max-hops", "1", "--max-new-tokens", "4", "--max-length", "128"]
+    more = ["--num-generations", "2", "--init-prompt", str(tmp_path / "init.txt"), "--dtype", "fp32"]
+    with counter:
+        options = [*sizes, *more, "--max-steps", "30", "--save-every", "10"]
+        assert ppo.main(flags(made, tmp_path, *options)) == 0
+    assert len(ends) == 30 and ends[2] > 0
+    assert ends[-1] <= 1.01 * ends[2]
+
+
+def held(tensors) -> int:
+    """Bytes of tensors as they are counted."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(memory.rounded(size) for size in storages.values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
+    small_model, write_folder, tmp_path, tied, dtype, quantize
+):
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 301, "tie_word_embeddings": tied}
+    written = write_folder(small_model(**sizes), tmp_path)
+    model = load_qwen2(written, getattr(torch, dtype), "cpu", quantize=quantize)
+    w = Workload(model.config, 301, getattr(torch, dtype).itemsize, 700, lora_r=3, targets=TARGETS[1:], episodes=4)
+    assert held([*model.parameters(), *model.buffers()]) == memory.weight_bytes(w, quantize)
+
+    lora.add_adapter(model, "policy", r=3, alpha=8, targets=TARGETS[1:])
+    adapter = list(lora.adapter_parameters(model, "policy").values())
+    assert held(adapter) == memory.adapter_bytes(w)
+    optimizer = torch.optim.AdamW(adapter)
+    for p in adapter:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    assert held(moments) == memory.standing(w, Memory(quantize))["optimizer"]
+
+    with LiveTensors() as counter:
+        cache = KVCache(3, 4, model.config.num_key_value_heads, model.config.head_dim, model.head_weight.dtype, "cpu")
+        for T in range(100, 701, 100):
+            cache._reserve(T)
+    block = memory.kv_bytes(w, 4) // (2 * 3 + 1)
+    assert held([*cache.keys, *cache.values]) == 2 * 3 * block
+    assert counter.peak <= memory.kv_bytes(w, 4) + memory.GRAIN  # the lengths
+
+
+def qwen(size: str, **changes) -> Workload:
+    settings = {"row_tokens": 2048, "targets": TARGETS} | changes
+    return Workload(KNOWN[f"qwen/qwen2.5-{size}"], QWEN_TOKENS, 2, **settings)
+
+
+@pytest.mark.parametrize(("size", "quantized", "mib"), [("0.5b", False, 942), ("0.5b", True, 436), ("3b", True, 1959)])
+def test_weights_of_qwen(size, quantized, mib):
+    assert memory.weight_bytes(qwen(size), quantized) / MIB == pytest.approx(mib, abs=1)
+
+
+ROUND = {"episodes": 64, "reads": 900, "rows": 4, "adapters": 2, "scores": True}
+WORKLOADS = {
+    "sft": {"rows": 2},
+    "ppo": {**ROUND, "critic": True},
+    "grpo": ROUND,
+    "evaluate": {"trains": False, "episodes": 1000, "reads": 900},
+}
+GRID = [int(g * (1 << 30)) for g in (0.6, 1, 1.3, 1.6, 2, 2.5, 3, 4, 6, 8, 12, 24, 48)]
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+@pytest.mark.parametrize("algorithm", WORKLOADS)
+@pytest.mark.parametrize("size", ["0.5b", "1.5b", "3b"])
+def test_what_is_chosen_fits_and_more_memory_never_makes_it_slower(size, algorithm, on_cuda):
+    w, before, fitted = qwen(size, **WORKLOADS[algorithm], on_cuda=on_cuda), None, 0
+    for budget in GRID:
+        try:
+            chosen = choose(w, {}, budget)
+        except R3LiteError:
+            assert before is None  # what fits fits in more memory too
+            continue
+        fitted += 1
+        assert peak(w, chosen) <= budget
+        if chosen.nf4:  # only where nothing else fits
+            with pytest.raises(R3LiteError):
+                choose(w, {"nf4": False}, budget)
+        if w.trains and before:
+            now = chosen.nf4, chosen.recompute_layers
+            assert now <= (before.nf4, before.recompute_layers)
+        before = chosen
+    assert fitted >= 6
+    assert not before.nf4 and (before.recompute_layers == 0 or not w.trains)
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"recompute_layers": 5},
+        {"nf4": False},
+        {"nf4": True},
+        {"micro_batch_tokens": 3000, "loss_chunk": 77},
+        {"mlp_tile": 99, "rollout_batch_size": 3},
+        {"offload": True},
+        {"offload": False, "recompute_layers": 0, "rollout_batch_size": 200},
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["sft", "ppo"])
+def test_what_was_given_is_never_overruled(algorithm, fixed):
+    w, fitted = qwen("0.5b", **WORKLOADS[algorithm], on_cuda=True), 0
+    for budget in GRID:
+        try:
+            chosen = choose(w, fixed, budget)
+        except R3LiteError:
+            continue
+        fitted += 1
+        assert {name: getattr(chosen, name) for name in fixed} == fixed
+        assert peak(w, chosen) <= budget
+    assert fitted
+
+
+def applied(remedy: str, w: Workload, fixed: dict, budget: int) -> tuple[Workload, dict, int]:
+    """What is asked for when a user does what a remedy says."""
+    if match := re.fullmatch(r"--vram-budget (\d+)MiB", remedy):
+        return w, fixed, int(match[1]) * MIB
+    if match := re.fullmatch(r"--max-length (\d+)", remedy):
+        tokens = int(match[1])
+        return replace(w, row_tokens=tokens, reads=min(w.reads, tokens)), fixed, budget
+    if remedy == "--quantize nf4":
+        return w, fixed | {"nf4": True}, budget
+    flags = remedy.removeprefix("without ").split(", ")
+    gone = {flag.removeprefix("--").replace("-", "_") for flag in flags}
+    assert gone <= fixed.keys()
+    return w, {k: v for k, v in fixed.items() if k not in gone}, budget
+
+
+@pytest.mark.parametrize(
+    ("size", "algorithm", "fixed", "gib", "flag"),
+    [
+        ("0.5b", "sft", {"nf4": False}, 1.0, "--quantize nf4"),
+        ("3b", "ppo", {"nf4": False}, 4.0, "--quantize nf4"),
+        ("0.5b", "sft", {"recompute_layers": 0}, 1.5, "without --recompute-layers"),
+        ("0.5b", "grpo", {"rollout_batch_size": 64, "micro_batch_tokens": 65536}, 1.6, "without --rollout-batch-size"),
+        ("3b", "sft", {}, 2.4, "--max-length"),
+        ("0.5b", "sft", {"recompute_layers": 0, "nf4": False}, 2.0, "--max-length"),
+        ("3b", "sft", {}, 1.0, "--vram-budget"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_remedies_that_work(size, algorithm, fixed, gib, flag):
+    w, budget = qwen(size, **WORKLOADS[algorithm]), int(gib * (1 << 30))
+    with pytest.raises(R3LiteError, match=r"takes [\d,]+ MiB at the least, and the budget is [\d,]+ MiB") as error:
+        choose(w, fixed, budget)
+    told = error.value.remedy.removeprefix("It would fit with ").removesuffix(".").split("; or ")
+    assert 1 <= len(told) <= 3
+    assert any(remedy.startswith(flag) for remedy in told)
+    for remedy in told:
+        changed = applied(remedy, w, fixed, budget)
+        assert peak(changed[0], choose(*changed)) <= changed[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 4 << 30), ("1300MiB", 1300 << 20), ("3.5 GB", 3_500_000_000), ("800 mb", 8 * 10**8), ("1.5gib", 3 << 29)],
+)
+def test_a_budget_is_read(text, size):
+    assert memory.budget_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["4", "GiB", "four GiB", "-1GiB", "0MiB", "4GiBs", "4 KiB", "nanGiB", "infGiB", ""])
+def test_a_budget_that_is_no_amount_of_memory_is_refused(text):
+    with pytest.raises(R3LiteError, match="is not an amount of memory") as error:
+        memory.budget_bytes(text)
+    assert "4GiB" in error.value.remedy
+
+
+def test_workloads_follow_the_settings():
+    model, lora_settings = ModelSettings(dtype="bf16", device="cpu"), LoraSettings(lora_r=4)
+    w = workloads.sft_workload(model, SftSettings(max_length=1000, batch_size=3), lora_settings, longest=700)
+    assert (w.row_tokens, w.rows, w.lora_r, w.element, w.episodes, w.vocabulary) == (700, 3, 4, 2, 0, QWEN_TOKENS)
+    assert workloads.sft_workload(model, SftSettings(max_length=1000), lora_settings, longest=7000).row_tokens == 1000
+    for algorithm, kl, adapter, expected in (
+        ("ppo", 0.1, "run", (True, True, 2)),
+        ("grpo", 0.1, "run", (False, True, 2)),
+        ("grpo", 0.1, None, (False, True, 1)),  # the reference is the bare base
+        ("ppo", 0.0, "run", (True, False, 1)),
+    ):
+        rl = RLSettings(algorithm=algorithm, kl_beta=kl, batch_size=3, num_generations=5, micro_batch_size=2)
+        w = workloads.rl_workload(
+            replace(model, adapter=adapter), rl, lora_settings, LengthSettings(), RetrievalSettings()
+        )
+        assert (w.critic, w.scores, w.adapters) == expected
+        assert (w.episodes, w.row_tokens, w.rows) == (15, 4096, 2)
+        assert w.reads == 5 * (160 + workloads.MARKUP)
+    assert nf4.BLOCK == 64 and not memory.weight_bytes(w, True) > memory.weight_bytes(w, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recomputed", [0, LAYERS])
+def test_on_a_card_the_allocator_holds_what_was_planned(folder, tmp_path, plans, recomputed):
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    full_rows(str(folder), 4093, tmp_path / "data.jsonl")
+    lengths = ["--max-length", "4096", "--validation-rows", "0", "--gradient-accumulation", "1", "--max-steps", "2"]
+    options = [*lengths, "--dtype", "fp16", "--quantize", "none", "--recompute-layers", str(recomputed)]
+    assert sft.main([*flags(folder, tmp_path, *options), "--device", "cuda"]) == 0
+    measured = torch.cuda.max_memory_allocated() - before
+    assert plans[0].peak - memory.CUDA_CONTEXT == pytest.approx(measured, rel=0.05)

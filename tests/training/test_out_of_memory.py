@@ -1,0 +1,263 @@
+"""Running out of memory: the same work again in smaller pieces, as if nothing had happened. No card is needed."""
+
+import itertools
+import json
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+
+from r3lite import ppo, sft
+from r3lite.files import write_jsonl
+from r3lite.models.weights import resolve_folder
+from r3lite.rewards import reward
+from r3lite.rl.update import Learner
+from r3lite.rollout.engine import Engine
+from r3lite.training import checkpoint, metrics
+from r3lite.training.out_of_memory import NAME
+
+
+@pytest.fixture
+def toy(tmp_path, small_model, write_folder) -> list[str]:
+    """Flags for a small random model with the tiny tokenizer, and prompts as short as can be."""
+    folder = write_folder(small_model(vocab_size=1024, num_hidden_layers=2), tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve_folder("tiny") / name, folder / name)
+    talks = [
+        [{"role": "user", "content": f"Who is {i}?"}, {"role": "assistant", "content": "It is" + f" {i} and" * (9 + i)}]
+        for i in range(8)
+    ]
+    write_jsonl(tmp_path / "rows.jsonl", [{"messages": talk} for talk in talks])
+    questions = [{"id": str(i), "question": f"Where is {i}?", "answer": "there"} for i in range(4)]
+    write_jsonl(tmp_path / "questions.jsonl", questions)
+    for name, text in (("init", "{question}"), ("step", "{documents}")):
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    prompts = [x for name in ("init", "step") for x in (f"--{name}-prompt", str(tmp_path / f"{name}.txt"))]
+    return ["--model", str(folder), "--device", "cpu", "--dtype", "fp32", *prompts, "--learning-rate", "1e-2"]
+
+
+def run_sft(toy, output, *more) -> int:
+    data = ["--data", str(output.parent / "rows.jsonl"), "--validation-rows", "0", "--output", str(output)]
+    return sft.main([*toy, *data, "--batch-size", "4", "--gradient-accumulation", "1", "--max-steps", "3", *more])
+
+
+def run_rl(toy, output, *more) -> int:
+    data = ["--data", str(output.parent / "questions.jsonl"), "--retriever", "none", "--output", str(output)]
+    shape = "--batch-size 2 --num-generations 3 --mini-batch-size 3 --micro-batch-size 3 --kl-beta 0.05 --max-steps 2"
+    return ppo.main([*toy, *data, *shape.split(), "--max-new-tokens", "16", "--max-length", "64", *more])
+
+
+@pytest.fixture
+def paid(monkeypatch):
+    """A random model's episodes are all wrong: here they are paid 0, 1/2, 1, 0, ..., so that there is a gradient."""
+    count = itertools.count()
+    score = lambda episode, *_: reward.Scored([next(count) % 3 / 2] + [0.0] * (len(episode.steps) - 1))  # noqa: E731
+    monkeypatch.setattr(reward, "score", score)
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has too little.")
+
+
+def small_card(monkeypatch, room: int) -> list[int]:
+    """A card on which the loss of more than so many tokens does not fit; notes what was tried."""
+    seen, loss, loss_in_rl = [], sft.Trainer.loss, Learner._loss
+
+    def limited(work):
+        def call(self, part, *more):
+            seen.append(part.tokens.numel())
+            if seen[-1] > room:
+                out_of_memory()
+            return work(self, part, *more)
+
+        return call
+
+    monkeypatch.setattr(sft.Trainer, "loss", limited(loss))
+    monkeypatch.setattr(Learner, "_loss", limited(loss_in_rl))
+    return seen
+
+
+def weights(output, step: int) -> dict[str, torch.Tensor]:
+    found = checkpoint.read(output / f"checkpoint-{step}").tensors
+    return found["weights"] | {f"optimizer {k}": v for k, v in found["optimizer"].items()}
+
+
+def assert_same(output, other, step: int, rtol: float = 1e-3, atol: float = 1e-4) -> None:
+    """Weights, moments and metrics are equal up to the order in which gradients were added."""
+    one, two = weights(output, step), weights(other, step)
+    assert one.keys() == two.keys() and any(v.abs().max() > 1e-3 for k, v in one.items() if "lora_B" in k)
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], rtol=rtol, atol=atol, msg=lambda told, n=name: f"{n}: {told}")
+    for record, again in zip(metrics.read(output / metrics.FILE), metrics.read(other / metrics.FILE), strict=True):
+        assert metrics.repeatable(record) == pytest.approx(metrics.repeatable(again), rel=1e-3, abs=1e-5)
+
+
+def memory_of(output, step: int) -> dict:
+    return checkpoint.read(output / f"checkpoint-{step}").state["kept"][NAME]
+
+
+def test_a_step_of_sft_is_repeated_with_smaller_passes(toy, tmp_path, monkeypatch, capsys):
+    assert run_sft(toy, tmp_path / "whole") == 0
+    seen = small_card(monkeypatch, room=150)
+    assert run_sft(toy, tmp_path / "small") == 0
+    told = capsys.readouterr().err
+    assert "warning: out of memory; the step is repeated with micro_batch_tokens 8192 -> 4096" in told
+    assert any(tokens > 150 for tokens in seen[:4]) and max(seen[-4:]) <= 150
+    assert_same(tmp_path / "small", tmp_path / "whole", 3)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_a_round_of_reinforcement_learning_is_repeated_with_smaller_passes(
+    toy, tmp_path, monkeypatch, capsys, paid, algorithm
+):
+    assert run_rl(toy, tmp_path / "whole", "--algorithm", algorithm) == 0
+    seen = small_card(monkeypatch, room=70)
+    assert run_rl(toy, tmp_path / "small", "--algorithm", algorithm) == 0
+    assert "micro_batch_tokens" in capsys.readouterr().err
+    assert any(tokens > 70 for tokens in seen) and max(seen[-2:]) <= 70
+    assert_same(tmp_path / "small", tmp_path / "whole", 2)
+    said = [(tmp_path / run / "episodes.jsonl").read_text() for run in ("small", "whole")]
+    assert said[0] == said[1]
+
+
+def failing(monkeypatch, owner, name: str, calls: set[int]) -> None:
+    """A method that runs out of memory after it has worked, in these of its calls (from 1)."""
+    work, count = getattr(owner, name), iter(range(1, 10_000))
+
+    def call(*arguments, **more):
+        result = work(*arguments, **more)
+        if next(count) in calls:
+            out_of_memory()
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+
+
+TWO_PASSES = ["--micro-batch-tokens", "1", "--lora-dropout", "0.3"]  # each row alone
+
+
+def test_half_made_gradients_are_dropped_and_dropout_drops_the_same_again(toy, tmp_path, monkeypatch, capsys):
+    """Two rows' gradients are there when memory runs out: counted twice, they would steer the step."""
+    assert run_sft(toy, tmp_path / "whole", *TWO_PASSES) == 0
+    failing(monkeypatch, sft.Trainer, "loss", {3, 6, 16})  # in the first step, in its second try, and in the third
+    assert run_sft(toy, tmp_path / "small", *TWO_PASSES) == 0
+    told = capsys.readouterr().err
+    assert "recompute_layers 0 -> 1" in told and "recompute_layers 1 -> 2" in told and "loss_chunk 128 -> 64" in told
+    assert_same(tmp_path / "small", tmp_path / "whole", 3)
+    assert run_sft([*toy, "--seed", "1"], tmp_path / "other", *TWO_PASSES) == 0
+    with pytest.raises(AssertionError):  # what is compared is sensitive to what dropout drops
+        assert_same(tmp_path / "other", tmp_path / "whole", 3)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_metrics_of_a_repeated_mini_batch_are_counted_once(toy, tmp_path, monkeypatch, capsys, paid, algorithm):
+    alone = ["--algorithm", algorithm, "--micro-batch-tokens", "1", "--lora-dropout", "0.3"]
+    assert run_rl(toy, tmp_path / "whole", *alone) == 0
+    failing(monkeypatch, Learner, "_loss", {2, 10})  # of three passes each: in the first and in a later mini-batch
+    assert run_rl(toy, tmp_path / "small", *alone) == 0
+    assert capsys.readouterr().err.count("the step is repeated") == 2
+    assert_same(tmp_path / "small", tmp_path / "whole", 2)
+
+
+def test_what_was_made_smaller_is_in_the_checkpoint_and_a_resumed_run_goes_on_with_it(
+    toy, tmp_path, monkeypatch, capsys
+):
+    small_card(monkeypatch, room=150)
+    assert run_sft(toy, tmp_path / "whole") == 0
+    assert run_sft(toy, tmp_path / "parts", "--stop-after", "1") == 0
+    reduced = memory_of(tmp_path / "parts", 1)
+    assert reduced["micro_batch_tokens"] < 8192
+    seen = small_card(monkeypatch, room=150)
+    capsys.readouterr()
+    assert run_sft(toy, tmp_path / "parts", "--resume", "auto") == 0
+    assert "out of memory" not in capsys.readouterr().err and max(seen) <= 150
+    assert memory_of(tmp_path / "parts", 3) == reduced == memory_of(tmp_path / "whole", 3)
+    one, two = weights(tmp_path / "parts", 3), weights(tmp_path / "whole", 3)
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+FIXED = ["--recompute-layers", "1", "--loss-chunk", "64", "--mlp-tile", "256", "--micro-batch-tokens", "2000"]
+
+
+def test_what_the_user_fixed_stays(toy, tmp_path, monkeypatch, capsys):
+    failing(monkeypatch, sft.Trainer, "loss", {1})
+    assert run_sft(toy, tmp_path / "run", *FIXED[:4], "--micro-batch-tokens", "2000") == 0
+    assert "is repeated with mlp_tile 1024 -> 512\n" in capsys.readouterr().err
+    kept = memory_of(tmp_path / "run", 3)
+    assert (kept["recompute_layers"], kept["loss_chunk"], kept["micro_batch_tokens"]) == (1, 64, 2000)
+
+
+@pytest.mark.parametrize("failed", [1, 3])
+def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_path, monkeypatch, capsys, failed):
+    assert run_sft(toy, tmp_path / "whole", *FIXED) == 0
+    with monkeypatch.context() as patch:
+        failing(patch, sft.Trainer, "loss", {failed})
+        assert run_sft(toy, tmp_path / "run", *FIXED) == 1
+    told = capsys.readouterr().err
+    assert "r3lite.sft stopped: the device ran out of memory, and nothing is left to make smaller" in told
+    assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in told
+    assert "Lower --max-length, pass --quantize nf4" in told and "Traceback" not in told
+    assert list(checkpoint.all_of(tmp_path / "run")) == ([] if failed == 1 else [2])
+    assert ("step 2 is saved; go on with" in told) == (failed == 3)
+    assert run_sft(toy, tmp_path / "run", *FIXED, "--resume", "auto") == 0
+    one, two = weights(tmp_path / "run", 3), weights(tmp_path / "whole", 3)
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_memory_that_runs_out_without_end_stops_the_run(toy, tmp_path, monkeypatch, capsys):
+    """Every setting is halved down to its least, and then there is an end."""
+    monkeypatch.setattr(sft.Trainer, "loss", lambda *_: out_of_memory())
+    assert run_sft(toy, tmp_path / "run") == 1
+    told = capsys.readouterr().err
+    assert "loss_chunk 32 -> 16" in told and "mlp_tile 64 -> 32" in told
+    assert told.rstrip().endswith("then --resume auto.")
+
+
+def test_a_step_whose_weights_have_changed_is_not_saved_half(toy, tmp_path, monkeypatch, paid):
+    """The second mini-batch of a round fails when the first has been learned: the round before is what is whole."""
+    failing(monkeypatch, Learner, "_loss", {4})  # two mini-batches of one pass each: the second round's second
+    memory = ["--recompute-layers", "2", "--loss-chunk", "16", "--mlp-tile", "32", "--micro-batch-tokens", "4096"]
+    assert run_rl(toy, tmp_path / "run", *memory, "--save-every", "1") == 1
+    assert list(checkpoint.all_of(tmp_path / "run")) == [1]
+
+
+def test_a_rollout_is_repeated_with_half_as_many_episodes_at_a_time(toy, tmp_path, monkeypatch, capsys, paid):
+    assert run_rl(toy, tmp_path / "whole") == 0
+    together, training, sample, learn = [], [], Engine._sample, Learner.learn
+
+    def limited(self, logits, rows):
+        together.append(len(rows))
+        if len(rows) > 2 and len(rows[0].turn) == 3:  # in the midst of a turn
+            out_of_memory()
+        return sample(self, logits, rows)
+
+    def learned(self, *arguments, **more):
+        training.append(self.model.training)
+        return learn(self, *arguments, **more)
+
+    monkeypatch.setattr(Engine, "_sample", limited)
+    monkeypatch.setattr(Learner, "learn", learned)
+    capsys.readouterr()
+    assert run_rl(toy, tmp_path / "small") == 0
+    told = capsys.readouterr().err
+    assert "rollout_batch_size 8 -> 3" in told and "rollout_batch_size 3 -> 1" in told
+    assert max(together[-20:]) == 1
+    assert training == [True, True]
+    said = [json.loads(x) for x in (tmp_path / "small" / "episodes.jsonl").read_text().splitlines()]
+    assert said == [json.loads(x) for x in (tmp_path / "whole" / "episodes.jsonl").read_text().splitlines()]
+    assert_same(tmp_path / "small", tmp_path / "whole", 2)
+    assert memory_of(tmp_path / "small", 2)["rollout_batch_size"] == 1
+
+
+def test_in_fp16_the_loss_scale_is_as_if_nothing_had_happened(toy, tmp_path, monkeypatch):
+    """An attempt that failed is no skipped step: it must not touch the scaler."""
+    half = [*TWO_PASSES, "--dtype", "fp16"]
+    assert run_sft(toy, tmp_path / "whole", *half) == 0
+    failing(monkeypatch, sft.Trainer, "loss", {3, 10})
+    assert run_sft(toy, tmp_path / "small", *half) == 0
+    assert_same(tmp_path / "small", tmp_path / "whole", 3, rtol=0.05, atol=2e-3)
+    states = [checkpoint.read(tmp_path / run / "checkpoint-3").state["precision"] for run in ("small", "whole")]
+    assert states[0] == states[1] and states[0]["scaler"]
+    adapter = safetensors.torch.load_file(tmp_path / "small" / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
