@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.live_tensors import LiveTensors
-from bench.memory import full_questions, full_rows
+from bench.memory import full_question, full_rows
 from r3lite import ppo, sft
 from r3lite.errors import R3LiteError
 from r3lite.models import lora, nf4
@@ -95,10 +95,10 @@ def test_a_round_of_reinforcement_learning_takes_what_was_planned(
     folder, tmp_path, plans, monkeypatch, algorithm, more
 ):
     """Scoring under the reference was once planned for larger passes than it makes."""
-    full_questions(str(folder), tmp_path / "data.jsonl")
+    question = full_question(str(folder), tmp_path, 256)
     # A random model chances on a stop string now and then; here every turn is full.
     monkeypatch.setattr(Engine, "_turn_is_over", lambda self, s: len(s.turn) >= self.lengths.max_new_tokens)
-    sizes = ["--retriever", "none", "--max-hops", "1", "--max-new-tokens", "48", "--max-length", "320"]
+    sizes = [*question, "--max-new-tokens", "48", "--max-length", "304"]
     more = [*more, "--num-generations", "4", "--mini-batch-size", "2", "--micro-batch-size", "2", "--max-steps", "1"]
     more += ["--algorithm", algorithm, "--quantize", "none"]
     with LiveTensors() as counter:
