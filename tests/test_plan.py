@@ -71,7 +71,8 @@ def test_a_folder_and_the_shipped_model_are_planned_from_their_config(tmp_path, 
     tiny = planned(tmp_path, "--model", "tiny", "--dtype", "fp32", "--device", "cpu")
     folder = write_folder(small_model(vocab_size=1024, hidden_size=512), tmp_path / "model")
     (folder / "model.safetensors").unlink()  # sizes are enough
-    (folder / "tokenizer.json").write_bytes((shipped("checkpoints", "tiny") / "tokenizer.json").read_bytes())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((shipped("checkpoints", "tiny") / name).read_bytes())
     other = planned(tmp_path, "--model", str(folder), "--dtype", "fp32", "--device", "cpu")
     weights = [found["phases"]["update"]["weights"] for found in (tiny, other)]
     assert weights[0] == pytest.approx(4 * 2.6e6 / 2**20, rel=0.02) and weights[0] != weights[1]
