@@ -1,5 +1,6 @@
 """Reinforcement learning end to end on the tiny checkpoint: real retrieval, real rewards, exact resuming."""
 
+import functools
 import json
 import os
 import signal
@@ -99,9 +100,10 @@ def test_what_is_trained_moves_and_what_is_frozen_does_not(finished, cold):
     assert state["value_head.weight"].abs().sum() > 0
 
 
-def same(a: Path, b: Path) -> None:
+def same(a: Path, b: Path, total: int = 4) -> None:
     """Equal to the bit: weights, optimizer, random streams, and every metric but times, speeds and memory."""
-    one, other = (checkpoint.read(p / "checkpoint-4") for p in (a, b))
+    one, other = (checkpoint.read(p / f"checkpoint-{total}") for p in (a, b))
+    assert one.state["precision"] == other.state["precision"]
     for group in checkpoint.GROUPS:
         assert one.tensors[group].keys() == other.tensors[group].keys()
         assert all(torch.equal(t, other.tensors[group][k]) for k, t in one.tensors[group].items())
@@ -153,6 +155,23 @@ def test_half_precision_trains(cold, tmp_path, dtype):
     )
     if dtype == "fp16":
         assert "skipped_steps" in records[-1]
+
+
+def test_in_fp16_stopped_and_resumed_equals_uninterrupted(cold, tmp_path, monkeypatch):
+    """The loss scale is part of a checkpoint: begun anew it would skip steps that were not skipped."""
+    too_large = functools.partial(torch.amp.GradScaler, init_scale=2.0**20)
+    monkeypatch.setattr(torch.amp, "GradScaler", too_large)
+    half = "--dtype fp16 --max-steps 2 --kl-beta 0.05 --update-epochs 3 --num-generations 2 --max-new-tokens 16"
+    whole, parts = (arguments(cold, tmp_path / name, *half.split()) for name in ("whole", "parts"))
+    assert ppo.main(whole) == 0
+    assert ppo.main([*parts, "--stop-after", "1"]) == 0
+    assert ppo.main([*parts, "--resume", "auto"]) == 0
+    same(tmp_path / "whole", tmp_path / "parts", 2)
+    saved, skipped = checkpoint.read(tmp_path / "parts" / "checkpoint-2"), logged(tmp_path / "parts", "metrics.jsonl")
+    first, last = (record["skipped_steps"] for record in skipped)
+    assert 0 < first <= last
+    assert saved.state["precision"]["scaler"]["scale"] == 2.0 ** (20 - last)
+    assert {tensor.dtype for tensor in saved.tensors["weights"].values()} == {torch.float32}
 
 
 def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch):

@@ -229,6 +229,9 @@ def assert_same_run(output: Path, other: Path, total: int) -> None:
         assert (output / "adapter" / name).read_bytes() == (other / "adapter" / name).read_bytes()
 
 
+FP32_AND_BYTES = {torch.float32, torch.uint8}  # weights and moments, whatever the base is in; random states
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_left_and_resumed_equals_uninterrupted_to_the_bit(toy, tmp_path, dtype):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -238,6 +241,9 @@ def test_left_and_resumed_equals_uninterrupted_to_the_bit(toy, tmp_path, dtype):
     assert not (parts / "adapter").exists()
     assert sft.main(["--config", str(parts / "config.toml"), "--resume", "auto"]) == 0
     assert_same_run(whole, parts, total=10)
+    saved = checkpoint.read(parts / "checkpoint-10")
+    assert {tensor.dtype for tensors in saved.tensors.values() for tensor in tensors.values()} == FP32_AND_BYTES
+    assert bool(saved.state["precision"]["scaler"]) == (dtype == "fp16")
 
 
 def start(arguments: list[str]) -> subprocess.Popen:
@@ -309,6 +315,18 @@ def test_an_overflow_in_fp16_names_the_layer(toy, tmp_path, capsys, small_model,
     told = capsys.readouterr().err
     assert "model.layers.1 was the first layer to give inf or nan" in told
     assert "Pass --dtype bf16" in told
+
+
+@pytest.mark.gpu
+def test_it_learns_in_fp16_on_a_card(toy, tmp_path):
+    arguments = [*toy, *SHORT, "--device", "cuda", "--dtype", "fp16", "--max-steps", "25"]
+    assert sft.main([*arguments, "--output", str(tmp_path / "run")]) == 0
+    records = log(tmp_path / "run")
+    assert records[-1]["loss"] < 0.5 * records[0]["loss"]
+    assert records[-1]["skipped_steps"] < 5 and records[-1]["peak_memory_mib"] > 0
+    saved = checkpoint.read(tmp_path / "run" / "checkpoint-25")
+    assert saved.state["precision"]["scaler"]["scale"] >= 1
+    assert {tensor.dtype for tensor in saved.tensors["weights"].values()} == {torch.float32}
 
 
 def test_the_plan_and_the_errors_of_the_command_line(toy, tmp_path, capsys):
