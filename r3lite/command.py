@@ -59,6 +59,13 @@ def run(
     except R3LiteError as error:
         print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(error, torch.OutOfMemoryError):
+            raise
+        print(f"\nr3lite.{command} stopped: {str(error).splitlines()[0]}", file=sys.stderr)
+        print("  Pass a smaller --vram-budget, or close what else uses the card.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130

@@ -88,6 +88,7 @@ def build(config: PpoConfig) -> tuple:
     from r3lite.training import loop, optim, workloads
     from r3lite.training.base import load_base
     from r3lite.training.out_of_memory import Grant
+    from r3lite.training.precision import explain_overflow
 
     prompts, plan = Prompts.load(config.protocol), plan_memory(config)
     folder = weights.resolve_folder(config.model.model)
@@ -119,6 +120,11 @@ def build(config: PpoConfig) -> tuple:
         engine.read_tokens = learner.pass_tokens = memory.micro_batch_tokens
         learner.loss_chunk = memory.loss_chunk
 
+    def last_pass() -> None:
+        with autocast():
+            model(learner.last.tokens)
+
+    training.explain = lambda: explain_overflow(model, last_pass)
     grant = Grant(plan, workloads.fixed(config.memory, config.sampling), apply, training)
     learner.attempt = grant.attempt
     return engine, learner, training, grant

@@ -175,7 +175,7 @@ class Trainer:
         seen = (number - 1) * per_step + len(rows)
         record = {"loss": total_loss, "grad_norm": norm, "epoch": seen / len(self.rows)}
         if self.validation and (number % settings.validate_every == 0 or number == self.total):
-            record["eval_loss"] = self.validation_loss()
+            record["eval_loss"] = self.grant.attempt(self.validation_loss)
         return record, sum(len(row.tokens) for row in rows)
 
     def add_gradients(self, rows: "list[Row]") -> float:
@@ -240,8 +240,8 @@ def plan(config: SftConfig) -> str:
 
     memory = workloads.make_plan(workloads.sft_workload(config.model, config.sft, config.lora), config.memory)
     told = f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n"
-    if config.data.data and not Path(config.data.data).exists():
-        return told + f"{config.data.data} is not here yet: its rows are not counted"
+    if not config.data.data or not Path(config.data.data).exists():
+        return told + f"{config.data.data or '--data'} is not here yet: its rows are not counted"
     rows, validation = read(config)
     total, _ = length_of_run(config, len(rows))
     per_step = config.sft.batch_size * config.sft.gradient_accumulation

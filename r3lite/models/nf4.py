@@ -101,6 +101,7 @@ def dequantize(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
         values = pairs.index_select(0, codes.int().view(-1)).view(torch.float32)  # [rows * in]
         shape = len(codes), -1, BLOCK
         torch.mul(values.view(shape), scale, out=tile.view(shape))
+        del values  # before the next tile's are made
     return dense
 
 

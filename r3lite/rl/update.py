@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from r3lite.rl.advantages import gae, group_normalized, share_without_variance, 
 from r3lite.rl.batch import Batch, width
 from r3lite.rl.policy import action_logprobs, action_states, at_actions, spread
 from r3lite.settings import RLSettings
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -37,15 +40,16 @@ class Learner:
     optimizer_step: Callable[[], tuple[float, bool]]
     value_head: nn.Module | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
-    # Adds a mini-batch's gradients; whoever knows what to do when memory runs out may call it again.
-    attempt: Callable[[Callable[[], dict]], dict] = lambda work: work()
+    # Does a piece of work; whoever knows what to do when memory runs out may do it again.
+    attempt: Callable[[Callable[[], T]], T] = lambda work: work()
     pass_tokens: int = 1 << 20  # of one pass, padding included; a longer episode goes alone
     loss_chunk: int = CHUNK
+    last: Batch | None = None  # what went through the model last, to explain an overflow by
 
     def learn(self, batch: Batch, seed: str) -> dict[str, float]:
         """All optimizer steps of a round; returns its metrics. `seed` orders the mini-batches."""
         returns = batch.rewards.sum(-1)  # [B], what each episode was paid
-        reference = self.reference_logprobs(batch) if self.settings.kl_beta else None
+        reference = self.attempt(lambda: self.reference_logprobs(batch)) if self.settings.kl_beta else None
         advantages, targets = self.advantages(batch, returns, reference)
         advantages = torch.where(advantages < 0, self.settings.negative_advantage_scale * advantages, advantages)
         sums: dict[str, Tensor] = {}
@@ -150,6 +154,7 @@ class Learner:
                     per_token = per_token + settings.kl_beta * kl
             return (per_token * share[rows]).sum()
 
+        self.last = part
         with self.autocast():
             hidden, tokens = action_states(self.model, part)
             head = self.model.head_weight[: self.vocabulary]

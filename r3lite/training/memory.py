@@ -33,9 +33,11 @@ class Workload:
     lora_r: int = 8
     targets: tuple[str, ...] = ()
     rows: int = 1  # of one backward pass at most
+    scored_rows: int = 1  # of one pass under the reference policy at most
     # Reinforcement learning and evaluation only.
     episodes: int = 0  # sampled in a round; 0: nothing is sampled
     reads: int = 0  # tokens given to a row at once at most: a prompt, or documents
+    retrieves: bool = False  # documents are read when the cache is nearly full; a prompt, when it is empty
     scores: bool = False  # under a reference policy
     adapters: int = 1  # the policy's, and the reference's where it has one
     critic: bool = False
@@ -166,7 +168,7 @@ def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool, entropy: b
 
 
 def _score(w: Workload, memory: Memory) -> Parts:
-    tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.rows * w.row_tokens)
+    tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.scored_rows * w.row_tokens)
     hidden = 2 * tokens * w.model.hidden_size * w.element
     read = _reading(w, memory, tokens)
     return {"live layer": read} if read > hidden + _chunk(w, memory, tokens, False, False) else {
@@ -174,24 +176,24 @@ def _score(w: Workload, memory: Memory) -> Parts:
     }  # fmt: skip
 
 
-def kv_bytes(w: Workload, rows: int) -> int:
-    """The cache of so many episodes at their full length, and the two blocks of a layer that grows."""
+def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
+    """The cache of so many episodes of so many tokens, and the two blocks of a layer that grows."""
     m = w.model
-    slots = -(-w.row_tokens // BLOCK) * BLOCK
+    slots = -(-tokens // BLOCK) * BLOCK
     block = rows * m.num_key_value_heads * slots * m.head_dim * w.element
     return 2 * m.num_hidden_layers * rounded(block) + rounded(block)
 
 
 def _sample(w: Workload, memory: Memory) -> Parts:
     m, rows = w.model, min(memory.rollout_batch_size, w.episodes)
-    cache = kv_bytes(w, rows)
     groups = m.num_attention_heads // m.num_key_value_heads
-    tokens = max(memory.micro_batch_tokens, w.reads)
-    together = min(rows * w.reads, tokens)  # see Engine: rows are read in groups of so many tokens
-    masks = together * w.row_tokens * (1 + (1 + groups) * w.element)
-    read = _reading(w, memory, together) + masks
+    together = min(rows * w.reads, max(memory.micro_batch_tokens, w.reads))  # see Engine: so many are read at a time
+    seen = w.row_tokens if w.retrieves else w.reads
+    masks = together * seen * (1 + (1 + groups) * w.element)
+    reading = {"KV cache": kv_bytes(w, rows, seen), "reading": _reading(w, memory, together) + masks}
     sampler = rows * w.vocabulary * (w.element + 4 + 4 + 4)
-    return {"KV cache": cache, "reading" if read > sampler else "sampling": max(read, sampler)}
+    sampling = {"KV cache": kv_bytes(w, rows, w.row_tokens), "sampling": sampler}
+    return max(reading, sampling, key=lambda parts: sum(parts.values()))
 
 
 def _kept(w: Workload) -> int:

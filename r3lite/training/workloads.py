@@ -94,7 +94,8 @@ def rl_workload(
     return Workload(
         **_base(model),
         **_sampling(lengths, retrieval, rl.batch_size * rl.num_generations),
-        rows=rl.micro_batch_size,
+        rows=min(rl.micro_batch_size, rl.mini_batch_size),
+        scored_rows=rl.micro_batch_size,
         lora_r=lora.lora_r,
         targets=lora.lora_targets,
         scores=bool(rl.kl_beta),
@@ -129,7 +130,9 @@ def _base(model: ModelSettings) -> dict:
 def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: int) -> dict:
     found = retrieval.top_k * (lengths.max_document_tokens + MARKUP) if retrieval.retriever != "none" else 0
     reads = max(1, min(lengths.max_length - lengths.max_new_tokens, max(PROMPT, found)))
-    return {"episodes": episodes, "row_tokens": lengths.max_length, "reads": reads}
+    longest = -(-lengths.max_length // 32) * 32  # episodes are padded to such lengths, see rl.batch
+    retrieves = retrieval.retriever != "none"
+    return {"episodes": episodes, "row_tokens": longest, "reads": reads, "retrieves": retrieves}
 
 
 def fixed(settings: MemorySettings, sampling: SamplingSettings | None = None) -> dict:

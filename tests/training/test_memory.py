@@ -164,9 +164,9 @@ def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
         cache = KVCache(3, 4, model.config.num_key_value_heads, model.config.head_dim, model.head_weight.dtype, "cpu")
         for T in range(100, 701, 100):
             cache._reserve(T)
-    block = memory.kv_bytes(w, 4) // (2 * 3 + 1)
+    block = memory.kv_bytes(w, 4, w.row_tokens) // (2 * 3 + 1)
     assert held([*cache.keys, *cache.values]) == 2 * 3 * block
-    assert counter.peak <= memory.kv_bytes(w, 4) + memory.GRAIN  # the lengths
+    assert counter.peak <= memory.kv_bytes(w, 4, w.row_tokens) + memory.GRAIN  # the lengths
 
 
 def qwen(size: str, **changes) -> Workload:
