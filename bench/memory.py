@@ -32,15 +32,11 @@ class Case:
     quantize: str = "none"
     budget: str = "4GiB"
 
-    @property
-    def name(self) -> str:
-        return f"{self.size} {self.algorithm} {self.tokens} {self.quantize} {self.budget}"
-
 
 CASES = [
     *(Case("0.5B", "sft", tokens, budget=b) for tokens, b in (
         (512, "1250MiB"), (1024, "1300MiB"), (2048, "1400MiB"), (4096, "1650MiB"),
-        (512, "4GiB"), (1024, "4GiB"), (2048, "4GiB"),
+        (512, "4GiB"), (1024, "4GiB"), (2048, "4GiB"), (8192, "4GiB"),
     )),
     *(Case("0.5B", "sft", tokens, "nf4", "1GiB") for tokens in (512, 2048)),
     *(Case("1.5B", "sft", tokens, budget="4GiB") for tokens in (512, 1024)),

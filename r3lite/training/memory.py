@@ -16,7 +16,7 @@ from r3lite.models.qwen2 import Qwen2Config
 
 MIB = 1 << 20
 GRAIN = 512  # bytes that an allocation is rounded up to, on CUDA as in our count
-SLACK = 0.02  # of a budget, left free for what the formulas do not know
+SLACK = {False: 0.02, True: 0.06}  # of a budget, left free: what formulas do not know; on CUDA, fragments of blocks
 CUDA_CONTEXT = 450 * MIB  # of the driver and cuBLAS, before the first tensor; 300 to 500 are reported
 Parts = dict[str, int]
 
@@ -284,7 +284,7 @@ def choose(w: Workload, fixed: dict, budget: int) -> Memory:
     for memory in candidates(w, fixed):
         memory = replace(memory, **fixed)
         size = peak(w, memory)
-        if size <= budget * (1 - SLACK):
+        if size <= budget * (1 - SLACK[w.on_cuda]):
             return memory
         if smallest is None or size < peak(w, smallest):
             smallest = memory
@@ -298,7 +298,8 @@ def _remedies(w: Workload, fixed: dict, budget: int, smallest: Memory) -> list[s
     """Up to three changes that help, each on its own."""
 
     def fits(work: Workload, given: dict) -> bool:
-        return any(peak(work, replace(m, **given)) <= budget * (1 - SLACK) for m in candidates(work, given))
+        room = budget * (1 - SLACK[work.on_cuda])
+        return any(peak(work, replace(m, **given)) <= room for m in candidates(work, given))
 
     found = []
     if fixed.get("nf4") is False and fits(w, {k: v for k, v in fixed.items() if k != "nf4"}):
@@ -310,7 +311,7 @@ def _remedies(w: Workload, fixed: dict, budget: int, smallest: Memory) -> list[s
         if fits(replace(w, row_tokens=tokens, reads=min(w.reads, tokens)), fixed):
             found.append(f"--max-length {tokens}")
             break
-    needed = peak(w, smallest) / (1 - SLACK)
+    needed = peak(w, smallest) / (1 - SLACK[w.on_cuda])
     found.append(f"--vram-budget {-(-int(needed) // MIB)}MiB")
     return found[:3]
 
