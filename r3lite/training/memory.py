@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Memory:
-    """The settings that decide how much memory a run takes and how fast it is; none of them changes what it learns."""
+    """The settings that decide how much memory a run takes and how fast it is; only NF4 changes what it computes."""
 
     nf4: bool = False
     recompute_layers: int = 0
@@ -160,7 +160,7 @@ def _reading(w: Workload, memory: Memory, tokens: int) -> int:
     return tokens * 2 * C * e + max(attention, feed_forward) + _dense(w, memory)
 
 
-def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool, entropy: bool) -> int:
+def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool) -> int:
     """Logits of one chunk in the head's dtype, a few rows of them in fp32, and the gradient of the hidden states."""
     rows = min(memory.loss_chunk, tokens)
     wide = min(rows, logprobs.wide_rows("cuda" if w.on_cuda else "cpu")) * w.vocabulary * 4 * 3
@@ -169,11 +169,10 @@ def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool, entropy: b
 
 def _score(w: Workload, memory: Memory) -> Parts:
     tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.scored_rows * w.row_tokens)
+    layer = {"live layer": _reading(w, memory, tokens)}
     hidden = 2 * tokens * w.model.hidden_size * w.element
-    read = _reading(w, memory, tokens)
-    return {"live layer": read} if read > hidden + _chunk(w, memory, tokens, False, False) else {
-        "hidden states": hidden, "loss chunk": _chunk(w, memory, tokens, False, False)
-    }  # fmt: skip
+    loss = {"hidden states": hidden, "loss chunk": _chunk(w, memory, tokens, False)}
+    return max(layer, loss, key=lambda parts: sum(parts.values()))
 
 
 def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
@@ -217,7 +216,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     common = {"layer inputs": inputs + rotary}
     # The loss: all layers are done, the chunk's logits are there.
     critic = 2 * tokens * C * 4 if w.critic else 0
-    chunk = _chunk(w, memory, tokens, True, True) + state + critic
+    chunk = _chunk(w, memory, tokens, True) + state + critic
     yield common | {"kept layers": kept, "loss chunk": chunk}
     # The first of the layers that keep their activations, its gradients beside them.
     if recomputed < L:
