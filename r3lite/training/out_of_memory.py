@@ -11,7 +11,7 @@ import torch
 from r3lite.errors import R3LiteError
 from r3lite.training import checkpoint
 from r3lite.training.loop import Training
-from r3lite.training.memory import Memory
+from r3lite.training.memory import Memory, peak
 from r3lite.training.workloads import Plan
 
 T = TypeVar("T")
@@ -36,12 +36,15 @@ class Grant:
         apply(self.memory)
 
     def resume(self) -> None:
-        """At a step's start: the settings of the checkpoint that was resumed, so that work is divided as it was."""
+        """At a step's start: the settings of the checkpoint that was resumed, so that work is divided as it was.
+
+        Not where the run was given less memory this time than they take.
+        """
         saved = Memory(**self.training.kept[NAME])
         if saved.nf4 != self.memory.nf4:
             was = "nf4" if saved.nf4 else "none"
             raise R3LiteError("the checkpoint is of a run with another base", f"Resume with --quantize {was}.")
-        if saved != self.memory:
+        if saved != self.memory and peak(self.plan.workload, saved) <= self.plan.budget:
             self.memory = saved
             self.apply(saved)
 
