@@ -58,8 +58,12 @@ def full_rows(folder: str, tokens: int, path: Path) -> None:
     from r3lite.models.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(Path(folder))
-    given = len(tokenizer.open_chat("q", None)) + 1  # and the end of the turn
-    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": " a" * (tokens - given)}]}
+
+    def messages(words: int) -> list[dict]:
+        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": " a" * words}]
+
+    given = len(tokenizer.chat(messages(100))[0]) - 100
+    row = {"messages": messages(tokens - given)}
     path.write_text("".join(json.dumps(row) + "\n" for _ in range(4)), encoding="utf-8")
 
 

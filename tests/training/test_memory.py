@@ -52,7 +52,7 @@ def flags(folder, tmp_path, *more) -> list[str]:
 
 def sft_peak(folder, tmp_path, tokens: int, *more) -> int:
     """Peak of live tensor bytes in two steps on rows of so many tokens."""
-    full_rows(str(folder), tokens - 3, tmp_path / "data.jsonl")  # this template ends a row with more than Qwen's
+    full_rows(str(folder), tokens, tmp_path / "data.jsonl")
     lengths = ["--max-length", str(tokens), "--validation-rows", "0", "--gradient-accumulation", "1"]
     with LiveTensors() as counter:
         assert sft.main(flags(folder, tmp_path, *lengths, "--max-steps", "2", *more)) == 0
@@ -320,7 +320,7 @@ def test_on_a_card_the_allocator_holds_what_was_planned(folder, tmp_path, plans,
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    full_rows(str(folder), 4093, tmp_path / "data.jsonl")
+    full_rows(str(folder), 4096, tmp_path / "data.jsonl")
     lengths = ["--max-length", "4096", "--validation-rows", "0", "--gradient-accumulation", "1", "--max-steps", "2"]
     options = [*lengths, "--dtype", "fp16", "--quantize", "none", "--recompute-layers", str(recomputed)]
     assert sft.main([*flags(folder, tmp_path, *options), "--device", "cuda"]) == 0
