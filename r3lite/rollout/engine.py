@@ -88,6 +88,9 @@ class Engine:
             for sequence, documents in fetcher.collect(idle=not scheduler.active):
                 self._splice(sequence, documents)
                 scheduler.unpark(sequence)
+                if sequence.finish is not None:  # there was no room for documents, nor for an answer
+                    scheduler.release(sequence)
+                    over()
             self._prefill(scheduler)
             self._decode(scheduler)
             for sequence in scheduler.at_work:
@@ -135,9 +138,8 @@ class Engine:
         rows, device = scheduler.at_work, scheduler.cache.lengths.device
         if not rows:
             return
-        hidden = self.model(torch.tensor([[s.tokens[-1]] for s in rows], device=device), scheduler.cache)[
-            :, 0
-        ]  # [B, C]
+        ids = torch.tensor([s.tokens[-1:] for s in rows], device=device)  # [B, 1]
+        hidden = self.model(ids, scheduler.cache)[:, 0]  # [B, C]
         # Padding rows of the embedding are never sampled.
         logits = F.linear(hidden, self.model.head_weight[: self.tokenizer.size])  # [B, V]
         values = self.value_head(hidden).tolist() if self.value_head is not None else [0.0] * len(rows)

@@ -162,6 +162,17 @@ def test_a_full_episode_is_forced_to_answer_rather_than_cut(scripted):
         assert len(sequence.tokens) <= limit and forced_at
 
 
+def test_without_room_for_an_answer_the_episode_is_cut_off_at_once(scripted):
+    """Documents were awaited, there was no room for anything, and one more token was sampled after the end."""
+    engine = scripted({"0": [ask(1, "q" * 40)], "1": [answer(1, "b")]}, prompts=PROMPTS, lengths=LENGTHS)
+    spoken = len(engine.tokenizer.encode(ask(1, "q" * 40))) + 1
+    opened = len(engine.tokenizer.open_chat(PROMPTS.opening(questions(1)[0].text), None))
+    engine.lengths = dataclasses.replace(LENGTHS, max_new_tokens=200, max_length=opened + spoken + 20)
+    cut, other = engine.run(questions(2), ["s", "t"], lambda pairs: [DOCUMENTS for _ in pairs])
+    assert (cut.finish, other.finish) == (CUT_OFF, ANSWERED)
+    assert len(cut.steps) == 1 and cut.tokens[-1] == engine.tokenizer.stop_id and cut.action[-1]
+
+
 def test_a_turn_without_an_end_is_cut_off_and_not_called_wrong(scripted):
     engine = scripted({"0": [answer(1, "Lon" * 100) + "..."]}, prompts=PROMPTS, lengths=LENGTHS)
     (sequence,) = engine.run(questions(1), ["s"], lambda pairs: [])
