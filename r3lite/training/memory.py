@@ -33,6 +33,7 @@ class Workload:
     lora_r: int = 8
     targets: tuple[str, ...] = ()
     rows: int = 1  # of one backward pass at most
+    step_rows: int = 1  # of one optimizer step: from its second pass on, all gradients are there
     scored_rows: int = 1  # of one pass under the reference policy at most
     # Reinforcement learning and evaluation only.
     episodes: int = 0  # sampled in a round; 0: nothing is sampled
@@ -210,6 +211,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.rows * w.row_tokens)
     recomputed = min(memory.recompute_layers, L)
     state, gradients = tokens * C * e, adapter_bytes(w)
+    accumulated = gradients if w.step_rows * w.row_tokens > tokens else 0
     held = (2 if recomputed else 0) if memory.offload else recomputed
     inputs, rotary = (held + 1) * state, 2 * tokens * m.head_dim * e
     kept = (L - recomputed) * (tokens * _kept(w) + state)
@@ -217,10 +219,10 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     # The loss: all layers are done, the chunk's logits are there.
     critic = 2 * tokens * C * 4 if w.critic else 0
     chunk = _chunk(w, memory, tokens, True) + state + critic
-    yield common | {"kept layers": kept, "loss chunk": chunk}
+    yield common | {"kept layers": kept, "loss chunk": chunk, "gradients": accumulated}
     # The first of the layers that keep their activations, its gradients beside them.
     if recomputed < L:
-        share = gradients // L
+        share = accumulated or gradients // L
         live = max(tokens * (2 * wide + C) * e, tokens * (wide + C) * e + _dense(w, memory))
         yield common | {"kept layers": kept, "live layer": live, "gradients": share}
     if recomputed:
@@ -233,7 +235,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
         for layer in (recomputed, 1):
             here = min(layer, held) if memory.offload else layer
             yield {"layer inputs": (here + 1) * state + rotary, "live layer": live,
-                   "gradients": gradients * (L - layer + 1) // L}  # fmt: skip
+                   "gradients": accumulated or gradients * (L - layer + 1) // L}  # fmt: skip
 
 
 def budget_bytes(text: str) -> int:

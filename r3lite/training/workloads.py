@@ -82,6 +82,7 @@ def sft_workload(model: ModelSettings, sft: SftSettings, lora: LoraSettings, lon
         **_base(model),
         row_tokens=min(sft.max_length, longest or sft.max_length),
         rows=sft.batch_size,
+        step_rows=sft.batch_size * sft.gradient_accumulation,
         lora_r=lora.lora_r,
         targets=lora.lora_targets,
     )
@@ -95,6 +96,7 @@ def rl_workload(
         **_base(model),
         **_sampling(lengths, retrieval, rl.batch_size * rl.num_generations),
         rows=min(rl.micro_batch_size, rl.mini_batch_size),
+        step_rows=min(rl.mini_batch_size, rl.batch_size * rl.num_generations),
         scored_rows=rl.micro_batch_size,
         lora_r=lora.lora_r,
         targets=lora.lora_targets,
