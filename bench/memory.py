@@ -39,6 +39,7 @@ CASES = [
         (512, "4GiB"), (1024, "4GiB"), (2048, "4GiB"), (8192, "4GiB"),
     )),
     *(Case("0.5B", "sft", tokens, "nf4", "1GiB") for tokens in (512, 2048)),
+    *(Case("0.5B", "sft", 1024, "nf4", budget) for budget in ("700MiB", "4GiB")),
     *(Case("1.5B", "sft", tokens, budget="4GiB") for tokens in (512, 1024)),
     *(Case("1.5B", "sft", tokens, "nf4", b) for tokens, b in ((512, "1700MiB"), (2048, "1900MiB"), (1024, "4GiB"))),
     Case("3B", "sft", 512, budget="7GiB"),
