@@ -207,7 +207,8 @@ def keep(found: dict, stem: Path, label: str) -> None:
     cases = before["cases"] if before.get("machine") == label else []
     key = lambda x: Case(**{k: x[k] for k in ("size", "algorithm", "tokens", "quantize", "budget")})  # noqa: E731
     cases = [x for x in cases if key(x) != key(found)] + [found]
-    cases.sort(key=lambda x: (CASES + PEERS).index(key(x)))
+    order = {case: i for i, case in enumerate(CASES + PEERS)}
+    cases.sort(key=lambda x: order.get(key(x), len(order)))
     stem.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"machine": label, "cases": cases}, indent=1) + "\n")
     lines = [f"# Peak memory\n\n{label}\n", HEAD, *map(row, cases)]
