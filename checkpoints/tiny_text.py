@@ -3,9 +3,9 @@
 Owns the layouts: lists of (text, loss weight), whose texts are encoded as one string. Every sample comes from a fresh
 small world, whose name words are disjoint from those of `data/world`: what has to be learned is to find a fact in a
 text and to copy it, not the facts. Articles are read aloud, asked about, and chained in plain sentences, also where the
-articles come only after the question that they answer. The step format of R3 is never shown: the words of its headings occur in
-glossary lines only, one by one, so that their embeddings are trained (a LoRA adapter cannot teach tokens that a
-frozen, tied embedding has never used).
+articles come only after the question that they answer. The step format of R3 is never shown: the words of its headings
+occur in glossary lines only, one by one, so that their embeddings are trained (a LoRA adapter cannot teach tokens that
+a frozen, tied embedding has never used).
 """
 
 import random
