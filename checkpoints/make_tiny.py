@@ -279,9 +279,9 @@ from scratch on synthetic text by
 
 in {minutes:.0f} minutes on one CPU core that was shared with other work ({tokens:.0f} M tokens, bf16 autocast). It
 knows the invented encyclopedias of `r3lite.datasets.world`: reading articles, answering questions about them, taking a
-nested question apart, and saying hop chains in plain sentences, also across several turns with articles in between. It has
-never seen the step format that r3lite trains, only the single words of its headings (`checkpoints/tiny_text.py` is all
-it read).
+nested question apart, and saying hop chains in plain sentences, also across several turns with articles in between. It
+has never seen the step format that r3lite trains, only the single words of its headings (`checkpoints/tiny_text.py` is
+all it read).
 One pair of attention heads starts from a layout that copies instead of from noise (`initialize` in `make_tiny.py`).
 
 Measured by the same command on worlds whose names it never saw (the share of whole answers, or of whole plain chains,
