@@ -28,10 +28,7 @@ def generate(folder: str, prompts: list[list[int]], new: int, device: str) -> Ca
 
     @torch.no_grad()
     def work() -> None:
-        mask = torch.ones_like(ids)
-        model.generate(
-            input_ids=ids, attention_mask=mask, min_new_tokens=new, max_new_tokens=new, pad_token_id=0, **how
-        )
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
 
     return work
 
