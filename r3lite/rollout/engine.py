@@ -40,7 +40,7 @@ class Engine:
     lengths: LengthSettings
     sampler: Callable[[Tensor, list[float]], tuple[list[int], list[float]]] = Sampler()
     rollout_batch_size: int = 16
-    read_tokens: int = 4096  # given tokens read in one pass, padding included; a longer row is read alone
+    read_tokens: int = 4096  # given tokens read in one pass, padding included; a longer row is read in pieces
     value_head: nn.Module | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
     format: R3Format = R3Format()

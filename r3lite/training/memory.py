@@ -6,7 +6,7 @@ logits), `kv_cache` and `nf4`. `bench/memory.py` holds them against measured pea
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from r3lite.errors import R3LiteError
@@ -281,22 +281,21 @@ def choose(w: Workload, fixed: dict, budget: int) -> Memory:
 
     Raises R3LiteError with the changes that would make it fit, where nothing does.
     """
-    smallest = None
+    least = None
     for memory in candidates(w, fixed):
         memory = replace(memory, **fixed)
         size = peak(w, memory)
         if size <= budget * (1 - SLACK[w.on_cuda]):
             return memory
-        if smallest is None or size < peak(w, smallest):
-            smallest = memory
+        least = size if least is None else min(least, size)
     raise R3LiteError(
-        f"this run takes {peak(w, smallest) / MIB:,.0f} MiB at the least, and the budget is {budget / MIB:,.0f} MiB",
-        "It would fit with " + "; or ".join(_remedies(w, fixed, budget, smallest)) + ".",
+        f"this run takes {least / MIB:,.0f} MiB at the least, and the budget is {budget / MIB:,.0f} MiB",
+        "It would fit with " + "; or ".join(_remedies(w, fixed, budget, least)) + ".",
     )
 
 
-def _remedies(w: Workload, fixed: dict, budget: int, smallest: Memory) -> list[str]:
-    """Up to three changes that help, each on its own."""
+def _remedies(w: Workload, fixed: dict, budget: int, least: int) -> list[str]:
+    """Up to three changes that help, each on its own; `least` bytes are taken without any."""
 
     def fits(work: Workload, given: dict) -> bool:
         room = budget * (1 - SLACK[work.on_cuda])
@@ -312,7 +311,7 @@ def _remedies(w: Workload, fixed: dict, budget: int, smallest: Memory) -> list[s
         if fits(replace(w, row_tokens=tokens, reads=min(w.reads, tokens)), fixed):
             found.append(f"--max-length {tokens}")
             break
-    needed = peak(w, smallest) / (1 - SLACK[w.on_cuda])
+    needed = least / (1 - SLACK[w.on_cuda])
     found.append(f"--vram-budget {-(-int(needed) // MIB)}MiB")
     return found[:3]
 
@@ -334,7 +333,10 @@ def table(w: Workload, memory: Memory, budget: int) -> str:
 
 def report(w: Workload, memory: Memory, budget: int) -> dict:
     """The plan as JSON."""
-    mib: Callable[[int], float] = lambda size: round(size / MIB, 1)  # noqa: E731
+
+    def mib(size: int) -> float:
+        return round(size / MIB, 1)
+
     top = peak(w, memory)
     return {
         "budget_mib": mib(budget),
