@@ -135,7 +135,7 @@ def test_a_tiled_mlp_gives_the_same_without_gradients(adapted):
         widths = []
         model.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda m, inputs: widths.append(len(inputs[0])))
         tiled = model(IDS)
-    assert torch.allclose(whole, tiled, atol=1e-6) and widths == [7] * 8 + [4]
+    assert torch.allclose(whole, tiled, atol=1e-5) and widths == [7] * 8 + [4]
 
 
 def test_the_second_run_has_the_autocast_of_the_first(adapted):
