@@ -73,10 +73,10 @@ def full_question(folder: str, where: Path, tokens: int) -> list[str]:
     from r3lite.models.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(Path(folder))
-    question = " a" * (tokens - len(tokenizer.open_chat("", None)))
+    words = " a" * (tokens - len(tokenizer.open_chat(" b", None)))
     data, prompt = where / "data.jsonl", where / "prompt.txt"
-    data.write_text(json.dumps({"id": "1", "question": "a" + question[2:], "answer": "x"}) + "\n", encoding="utf-8")
-    prompt.write_text("{question}", encoding="utf-8")
+    data.write_text(json.dumps({"id": "1", "question": "b", "answer": "x"}) + "\n", encoding="utf-8")
+    prompt.write_text(words + " {question}", encoding="utf-8")
     return ["--data", str(data), "--init-prompt", str(prompt), "--retriever", "none", "--max-hops", "1"]
 
 

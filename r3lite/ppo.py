@@ -66,8 +66,7 @@ def train(config: PpoConfig) -> None:
         ]
         measured = describe(sequences, episodes, scored)
         if rollouts:
-            batch = Batch.of(rollouts, engine.tokenizer.pad_id, training.precision.device)
-            measured |= learner.learn(batch, seed=f"{seed}/{number}")
+            measured |= learner.learn(Batch.of(rollouts), seed=f"{seed}/{number}")
         clock.lap("update")
         return measured | (judge.counts() if judge else {}) | clock.laps, sum(len(s.tokens) for s in sequences)
 
@@ -79,9 +78,10 @@ def train(config: PpoConfig) -> None:
 def build(config: PpoConfig) -> tuple:
     """The rollout engine, the learner, what a checkpoint holds and the memory granted: one model with two adapters."""
     from r3lite.formats import Prompts
-    from r3lite.models import activation_checkpointing, lora, weights
+    from r3lite.models import activation_checkpointing, lora, packing, weights
     from r3lite.models.tokenizer import Tokenizer
     from r3lite.models.value_head import ValueHead
+    from r3lite.rl.policy import action_states
     from r3lite.rl.update import Learner
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sampling import Sampler
@@ -90,9 +90,10 @@ def build(config: PpoConfig) -> tuple:
     from r3lite.training.out_of_memory import Grant
     from r3lite.training.precision import explain_overflow
 
-    prompts, plan = Prompts.load(config.protocol), plan_memory(config)
-    folder = weights.resolve_folder(config.model.model)
+    prompts, folder = Prompts.load(config.protocol), weights.resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
+    openings = (tokenizer.open_chat(prompts.opening(question), prompts.system) for question in "ab")
+    plan = plan_memory(config, packing.alike(*openings))
     model, precision = load_base(folder, config.model, config.memory, plan)
     model.train()
     reference = add_adapters(model, config)
@@ -122,7 +123,7 @@ def build(config: PpoConfig) -> tuple:
 
     def last_pass() -> None:
         with autocast():
-            model(learner.last.tokens)
+            action_states(model, learner.last)
 
     training.explain = lambda: explain_overflow(model, last_pass)
     grant = Grant(plan, workloads.fixed(config.memory, config.sampling), apply, training)
@@ -130,11 +131,11 @@ def build(config: PpoConfig) -> tuple:
     return engine, learner, training, grant
 
 
-def plan_memory(config: PpoConfig):
-    """The memory plan of a round whose episodes all reach --max-length."""
+def plan_memory(config: PpoConfig, shared: int = 0):
+    """The memory plan of a round whose episodes all reach --max-length, and begin with `shared` tokens alike."""
     from r3lite.training import workloads
 
-    shape = config.rl, config.lora, config.lengths, config.retrieval
+    shape = config.rl, config.lora, config.lengths, config.retrieval, shared
     return workloads.make_plan(workloads.rl_workload(config.model, *shape), config.memory, config.sampling)
 
 

@@ -10,50 +10,19 @@ import time
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.config import UsageError
 from r3lite.settings import SftConfig
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
-    import torch
     from torch import Tensor
 
     from r3lite.datasets.trajectories import Conversation, Row, Trajectory
     from r3lite.models.tokenizer import Tokenizer
 
 ADAPTER = "policy"
-
-
-class Batch(NamedTuple):
-    """Rows padded on the right."""
-
-    tokens: "Tensor"  # [B, T]
-    trained: "Tensor"  # [B, T] bool: which tokens carry loss
-
-
-def collate(rows: "list[Row]", pad_id: int, device: "torch.device") -> Batch:
-    """Rows of different lengths as one batch."""
-    import torch
-
-    T = max(len(row.tokens) for row in rows)
-    tokens = [row.tokens + [pad_id] * (T - len(row.tokens)) for row in rows]
-    trained = [row.trained + [False] * (T - len(row.trained)) for row in rows]
-    return Batch(torch.tensor(tokens, device=device), torch.tensor(trained, device=device))
-
-
-def micro_batches(rows: "list[Row]", batch_size: int, tokens: int) -> "list[list[Row]]":
-    """Rows in groups of at most `batch_size` and at most so many tokens, padding included; a longer row goes alone.
-
-    Similar lengths go together, so that little padding is computed.
-    """
-    groups: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: len(row.tokens)):
-        if not groups or len(groups[-1]) == batch_size or (len(groups[-1]) + 1) * len(row.tokens) > tokens:
-            groups.append([])
-        groups[-1].append(row)
-    return groups
 
 
 def trained_tokens(rows: "list[Row]") -> int:
@@ -108,7 +77,7 @@ class Trainer:
         self, config: SftConfig, folder: Path, tokenizer: "Tokenizer", rows: "list[Row]", validation: "list[Row]"
     ):
         """Loads the base, frozen, as its memory plan says, and puts the adapter on it."""
-        from r3lite.models import activation_checkpointing, lora
+        from r3lite.models import activation_checkpointing, lora, packing
         from r3lite.training import loop, optim, workloads
         from r3lite.training.base import load_base
         from r3lite.training.out_of_memory import Grant
@@ -116,8 +85,9 @@ class Trainer:
 
         self.config, self.tokenizer, self.rows, self.validation = config, tokenizer, rows, validation
         self.total, self.last = length_of_run(config, len(rows))
-        longest = max(len(row.tokens) for row in [*rows, *validation])
-        workload = workloads.sft_workload(config.model, config.sft, config.lora, longest)
+        tokens = [row.tokens for row in [*rows, *validation]]
+        shape = max(map(len, tokens)), packing.alike(min(tokens), max(tokens))
+        workload = workloads.sft_workload(config.model, config.sft, config.lora, *shape)
         plan = workloads.make_plan(workload, config.memory)
         self.model, self.precision = load_base(folder, config.model, config.memory, plan)
         self.device = self.precision.device
@@ -142,7 +112,7 @@ class Trainer:
                 "trained_tokens_per_epoch": trained_tokens(self.rows),
                 "trainable_parameters": sum(p.numel() for p in parameters.values()),
             },
-            explain=lambda: explain_overflow(self.model, lambda: self.loss(self.batch)),
+            explain=lambda: explain_overflow(self.model, lambda: self.loss(self.last_rows)),
         )
         self.grant = Grant(
             plan,
@@ -151,15 +121,17 @@ class Trainer:
             self.training,
         )
 
-    def loss(self, batch: Batch) -> "Tensor":
-        """Summed cross-entropy of the batch's trained tokens, each predicted by the hidden state before it."""
+    def loss(self, rows: "list[Row]") -> "Tensor":
+        """Summed cross-entropy of the rows' trained tokens, each predicted by the hidden state before it."""
         from r3lite.models.logprobs import token_loss
+        from r3lite.models.packing import Pack
 
         with self.precision.autocast():
-            chosen = batch.trained[:, 1:]  # [B, T-1]
-            hidden = self.model(batch.tokens)[:, :-1][chosen]  # [N, C]
+            pack = Pack.of([row.tokens for row in rows], self.device, self.model.head_weight.dtype)
+            states, targets = pack.predicted([row.trained for row in rows])
+            hidden = self.model(pack.tokens, pack=pack)[0, states]  # [N, C]
             head = self.model.head_weight[: self.tokenizer.size]  # ids beyond the tokenizer are only padding
-            targets, chunk = batch.tokens[:, 1:][chosen], self.grant.memory.loss_chunk
+            chunk = self.grant.memory.loss_chunk
             return token_loss(hidden, head, targets, lambda rows, logprobs, _: -logprobs.sum(), chunk=chunk)
 
     def step(self, number: int) -> tuple[dict, int]:
@@ -182,14 +154,18 @@ class Trainer:
         """The mean loss of a step's rows, and its gradients, however many passes they take."""
         count, total = trained_tokens(rows), 0.0
         for group in self.micro_batches(rows):
-            self.batch = collate(group, self.tokenizer.pad_id, self.device)
-            loss = self.loss(self.batch) / count
+            self.last_rows = group
+            loss = self.loss(group) / count
             self.precision.backward(loss)
             total += loss.detach()  # read once, at the end: each reading waits for the device
         return float(total)
 
     def micro_batches(self, rows: "list[Row]") -> "list[list[Row]]":
-        return micro_batches(rows, self.config.sft.batch_size, self.grant.memory.micro_batch_tokens)
+        """Rows in groups that go through the model together."""
+        from r3lite.models.packing import groups
+
+        limits = self.grant.memory.micro_batch_tokens, self.config.sft.batch_size
+        return [[rows[i] for i in group] for group in groups([row.tokens for row in rows], *limits)]
 
     def validation_loss(self) -> float:
         """Mean cross-entropy over all trained tokens of the rows held out."""
@@ -199,7 +175,7 @@ class Trainer:
         total = 0.0
         with torch.no_grad():
             for group in self.micro_batches(self.validation):
-                total += self.loss(collate(group, self.tokenizer.pad_id, self.device)).item()
+                total += self.loss(group).item()
         return total / trained_tokens(self.validation)
 
 

@@ -159,7 +159,7 @@ def test_half_precision_trains(cold, tmp_path, dtype):
 
 def test_in_fp16_stopped_and_resumed_equals_uninterrupted(cold, tmp_path, monkeypatch):
     """The loss scale is part of a checkpoint: begun anew it would skip steps that were not skipped."""
-    too_large = functools.partial(torch.amp.GradScaler, init_scale=2.0**20)
+    too_large = functools.partial(torch.amp.GradScaler, init_scale=2.0**24)
     monkeypatch.setattr(torch.amp, "GradScaler", too_large)
     half = "--dtype fp16 --max-steps 2 --kl-beta 0.05 --update-epochs 3 --num-generations 2 --max-new-tokens 16"
     whole, parts = (arguments(cold, tmp_path / name, *half.split()) for name in ("whole", "parts"))
@@ -170,7 +170,7 @@ def test_in_fp16_stopped_and_resumed_equals_uninterrupted(cold, tmp_path, monkey
     saved, skipped = checkpoint.read(tmp_path / "parts" / "checkpoint-2"), logged(tmp_path / "parts", "metrics.jsonl")
     first, last = (record["skipped_steps"] for record in skipped)
     assert 0 < first <= last
-    assert saved.state["precision"]["scaler"]["scale"] == 2.0 ** (20 - last)
+    assert saved.state["precision"]["scaler"]["scale"] == 2.0 ** (24 - last)
     assert {tensor.dtype for tensor in saved.tensors["weights"].values()} == {torch.float32}
 
 

@@ -110,21 +110,22 @@ def test_the_loss_by_hand_over_rows_of_different_lengths(toy):
     rows = made.rows[:8]  # the last micro-batch is smaller
     assert len({sum(row.trained) for row in rows}) > 1
     count = sft.trained_tokens(rows)
-    groups = sft.micro_batches(rows, 3, 10_000)
+    groups = made.micro_batches(rows)
     assert [len(g) for g in groups] == [3, 3, 2]
     with torch.no_grad():
-        loss = sum(made.loss(sft.collate(g, made.tokenizer.pad_id, made.device)).item() for g in groups) / count
+        loss = sum(made.loss(g).item() for g in groups) / count
     assert loss == pytest.approx(by_hand(made, rows), abs=1e-5)
     assert made.validation_loss() == pytest.approx(by_hand(made, made.validation), abs=1e-5)
 
 
-def gradients(made: sft.Trainer, rows: list[Row], batch_size: int) -> list[torch.Tensor]:
+def gradients(made: sft.Trainer, rows: list[Row], together: int) -> list[torch.Tensor]:
+    """A step's gradients, its rows taken so many at a time."""
     count, parameters = sft.trained_tokens(rows), lora.adapter_parameters(made.model, sft.ADAPTER).values()
     for parameter in parameters:
         parameter.grad = None
     made.model.train()
-    for group in sft.micro_batches(rows, batch_size, 10_000):
-        made.precision.backward(made.loss(sft.collate(group, made.tokenizer.pad_id, made.device)) / count)
+    for start in range(0, len(rows), together):
+        made.precision.backward(made.loss(rows[start : start + together]) / count)
     return [parameter.grad.clone() for parameter in parameters]
 
 
@@ -160,11 +161,10 @@ def test_ids_beyond_the_tokenizer_have_no_probability(toy):
     made = trainer(toy)
     made.model.eval()
     assert made.tokenizer.size < made.model.config.vocab_size
-    batch = sft.collate(made.rows[:2], made.tokenizer.pad_id, made.device)
     with torch.no_grad():
-        before = made.loss(batch).item()
+        before = made.loss(made.rows[:2]).item()
         made.model.head_weight[made.tokenizer.size :] = 100.0
-        assert made.loss(batch).item() == before
+        assert made.loss(made.rows[:2]).item() == before
 
 
 def test_every_epoch_reads_every_row_once_and_the_last_step_may_be_smaller():

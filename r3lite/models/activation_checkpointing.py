@@ -15,7 +15,7 @@ from r3lite.models.hooks import require_input_grads
 from r3lite.models.kv_cache import LayerCache
 from r3lite.models.lora import Switch, switch_of
 from r3lite.models.offload import Offload
-from r3lite.models.qwen2 import Layer, Qwen2
+from r3lite.models.qwen2 import Layer, Qwen2, Seen
 
 
 def enable(model: Qwen2, layers: int | None = None, mlp_tile: int | None = None, offload: bool = False) -> None:
@@ -44,21 +44,22 @@ def _run_layer(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
-    mask: Tensor | None,
-    cache: LayerCache | None,
+    seen: Seen,
 ) -> Tensor:
     """Layer i's output [B, T, C]."""
-    if torch.is_grad_enabled() and cache is None and i < recomputed:
-        return _Recomputed.apply(x, cos, sin, layer, switch, host)
-    return layer(x, cos, sin, mask, cache)
+    if torch.is_grad_enabled() and not isinstance(seen, LayerCache) and i < recomputed:
+        return _Recomputed.apply(x, cos, sin, seen, layer, switch, host)
+    return layer(x, cos, sin, seen)
 
 
 class _Recomputed(torch.autograd.Function):
     """One layer that keeps its input. Adapters' gradients are added where they belong while it runs again."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, switch: Switch, host: Offload | None) -> Tensor:
-        ctx.layer, ctx.switch, ctx.host = layer, switch, host
+    def forward(
+        ctx, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen, layer: Layer, switch: Switch, host: Offload | None
+    ) -> Tensor:
+        ctx.seen, ctx.layer, ctx.switch, ctx.host = seen, layer, switch, host
         # `backward` may be called when another adapter is on: the second run must use the one of the first.
         ctx.adapter = switch.active
         ctx.autocast = _autocast(x.device.type)
@@ -69,7 +70,7 @@ class _Recomputed(torch.autograd.Function):
         else:
             ctx.save_for_backward(cos, sin)
             host.put(x)
-        return layer(x, cos, sin, None, None)
+        return layer(x, cos, sin, seen)
 
     @staticmethod
     @once_differentiable
@@ -78,10 +79,10 @@ class _Recomputed(torch.autograd.Function):
         x = (x[0] if ctx.host is None else ctx.host.take()).detach().requires_grad_()
         layer, random = ctx.layer, contextlib.nullcontext() if ctx.random is None else _replayed(*ctx.random)
         with torch.enable_grad(), ctx.autocast, ctx.switch.to(ctx.adapter), random:
-            middle = layer.attend(x, cos, sin, None, None)  # [B, T, C]
+            middle = layer.attend(x, cos, sin, ctx.seen)  # [B, T, C]
             grad = _feed_forward_backward(layer, middle.detach(), grad)
         middle.backward(grad)
-        return x.grad, None, None, None, None, None
+        return x.grad, None, None, None, None, None, None
 
 
 def _feed_forward_backward(layer: Layer, x: Tensor, grad: Tensor) -> Tensor:

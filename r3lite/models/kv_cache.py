@@ -13,9 +13,10 @@ BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes lit
 class LayerCache:
     """One layer's view of the cache during one forward pass."""
 
-    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, used: int):
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, used: int, mask: Tensor):
         self.keys, self.values = keys, values  # [B, K, capacity, D], views of B rows of the cache
         self.slots, self.used = slots, used  # [B, T], the greatest slot + 1
+        self.mask = mask  # [B, 1, G T, S], added to scores
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k, v [B, K, T, D] at their slots; returns all that may be attended to, [B, K, S, D]."""
@@ -55,9 +56,9 @@ class KVCache:
         mask = torch.arange(self._used, device=device) <= self._slots[:, None, :, None]  # [B, 1, T, S]
         return self._slots, mask
 
-    def layer(self, i: int) -> LayerCache:
+    def layer(self, i: int, mask: Tensor) -> LayerCache:
         """Layer i's cache between `begin` and `end`."""
-        return LayerCache(self.keys[i][self._rows], self.values[i][self._rows], self._slots, self._used)
+        return LayerCache(self.keys[i][self._rows], self.values[i][self._rows], self._slots, self._used, mask)
 
     def end(self, T: int, lengths: Tensor | None) -> None:
         """Counts the appended tokens: `lengths` [B] of them in each row, or T."""

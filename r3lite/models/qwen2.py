@@ -17,6 +17,10 @@ from torch import Tensor, nn
 
 from r3lite.models.functions import rms_norm, swiglu
 from r3lite.models.kv_cache import KVCache, LayerCache
+from r3lite.models.packing import Pack, Segment
+
+Seen = LayerCache | list[Segment] | None
+"""What tokens attend to besides themselves: what a cache holds, what comes before them in a pack, or in their row."""
 
 
 @dataclass(frozen=True)
@@ -83,25 +87,42 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, self.heads, self.head_dim).transpose(1, 2)  # [B, H, T, D]
         k = self.k_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, D]
         v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, D]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        groups = self.heads // self.kv_heads
-        if cache is None:
-            # Expanded rather than enable_gqa: on CUDA that flag is served only by the flash and math kernels, so
-            # cards without FlashAttention-2 would fall silently to the O(T^2) math kernel.
-            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, T, D]
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, D]
+        if isinstance(seen, LayerCache):
+            # The queries that share a key head are laid end to end, so that the cache is never copied.
+            k, v = seen.append(k, v)  # [B, K, S, D]
+            q = q.reshape(B, self.kv_heads, -1, self.head_dim)  # [B, K, G T, D]
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.mask)
+            out = out.view(B, self.heads, T, self.head_dim).transpose(1, 2).flatten(2)  # [B, T, H D]
+        elif seen is None:
+            out = self._attend(q, k, v, None)
         else:
-            # The queries that share a key head are laid end to end instead, so that the cache is never copied.
-            k, v = cache.append(k, v)  # [B, K, S, D]
-            q = q.reshape(B, self.kv_heads, groups * T, self.head_dim)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B, K, G T, D]
-            out = out.view(B, self.heads, T, self.head_dim)
-        return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
+            parts = []
+            for segment in seen:
+                own = slice(None), slice(None), segment.own
+                keys, values = k[own], v[own]
+                if segment.before:
+                    places = *segment.before, segment.own
+                    keys, values = (torch.cat([x[:, :, s] for s in places], dim=2) for x in (k, v))
+                parts.append(self._attend(q[own], keys, values, segment.mask))
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return self.o_proj(out)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention's output [B, T, H D] for queries [B, H, T, D], keys and values [B, K, S, D]; causal without a mask.
+
+        Heads are expanded rather than enable_gqa: on CUDA that flag is served only by the flash and math kernels, so
+        cards without FlashAttention-2 would fall silently to the O(T^2) math kernel.
+        """
+        groups = self.heads // self.kv_heads
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, S, D]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, D]
+        return out.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -134,12 +155,12 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
-        return self.feed_forward(self.attend(x, cos, sin, mask, cache))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
+        return self.feed_forward(self.attend(x, cos, sin, seen))
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
         """The layer's first half: x [B, T, C] plus what it attends to."""
-        return x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache)
+        return x + self.self_attn(self.input_layernorm(x), cos, sin, seen)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """The second half: each token of x [..., C] by itself."""
@@ -177,27 +198,32 @@ class Qwen2(nn.Module):
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def forward(
-        self, input_ids: Tensor, cache: KVCache | None = None, lengths: Tensor | None = None, first_row: int = 0
+        self,
+        input_ids: Tensor,
+        cache: KVCache | None = None,
+        lengths: Tensor | None = None,
+        first_row: int = 0,
+        pack: Pack | None = None,
     ) -> Tensor:
         """Hidden states [B, T, C] after the final norm, for token ids [B, T].
 
         Rows are padded on the right. Attention is causal, so padding changes no token before it and needs no mask.
         With a `cache`, the ids are appended to what its B rows from `first_row` hold; `lengths` [B] says how many of
-        the T ids of each row are real (all of them when None).
+        the T ids of each row are real (all of them when None). With a `pack`, the ids are its tokens [1, N].
         """
         B, T = input_ids.shape
         x = self.model.embed_tokens(input_ids)  # [B, T, C]
-        if cache is None:
-            positions, mask = torch.arange(T, device=x.device)[None], None
-        else:
-            positions, seen = cache.begin(B, T, first_row)  # [B, T], [B, 1, T, S]
+        if cache is not None:
+            positions, mask = cache.begin(B, T, first_row)  # [B, T], [B, 1, T, S]
             # Once for all layers: what is added to scores, for the queries that share a key head laid end to end.
-            mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill_(~seen, float("-inf"))
+            mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill_(~mask, float("-inf"))
             mask = mask.repeat(1, 1, self.config.num_attention_heads // self.config.num_key_value_heads, 1)
+        else:
+            positions = torch.arange(T, device=x.device)[None] if pack is None else pack.positions
         cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.model.layers):
-            layer_cache = None if cache is None else cache.layer(i)
-            x = self.run_layer(i, layer, x, cos, sin, mask, layer_cache)
+            seen = cache.layer(i, mask) if cache is not None else pack.segments if pack is not None else None
+            x = self.run_layer(i, layer, x, cos, sin, seen)
         if cache is not None:
             cache.end(T, lengths)
         return self.model.norm(x)

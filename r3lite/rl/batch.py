@@ -1,5 +1,6 @@
 """Sampled episodes as tensors: what was sampled, with which probability, and what was paid for it where.
 
+They stay in the host's memory, where masks are read without waiting for the device; the model gets packs of them.
 Position t of every [B, T] tensor speaks of token t: whether the model sampled it, its log-probability given the
 tokens before it, the value of the state before it, the reward paid after it.
 """
@@ -8,9 +9,6 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-
-# Widths are multiples of this: fused attention is faster there, by 1.4 in bf16 on a CPU.
-MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -37,44 +35,36 @@ class Batch:
     groups: Tensor  # [B] long
 
     @staticmethod
-    def of(rollouts: list[Rollout], pad_id: int, device: torch.device) -> "Batch":
-        longest = width(max(len(r.tokens) for r in rollouts))
+    def of(rollouts: list[Rollout]) -> "Batch":
+        longest = max(len(r.tokens) for r in rollouts)
 
         def padded(rows, fill, dtype):
-            return torch.tensor([row + [fill] * (longest - len(row)) for row in rows], dtype=dtype, device=device)
+            return torch.tensor([row + [fill] * (longest - len(row)) for row in rows], dtype=dtype)
 
-        rewards = torch.zeros(len(rollouts), longest, device=device)
+        rewards = torch.zeros(len(rollouts), longest)
         for i, rollout in enumerate(rollouts):
             for position, amount in rollout.rewards:
                 assert rollout.action[position], "a reward is paid at a token that the model sampled"
                 rewards[i, position] += amount
         return Batch(
-            tokens=padded((r.tokens for r in rollouts), pad_id, torch.long),
+            tokens=padded((r.tokens for r in rollouts), 0, torch.long),
             action=padded((r.action for r in rollouts), False, torch.bool),
             logprobs=padded((r.logprobs for r in rollouts), 0.0, torch.float32),
             values=padded((r.values for r in rollouts), 0.0, torch.float32),
             rewards=rewards,
-            groups=torch.tensor([r.group for r in rollouts], device=device),
+            groups=torch.tensor([r.group for r in rollouts]),
         )
 
-    def rows(self, index: Tensor) -> "Batch":
-        """The rollouts `index` [b], cut to about the longest of them."""
-        lengths = self.lengths[index]
-        T = width(int(lengths.max()))
-        return Batch(
-            **{
-                f.name: getattr(self, f.name)[index][..., :T] if f.name != "groups" else self.groups[index]
-                for f in fields(self)
-            }
-        )
+    def rows(self, index: list[int]) -> "Batch":
+        """The rollouts `index`."""
+        return Batch(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
     @property
     def lengths(self) -> Tensor:
         """Tokens [B] up to and including each row's last action; what follows it can teach nothing."""
-        positions = torch.arange(1, self.tokens.shape[1] + 1, device=self.tokens.device)
+        positions = torch.arange(1, self.tokens.shape[1] + 1)
         return (positions * self.action).amax(-1)
 
-
-def width(tokens: int) -> int:
-    """Tokens of a row with its padding."""
-    return -(-tokens // MULTIPLE) * MULTIPLE
+    def read(self) -> list[list[int]]:
+        """The tokens of each row that the model is to read: `lengths` of them."""
+        return [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from r3lite.models.logprobs import CHUNK, token_logprobs
+from r3lite.models.packing import Pack
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.batch import Batch
 
@@ -13,8 +14,9 @@ def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
 
     N counts action tokens in row-major order of the batch's action mask. A token is predicted by the state before it.
     """
-    chosen = batch.action[:, 1:]  # [B, T-1]; the first token of an episode is given
-    return model(batch.tokens)[:, :-1][chosen], batch.tokens[:, 1:][chosen]
+    pack = Pack.of(batch.read(), model.head_weight.device, model.head_weight.dtype)
+    states, tokens = pack.predicted(batch.action.tolist())
+    return model(pack.tokens, pack=pack)[0, states], tokens
 
 
 def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
@@ -33,4 +35,4 @@ def at_actions(x: Tensor, batch: Batch) -> Tensor:
 
 def spread(x: Tensor, batch: Batch) -> Tensor:
     """The inverse of `at_actions`: x [N] at the action tokens of a [B, T] tensor that is 0 elsewhere."""
-    return torch.zeros(batch.tokens.shape, dtype=x.dtype, device=x.device).masked_scatter(batch.action, x)
+    return torch.zeros(batch.tokens.shape, dtype=x.dtype).masked_scatter(batch.action, x)

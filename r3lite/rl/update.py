@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from r3lite.models.logprobs import CHUNK, token_loss
 from r3lite.models.lora import use_adapter
+from r3lite.models.packing import groups
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl import losses
 from r3lite.rl.advantages import gae, group_normalized, share_without_variance, whiten
-from r3lite.rl.batch import Batch, width
+from r3lite.rl.batch import Batch
 from r3lite.rl.policy import action_logprobs, action_states, at_actions, spread
 from r3lite.settings import RLSettings
 
@@ -42,7 +43,7 @@ class Learner:
     autocast: Callable[[], AbstractContextManager] = nullcontext
     # Does a piece of work; whoever knows what to do when memory runs out may do it again.
     attempt: Callable[[Callable[[], T]], T] = lambda work: work()
-    pass_tokens: int = 1 << 20  # of one pass, padding included; a longer episode goes alone
+    pass_tokens: int = 1 << 20  # of one pass; a longer episode goes alone
     loss_chunk: int = CHUNK
     last: Batch | None = None  # what went through the model last, to explain an overflow by
 
@@ -78,10 +79,10 @@ class Learner:
         """Log-probabilities [B, T] of the action tokens under the reference: the same base, another adapter."""
         parts = torch.zeros_like(batch.logprobs)
         with use_adapter(self.model, self.reference), self.autocast():
-            for rows in self._micro_batches(batch, range(len(batch.tokens))):
+            for rows in self._micro_batches(batch, list(range(len(batch.tokens)))):
                 part = batch.rows(rows)
                 logprobs = action_logprobs(self.model, part, self.vocabulary, self.temperature, self.loss_chunk)
-                parts[rows, : part.tokens.shape[1]] = spread(logprobs, part)
+                parts[rows] = spread(logprobs.cpu(), part)
         return parts
 
     def advantages(self, batch: Batch, returns: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -99,15 +100,10 @@ class Learner:
         advantages, targets = gae(rewards, batch.values, batch.action, settings.gamma, settings.gae_lambda)
         return whiten(advantages, batch.action), targets
 
-    def _micro_batches(self, batch: Batch, rows) -> list[Tensor]:
-        """Rows in groups that go through the model together, like lengths together: less padding."""
-        lengths, groups = batch.lengths.tolist(), []
-        for i in sorted(rows, key=lambda i: lengths[i]):
-            full = groups and len(groups[-1]) == self.settings.micro_batch_size
-            if not groups or full or (len(groups[-1]) + 1) * width(lengths[i]) > self.pass_tokens:
-                groups.append([])
-            groups[-1].append(i)
-        return [torch.tensor(group, device=batch.tokens.device) for group in groups]
+    def _micro_batches(self, batch: Batch, rows: list[int]) -> list[list[int]]:
+        """Rows in groups that go through the model together."""
+        found = groups(batch.rows(rows).read(), self.pass_tokens, self.settings.micro_batch_size)
+        return [[rows[i] for i in group] for group in found]
 
     def _mini_batch(self, batch, rows, advantages, targets, reference, sums) -> float:
         """One optimizer step over whole episodes; adds to `sums` and returns the gradient's norm."""
@@ -117,13 +113,12 @@ class Learner:
             actions = batch.action[rows].sum()
             for micro in self._micro_batches(batch, rows):
                 part = batch.rows(micro)
-                T = part.tokens.shape[1]
                 # PPO: mean over the mini-batch's action tokens. GRPO: over each episode's, then over episodes.
                 share = part.action / (
                     actions if self.settings.algorithm == "ppo" else part.action.sum(-1, keepdim=True) * len(rows)
                 )
-                cut = [None if x is None else at_actions(x[micro, :T], part) for x in (advantages, targets, reference)]
-                self.backward(self._loss(part, *cut, at_actions(share, part), seen))
+                known = (None if x is None else x[micro] for x in (advantages, targets, reference))
+                self.backward(self._loss(part, *known, share, seen))
             return seen
 
         for name, total in self.attempt(add_gradients).items():
@@ -132,8 +127,15 @@ class Learner:
         return norm
 
     def _loss(self, part: Batch, advantages: Tensor, targets, reference, share: Tensor, sums: dict) -> Tensor:
-        """The loss of a micro-batch, its tokens [N] weighted by their share of the mini-batch; adds to `sums`."""
-        settings, old = self.settings, at_actions(part.logprobs, part)
+        """The loss of a micro-batch, its tokens weighted by their share of the mini-batch; adds to `sums`.
+
+        What is known of its tokens is [B, T], in the host's memory.
+        """
+        settings, device = self.settings, self.model.head_weight.device
+        known = part.logprobs, part.values, share, advantages, targets, reference
+        old, old_values, share, advantages, targets, reference = (
+            None if x is None else at_actions(x, part).to(device, non_blocking=True) for x in known
+        )
         clips = settings.clip_low, settings.clip_high
 
         def count(**seen: Tensor) -> None:
@@ -161,7 +163,7 @@ class Learner:
             loss = token_loss(hidden, head, tokens, policy_loss, self.temperature, self.loss_chunk, with_entropy=True)
             values = None if targets is None else self.value_head(hidden)
         if targets is not None:
-            value = losses.value_loss(values, at_actions(part.values, part), targets, settings.value_clip)
+            value = losses.value_loss(values, old_values, targets, settings.value_clip)
             count(value_loss=value)
             loss = loss + settings.value_coefficient * (value * share).sum()
         count(loss=loss)

@@ -35,6 +35,7 @@ class Workload:
     rows: int = 1  # of one backward pass at most
     step_rows: int = 1  # of one optimizer step: from its second pass on, all gradients are there
     scored_rows: int = 1  # of one pass under the reference policy at most
+    shared: int = 0  # tokens that all rows begin with, as far as is known: read once in a pass
     # Reinforcement learning and evaluation only.
     episodes: int = 0  # sampled in a round; 0: nothing is sampled
     reads: int = 0  # tokens given to a row at once at most: a prompt, or documents
@@ -51,7 +52,7 @@ class Memory:
 
     nf4: bool = False
     recompute_layers: int = 0
-    micro_batch_tokens: int = 4096  # of one backward pass, padding included; a longer row goes alone
+    micro_batch_tokens: int = 4096  # of one backward pass; a longer row goes alone
     loss_chunk: int = logprobs.CHUNK
     mlp_tile: int = 1024
     offload: bool = False
@@ -168,9 +169,16 @@ def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool) -> int:
     return rows * w.vocabulary * w.element + wide + (tokens * w.model.hidden_size * 4 if gradients else 0)
 
 
+def _pass(w: Workload, memory: Memory, rows: int) -> tuple[int, int]:
+    """The most tokens that a pass of at most so many rows has, and those that its rows attend to besides their own."""
+    apart = w.row_tokens - w.shared
+    tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.shared + rows * apart)
+    return tokens, -(-(tokens - w.shared) // max(apart, 1)) * w.shared
+
+
 def _score(w: Workload, memory: Memory) -> Parts:
-    tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.scored_rows * w.row_tokens)
-    layer = {"live layer": _reading(w, memory, tokens)}
+    tokens, again = _pass(w, memory, w.scored_rows)
+    layer = {"live layer": _reading(w, memory, tokens) + again * 2 * w.model.hidden_size * w.element}
     hidden = 2 * tokens * w.model.hidden_size * w.element
     loss = {"hidden states": hidden, "loss chunk": _chunk(w, memory, tokens, False)}
     return max(layer, loss, key=lambda parts: sum(parts.values()))
@@ -208,14 +216,17 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     """The moments that may be the peak of a backward pass."""
     m, e = w.model, w.element
     C, wide, L = m.hidden_size, m.intermediate_size, m.num_hidden_layers
-    tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.rows * w.row_tokens)
+    tokens, again = _pass(w, memory, w.rows)
+    again *= 2 * C * e  # bytes of keys and values, for every head
+    joined = tokens * C * e if tokens > w.row_tokens else 0  # attention's outputs of several rows, laid end to end
     recomputed = min(memory.recompute_layers, L)
     state, gradients = tokens * C * e, adapter_bytes(w)
     accumulated = gradients if w.step_rows * w.row_tokens > tokens else 0
     held = (2 if recomputed else 0) if memory.offload else recomputed
     inputs, rotary = (held + 1) * state, 2 * tokens * m.head_dim * e
-    kept = (L - recomputed) * (tokens * _kept(w) + state)
-    common = {"layer inputs": inputs + rotary}
+    kept = (L - recomputed) * (tokens * _kept(w) + state + again + joined)
+    masks = tokens * w.row_tokens * e if again else 0
+    common = {"layer inputs": inputs + rotary + masks}
     # The loss: all layers are done, the chunk's logits are there.
     critic = 2 * tokens * C * 4 if w.critic else 0
     chunk = _chunk(w, memory, tokens, True) + state + critic
@@ -230,11 +241,11 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
         inside = max(tile * 5 * wide * e, tile * 4 * wide * e + _dense(w, memory))
         feed_forward = tokens * 7 * C * e + tile * 2 * C * e + inside
         attention = tokens * 11 * C * e + _dense(w, memory)
-        live = max(feed_forward, attention) + tokens * (4 * m.num_attention_heads + 8 * w.lora_r)
+        live = max(feed_forward, attention + again + joined) + tokens * (4 * m.num_attention_heads + 8 * w.lora_r)
         # The last recomputed layer, when all inputs are there, and the first, when all gradients are.
         for layer in (recomputed, 1):
             here = min(layer, held) if memory.offload else layer
-            yield {"layer inputs": (here + 1) * state + rotary, "live layer": live,
+            yield {"layer inputs": (here + 1) * state + rotary + masks, "live layer": live,
                    "gradients": accumulated or gradients * (L - layer + 1) // L}  # fmt: skip
 
 

@@ -76,11 +76,15 @@ def shape_of(model: str) -> tuple[Qwen2Config, int]:
     return read_config(folder), Tokenizer.load(folder).size
 
 
-def sft_workload(model: ModelSettings, sft: SftSettings, lora: LoraSettings, longest: int | None = None) -> Workload:
-    """SFT over rows of at most `longest` tokens (by default --max-length)."""
+def sft_workload(
+    model: ModelSettings, sft: SftSettings, lora: LoraSettings, longest: int | None = None, shared: int = 0
+) -> Workload:
+    """SFT over rows of at most `longest` tokens (by default --max-length), of which all begin with `shared` alike."""
+    longest = min(sft.max_length, longest or sft.max_length)
     return Workload(
         **_base(model),
-        row_tokens=min(sft.max_length, longest or sft.max_length),
+        row_tokens=longest,
+        shared=min(shared, longest),
         rows=sft.batch_size,
         step_rows=sft.batch_size * sft.gradient_accumulation,
         lora_r=lora.lora_r,
@@ -89,15 +93,21 @@ def sft_workload(model: ModelSettings, sft: SftSettings, lora: LoraSettings, lon
 
 
 def rl_workload(
-    model: ModelSettings, rl: RLSettings, lora: LoraSettings, lengths: LengthSettings, retrieval: RetrievalSettings
+    model: ModelSettings,
+    rl: RLSettings,
+    lora: LoraSettings,
+    lengths: LengthSettings,
+    retrieval: RetrievalSettings,
+    shared: int = 0,
 ) -> Workload:
-    """A round of PPO or GRPO whose episodes all reach --max-length."""
+    """A round of PPO or GRPO whose episodes all reach --max-length, and begin with `shared` tokens alike."""
     return Workload(
         **_base(model),
         **_sampling(lengths, retrieval, rl.batch_size * rl.num_generations),
         rows=min(rl.micro_batch_size, rl.mini_batch_size),
         step_rows=min(rl.mini_batch_size, rl.batch_size * rl.num_generations),
         scored_rows=rl.micro_batch_size,
+        shared=min(shared, lengths.max_length),
         lora_r=lora.lora_r,
         targets=lora.lora_targets,
         scores=bool(rl.kl_beta),
@@ -132,9 +142,8 @@ def _base(model: ModelSettings) -> dict:
 def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: int) -> dict:
     found = retrieval.top_k * (lengths.max_document_tokens + MARKUP) if retrieval.retriever != "none" else 0
     reads = max(1, min(lengths.max_length - lengths.max_new_tokens, max(PROMPT, found)))
-    longest = -(-lengths.max_length // 32) * 32  # episodes are padded to such lengths, see rl.batch
     retrieves = retrieval.retriever != "none"
-    return {"episodes": episodes, "row_tokens": longest, "reads": reads, "retrieves": retrieves}
+    return {"episodes": episodes, "row_tokens": lengths.max_length, "reads": reads, "retrieves": retrieves}
 
 
 def fixed(settings: MemorySettings, sampling: SamplingSettings | None = None) -> dict:

@@ -43,7 +43,7 @@ def rollouts(model, vocabulary=290):
         ends = [t for t in range(len(action)) if action[t] and action[t + 1 : t + 2] != [True]]
         rewards = [(end, 0.1) for end in ends] + [(ends[-1], paid)]
         made.append(Rollout(tokens, action, [0.0] * len(action), [0.3 * a for a in action], rewards, i // 2))
-    batch = Batch.of(made, 0, "cpu")
+    batch = Batch.of(made)
     with torch.no_grad():
         batch.logprobs.masked_scatter_(batch.action, action_logprobs(model, batch, vocabulary, 1.0))
     return batch
@@ -92,7 +92,7 @@ def test_observations_carry_nothing(model, algorithm):
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_micro_batches_change_nothing(model, algorithm):
-    """Denominators are those of the mini-batch: splitting it, with other padding, gives the same gradient."""
+    """Denominators are those of the mini-batch: splitting it gives the same gradient."""
     batch = rollouts(model)
     (whole,), measured = gradients(model, batch, algorithm=algorithm)
     (split,), again = gradients(model, batch, algorithm=algorithm, micro_batch_size=1)

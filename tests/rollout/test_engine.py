@@ -85,7 +85,7 @@ def test_sampled_log_probs_equal_the_trainers_across_retrievals(three, model, to
     engine.script = three[0].script
     sequences = engine.run(questions(3), ["a", "b", "c"], lambda pairs: [DOCUMENTS for _ in pairs])
     rollouts = [Rollout(s.tokens, s.action, s.logprobs, s.values, [], 0) for s in sequences]
-    batch = Batch.of(rollouts, tokenizer.pad_id, "cpu")
+    batch = Batch.of(rollouts)
     logprobs = action_logprobs(model, batch, tokenizer.size, temperature)
     assert (logprobs - batch.logprobs[batch.action]).abs().max() <= 1e-4
     trained = [t for s in sequences for t, a in zip(s.tokens, s.action) if a]
@@ -97,9 +97,7 @@ def test_values_of_the_critic_equal_the_trainers(scripted, three, model, tokeniz
     head = torch.nn.Sequential(torch.nn.Linear(32, 1), torch.nn.Flatten(-2))
     engine = scripted(three[0].script, prompts=PROMPTS, lengths=LENGTHS, value_head=head)
     sequences = engine.run(questions(3), ["a", "b", "c"], lambda pairs: [DOCUMENTS for _ in pairs])
-    batch = Batch.of(
-        [Rollout(s.tokens, s.action, s.logprobs, s.values, [], 0) for s in sequences], tokenizer.pad_id, "cpu"
-    )
+    batch = Batch.of([Rollout(s.tokens, s.action, s.logprobs, s.values, [], 0) for s in sequences])
     values = head(action_states(model, batch)[0])
     assert torch.allclose(values, batch.values[batch.action], atol=1e-4) and values.abs().max() > 0.01
 

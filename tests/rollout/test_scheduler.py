@@ -127,9 +127,9 @@ def test_copied_and_exchanged_rows():
     cache = KVCache(2, 3, 2, 4, torch.float32, torch.device("cpu"))
     torch.manual_seed(0)
     for row, count in enumerate((5, 9, 2)):
-        cache.begin(1, count, row)
+        _, mask = cache.begin(1, count, row)
         for layer in range(2):
-            cache.layer(layer).append(torch.randn(1, 2, count, 4), torch.randn(1, 2, count, 4))
+            cache.layer(layer, mask).append(torch.randn(1, 2, count, 4), torch.randn(1, 2, count, 4))
         cache.end(count, None)
     before = [block.clone() for block in (*cache.keys, *cache.values)]
     cache.swap(0, 1)

@@ -39,7 +39,7 @@ def test_sampled_log_probs_equal_the_trainers(tiny):
     engine.sampler = Sampler(1.0)
     sequences = engine.run(questions, list("efgh"), retrieve)
     rollouts = [Rollout(s.tokens, s.action, s.logprobs, s.values, [], 0) for s in sequences]
-    batch = Batch.of(rollouts, engine.tokenizer.pad_id, "cpu")
+    batch = Batch.of(rollouts)
     with torch.no_grad():
         logprobs = action_logprobs(engine.model, batch, engine.tokenizer.size, 1.0)
     assert (logprobs - batch.logprobs[batch.action]).abs().max() <= 1e-4

@@ -12,6 +12,7 @@ from r3lite import ppo, sft
 from r3lite.files import write_jsonl
 from r3lite.models.weights import resolve_folder
 from r3lite.rewards import reward
+from r3lite.rl.batch import Batch
 from r3lite.rl.update import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.training import checkpoint, metrics
@@ -66,7 +67,8 @@ def small_card(monkeypatch, room: int) -> list[int]:
 
     def limited(work):
         def call(self, part, *more):
-            seen.append(part.tokens.numel())
+            rows = part.read() if isinstance(part, Batch) else [row.tokens for row in part]
+            seen.append(sum(map(len, rows)))
             if seen[-1] > room:
                 out_of_memory()
             return work(self, part, *more)

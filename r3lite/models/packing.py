@@ -1,0 +1,115 @@
+"""Rows of tokens laid end to end in one: none is padded, and what several begin with alike is read once.
+
+A pack's rows form a tree. A segment is a stretch of tokens that some rows have in common; its tokens attend to those
+before them in it and to the segments on the way to the root. Hidden states, and so gradients, are those of the rows by
+themselves, for causal attention lets no token see what comes after it. Knows nothing of losses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+STEP = 16  # beginnings are shared in multiples of so many tokens: fewer are not worth an attention of their own
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Places among a pack's N tokens."""
+
+    own: slice
+    before: tuple[slice, ...]  # the segments on the way from the root
+    mask: Tensor | None  # [own, before + own], added to scores; None: causal, nothing before
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The tokens of several rows, N in all."""
+
+    tokens: Tensor  # [1, N]
+    positions: Tensor  # [1, N]
+    segments: list[Segment]
+    places: list[list[int]]  # for each row, where its tokens are among the N
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype) -> "Pack":
+        """Packs rows of token ids; `dtype` is that of the queries that will attend."""
+        order, shared = _sorted(rows)
+        tokens: list[int] = []
+        positions: list[int] = []
+        found: list[tuple[slice, tuple[slice, ...]]] = []
+        places: list[list[int]] = [[]] * len(rows)
+
+        def grow(first: int, last: int, depth: int, before: tuple[slice, ...]) -> None:
+            """Rows first .. last - 1 in order, which are alike up to `depth`; what they have there is `before`."""
+            row = rows[order[first]]
+            end = min(shared[first + 1 : last], default=len(row))
+            if end > depth:
+                own = slice(len(tokens), len(tokens) + end - depth)
+                tokens.extend(row[depth:end])
+                positions.extend(range(depth, end))
+                found.append((own, before))
+                before = (*before, own)
+            if last == first + 1:
+                places[order[first]] = [i for s in before for i in range(s.start, s.stop)]
+                return
+            for a, b in pairwise([first, *(i for i in range(first + 1, last) if shared[i] == end), last]):
+                grow(a, b, end, before)
+
+        if rows:
+            grow(0, len(rows), 0, ())
+        later = max((own.stop - own.start for own, before in found if before), default=0)
+        causal = torch.full((later, later), float("-inf"), dtype=dtype, device=device).triu(1)
+        segments = []
+        for own, before in found:
+            length, depth = own.stop - own.start, positions[own.start]
+            segments.append(Segment(own, before, F.pad(causal[:length, :length], (depth, 0)) if before else None))
+        ids, at = (torch.tensor([x], dtype=torch.long, device=device) for x in (tokens, positions))
+        return Pack(ids, at, segments, places)
+
+    def predicted(self, chosen: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
+        """For every chosen token of the rows, but for first ones: where the state before it is [n], and its id [n].
+
+        In the order of rows and tokens. A token that several rows have comes as often as they choose it.
+        """
+        pairs = [
+            (place[t - 1], place[t])
+            for place, row in zip(self.places, chosen, strict=True)
+            for t in range(1, len(place))
+            if row[t]
+        ]
+        before, own = torch.tensor(pairs, dtype=torch.long, device=self.tokens.device).view(-1, 2).unbind(1)
+        return before, self.tokens[0, own]
+
+
+def groups(rows: Sequence[Sequence[int]], tokens: int, most: int) -> list[list[int]]:
+    """Indices of rows in groups of at most `most`, whose packs have at most so many tokens; a longer row goes alone.
+
+    Rows that begin alike stay together.
+    """
+    order, shared = _sorted(rows)
+    made: list[list[int]] = []
+    size = 0
+    for i, common in zip(order, shared):
+        own = len(rows[i]) - common
+        if not made or len(made[-1]) == most or size + own > tokens:
+            made.append([])
+            size, own = 0, len(rows[i])
+        made[-1].append(i)
+        size += own
+    return made
+
+
+def _sorted(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """The rows' indices in an order in which those that begin alike are neighbours, and what each one shares with the
+    one before it: then every token of the tree is new in one row only."""
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    return order, [0] * bool(rows) + [alike(rows[i], rows[j]) for i, j in pairwise(order)]
+
+
+def alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two rows share in a pack. Of many rows, the first and the last in order share what all share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other))) // STEP * STEP

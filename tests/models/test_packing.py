@@ -1,0 +1,115 @@
+"""Packs: hidden states and gradients are those of the rows by themselves, and what rows share is read once."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from r3lite.models import activation_checkpointing, lora
+from r3lite.models.packing import STEP, Pack, groups
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    stream = random.Random(seed)
+    return [stream.randrange(300) for _ in range(count)]
+
+
+SYSTEM, QUESTION, STEPS = tokens(0, 2 * STEP), tokens(1, STEP + 5), tokens(2, 3 * STEP)
+# One question's rollouts, two of which begin with the same step, one of which ends there; another question with the
+# same instructions; one row twice; a row with nothing in common; one of a single token.
+ROWS = [
+    SYSTEM + QUESTION + tokens(3, 9),
+    SYSTEM + QUESTION + STEPS + tokens(4, 11),
+    SYSTEM + QUESTION + STEPS,
+    SYSTEM + QUESTION + STEPS + tokens(5, 20),
+    SYSTEM + tokens(6, 30),
+    SYSTEM + tokens(6, 30),
+    tokens(7, 25),
+    [5],
+]
+CHOSEN = [[random.Random(len(row)).random() < 0.5 or t == len(row) - 1 for t in range(len(row))] for row in ROWS]
+
+
+@pytest.fixture
+def model(small_model):
+    model = small_model().train()
+    lora.add_adapter(model, "policy", r=4, alpha=8)
+    generator = torch.Generator().manual_seed(1)
+    for key, p in lora.adapter_parameters(model, "policy").items():
+        if "lora_B" in key:
+            p.data.normal_(0, 0.05, generator=generator)
+    lora.set_adapter(model, "policy")
+    return model
+
+
+def pack(rows) -> Pack:
+    return Pack.of(rows, torch.device("cpu"), torch.float32)
+
+
+def test_every_row_has_its_tokens_at_their_positions():
+    packed = pack(ROWS)
+    for row, places in zip(ROWS, packed.places):
+        assert packed.tokens[0, places].tolist() == row
+        assert packed.positions[0, places].tolist() == list(range(len(row)))
+
+
+def test_what_rows_share_is_there_once():
+    of_rows = [len(row) for row in ROWS]
+    both = (len(SYSTEM + QUESTION) // STEP) * STEP
+    twice = len(ROWS[4]) // STEP * STEP
+    with_steps = len(ROWS[2]) // STEP * STEP
+    # In sorted order each row adds what it does not share with one before it.
+    expected = sum(of_rows) - 2 * with_steps - both - len(SYSTEM) - twice
+    assert pack(ROWS).tokens.shape == (1, expected)
+    assert pack([ROWS[6], ROWS[7]]).tokens.shape == (1, len(ROWS[6]) + 1)
+
+
+@pytest.mark.parametrize("recomputed", [None, 1, 2])
+def test_states_and_gradients_are_those_of_the_rows_by_themselves(model, recomputed):
+    parameters = list(lora.adapter_parameters(model, "policy").values())
+    weights = [torch.rand(len(row), 64, generator=torch.Generator().manual_seed(i)) for i, row in enumerate(ROWS)]
+    alone = [model(torch.tensor([row]))[0] for row in ROWS]
+    loss = sum((states * weight)[:-1].sum() for states, weight in zip(alone, weights))
+    expected = torch.autograd.grad(loss, parameters)
+    if recomputed is not None:
+        activation_checkpointing.enable(model, recomputed, mlp_tile=50)
+    packed = pack(ROWS)
+    hidden = model(packed.tokens, pack=packed)[0]
+    together = [hidden[places] for places in packed.places]
+    for states, own in zip(together, alone):
+        torch.testing.assert_close(states, own, rtol=1e-4, atol=1e-5)
+    sum((states * weight)[:-1].sum() for states, weight in zip(together, weights)).backward()
+    for p, grad in zip(parameters, expected):
+        assert grad.norm() > 0
+        torch.testing.assert_close(p.grad, grad, rtol=1e-3, atol=1e-5 * float(grad.abs().max()) + 1e-6)
+
+
+def test_predicted_tokens_come_in_the_order_of_the_rows():
+    packed = pack(ROWS)
+    states, ids = packed.predicted(CHOSEN)
+    expected = [(i, t) for i, row in enumerate(ROWS) for t in range(1, len(row)) if CHOSEN[i][t]]
+    assert ids.tolist() == [ROWS[i][t] for i, t in expected]
+    assert states.tolist() == [packed.places[i][t - 1] for i, t in expected]
+
+
+def test_nothing_is_predicted_without_a_choice():
+    states, ids = pack(ROWS).predicted([[False] * len(row) for row in ROWS])
+    assert states.shape == ids.shape == (0,) and states.dtype == ids.dtype == torch.long
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+@pytest.mark.parametrize("limit", [40, 100, 10_000])
+def test_groups_fill_their_packs_up_to_the_limit(limit, most):
+    found = groups(ROWS, limit, most)
+    assert sorted(i for group in found for i in group) == list(range(len(ROWS)))
+    for group in found:
+        assert len(group) <= most
+        assert len(group) == 1 or pack([ROWS[i] for i in group]).tokens.shape[1] <= limit
+    # Nothing is left that the group before had room for.
+    for group, (first, *_) in pairwise(found):
+        assert len(group) == most or pack([ROWS[i] for i in [*group, first]]).tokens.shape[1] > limit
+
+
+def test_no_rows_make_no_groups():
+    assert groups([], 100, 8) == []
