@@ -70,7 +70,7 @@ class MemorySettings(Section):
     recompute_layers: Whole | None = None
     """layers whose activations are computed again in the backward pass: less memory, a third more time for all"""
     micro_batch_tokens: Count | None = None
-    """most tokens of one pass, padding included; a longer row goes alone"""
+    """most tokens of one pass; a longer row goes alone"""
     loss_chunk: Count | None = None
     """rows of logits that exist at a time"""
     mlp_tile: Count | None = None

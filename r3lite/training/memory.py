@@ -5,7 +5,6 @@ follow what `models` keeps: `activation_checkpointing` (layer inputs, one layer 
 logits), `kv_cache` and `nf4`. `bench/memory.py` holds them against measured peaks.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -325,34 +324,3 @@ def _remedies(w: Workload, fixed: dict, budget: int, least: int) -> list[str]:
     needed = least / (1 - SLACK[w.on_cuda])
     found.append(f"--vram-budget {-(-int(needed) // MIB)}MiB")
     return found[:3]
-
-
-def table(w: Workload, memory: Memory, budget: int) -> str:
-    """The plan for people: MiB by phase and part, the peak, and what was chosen."""
-    found = phases(w, memory)
-    parts = list(dict.fromkeys(name for phase in found.values() for name in phase))
-    lines = ["MiB".ljust(16) + "".join(f"{name:>10}" for name in found)]
-    for part in parts:
-        cells = (f"{phase[part] / MIB:>10,.0f}" if part in phase else f"{'':>10}" for phase in found.values())
-        lines.append(part.ljust(16) + "".join(cells))
-    lines.append("all".ljust(16) + "".join(f"{sum(p.values()) / MIB:>10,.0f}" for p in found.values()))
-    top = max(found, key=lambda name: sum(found[name].values()))
-    lines.append(f"peak {peak(w, memory) / MIB:,.0f} MiB ({top}) of a budget of {budget / MIB:,.0f} MiB")
-    lines.append("chosen: " + ", ".join(f"{k} {v}" for k, v in dataclasses.asdict(memory).items()))
-    return "\n".join(lines)
-
-
-def report(w: Workload, memory: Memory, budget: int) -> dict:
-    """The plan as JSON."""
-
-    def mib(size: int) -> float:
-        return round(size / MIB, 1)
-
-    top = peak(w, memory)
-    return {
-        "budget_mib": mib(budget),
-        "peak_mib": mib(top),
-        "fits": top <= budget,
-        "phases": {name: {k: mib(v) for k, v in parts.items()} for name, parts in phases(w, memory).items()},
-        "chosen": dataclasses.asdict(memory),
-    }

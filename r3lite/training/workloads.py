@@ -1,7 +1,7 @@
 """From a command's settings to a memory plan: what it computes, the budget that it has, and what it is granted."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from r3lite.settings import (
     SftSettings,
 )
 from r3lite.training import memory
-from r3lite.training.memory import Memory, Workload
+from r3lite.training.memory import MIB, Memory, Workload
 from r3lite.training.precision import resolve_dtype
 
 GIB = 1 << 30
@@ -51,10 +51,33 @@ class Plan:
         return memory.peak(self.workload, self.memory)
 
     def table(self) -> str:
-        return memory.table(self.workload, self.memory, self.budget)
+        """For people: MiB by phase and part, the peak, and what was chosen."""
+        found = memory.phases(self.workload, self.memory)
+        parts = list(dict.fromkeys(name for phase in found.values() for name in phase))
+        lines = ["MiB".ljust(16) + "".join(f"{name:>10}" for name in found)]
+        for part in parts:
+            cells = (f"{phase[part] / MIB:>10,.0f}" if part in phase else f"{'':>10}" for phase in found.values())
+            lines.append(part.ljust(16) + "".join(cells))
+        lines.append("all".ljust(16) + "".join(f"{sum(p.values()) / MIB:>10,.0f}" for p in found.values()))
+        top = max(found, key=lambda name: sum(found[name].values()))
+        lines.append(f"peak {self.peak / MIB:,.0f} MiB ({top}) of a budget of {self.budget / MIB:,.0f} MiB")
+        lines.append("chosen: " + ", ".join(f"{k} {v}" for k, v in asdict(self.memory).items()))
+        return "\n".join(lines)
 
     def report(self) -> dict:
-        return memory.report(self.workload, self.memory, self.budget)
+        """As JSON."""
+
+        def mib(size: int) -> float:
+            return round(size / MIB, 1)
+
+        found = memory.phases(self.workload, self.memory)
+        return {
+            "budget_mib": mib(self.budget),
+            "peak_mib": mib(self.peak),
+            "fits": self.peak <= self.budget,
+            "phases": {name: {k: mib(v) for k, v in parts.items()} for name, parts in found.items()},
+            "chosen": asdict(self.memory),
+        }
 
     def line(self) -> str:
         """One line for the start of a run."""
