@@ -36,9 +36,13 @@ class KVCache:
         empty = torch.zeros(rows, kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.keys = [empty] * num_layers  # each [rows, K, capacity, D]
         self.values = [empty] * num_layers
-        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.lengths = [0] * rows  # known to the host, which so never waits for the device to tell it
 
-    def _reserve(self, slots: int) -> None:
+    @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
+
+    def reserve(self, slots: int) -> None:
         """Makes room for `slots` tokens a row, one layer at a time so that only one is ever held twice."""
         more = -(-slots // BLOCK) * BLOCK - self.keys[0].shape[2]
         if more > 0:
@@ -48,21 +52,22 @@ class KVCache:
 
     def begin(self, B: int, T: int, first: int) -> tuple[Tensor, Tensor]:
         """Positions [B, T] of T new tokens in B rows from `first`, and the mask [B, 1, T, S] of what each may see."""
-        device = self.lengths.device
         self._rows = slice(first, first + B)
-        self._slots = self.lengths[self._rows, None] + torch.arange(T, device=device)  # [B, T]
-        self._used = int(self.lengths[self._rows].max()) + T
-        self._reserve(self._used)
-        mask = torch.arange(self._used, device=device) <= self._slots[:, None, :, None]  # [B, 1, T, S]
-        return self._slots, mask
+        lengths = self.lengths[self._rows]
+        self._slots = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(T, device=self.device)  # [B, T]
+        self._used = max(lengths) + T
+        self.reserve(self._used)
+        return self._slots, may_see(self._slots, self._used)
 
     def layer(self, i: int, mask: Tensor) -> LayerCache:
         """Layer i's cache between `begin` and `end`."""
         return LayerCache(self.keys[i][self._rows], self.values[i][self._rows], self._slots, self._used, mask)
 
-    def end(self, T: int, lengths: Tensor | None) -> None:
+    def end(self, T: int, lengths: list[int] | None) -> None:
         """Counts the appended tokens: `lengths` [B] of them in each row, or T."""
-        self.lengths[self._rows] += T if lengths is None else lengths
+        rows = range(self._rows.start, self._rows.stop)
+        for row, count in zip(rows, lengths or [T] * len(rows), strict=True):
+            self.lengths[row] += count
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Makes the row `target` hold the first `count` tokens of the row `source`."""
@@ -73,7 +78,12 @@ class KVCache:
     def swap(self, i: int, j: int) -> None:
         """Exchanges two rows."""
         if i != j:
-            used = int(torch.maximum(self.lengths[i], self.lengths[j]))
+            used = max(self.lengths[i], self.lengths[j])
             for block in (*self.keys, *self.values):
                 block[[i, j], :, :used] = block[[j, i], :, :used]
-            self.lengths[[i, j]] = self.lengths[[j, i]]
+            self.lengths[i], self.lengths[j] = self.lengths[j], self.lengths[i]
+
+
+def may_see(slots: Tensor, used: int) -> Tensor:
+    """Which of a cache's first `used` slots the tokens at `slots` [B, T] attend to: a mask [B, 1, T, S]."""
+    return torch.arange(used, device=slots.device) <= slots[:, None, :, None]

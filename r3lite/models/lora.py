@@ -78,6 +78,7 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base, self.switch = base, switch
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        self.cast: tuple[Tensor, Tensor] | None = None  # A and B as products need them, see `cast_once`
 
     def forward(self, x: Tensor) -> Tensor:
         name = self.switch.active
@@ -86,7 +87,8 @@ class LoraLinear(nn.Module):
         rows = x.flatten(0, -2)  # [N, in]
         spec = self.switch.specs[name]
         dropped = F.dropout(rows, spec.dropout) if self.training and spec.dropout else None
-        out = adapted_linear(rows, dropped, self.lora_A[name], self.lora_B[name], self.base, spec.scale)  # [N, out]
+        A, B = self.cast or (self.lora_A[name], self.lora_B[name])
+        out = adapted_linear(rows, dropped, A, B, self.base, spec.scale)  # [N, out]
         return out.unflatten(0, x.shape[:-1])
 
 
@@ -107,6 +109,23 @@ def use_adapter(model: nn.Module, name: str | None) -> contextlib.AbstractContex
     """Switches an adapter on (None: all off) within a `with` block. Costs nothing: one attribute is set."""
     _check_known(model, name)
     return switch_of(model).to(name)
+
+
+@contextlib.contextmanager
+def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within the `with` block the adapter that is on is in `dtype`, rather than cast in every pass.
+
+    For passes without gradients, between which no weight changes. Their results are the same to the bit.
+    """
+    name = switch_of(model).active
+    layers = [m for m in model.modules() if isinstance(m, LoraLinear) and name in m.lora_A]
+    for layer in layers:
+        layer.cast = layer.lora_A[name].detach().to(dtype), layer.lora_B[name].detach().to(dtype)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.cast = None
 
 
 def _check_known(model: nn.Module, name: str | None) -> None:

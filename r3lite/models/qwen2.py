@@ -201,15 +201,15 @@ class Qwen2(nn.Module):
         self,
         input_ids: Tensor,
         cache: KVCache | None = None,
-        lengths: Tensor | None = None,
+        lengths: list[int] | None = None,
         first_row: int = 0,
         pack: Pack | None = None,
     ) -> Tensor:
         """Hidden states [B, T, C] after the final norm, for token ids [B, T].
 
         Rows are padded on the right. Attention is causal, so padding changes no token before it and needs no mask.
-        With a `cache`, the ids are appended to what its B rows from `first_row` hold; `lengths` [B] says how many of
-        the T ids of each row are real (all of them when None). With a `pack`, the ids are its tokens [1, N].
+        With a `cache`, the ids are appended to what its B rows from `first_row` hold; `lengths` says how many of the T
+        ids of each of the B rows are real (all of them when None). With a `pack`, the ids are its tokens [1, N].
         """
         B, T = input_ids.shape
         x = self.model.embed_tokens(input_ids)  # [B, T, C]

@@ -18,8 +18,10 @@ from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.formats import Prompts, R3Format
 from r3lite.models.kv_cache import KVCache
+from r3lite.models.lora import cast_once
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.tokenizer import Tokenizer
+from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.fetcher import Fetcher, Retrieve
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.scheduler import Scheduler
@@ -82,7 +84,15 @@ class Engine:
 
     def run_sequences(self, sequences: list[Sequence], fetcher: Fetcher, over: Callable[[], object]) -> None:
         """Runs opened sequences to their ends; `over` is called at each."""
-        scheduler = Scheduler(sequences, self._cache(min(self.rollout_batch_size, len(sequences))))
+        cache = self._cache(min(self.rollout_batch_size, len(sequences)))
+        if cache.device.type == "cuda":
+            decoder = GraphDecoder(self.model, cache, self.lengths.max_length)
+        else:
+            decoder = Decoder(self.model, cache)
+        with cast_once(self.model, self.model.head_weight.dtype):
+            self._steps(Scheduler(sequences, cache), decoder, fetcher, over)
+
+    def _steps(self, scheduler: Scheduler, decoder: Decoder, fetcher: Fetcher, over: Callable[[], object]) -> None:
         while scheduler.unfinished:
             scheduler.admit()
             for sequence, documents in fetcher.collect(idle=not scheduler.active):
@@ -92,7 +102,7 @@ class Engine:
                     scheduler.release(sequence)
                     over()
             self._prefill(scheduler)
-            self._decode(scheduler)
+            self._decode(scheduler, decoder)
             for sequence in scheduler.at_work:
                 if sequence.turn_over:
                     self._close_turn(sequence)
@@ -112,10 +122,9 @@ class Engine:
     def _prefill(self, scheduler: Scheduler) -> None:
         """Reads what the rows at work were given, but for the last token of each, which `_decode` runs."""
         for first, pieces in self._passes([s.tokens[s.cached : -1] for s in scheduler.at_work]):
-            T, device = max(map(len, pieces)), scheduler.cache.lengths.device
+            T, device = max(map(len, pieces)), scheduler.cache.device
             ids = torch.tensor([p + [self.tokenizer.pad_id] * (T - len(p)) for p in pieces], device=device)  # [B, T]
-            counts = torch.tensor([len(p) for p in pieces], device=device)  # [B]
-            self.model(ids, scheduler.cache, counts, first)
+            self.model(ids, scheduler.cache, [len(p) for p in pieces], first)
             for sequence, piece in zip(scheduler.rows[first:], pieces):
                 sequence.cached += len(piece)
 
@@ -133,13 +142,12 @@ class Engine:
             if tokens:
                 pieces.append(tokens)
 
-    def _decode(self, scheduler: Scheduler) -> None:
+    def _decode(self, scheduler: Scheduler, decoder: Decoder) -> None:
         """Runs the last token of each row at work and samples the next one."""
-        rows, device = scheduler.at_work, scheduler.cache.lengths.device
+        rows = scheduler.at_work
         if not rows:
             return
-        ids = torch.tensor([s.tokens[-1:] for s in rows], device=device)  # [B, 1]
-        hidden = self.model(ids, scheduler.cache)[:, 0]  # [B, C]
+        hidden = decoder([s.tokens[-1] for s in rows])  # [B, C]
         # Padding rows of the embedding are never sampled.
         logits = F.linear(hidden, self.model.head_weight[: self.tokenizer.size])  # [B, V]
         values = self.value_head(hidden).tolist() if self.value_head is not None else [0.0] * len(rows)

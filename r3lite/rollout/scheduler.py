@@ -21,6 +21,7 @@ class Scheduler:
         self.cache = cache
         self.rows: list[Sequence] = []  # rows[i] is in row i of the cache
         self.active = 0
+        self.left: Sequence | None = None  # where all rows are free, what row 0 still holds
 
     @property
     def unfinished(self) -> bool:
@@ -41,9 +42,9 @@ class Scheduler:
             if not room:
                 return
             # The last token is run in any case: what comes after it is wanted.
-            shared = [(_shared(sequence, other), i) for i, other in self._distinct()]
-            coming = max((n for n, i in shared if not self.rows[i].cached), default=0)
-            ready = max(((min(n, self.rows[i].cached), i) for n, i in shared), default=(0, 0))
+            shared = [(_shared(sequence, other), other.cached, i) for i, other in self._distinct()]
+            coming = max((n for n, cached, _ in shared if not cached), default=0)
+            ready = max(((min(n, cached), i) for n, cached, i in shared), default=(0, 0))
             if coming >= LEAST_SHARED and coming > ready[0]:
                 continue
             self.todo.remove(sequence)
@@ -59,12 +60,14 @@ class Scheduler:
 
     def _distinct(self) -> Iterator[tuple[int, Sequence]]:
         """One row for each question; of several, one that has read its prompt."""
+        if not self.rows and self.left:
+            yield 0, self.left
         best: dict[int, int] = {}
         for i, sequence in enumerate(self.rows):
             key = id(sequence.question)
             if key not in best or not self.rows[best[key]].cached:
                 best[key] = i
-        return ((i, self.rows[i]) for i in best.values())
+        yield from ((i, self.rows[i]) for i in best.values())
 
     def park(self, sequence: Sequence) -> None:
         """It waits for documents."""
@@ -81,7 +84,7 @@ class Scheduler:
         self.active -= 1
         self._move(self.active, self.rows.index(sequence))
         self._move(len(self.rows) - 1, self.active)
-        self.rows.pop()
+        self.left = self.rows.pop()
 
     def _move(self, source: int, target: int) -> None:
         if source != target:

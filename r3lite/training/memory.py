@@ -195,7 +195,7 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     m, rows = w.model, min(memory.rollout_batch_size, w.episodes)
     groups = m.num_attention_heads // m.num_key_value_heads
     together = min(rows * w.reads, max(memory.micro_batch_tokens, w.reads))  # see Engine: so many are read at a time
-    seen = w.row_tokens if w.retrieves else w.reads
+    seen = w.row_tokens if w.retrieves or w.on_cuda else w.reads  # CUDA graphs want a cache that does not move
     masks = together * seen * (1 + (1 + groups) * w.element)
     reading = {"KV cache": kv_bytes(w, rows, seen), "reading": _reading(w, memory, together) + masks}
     sampler = rows * w.vocabulary * (w.element + 4 + 4 + 4)

@@ -14,6 +14,7 @@ from r3lite.models.lora import (
     LoraLinear,
     adapter_parameters,
     add_adapter,
+    cast_once,
     load_adapter,
     merge_adapter,
     remove_adapter,
@@ -116,6 +117,22 @@ def test_adapters_are_switched_and_switched_back(small_model):
     assert torch.equal(model.logits(model(IDS)), base)
     remove_adapter(model, "reference")
     assert not any(isinstance(m, LoraLinear) for m in model.modules())
+
+
+@torch.no_grad()
+def test_an_adapter_that_is_cast_once_gives_the_same_to_the_bit(small_model):
+    model = small_model().to(torch.bfloat16)
+    add_adapter(model, "a", 4, 8)
+    shaken(model, "a")
+    with use_adapter(model, "a"), torch.autocast("cpu", torch.bfloat16):
+        expected = model(IDS)
+        with cast_once(model, torch.bfloat16):
+            assert torch.equal(model(IDS), expected)
+            casts = [m.cast[0].dtype for m in model.modules() if isinstance(m, LoraLinear)]
+            assert set(casts) == {torch.bfloat16} and len(casts) == 7 * model.config.num_hidden_layers
+        for parameter in adapter_parameters(model, "a").values():
+            parameter.mul_(2)
+        assert not torch.equal(model(IDS), expected)  # nothing of it is left
 
 
 def test_only_the_adapter_that_is_on_gets_gradients(small_model):

@@ -63,11 +63,11 @@ def cache_error(model, prompts=(40, 25, 61), decoded=20, observation=100, every:
         part = torch.zeros(rows, longest, dtype=torch.long)
         for i, (start, count) in enumerate(zip(done, counts)):
             part[i, :count] = ids[i, start : start + count]
-        logits = model(part, cache, torch.tensor(counts)) @ head.T
+        logits = model(part, cache, list(counts)) @ head.T
         for i, (start, count) in enumerate(zip(done, counts)):
             worst = max(worst, (logits[i, :count] - expected[i, start : start + count]).abs().max().item())
         done = [start + count for start, count in zip(done, counts)]
-    assert done == total and cache.lengths.tolist() == total
+    assert done == total and cache.lengths == total
     return worst
 
 
@@ -131,7 +131,7 @@ def test_rows_that_are_swapped_and_left_out_keep_their_cache(small_model):
     cache.swap(0, 2)
     hidden = model(ids[[0, 1], [5, 9]][:, None], cache)  # row 0 goes on at 5, row 1 at 9
     assert torch.allclose(hidden[:, 0], expected[[0, 1], [5, 9]], atol=1e-5)
-    assert cache.lengths.tolist() == [6, 10, 9]
+    assert cache.lengths == [6, 10, 9]
 
 
 @torch.no_grad()
@@ -143,7 +143,7 @@ def test_padding_of_a_ragged_append_is_never_seen(small_model):
     for cache, filler in ((clean, 0), (dirty, 299)):
         part = ids[:, :10].clone()
         part[1, 3:] = filler
-        model(part, cache, torch.tensor([10, 3]))
+        model(part, cache, [10, 3])
     following = torch.stack((ids[0, 10:13], ids[1, 3:6]))
     assert torch.equal(model(following, clean), model(following, dirty))
 

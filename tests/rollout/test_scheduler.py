@@ -56,8 +56,11 @@ def test_rollouts_of_one_question_read_its_prompt_once(model, tokenizer):
     assert max(B for B, T in passes) == 8
 
 
-def test_questions_share_their_instructions(model, tokenizer):
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_questions_share_their_instructions(model, tokenizer, rows):
+    """With a single row too, in which the next question follows the one that is over."""
     engine, passes = watched(model, tokenizer, dataclasses.replace(LENGTHS, max_new_tokens=4))
+    engine.rollout_batch_size = rows
     asked = questions(3)
     sequences = engine.run(asked, list("abc"), nothing)
     read = sum(B * T for B, T in passes if T > 1)
@@ -133,9 +136,9 @@ def test_copied_and_exchanged_rows():
         cache.end(count, None)
     before = [block.clone() for block in (*cache.keys, *cache.values)]
     cache.swap(0, 1)
-    assert cache.lengths.tolist() == [9, 5, 2]
+    assert cache.lengths == [9, 5, 2]
     cache.copy(0, 2, 7)
-    assert cache.lengths.tolist() == [9, 5, 7]
+    assert cache.lengths == [9, 5, 7]
     for block, old in zip((*cache.keys, *cache.values), before):
         assert torch.equal(block[0, :, :9], old[1, :, :9]) and torch.equal(block[1, :, :5], old[0, :, :5])
         assert torch.equal(block[2, :, :7], old[1, :, :7])
