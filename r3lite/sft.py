@@ -129,7 +129,7 @@ class Trainer:
         with self.precision.autocast():
             pack = Pack.of([row.tokens for row in rows], self.device, self.model.head_weight.dtype)
             states, targets = pack.predicted([row.trained for row in rows])
-            hidden = self.model(pack.tokens, pack=pack)[0, states]  # [N, C]
+            hidden = self.model(pack.tokens, pack)[0, states]  # [N, C]
             head = self.model.head_weight[: self.tokenizer.size]  # ids beyond the tokenizer are only padding
             chunk = self.grant.memory.loss_chunk
             return token_loss(hidden, head, targets, lambda rows, logprobs, _: -logprobs.sum(), chunk=chunk)

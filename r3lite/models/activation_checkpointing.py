@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from r3lite.models.hooks import require_input_grads
-from r3lite.models.kv_cache import LayerCache
 from r3lite.models.lora import Switch, switch_of
 from r3lite.models.offload import Offload
 from r3lite.models.qwen2 import Layer, Qwen2, Seen
@@ -47,7 +46,7 @@ def _run_layer(
     seen: Seen,
 ) -> Tensor:
     """Layer i's output [B, T, C]."""
-    if torch.is_grad_enabled() and not isinstance(seen, LayerCache) and i < recomputed:
+    if torch.is_grad_enabled() and i < recomputed:
         return _Recomputed.apply(x, cos, sin, seen, layer, switch, host)
     return layer(x, cos, sin, seen)
 

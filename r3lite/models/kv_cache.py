@@ -1,30 +1,105 @@
 """Keys and values of tokens already read, for a batch of sequences.
 
-A token's slot is its position, so a row's slots 0 .. length-1 are exactly what the row has read. Padding of a
-ragged append writes beyond a row's length; the next append overwrites it before any query may look there.
+A token's slot is its position, so a row's slots 0 .. length-1 are exactly what the row has read. Tokens are given to
+rows in a `Reading`, many to each, and added in a `Step`, one to each.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 
 
+@dataclass(frozen=True)
 class LayerCache:
-    """One layer's view of the cache during one forward pass."""
+    """One layer's view of the cache in a `Step`."""
 
-    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, used: int, mask: Tensor):
-        self.keys, self.values = keys, values  # [B, K, capacity, D], views of B rows of the cache
-        self.slots, self.used = slots, used  # [B, T], the greatest slot + 1
-        self.mask = mask  # [B, 1, G T, S], added to scores
+    keys: Tensor  # [B, K, capacity, D], views of B rows of the cache
+    values: Tensor
+    slots: Tensor  # [B, 1]
+    mask: Tensor  # [B, 1, 1, S], added to scores
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k, v [B, K, T, D] at their slots; returns all that may be attended to, [B, K, S, D]."""
+        """Writes k, v [B, K, 1, D] at their slots; returns all that may be attended to, [B, K, S, D]."""
         # Not scatter_: with an expanded index it takes 1.4 ms on a CPU where this takes 7 us (64 rows, one token each).
-        rows = torch.arange(len(k), device=k.device)[:, None]  # [B, 1]
-        self.keys[rows, :, self.slots] = k.transpose(1, 2).to(self.keys.dtype)  # [B, T, K, D]
+        rows, used = torch.arange(len(k), device=k.device)[:, None], self.mask.shape[-1]  # [B, 1]
+        self.keys[rows, :, self.slots] = k.transpose(1, 2).to(self.keys.dtype)  # [B, 1, K, D]
         self.values[rows, :, self.slots] = v.transpose(1, 2).to(self.values.dtype)
-        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+        return self.keys[:, :, :used], self.values[:, :, :used]
+
+
+class Step:
+    """One more token in each of the first B rows of a cache, of whose slots the first `used` may be attended to."""
+
+    def __init__(self, cache: "KVCache", positions: Tensor, used: int):
+        self.cache, self.positions = cache, positions  # [B, 1]
+        later = torch.arange(used, device=positions.device) > positions[:, None, :, None]  # [B, 1, 1, S]
+        zeros = torch.zeros(later.shape, dtype=cache.keys[0].dtype, device=positions.device)
+        self.mask = zeros.masked_fill_(later, float("-inf"))
+
+    def seen(self, i: int) -> LayerCache:
+        """What layer i needs."""
+        rows = slice(0, len(self.positions))
+        return LayerCache(self.cache.keys[i][rows], self.cache.values[i][rows], self.positions, self.mask)
+
+    def end(self) -> None:
+        """Counts the tokens."""
+        for row in range(len(self.positions)):
+            self.cache.lengths[row] += 1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one row is given in a pass that reads for several, in one layer."""
+
+    own: slice  # of the pass's tokens
+    mask: Tensor | None  # [T, S], added to scores; None: causal, the row is empty
+    keys: Tensor  # [1, K, S, D], the row's, with slots for what is given
+    values: Tensor
+
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes its share of the pass's k, v [1, K, N, D]; returns all that may be attended to, [1, K, S, D]."""
+        T = self.own.stop - self.own.start
+        self.keys[:, :, -T:], self.values[:, :, -T:] = k[:, :, self.own], v[:, :, self.own]
+        return self.keys, self.values
+
+
+class Reading:
+    """Tokens given to several rows of a cache, laid end to end so that none is padded."""
+
+    def __init__(self, cache: "KVCache", given: Sequence[tuple[int, list[int]]]):
+        """`given`: rows and the tokens that each is to read after what it has read."""
+        self.cache, self.given, device = cache, given, cache.device
+        starts = [cache.lengths[row] for row, _ in given]
+        self.tokens = torch.tensor([[t for _, tokens in given for t in tokens]], device=device)  # [1, N]
+        positions = [start + i for start, (_, tokens) in zip(starts, given) for i in range(len(tokens))]
+        self.positions = torch.tensor([positions], device=device)  # [1, N]
+        longest = max(len(tokens) for _, tokens in given)
+        cache.reserve(max(start + len(tokens) for start, (_, tokens) in zip(starts, given)))
+        causal = torch.full((longest, longest), float("-inf"), dtype=cache.keys[0].dtype, device=device).triu(1)
+        self.parts, first = [], 0
+        for start, (row, tokens) in zip(starts, given):
+            T = len(tokens)
+            mask = F.pad(causal[:T, :T], (start, 0)) if start else None
+            self.parts.append((slice(first, first + T), mask, row, start + T))
+            first += T
+
+    def seen(self, i: int) -> list[Piece]:
+        """What layer i needs."""
+        keys, values = self.cache.keys[i], self.cache.values[i]
+        return [
+            Piece(own, mask, keys[row : row + 1, :, :used], values[row : row + 1, :, :used])
+            for own, mask, row, used in self.parts
+        ]
+
+    def end(self) -> None:
+        """Counts the tokens that were read."""
+        for row, tokens in self.given:
+            self.cache.lengths[row] += len(tokens)
 
 
 class KVCache:
@@ -50,24 +125,12 @@ class KVCache:
                 for i, block in enumerate(blocks):
                     blocks[i] = torch.nn.functional.pad(block, (0, 0, 0, more))
 
-    def begin(self, B: int, T: int, first: int) -> tuple[Tensor, Tensor]:
-        """Positions [B, T] of T new tokens in B rows from `first`, and the mask [B, 1, T, S] of what each may see."""
-        self._rows = slice(first, first + B)
-        lengths = self.lengths[self._rows]
-        self._slots = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(T, device=self.device)  # [B, T]
-        self._used = max(lengths) + T
-        self.reserve(self._used)
-        return self._slots, may_see(self._slots, self._used)
-
-    def layer(self, i: int, mask: Tensor) -> LayerCache:
-        """Layer i's cache between `begin` and `end`."""
-        return LayerCache(self.keys[i][self._rows], self.values[i][self._rows], self._slots, self._used, mask)
-
-    def end(self, T: int, lengths: list[int] | None) -> None:
-        """Counts the appended tokens: `lengths` [B] of them in each row, or T."""
-        rows = range(self._rows.start, self._rows.stop)
-        for row, count in zip(rows, lengths or [T] * len(rows), strict=True):
-            self.lengths[row] += count
+    def step(self, rows: int) -> Step:
+        """One more token in each of the first `rows` rows."""
+        lengths = self.lengths[:rows]
+        used = max(lengths) + 1
+        self.reserve(used)
+        return Step(self, torch.tensor(lengths, device=self.device)[:, None], used)
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Makes the row `target` hold the first `count` tokens of the row `source`."""
@@ -82,8 +145,3 @@ class KVCache:
             for block in (*self.keys, *self.values):
                 block[[i, j], :, :used] = block[[j, i], :, :used]
             self.lengths[i], self.lengths[j] = self.lengths[j], self.lengths[i]
-
-
-def may_see(slots: Tensor, used: int) -> Tensor:
-    """Which of a cache's first `used` slots the tokens at `slots` [B, T] attend to: a mask [B, 1, T, S]."""
-    return torch.arange(used, device=slots.device) <= slots[:, None, :, None]

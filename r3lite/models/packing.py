@@ -24,6 +24,14 @@ class Segment:
     before: tuple[slice, ...]  # the segments on the way from the root
     mask: Tensor | None  # [own, before + own], added to scores; None: causal, nothing before
 
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a pack's keys and values [1, K, N, D], those that it attends to, its own last."""
+        if not self.before:
+            return k[:, :, self.own], v[:, :, self.own]
+        places = *self.before, self.own
+        keys, values = (torch.cat([x[:, :, place] for place in places], dim=2) for x in (k, v))
+        return keys, values
+
 
 @dataclass(frozen=True)
 class Pack:
@@ -69,6 +77,10 @@ class Pack:
             segments.append(Segment(own, before, F.pad(causal[:length, :length], (depth, 0)) if before else None))
         ids, at = (torch.tensor([x], dtype=torch.long, device=device) for x in (tokens, positions))
         return Pack(ids, at, segments, places)
+
+    def seen(self, i: int) -> list[Segment]:
+        """What layer i needs: the same as any other."""
+        return self.segments
 
     def predicted(self, chosen: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
         """For every chosen token of the rows, but for first ones: where the state before it is [n], and its id [n].

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from r3lite.models.functions import rms_norm, swiglu
-from r3lite.models.kv_cache import KVCache, LayerCache
+from r3lite.models.kv_cache import LayerCache, Piece, Reading, Step
 from r3lite.models.packing import Pack, Segment
 
-Seen = LayerCache | list[Segment] | None
+Seen = LayerCache | list[Piece] | list[Segment] | None
 """What tokens attend to besides themselves: what a cache holds, what comes before them in a pack, or in their row."""
 
 
@@ -96,21 +96,13 @@ class Attention(nn.Module):
         if isinstance(seen, LayerCache):
             # The queries that share a key head are laid end to end, so that the cache is never copied.
             k, v = seen.append(k, v)  # [B, K, S, D]
-            q = q.reshape(B, self.kv_heads, -1, self.head_dim)  # [B, K, G T, D]
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.mask)
-            out = out.view(B, self.heads, T, self.head_dim).transpose(1, 2).flatten(2)  # [B, T, H D]
+            q = q.reshape(B, self.kv_heads, -1, self.head_dim)  # [B, K, G, D]; T is 1
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.mask).reshape(B, 1, -1)  # [B, 1, H D]
         elif seen is None:
             out = self._attend(q, k, v, None)
         else:
-            parts = []
-            for segment in seen:
-                own = slice(None), slice(None), segment.own
-                keys, values = k[own], v[own]
-                if segment.before:
-                    places = *segment.before, segment.own
-                    keys, values = (torch.cat([x[:, :, s] for s in places], dim=2) for x in (k, v))
-                parts.append(self._attend(q[own], keys, values, segment.mask))
-            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            parts = [self._attend(q[:, :, part.own], *part.gather(k, v), part.mask) for part in seen]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [1, N, H D]
         return self.o_proj(out)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -197,35 +189,18 @@ class Qwen2(nn.Module):
         """The output head [V, C]; the embedding itself when the two are tied."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        cache: KVCache | None = None,
-        lengths: list[int] | None = None,
-        first_row: int = 0,
-        pack: Pack | None = None,
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, among: Pack | Reading | Step | None = None) -> Tensor:
         """Hidden states [B, T, C] after the final norm, for token ids [B, T].
 
         Rows are padded on the right. Attention is causal, so padding changes no token before it and needs no mask.
-        With a `cache`, the ids are appended to what its B rows from `first_row` hold; `lengths` says how many of the T
-        ids of each of the B rows are real (all of them when None). With a `pack`, the ids are its tokens [1, N].
+        `among` says where the ids stand where they are not rows by themselves: in a pack [1, N], or in rows of a cache
+        that are given more [1, N] or go on by one token each [B, 1].
         """
-        B, T = input_ids.shape
         x = self.model.embed_tokens(input_ids)  # [B, T, C]
-        if cache is not None:
-            positions, mask = cache.begin(B, T, first_row)  # [B, T], [B, 1, T, S]
-            # Once for all layers: what is added to scores, for the queries that share a key head laid end to end.
-            mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill_(~mask, float("-inf"))
-            mask = mask.repeat(1, 1, self.config.num_attention_heads // self.config.num_key_value_heads, 1)
-        else:
-            positions = torch.arange(T, device=x.device)[None] if pack is None else pack.positions
+        positions = among.positions if among else torch.arange(input_ids.shape[1], device=x.device)[None]
         cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.model.layers):
-            seen = cache.layer(i, mask) if cache is not None else pack.segments if pack is not None else None
-            x = self.run_layer(i, layer, x, cos, sin, seen)
-        if cache is not None:
-            cache.end(T, lengths)
+            x = self.run_layer(i, layer, x, cos, sin, among.seen(i) if among else None)
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

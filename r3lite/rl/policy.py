@@ -16,7 +16,7 @@ def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
     """
     pack = Pack.of(batch.read(), model.head_weight.device, model.head_weight.dtype)
     states, tokens = pack.predicted(batch.action.tolist())
-    return model(pack.tokens, pack=pack)[0, states], tokens
+    return model(pack.tokens, pack)[0, states], tokens
 
 
 def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from r3lite.models.kv_cache import BLOCK, KVCache, LayerCache, may_see
+from r3lite.models.kv_cache import BLOCK, KVCache, Step
 from r3lite.models.qwen2 import Qwen2
 
 ALIKE = 0.999  # cosine of what a graph and the model itself must give at least
@@ -25,7 +25,10 @@ class Decoder:
 
     def __call__(self, tokens: list[int]) -> Tensor:
         """Hidden states [n, C] after one more token in each of the first n rows."""
-        return self.model(torch.tensor(tokens, device=self.cache.device)[:, None], self.cache)[:, 0]
+        step = self.cache.step(len(tokens))
+        hidden = self.model(torch.tensor(tokens, device=self.cache.device)[:, None], step)[:, 0]
+        step.end()
+        return hidden
 
 
 class GraphDecoder(Decoder):
@@ -35,7 +38,7 @@ class GraphDecoder(Decoder):
     itself; where it differs or cannot be captured, a warning is printed and the model is called from then on.
     """
 
-    def __init__(self, model: Qwen2, cache: KVCache, slots: int, capture: "Callable | None" = None):
+    def __init__(self, model: Qwen2, cache: KVCache, slots: int, capture: Callable | None = None):
         super().__init__(model, cache)
         cache.reserve(slots + 1)  # rows that fill a bucket up write behind the last slot
         self.slots = cache.keys[0].shape[2]
@@ -64,10 +67,13 @@ class GraphDecoder(Decoder):
 
     def _add(self, rows: int, used: int) -> bool:
         """Captures the graph of a bucket; whether it may be used."""
-        ids, part = self.ids[:rows], _Slots(self.cache, self.positions[:rows], used)
+
+        def work() -> Tensor:
+            return self.model(self.ids[:rows], Step(self.cache, self.positions[:rows], used))
+
         try:
-            expected = self.model(ids, part)  # kernels are chosen in the first call, which a capture does not survive
-            replay, hidden = self.capture(lambda: self.model(ids, part))
+            expected = work()  # kernels are chosen in the first call, which a capture does not survive
+            replay, hidden = self.capture(work)
         except RuntimeError as error:
             print(f"warning: decoding goes on without CUDA graphs: {error}".splitlines()[0], file=sys.stderr)
             self.works = False
@@ -81,23 +87,6 @@ class GraphDecoder(Decoder):
                 return False
         self.graphs[rows, used] = replay, hidden
         return True
-
-
-class _Slots:
-    """A cache as a graph sees it: rows from 0, one token each, at positions [B, 1] that are read from a buffer."""
-
-    def __init__(self, cache: KVCache, positions: Tensor, used: int):
-        self.cache, self.positions, self.used = cache, positions, used
-
-    def begin(self, B: int, T: int, first: int) -> tuple[Tensor, Tensor]:
-        return self.positions, may_see(self.positions, self.used)
-
-    def layer(self, i: int, mask: Tensor) -> LayerCache:
-        rows = slice(0, len(self.positions))
-        return LayerCache(self.cache.keys[i][rows], self.cache.values[i][rows], self.positions, self.used, mask)
-
-    def end(self, T: int, lengths: None) -> None:
-        pass
 
 
 class Capture:

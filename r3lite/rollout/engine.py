@@ -17,7 +17,7 @@ from tqdm import tqdm
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.formats import Prompts, R3Format
-from r3lite.models.kv_cache import KVCache
+from r3lite.models.kv_cache import KVCache, Reading
 from r3lite.models.lora import cast_once
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class Engine:
     lengths: LengthSettings
     sampler: Callable[[Tensor, list[float]], tuple[list[int], list[float]]] = Sampler()
     rollout_batch_size: int = 16
-    read_tokens: int = 4096  # given tokens read in one pass, padding included; a longer row is read in pieces
+    read_tokens: int = 4096  # given tokens read in one pass; a longer row is read in pieces
     value_head: nn.Module | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
     format: R3Format = R3Format()
@@ -121,26 +121,25 @@ class Engine:
 
     def _prefill(self, scheduler: Scheduler) -> None:
         """Reads what the rows at work were given, but for the last token of each, which `_decode` runs."""
-        for first, pieces in self._passes([s.tokens[s.cached : -1] for s in scheduler.at_work]):
-            T, device = max(map(len, pieces)), scheduler.cache.device
-            ids = torch.tensor([p + [self.tokenizer.pad_id] * (T - len(p)) for p in pieces], device=device)  # [B, T]
-            self.model(ids, scheduler.cache, [len(p) for p in pieces], first)
-            for sequence, piece in zip(scheduler.rows[first:], pieces):
-                sequence.cached += len(piece)
+        for given in self._passes([s.tokens[s.cached : -1] for s in scheduler.at_work]):
+            reading = Reading(scheduler.cache, given)
+            self.model(reading.tokens, reading)
+            reading.end()
+            for row, tokens in given:
+                scheduler.rows[row].cached += len(tokens)
 
-    def _passes(self, pending: list[list[int]]) -> Iterator[tuple[int, list[list[int]]]]:
-        """Neighbouring rows that are read together, and what is read of each: at most `read_tokens`, with padding."""
-        pieces: list[list[int]] = []
-        for i, tokens in enumerate([*pending, []]):
-            width = max(map(len, [*pieces, tokens]))
-            if pieces and (not tokens or width * (len(pieces) + 1) > self.read_tokens):
-                yield i - len(pieces), pieces
-                pieces = []
-            while len(tokens) > self.read_tokens:
-                yield i, [tokens[: self.read_tokens]]
-                tokens = tokens[self.read_tokens :]
-            if tokens:
-                pieces.append(tokens)
+    def _passes(self, pending: list[list[int]]) -> Iterator[list[tuple[int, list[int]]]]:
+        """Rows and tokens that are read together, at most `read_tokens`, of what each row has before it."""
+        given, room = [], self.read_tokens
+        for row, tokens in enumerate(pending):
+            while tokens:
+                given.append((row, tokens[:room]))
+                room, tokens = room - len(given[-1][1]), tokens[room:]
+                if not room:
+                    yield given
+                    given, room = [], self.read_tokens
+        if given:
+            yield given
 
     def _decode(self, scheduler: Scheduler, decoder: Decoder) -> None:
         """Runs the last token of each row at work and samples the next one."""

@@ -193,10 +193,9 @@ def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
 
 def _sample(w: Workload, memory: Memory) -> Parts:
     m, rows = w.model, min(memory.rollout_batch_size, w.episodes)
-    groups = m.num_attention_heads // m.num_key_value_heads
-    together = min(rows * w.reads, max(memory.micro_batch_tokens, w.reads))  # see Engine: so many are read at a time
+    together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: so many are read at a time
     seen = w.row_tokens if w.retrieves or w.on_cuda else w.reads  # CUDA graphs want a cache that does not move
-    masks = together * seen * (1 + (1 + groups) * w.element)
+    masks = together * seen * w.element + seen * 2 * m.hidden_size * w.element  # and one row's keys, for every head
     reading = {"KV cache": kv_bytes(w, rows, seen), "reading": _reading(w, memory, together) + masks}
     sampler = rows * w.vocabulary * (w.element + 4 + 4 + 4)
     sampling = {"KV cache": kv_bytes(w, rows, w.row_tokens), "sampling": sampler}

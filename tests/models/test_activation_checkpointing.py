@@ -8,7 +8,7 @@ import torch
 
 from r3lite.models import activation_checkpointing
 from r3lite.models.hooks import require_input_grads
-from r3lite.models.kv_cache import KVCache
+from r3lite.models.kv_cache import KVCache, Reading
 from r3lite.models.lora import adapter_parameters, add_adapter, use_adapter
 
 IDS = torch.arange(60).view(2, 30)
@@ -87,9 +87,12 @@ def test_passes_without_gradients_and_with_a_cache_are_as_before(adapted):
     c = model.config
     cache = KVCache(c.num_hidden_layers, 2, c.num_key_value_heads, c.head_dim, torch.float32, torch.device("cpu"))
     with torch.no_grad(), use_adapter(model, "policy"):
-        whole = model(IDS)
-        parts = torch.cat((model(IDS[:, :11], cache), model(IDS[:, 11:], cache)), dim=1)
-    assert not whole.requires_grad and torch.allclose(whole, parts, atol=1e-5)
+        whole, parts = model(IDS), []
+        for part in (slice(0, 11), slice(11, None)):
+            reading = Reading(cache, [(row, IDS[row, part].tolist()) for row in range(2)])
+            parts.append(model(reading.tokens, reading).view(2, -1, whole.shape[-1]))
+            reading.end()
+    assert not whole.requires_grad and torch.allclose(whole, torch.cat(parts, dim=1), atol=1e-5)
 
 
 def test_input_gradients_reach_the_embedding_s_output(adapted):

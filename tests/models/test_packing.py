@@ -75,7 +75,7 @@ def test_states_and_gradients_are_those_of_the_rows_by_themselves(model, recompu
     if recomputed is not None:
         activation_checkpointing.enable(model, recomputed, mlp_tile=50)
     packed = pack(ROWS)
-    hidden = model(packed.tokens, pack=packed)[0]
+    hidden = model(packed.tokens, packed)[0]
     together = [hidden[places] for places in packed.places]
     for states, own in zip(together, alone):
         torch.testing.assert_close(states, own, rtol=1e-4, atol=1e-5)

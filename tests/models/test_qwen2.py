@@ -8,7 +8,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from r3lite.models.hooks import require_input_grads
-from r3lite.models.kv_cache import BLOCK, KVCache
+from r3lite.models.kv_cache import BLOCK, KVCache, Reading
+from r3lite.models.packing import Pack
 from r3lite.models.tokenizer import Tokenizer
 from r3lite.models.weights import load_qwen2, resolve_folder
 
@@ -18,6 +19,22 @@ TOLERANCE = 1e-4
 def reference(folder, dtype=torch.float32):
     transformers = pytest.importorskip("transformers")
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def read(model, cache, parts) -> list[torch.Tensor]:
+    """Gives the first rows of a cache their parts, of any lengths; the hidden states of each."""
+    reading = Reading(cache, [(row, part.tolist()) for row, part in enumerate(parts)])
+    hidden = model(reading.tokens, reading)[0]
+    reading.end()
+    return list(hidden.split([len(part) for part in parts]))
+
+
+def step(model, cache, ids) -> torch.Tensor:
+    """Hidden states of one more token [B, 1] in each of the first rows."""
+    one = cache.step(len(ids))
+    hidden = model(ids, one)
+    one.end()
+    return hidden
 
 
 def new_cache(model, rows: int) -> KVCache:
@@ -59,13 +76,10 @@ def cache_error(model, prompts=(40, 25, 61), decoded=20, observation=100, every:
     expected = model(ids) @ head.T  # what follows a row's end cannot change what precedes it
     cache, done, worst = new_cache(model, rows), [0] * rows, 0.0
     for counts in [list(prompts), *[[1] * rows] * decoded, observations, *[[1] * rows] * decoded]:
-        longest = max(counts)
-        part = torch.zeros(rows, longest, dtype=torch.long)
+        parts = [ids[i, start : start + count] for i, (start, count) in enumerate(zip(done, counts))]
+        states = step(model, cache, torch.stack(parts)) if max(counts) == 1 else read(model, cache, parts)
         for i, (start, count) in enumerate(zip(done, counts)):
-            part[i, :count] = ids[i, start : start + count]
-        logits = model(part, cache, list(counts)) @ head.T
-        for i, (start, count) in enumerate(zip(done, counts)):
-            worst = max(worst, (logits[i, :count] - expected[i, start : start + count]).abs().max().item())
+            worst = max(worst, (states[i] @ head.T - expected[i, start : start + count]).abs().max().item())
         done = [start + count for start, count in zip(done, counts)]
     assert done == total and cache.lengths == total
     return worst
@@ -124,28 +138,14 @@ def test_rows_that_are_swapped_and_left_out_keep_their_cache(small_model):
     ids = tokens(model, 3, 12)
     expected = model(ids)
     cache = new_cache(model, 3)
-    model(ids[:, :5], cache)
+    read(model, cache, ids[:, :5])
     cache.swap(0, 2)
-    hidden = model(ids[[2, 1], 5:9], cache)  # row 0 waits in the last place
-    assert torch.allclose(hidden, expected[[2, 1], 5:9], atol=1e-5)
+    hidden = read(model, cache, ids[[2, 1], 5:9])  # row 0 waits in the last place
+    assert torch.allclose(torch.stack(hidden), expected[[2, 1], 5:9], atol=1e-5)
     cache.swap(0, 2)
-    hidden = model(ids[[0, 1], [5, 9]][:, None], cache)  # row 0 goes on at 5, row 1 at 9
+    hidden = step(model, cache, ids[[0, 1], [5, 9]][:, None])  # row 0 goes on at 5, row 1 at 9
     assert torch.allclose(hidden[:, 0], expected[[0, 1], [5, 9]], atol=1e-5)
     assert cache.lengths == [6, 10, 9]
-
-
-@torch.no_grad()
-def test_padding_of_a_ragged_append_is_never_seen(small_model):
-    """A row's padding is written into its slots beyond its length; the next append must overwrite it."""
-    model = small_model()
-    ids = tokens(model, 2, 20)
-    clean, dirty = new_cache(model, 2), new_cache(model, 2)
-    for cache, filler in ((clean, 0), (dirty, 299)):
-        part = ids[:, :10].clone()
-        part[1, 3:] = filler
-        model(part, cache, [10, 3])
-    following = torch.stack((ids[0, 10:13], ids[1, 3:6]))
-    assert torch.equal(model(following, clean), model(following, dirty))
 
 
 def test_adapters_aside_the_base_runs_under_autocast_and_without_gradients(small_model):
@@ -176,8 +176,16 @@ def test_on_a_card_attention_never_falls_back_to_the_kernel_that_holds_all_pairs
         hidden = model(ids.cuda())
         hidden.float().sum().backward()
         assert_close(hidden.detach(), slice(None))
+        rows = [*ids.tolist(), ids[0, :50].tolist() + [7] * 30]  # the last one begins as the first one does
+        pack = Pack.of(rows, torch.device("cuda"), dtype)
+        hidden = model(pack.tokens, pack)[0]
+        hidden.float().sum().backward()
+        assert_close(torch.stack([hidden[places].detach() for places in pack.places[:2]]), slice(None))
         handle.remove()
         with torch.no_grad():
-            cache = new_cache(model, 2)
+            cache, cuda = new_cache(model, 2), ids.cuda()
             for part in (slice(0, 131), slice(131, 132), slice(132, 195), slice(195, 196)):  # odd widths too
-                assert_close(model(ids[:, part].cuda(), cache), part)
+                if part.stop - part.start == 1:
+                    assert_close(step(model, cache, cuda[:, part]), part)
+                else:
+                    assert_close(torch.stack(read(model, cache, cuda[:, part])), part)
