@@ -1,10 +1,11 @@
-"""The same work by other trainers: transformers + peft, and TRL's GRPOTrainer. Each function prepares a piece of work
-and returns what does it once."""
+"""The same work by others: transformers, with peft for training, and TRL's GRPOTrainer. Each function prepares a piece
+of work and returns what does it once."""
 
 import tempfile
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -47,6 +48,28 @@ def sft(folder: str, tokens: int, device: str) -> Callable[[], None]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return work
+
+
+def encode(folder: str, texts: list[str], longest: int, device: str) -> Callable[[], np.ndarray]:
+    """Sentence vectors of texts as model cards show it: batches in the order of the file, padded, masked mean."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+
+    @torch.inference_mode()
+    def work() -> np.ndarray:
+        vectors = []
+        for start in range(0, len(texts), 32):
+            batch = texts[start : start + 32]
+            inputs = tokenizer(batch, padding=True, truncation=True, max_length=longest, return_tensors="pt").to(device)
+            hidden = model(**inputs).last_hidden_state  # [B, T, C]
+            real = inputs["attention_mask"][..., None]  # [B, T, 1]
+            mean = (hidden * real).sum(1) / real.sum(1)
+            vectors.append(torch.nn.functional.normalize(mean, dim=-1).cpu().numpy())
+        return np.concatenate(vectors)
 
     return work
 

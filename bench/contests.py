@@ -1,0 +1,246 @@
+"""Contestants: r3lite at each kind of work that bench.throughput times, and the contest that they take part in."""
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import peers
+from bench.limits import sft_flops
+from bench.memory import full_question
+
+PROMPT = 128  # tokens before those that are sampled, in decoding
+RL_PROMPT, RL_NEW, RL_EPISODES = 216, 128, 8
+PASSAGES = 320  # of an encoding contest
+OURS, FLOOR = "r3lite", "floor"
+
+
+@dataclass
+class Contest:
+    """The same work by several contestants; each is a function that does it once, and may return its own seconds."""
+
+    name: str
+    tokens: int  # that the work makes or learns from
+    contestants: dict[str, Callable[[], object]]
+    peak_seconds: float | None = None  # that it would take at the device's peak
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def run(self, repeats: int, device: str) -> None:
+        """Warms up, then takes turns."""
+        for i in range(repeats + 1):
+            for name, work in self.contestants.items():
+                start = time.perf_counter()
+                told = work()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                if i:
+                    seconds = told if isinstance(told, float) else time.perf_counter() - start
+                    self.seconds.setdefault(name, []).append(seconds)
+
+    def results(self) -> list[dict]:
+        """One record a contestant: tokens per second, the spread of its times, and its speed as a multiple.
+
+        Where they are known, also its share of the device's peak, and of the speed that the floor leaves possible.
+        """
+        medians, found = {name: statistics.median(times) for name, times in self.seconds.items()}, []
+        for name, times in self.seconds.items():
+            found.append(
+                {
+                    "contest": self.name,
+                    "contestant": name,
+                    "tokens_per_second": round(self.tokens / medians[name], 1),
+                    "seconds": round(medians[name], 3),
+                    "spread": round((max(times) - min(times)) / medians[name], 3),
+                    "r3lite_is_faster_by": round(medians[name] / medians[OURS], 2),
+                }
+            )
+            if self.peak_seconds is not None:
+                found[-1]["of_peak"] = round(self.peak_seconds / medians[name], 3)
+            if FLOOR in medians:
+                found[-1]["of_floor"] = round(medians[FLOOR] / medians[name], 3)
+        return found
+
+
+class Ours:
+    """r3lite's model with an adapter that is on."""
+
+    def __init__(self, folder: str, device: str):
+        from r3lite.models import lora, weights
+        from r3lite.models.tokenizer import Tokenizer
+
+        self.device = torch.device(device)
+        where = weights.resolve_folder(folder)
+        self.tokenizer = Tokenizer.load(where)
+        self.model = weights.load_qwen2(where, torch.bfloat16, self.device)
+        lora.add_adapter(self.model, "policy", 8, 16)
+        lora.set_adapter(self.model, "policy")
+
+    def decode(self, batch: int, new: int, prompt: int = PROMPT) -> Callable[[], None]:
+        """Sampling of `new` tokens after `prompt` others, with the engine of the rollouts."""
+        from r3lite.episode import Question
+        from r3lite.formats import Prompts
+        from r3lite.rollout.engine import Engine
+        from r3lite.rollout.fetcher import Fetcher
+        from r3lite.rollout.sequence import Sequence
+        from r3lite.settings import LengthSettings
+
+        lengths = LengthSettings(max_new_tokens=new, max_length=prompt + new + 1)
+        engine = Engine(self.model, self.tokenizer, Prompts("{question}", "{documents}"), lengths)
+        engine.rollout_batch_size = batch
+
+        @torch.no_grad()
+        def work() -> None:
+            self.model.eval()
+            sequences = []
+            for ids in prompts(batch, prompt):
+                sequences.append(Sequence(Question("q", "q", ()), random.Random(0)))
+                sequences[-1].observe(ids)
+            with torch.autocast(self.device.type, torch.bfloat16), Fetcher(lambda pairs: []) as fetcher:
+                engine.run_sequences(sequences, fetcher, lambda: None)
+
+        return work
+
+    def sft(self, tokens: int, budget: str) -> Callable[[], None]:
+        """One optimizer step on one row, with the memory settings that the planner chooses for the budget."""
+        from r3lite.models import activation_checkpointing, lora
+        from r3lite.models.logprobs import token_loss
+        from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, SftSettings
+        from r3lite.training import optim, workloads
+
+        config = self.model.config
+        workload = workloads.sft_workload(
+            ModelSettings(model="qwen/qwen2.5-0.5b", device=self.device.type, dtype="bf16"),
+            SftSettings(max_length=tokens, batch_size=1),
+            LoraSettings(),
+        )
+        assert workload.model.hidden_size == config.hidden_size, "the contest is of the 0.5B model"
+        memory = workloads.make_plan(workload, MemorySettings(vram_budget=budget, quantize="none")).memory
+        parameters = lora.adapter_parameters(self.model, "policy")
+        optimizer = optim.adamw([optim.Group(parameters, 1e-4)], 0.0)
+        ids = torch.tensor(prompts(1, tokens), device=self.device)  # [1, T]
+
+        def mean_loss(rows: slice, logprobs: Tensor, _: None) -> Tensor:
+            return -logprobs.sum() / (tokens - 1)
+
+        def work() -> None:
+            activation_checkpointing.enable(self.model, **memory.on_model)
+            self.model.train()
+            with torch.autocast(self.device.type, torch.bfloat16):
+                hidden = self.model(ids)[0, :-1]  # [T-1, C]
+                head = self.model.head_weight[: self.tokenizer.size]
+                loss = token_loss(hidden, head, ids[0, 1:], mean_loss, chunk=memory.loss_chunk)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return work
+
+    def sft_flops(self, tokens: int) -> int:
+        """The floating-point operations of `sft` that are of use; see limits.training_flops."""
+        return sft_flops(self.model, self.tokenizer.size, tokens)
+
+    def floor(self, batch: int, steps: int) -> Callable[[], None]:
+        """The matrix products of so many decoding steps, and nothing else."""
+        weights = [m.weight for m in self.model.modules() if isinstance(m, torch.nn.Linear)]
+        weights.append(self.model.head_weight[: self.tokenizer.size])
+        inputs = {w.shape[1]: torch.randn(batch, w.shape[1], device=self.device, dtype=w.dtype) for w in weights}
+
+        @torch.no_grad()
+        def work() -> None:
+            for _ in range(steps):
+                for weight in weights:
+                    F.linear(inputs[weight.shape[1]], weight)
+
+        return work
+
+
+def prompts(batch: int, tokens: int = PROMPT) -> list[list[int]]:
+    """Random ordinary tokens, every row its own, the same for every contestant."""
+    stream = random.Random(0)
+    return [[stream.randrange(1000, 100_000) for _ in range(tokens)] for _ in range(batch)]
+
+
+def rl_flags(folder: str, where: Path, device: str, algorithm: str, episodes: int, prompt: int, new: int) -> list[str]:
+    """The command line of RL in rounds of one question and one optimizer step, all episodes in one micro-batch."""
+    flags = f"--model {folder} --output {where / 'run'} --algorithm {algorithm} --save-every 0 --max-steps 2"
+    flags += f" --device {device} --dtype bf16 --batch-size 1 --num-generations {episodes} --quantize none"
+    flags += f" --mini-batch-size {episodes} --micro-batch-size {episodes}"
+    flags += f" --max-new-tokens {new} --max-length {prompt + new}"
+    return [*flags.split(), *full_question(folder, where, prompt)]
+
+
+def rl_step(folder: str, device: str, algorithm: str) -> Callable[[], float]:
+    """Two rounds of the real command on one question; returns the seconds of the second one."""
+    from r3lite import ppo
+
+    def work() -> float:
+        with tempfile.TemporaryDirectory() as where:
+            flags = rl_flags(folder, Path(where), device, algorithm, RL_EPISODES, RL_PROMPT, RL_NEW)
+            assert ppo.main(flags) == 0, "the command failed"
+            return json.loads((Path(where) / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step_time"]
+
+    return work
+
+
+def grpo_round(folder: str, device: str, episodes: int, prompt: int, new: int) -> Callable[[int], dict[str, float]]:
+    """A round of GRPO on what r3lite.ppo builds for so many episodes; it may be run with fewer, and again.
+
+    Returns the seconds of its parts. Rewards are made up, 0 and 1 in turn, so that there is something to learn.
+    """
+    from r3lite import ppo
+    from r3lite.command import COMMANDS
+    from r3lite.config import resolve
+    from r3lite.episode import Question
+    from r3lite.rl.batch import Batch, Rollout
+    from r3lite.settings import PpoConfig
+
+    with tempfile.TemporaryDirectory() as where:
+        flags = rl_flags(folder, Path(where), device, "grpo", episodes, prompt, new)
+        engine, learner, _, _ = ppo.build(resolve("ppo", PpoConfig(), flags, COMMANDS))
+    scoring, seconds = learner.reference_logprobs, {}
+
+    def timed_scoring(batch: Batch) -> Tensor:
+        start = time.perf_counter()
+        scored = scoring(batch)
+        seconds["scoring"] = time.perf_counter() - start
+        return scored
+
+    learner.reference_logprobs = timed_scoring
+
+    def work(count: int) -> dict[str, float]:
+        questions, seeds = [Question("1", "b", ("x",))] * count, list(map(str, range(count)))
+        start = time.perf_counter()
+        sampled = engine.run(questions, seeds, lambda pairs: [[] for _ in pairs])
+        seconds["rollout"] = time.perf_counter() - start
+        rewards = ([(s.step_ends[-1], float(i % 2))] for i, s in enumerate(sampled))
+        rollouts = [Rollout(s.tokens, s.action, s.logprobs, s.values, r, 0) for s, r in zip(sampled, rewards)]
+        learner.learn(Batch.of(rollouts), seed="0")
+        seconds["update"] = time.perf_counter() - start - seconds["rollout"] - seconds["scoring"]
+        return seconds
+
+    return work
+
+
+def encoding(folder: str, corpus: str, device: str) -> Contest:
+    """Vectors of a corpus's first passages, in fp32, by r3lite's encoder and by the plain loop of transformers."""
+    from r3lite.models.weights import resolve_folder
+    from r3lite.retrieval.corpus import read_corpus
+    from r3lite.retrieval.encoder import BertEncoder, passage_text, style_of
+
+    documents = read_corpus(corpus)[:PASSAGES]
+    encoder = BertEncoder(folder, style_of(folder), device)
+    texts = [encoder.passage_prefix + passage_text(document) for document in documents]
+    theirs = peers.encode(str(resolve_folder(folder)), texts, encoder.settings["max_length"], device)
+    ours = partial(encoder.encode_passages, documents, lambda n: None)
+    assert abs(ours() - theirs()).max() < 1e-4, "the two encoders differ"
+    tokens = sum(len(e.ids) for e in encoder.tokenizer.encode_batch(texts))
+    return Contest(f"encoding, {len(documents)} passages", tokens, {OURS: ours, "transformers": theirs})

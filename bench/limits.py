@@ -1,0 +1,48 @@
+"""What a device can do at the most, and how much of it a training step must do: what contestants are held against."""
+
+import time
+
+import torch
+
+from r3lite.models.lora import LoraLinear
+from r3lite.models.qwen2 import Qwen2
+
+
+def product_peak(device: str, repeats: int = 10) -> float:
+    """Floating-point operations a second of a large square product in bf16, the best of several."""
+    size = 8192 if device == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times)
+
+
+def training_flops(base: int, head: int, adapters: int, layers: int, width: int, tokens: int) -> int:
+    """Floating-point operations of one training step on a row of T = `tokens` that are of use to the model.
+
+    `base`, `head` and `adapters` are numbers of weights. A product takes 2 operations a weight and token. Frozen ones
+    are in two: forward, and the gradient with respect to the input; trained ones in a third, the gradient with respect
+    to the weight. Attention over `width` numbers a token is two products of T x T pairs forward and four backward,
+    half of which causality leaves out. Recomputation and elementwise work do not count.
+    """
+    return tokens * (4 * (base + head) + 6 * adapters) + 6 * layers * width * tokens**2
+
+
+def sft_flops(model: Qwen2, vocabulary: int, tokens: int) -> int:
+    """`training_flops` of a model with an adapter and a head of `vocabulary` rows."""
+    config = model.config
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    adapters = [p for m in model.modules() if isinstance(m, LoraLinear) for p in m.parameters() if p.requires_grad]
+    return training_flops(
+        base=sum(linear.weight.numel() for linear in linears),
+        head=vocabulary * config.hidden_size,
+        adapters=sum(p.numel() for p in adapters),
+        layers=config.num_hidden_layers,
+        width=config.num_attention_heads * config.head_dim,
+        tokens=tokens,
+    )
