@@ -1,6 +1,5 @@
 """Contestants: r3lite at each kind of work that bench.throughput times, and the contest that they take part in."""
 
-import json
 import random
 import statistics
 import tempfile
@@ -17,9 +16,14 @@ from torch import Tensor
 from bench import peers
 from bench.limits import sft_flops
 from bench.memory import full_question
+from r3lite.episode import ANSWERED, Question, Step
+from r3lite.rollout.engine import Engine
+from r3lite.rollout.fetcher import Fetcher
+from r3lite.rollout.sequence import Sequence
 
 PROMPT = 128  # tokens before those that are sampled, in decoding
 RL_PROMPT, RL_NEW, RL_EPISODES = 216, 128, 8
+DOCUMENTS = 512  # tokens kept free for the documents of a search
 PASSAGES = 320  # of an encoding contest
 OURS, FLOOR = "r3lite", "floor"
 
@@ -70,6 +74,23 @@ class Contest:
         return found
 
 
+@dataclass
+class Turns(Engine):
+    """Episodes of full turns, of which the first ones search: a model with random weights would say nothing of use."""
+
+    searches: int = 0
+
+    def _turn_is_over(self, sequence: Sequence) -> bool:
+        return len(sequence.turn) >= self.lengths.max_new_tokens
+
+    def _close_turn(self, sequence: Sequence) -> None:
+        if len(sequence.steps) < self.searches:
+            sequence.add_step(Step("analysis", f"the river of town {sequence.stream.randrange(1000)}"))
+        else:
+            sequence.add_step(Step("analysis", answer="x"))
+            sequence.finish = ANSWERED
+
+
 class Ours:
     """r3lite's model with an adapter that is on."""
 
@@ -86,11 +107,7 @@ class Ours:
 
     def decode(self, batch: int, new: int, prompt: int = PROMPT) -> Callable[[], None]:
         """Sampling of `new` tokens after `prompt` others, with the engine of the rollouts."""
-        from r3lite.episode import Question
         from r3lite.formats import Prompts
-        from r3lite.rollout.engine import Engine
-        from r3lite.rollout.fetcher import Fetcher
-        from r3lite.rollout.sequence import Sequence
         from r3lite.settings import LengthSettings
 
         lengths = LengthSettings(max_new_tokens=new, max_length=prompt + new + 1)
@@ -169,44 +186,32 @@ def prompts(batch: int, tokens: int = PROMPT) -> list[list[int]]:
     return [[stream.randrange(1000, 100_000) for _ in range(tokens)] for _ in range(batch)]
 
 
-def rl_flags(folder: str, where: Path, device: str, algorithm: str, episodes: int, prompt: int, new: int) -> list[str]:
-    """The command line of RL in rounds of one question and one optimizer step, all episodes in one micro-batch."""
-    flags = f"--model {folder} --output {where / 'run'} --algorithm {algorithm} --save-every 0 --max-steps 2"
-    flags += f" --device {device} --dtype bf16 --batch-size 1 --num-generations {episodes} --quantize none"
-    flags += f" --mini-batch-size {episodes} --micro-batch-size {episodes}"
-    flags += f" --max-new-tokens {new} --max-length {prompt + new}"
-    return [*flags.split(), *full_question(folder, where, prompt)]
+def rl_round(
+    folder: str, device: str, algorithm: str, episodes: int, prompt: int, new: int, searches: int = 0
+) -> Callable[[int], dict[str, float]]:
+    """A round of PPO or GRPO on what r3lite.ppo builds for so many episodes; it may be run with fewer, and again.
 
-
-def rl_step(folder: str, device: str, algorithm: str) -> Callable[[], float]:
-    """Two rounds of the real command on one question; returns the seconds of the second one."""
-    from r3lite import ppo
-
-    def work() -> float:
-        with tempfile.TemporaryDirectory() as where:
-            flags = rl_flags(folder, Path(where), device, algorithm, RL_EPISODES, RL_PROMPT, RL_NEW)
-            assert ppo.main(flags) == 0, "the command failed"
-            return json.loads((Path(where) / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step_time"]
-
-    return work
-
-
-def grpo_round(folder: str, device: str, episodes: int, prompt: int, new: int) -> Callable[[int], dict[str, float]]:
-    """A round of GRPO on what r3lite.ppo builds for so many episodes; it may be run with fewer, and again.
-
-    Returns the seconds of its parts. Rewards are made up, 0 and 1 in turn, so that there is something to learn.
+    One question, one optimizer step, all episodes in one pass where memory allows it. An episode searches the sample
+    world `searches` times, with what documents are found spliced in, and samples `new` tokens in each turn. Returns the
+    seconds of its parts. Rewards are made up, 0 and 1 in turn, so that there is something to learn.
     """
     from r3lite import ppo
     from r3lite.command import COMMANDS
-    from r3lite.config import resolve
-    from r3lite.episode import Question
+    from r3lite.config import resolve, shipped
+    from r3lite.retrieval.retriever import build_retriever
     from r3lite.rl.batch import Batch, Rollout
-    from r3lite.settings import PpoConfig
+    from r3lite.settings import PpoConfig, RetrievalSettings
 
+    turns = prompt + new + searches * (new + DOCUMENTS)
+    flags = f"--model {folder} --algorithm {algorithm} --device {device} --dtype bf16 --quantize none --batch-size 1"
+    flags += f" --num-generations {episodes} --mini-batch-size {episodes} --micro-batch-size {episodes}"
+    flags += f" --max-new-tokens {new} --max-length {turns}"
     with tempfile.TemporaryDirectory() as where:
-        flags = rl_flags(folder, Path(where), device, "grpo", episodes, prompt, new)
-        engine, learner, _, _ = ppo.build(resolve("ppo", PpoConfig(), flags, COMMANDS))
-    scoring, seconds = learner.reference_logprobs, {}
+        question = full_question(folder, Path(where), prompt)
+        engine, learner, _, _ = ppo.build(resolve("ppo", PpoConfig(), [*flags.split(), *question], COMMANDS))
+    engine = Turns(**vars(engine), searches=searches)
+    corpus = RetrievalSettings(corpus=str(shipped("data", "world", "corpus.jsonl")), encoder="hashing")
+    retrieve, scoring, seconds = build_retriever(corpus, []), learner.reference_logprobs, {}
 
     def timed_scoring(batch: Batch) -> Tensor:
         start = time.perf_counter()
@@ -216,10 +221,10 @@ def grpo_round(folder: str, device: str, episodes: int, prompt: int, new: int) -
 
     learner.reference_logprobs = timed_scoring
 
-    def work(count: int) -> dict[str, float]:
+    def work(count: int = episodes) -> dict[str, float]:
         questions, seeds = [Question("1", "b", ("x",))] * count, list(map(str, range(count)))
         start = time.perf_counter()
-        sampled = engine.run(questions, seeds, lambda pairs: [[] for _ in pairs])
+        sampled = engine.run(questions, seeds, retrieve)
         seconds["rollout"] = time.perf_counter() - start
         rewards = ([(s.step_ends[-1], float(i % 2))] for i, s in enumerate(sampled))
         rollouts = [Rollout(s.tokens, s.action, s.logprobs, s.values, r, 0) for s, r in zip(sampled, rewards)]

@@ -123,7 +123,7 @@ def measure(case: Case, root: str | None, device: str) -> dict:
 
             def work() -> None:
                 if case.algorithm == "trl":
-                    peers.grpo(folder, PROMPT, case.tokens, 8, device)()
+                    peers.grpo_trainer(folder, PROMPT, case.tokens, 8, device, steps=2).train()
                     return
                 step = peers.sft(folder, case.tokens, device)
                 step()

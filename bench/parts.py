@@ -14,8 +14,9 @@ import torch
 from torch.profiler import record_function
 
 from r3lite.models import functions, logprobs, qwen2
-from r3lite.models.kv_cache import KVCache
+from r3lite.models.kv_cache import KVCache, Reading, Step
 from r3lite.models.nf4 import Nf4Linear
+from r3lite.models.packing import Pack
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 
@@ -44,7 +45,10 @@ RANGES = [
     (functions, ("_adapted",), ADAPTERS),
     (functions._AdaptedLinear, ("backward",), ADAPTERS),
     (qwen2.Attention, ("forward",), ATTENTION),
-    (KVCache, ("begin", "end", "copy", "swap"), ATTENTION),
+    (KVCache, ("reserve", "copy", "swap"), ATTENTION),
+    (Reading, ("__init__",), ATTENTION),
+    (Step, ("__init__",), ATTENTION),
+    (Pack, ("of",), ATTENTION),
     (qwen2.RMSNorm, ("forward",), ELEMENTWISE),
     (qwen2, ("swiglu", "rotate", "rotary_angles"), ELEMENTWISE),
     (qwen2.Layer, ("attend", "feed_forward"), ELEMENTWISE),

@@ -4,10 +4,13 @@ of work and returns what does it once."""
 import tempfile
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Semaphore, Thread
 
 import numpy as np
 import torch
 
+MANY = 1000  # steps, more than anyone asks for
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -74,38 +77,63 @@ def encode(folder: str, texts: list[str], longest: int, device: str) -> Callable
     return work
 
 
-def grpo(folder: str, prompt: int, new: int, episodes: int, device: str) -> Callable[[], float]:
-    """Two steps of a group of `episodes` completions of `new` tokens; returns the seconds of the second one."""
+def grpo_trainer(folder: str, prompt: int, new: int, episodes: int, device: str, steps: int, callbacks=()):
+    """TRL's trainer of a group of `episodes` completions of `new` tokens a step, KL to the base included."""
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    class Clock(TrainerCallback):
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=episodes, num_generations=episodes, max_steps=steps,
+        max_completion_length=new, beta=0.001, bf16=True, gradient_checkpointing=True, report_to=[],
+        use_cpu=device == "cpu", logging_strategy="no", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    return GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+        reward_funcs=lambda completions, **_: [float(len(set(c))) for c in completions],
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": [" a" * prompt] * episodes}),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS),
+        callbacks=list(callbacks),
+    )
+
+
+def grpo(folder: str, prompt: int, new: int, episodes: int, device: str) -> Callable[[], float]:
+    """One more step of `grpo_trainer`; returns its seconds.
+
+    Training runs in a thread that waits before each step until it is asked for, so that others may take turns with it.
+    """
+    from transformers import TrainerCallback
+
+    asked, done = Semaphore(0), SimpleQueue()
+
+    class Turns(TrainerCallback):
         def on_step_begin(self, *args, **kwargs) -> None:
+            asked.acquire()
             self.began = time.perf_counter()
 
         def on_step_end(self, *args, **kwargs) -> None:
-            self.seconds = time.perf_counter() - self.began
+            if device == "cuda":
+                torch.cuda.synchronize()
+            done.put(time.perf_counter() - self.began)
+
+    trainer = grpo_trainer(folder, prompt, new, episodes, device, MANY, [Turns()])
+
+    def train() -> None:
+        try:
+            trainer.train()
+        except Exception as error:  # whoever waits for the step is told
+            done.put(error)
+
+    Thread(target=train, daemon=True).start()
 
     def work() -> float:
-        clock = Clock()
-        with tempfile.TemporaryDirectory() as output:
-            config = GRPOConfig(
-                output_dir=output, per_device_train_batch_size=episodes, num_generations=episodes, max_steps=2,
-                max_completion_length=new, beta=0.001, bf16=True, gradient_checkpointing=True, report_to=[],
-                use_cpu=device == "cpu", logging_strategy="no", save_strategy="no", disable_tqdm=True,
-            )  # fmt: skip
-            trainer = GRPOTrainer(
-                model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
-                reward_funcs=lambda completions, **_: [float(len(set(c))) for c in completions],
-                args=config,
-                train_dataset=Dataset.from_dict({"prompt": [" a" * prompt] * episodes}),
-                processing_class=AutoTokenizer.from_pretrained(folder),
-                peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS),
-                callbacks=[clock],
-            )
-            trainer.train()
-        return clock.seconds
+        asked.release()
+        seconds = done.get()
+        if isinstance(seconds, Exception):
+            raise seconds
+        return seconds
 
     return work

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench import parts, records
-from bench.contests import PROMPT, RL_EPISODES, RL_PROMPT, Ours, grpo_round
+from bench.contests import PROMPT, RL_EPISODES, RL_PROMPT, Ours, rl_round
 from bench.memory import HUB, RESULTS
 
 TOKENS = 512  # of the SFT step
@@ -34,8 +34,8 @@ def stages(options: argparse.Namespace) -> dict[str, Callable[[], tuple[str, Wor
     device, folder = options.device, str(Path(options.models) / "0.5B") if options.models else HUB["0.5B"]
 
     def grpo() -> tuple[str, Work]:
-        play = grpo_round(folder, device, RL_EPISODES, RL_PROMPT, options.new)
-        return f"A GRPO round of {RL_EPISODES} x ({RL_PROMPT} + {options.new}) tokens", lambda: play(RL_EPISODES)
+        play = rl_round(folder, device, "grpo", RL_EPISODES, RL_PROMPT, options.new)
+        return f"A GRPO round of {RL_EPISODES} x ({RL_PROMPT} + {options.new}) tokens", play
 
     return {
         "sft": lambda: (f"An SFT step of {TOKENS} tokens", Ours(folder, device).sft(TOKENS, "4GiB")),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bench.contests import RL_PROMPT, Contest, Ours, grpo_round
+from bench.contests import RL_PROMPT, Contest, Ours, rl_round
 
 GROUPS = (2, 4, 8)  # episodes of a GRPO round
 NEW = 32  # tokens sampled in a round, and after a context
@@ -52,7 +52,7 @@ def growths(folder: str, device: str) -> list[Callable[[], Growth]]:
         return Growth(name, 0, {str(size): work(size) for size in sizes})
 
     def groups() -> Growth:
-        play = grpo_round(folder, device, max(GROUPS), RL_PROMPT, NEW)
+        play = rl_round(folder, device, "grpo", max(GROUPS), RL_PROMPT, NEW)
         name = f"a GRPO round of {RL_PROMPT} + {NEW} tokens, by episodes"
         return grow(name, GROUPS, lambda count: lambda: play(count))
 

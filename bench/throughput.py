@@ -62,18 +62,25 @@ def planned(kind: str, options: argparse.Namespace) -> list[Callable[[], Contest
         peak_seconds = ours.sft_flops(tokens) / product_peak(device)
         return Contest(f"SFT, {tokens} tokens", tokens, work, peak_seconds)
 
-    def rl(algorithm: str) -> Contest:
-        work = {OURS: contests.rl_step(folder, device, algorithm)}
-        if algorithm == "grpo" and find_spec("trl"):
+    def grpo() -> Contest:
+        work = {OURS: contests.rl_round(folder, device, "grpo", RL_EPISODES, RL_PROMPT, RL_NEW)}
+        if find_spec("trl"):
             work["TRL"] = peers.grpo(folder, RL_PROMPT, RL_NEW, RL_EPISODES, device)
-        return Contest(f"{algorithm.upper()} step, 8 x ({RL_PROMPT} + {RL_NEW})", RL_EPISODES * RL_NEW, work)
+        else:
+            print("TRL is not installed: r3lite alone")
+        return Contest(f"GRPO step, 8 x ({RL_PROMPT} + {RL_NEW})", RL_EPISODES * RL_NEW, work)
+
+    def ppo() -> Contest:
+        half = RL_NEW // 2
+        work = {OURS: contests.rl_round(folder, device, "ppo", RL_EPISODES, RL_PROMPT, half, searches=1)}
+        return Contest(f"PPO step, 8 x ({RL_PROMPT} + {half} + documents + {half})", RL_EPISODES * RL_NEW, work)
 
     return {
         "decode": [partial(decode, batch) for batch in BATCHES],
         "prefill": [partial(prefill, batch) for batch in BATCHES],
         "sft": [partial(sft, tokens) for tokens in ROWS],
-        "grpo": [partial(rl, "grpo")],
-        "ppo": [partial(rl, "ppo")],
+        "grpo": [grpo],
+        "ppo": [ppo],
         "encoder": [partial(contests.encoding, options.encoder, options.corpus, device)],
         "scaling": growths(folder, device),
     }[kind]
