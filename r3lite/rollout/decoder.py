@@ -34,13 +34,14 @@ class Decoder:
 class GraphDecoder(Decoder):
     """The same by graphs. The cache is given all its slots at once and keeps its place in memory.
 
+    Rows that only fill a bucket up write to the last slot: no row gets there, for nothing follows its last token.
     `capture` makes of a function that fills a tensor one that does it again. The first graph is held against the model
     itself; where it differs or cannot be captured, a warning is printed and the model is called from then on.
     """
 
     def __init__(self, model: Qwen2, cache: KVCache, slots: int, capture: Callable | None = None):
         super().__init__(model, cache)
-        cache.reserve(slots + 1)  # rows that fill a bucket up write behind the last slot
+        cache.reserve(slots)
         self.slots = cache.keys[0].shape[2]
         self.capture = capture or Capture()
         self.graphs: dict[tuple[int, int], tuple[Callable[[], object], Tensor]] = {}
@@ -99,6 +100,8 @@ class Capture:
         graph = torch.cuda.CUDAGraph()
         dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
         # Weights that autocast keeps from a capture would be in the graph's memory.
-        with torch.autocast("cuda", dtype, enabled, cache_enabled=False), torch.cuda.graph(graph, pool=self.pool):
+        # Other threads may use CUDA meanwhile: a retriever's.
+        how = {"pool": self.pool, "capture_error_mode": "thread_local"}
+        with torch.autocast("cuda", dtype, enabled, cache_enabled=False), torch.cuda.graph(graph, **how):
             result = work()
         return graph.replay, result
