@@ -54,9 +54,20 @@ class ScriptedEngine(Engine):
 
 @pytest.fixture
 def scripted(model, tokenizer):
+    return scripting(model, tokenizer)
+
+
+def scripting(model, tokenizer):
+    """Makes engines of a model that say what a script says."""
+
     def make(script, **settings):
         engine = ScriptedEngine(model, tokenizer, **settings)
         engine.script = script
         return engine
 
     return make
+
+
+@pytest.fixture
+def scripted_with():
+    return scripting
