@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from r3lite.models.packing import causal_masks
+
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 
 
@@ -78,13 +80,11 @@ class Reading:
         self.tokens = torch.tensor([[t for _, tokens in given for t in tokens]], device=device)  # [1, N]
         positions = [start + i for start, (_, tokens) in zip(starts, given) for i in range(len(tokens))]
         self.positions = torch.tensor([positions], device=device)  # [1, N]
-        longest = max(len(tokens) for _, tokens in given)
-        cache.reserve(max(start + len(tokens) for start, (_, tokens) in zip(starts, given)))
-        causal = torch.full((longest, longest), float("-inf"), dtype=cache.keys[0].dtype, device=device).triu(1)
+        stretches = [(start, len(tokens)) for start, (_, tokens) in zip(starts, given)]
+        cache.reserve(max(start + T for start, T in stretches))
+        masks = causal_masks(stretches, device, cache.keys[0].dtype)
         self.parts, first = [], 0
-        for start, (row, tokens) in zip(starts, given):
-            T = len(tokens)
-            mask = F.pad(causal[:T, :T], (start, 0)) if start else None
+        for (row, _), (start, T), mask in zip(given, stretches, masks):
             self.parts.append((slice(first, first + T), mask, row, start + T))
             first += T
 
@@ -123,7 +123,7 @@ class KVCache:
         if more > 0:
             for blocks in (self.keys, self.values):
                 for i, block in enumerate(blocks):
-                    blocks[i] = torch.nn.functional.pad(block, (0, 0, 0, more))
+                    blocks[i] = F.pad(block, (0, 0, 0, more))
 
     def step(self, rows: int) -> Step:
         """One more token in each of the first `rows` rows."""

@@ -69,12 +69,8 @@ class Pack:
 
         if rows:
             grow(0, len(rows), 0, ())
-        later = max((own.stop - own.start for own, before in found if before), default=0)
-        causal = torch.full((later, later), float("-inf"), dtype=dtype, device=device).triu(1)
-        segments = []
-        for own, before in found:
-            length, depth = own.stop - own.start, positions[own.start]
-            segments.append(Segment(own, before, F.pad(causal[:length, :length], (depth, 0)) if before else None))
+        masks = causal_masks([(positions[own.start], own.stop - own.start) for own, _ in found], device, dtype)
+        segments = [Segment(own, before, mask) for (own, before), mask in zip(found, masks, strict=True)]
         ids, at = (torch.tensor([x], dtype=torch.long, device=device) for x in (tokens, positions))
         return Pack(ids, at, segments, places)
 
@@ -95,6 +91,16 @@ class Pack:
         ]
         before, own = torch.tensor(pairs, dtype=torch.long, device=self.tokens.device).view(-1, 2).unbind(1)
         return before, self.tokens[0, own]
+
+
+def causal_masks(stretches: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype) -> list[Tensor | None]:
+    """What is added to the scores of T tokens that come after `start` others, [T, start + T], for each (start, T).
+
+    None where nothing comes before: that is causal attention's own case.
+    """
+    longest = max((T for start, T in stretches if start), default=0)
+    causal = torch.full((longest, longest), float("-inf"), dtype=dtype, device=device).triu(1)
+    return [F.pad(causal[:T, :T], (start, 0)) if start else None for start, T in stretches]
 
 
 def groups(rows: Sequence[Sequence[int]], tokens: int, most: int) -> list[list[int]]:
