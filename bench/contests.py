@@ -208,7 +208,7 @@ def rl_round(
     flags += f" --max-new-tokens {new} --max-length {turns}"
     with tempfile.TemporaryDirectory() as where:
         question = full_question(folder, Path(where), prompt)
-        engine, learner, _, _ = ppo.build(resolve("ppo", PpoConfig(), [*flags.split(), *question], COMMANDS))
+        engine, learner, _, _ = ppo.build(resolve("ppo", PpoConfig(), [*flags.split(), *question], COMMANDS), ["b"])
     engine = Turns(**vars(engine), searches=searches)
     corpus = RetrievalSettings(corpus=str(shipped("data", "world", "corpus.jsonl")), encoder="hashing")
     retrieve, scoring, seconds = build_retriever(corpus, []), learner.reference_logprobs, {}

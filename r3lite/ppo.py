@@ -40,7 +40,7 @@ def train(config: PpoConfig) -> None:
     retrieve = build_retriever(config.retrieval, questions)
     judge = build_judge(config.judge, run.output, config.reward)
     torch.manual_seed(seed)  # of dropout; all else has streams of its own
-    engine, learner, training, grant = build(config)
+    engine, learner, training, grant = build(config, [q.text for q in questions])
     training.data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in questions]).encode()):08x}"
     training.facts = {"algorithm": rl.algorithm, "questions": len(questions)}
 
@@ -75,7 +75,7 @@ def train(config: PpoConfig) -> None:
         print(f"done: {run.output / 'adapter'}; what it said: {run.output / EPISODES}")
 
 
-def build(config: PpoConfig) -> tuple:
+def build(config: PpoConfig, questions: list[str]) -> tuple:
     """The rollout engine, the learner, what a checkpoint holds and the memory granted: one model with two adapters."""
     from r3lite.formats import Prompts
     from r3lite.models import activation_checkpointing, lora, packing, weights
@@ -92,7 +92,9 @@ def build(config: PpoConfig) -> tuple:
 
     prompts, folder = Prompts.load(config.protocol), weights.resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
-    openings = (tokenizer.open_chat(prompts.opening(question), prompts.system) for question in "ab")
+    # The first and the last in order of the alphabet have in common what all have.
+    ends = min(questions), max(questions)
+    openings = (tokenizer.open_chat(prompts.opening(question), prompts.system) for question in ends)
     plan = plan_memory(config, packing.alike(*openings))
     model, precision = load_base(folder, config.model, config.memory, plan)
     model.train()

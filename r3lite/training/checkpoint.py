@@ -80,19 +80,30 @@ def sync(path: Path) -> None:
 
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Makes `folder` anew: `fill` writes into a temporary sibling, which is flushed and takes its place."""
-    new, old = (folder.with_name(f".{folder.name}.{which}{PART}") for which in ("new", "old"))
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    new = _hidden(folder, "new")
+    shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     fill(new)
     for path in sorted(new.rglob("*")):
         sync(path)
     sync(new)
-    if folder.exists():  # no system replaces a folder that is not empty in one go
-        os.replace(folder, old)
+    old = _set_aside(folder) if folder.exists() else None  # a folder that is not empty cannot be replaced in one go
     os.replace(new, folder)
     sync(folder.parent)
+    if old:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _hidden(folder: Path, which: str) -> Path:
+    return folder.with_name(f".{folder.name}.{which}{PART}")
+
+
+def _set_aside(folder: Path) -> Path:
+    """Takes a folder out of sight in one go; where it is now."""
+    old = _hidden(folder, "old")
     shutil.rmtree(old, ignore_errors=True)
+    os.replace(folder, old)
+    return old
 
 
 def crc(path: Path) -> int:
@@ -168,15 +179,21 @@ def newest_sound(output: Path) -> Path | None:
 
 
 def prune(output: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints."""
+    """Removes all but the newest `keep` checkpoints; one that cannot be removed is no reason to end a run."""
     for folder in list(all_of(output).values())[:-keep]:
-        remove(folder)
+        try:
+            remove(folder)
+        except R3LiteError as error:
+            print(f"warning: {error}", file=sys.stderr)
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint; its manifest goes first, so that a kill midway leaves none that looks sound."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Removes a checkpoint; it goes out of sight first, so that a kill midway leaves no half of one."""
+    try:
+        old = _set_aside(folder)
+    except OSError as error:  # on Windows, while a program has one of its files open
+        raise R3LiteError(f"{folder} cannot be removed: {error}", "Close what uses it, and run again.") from error
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sweep(output: Path) -> None:

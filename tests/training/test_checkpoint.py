@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -108,6 +109,25 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2  # with what was left half written,
     checkpoint.sweep(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]  # which the next start sweeps
+
+
+def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_one(tmp_path, monkeypatch):
+    """Files were removed in place once, so a kill among them left a checkpoint that was not sound."""
+    written(tmp_path, 1, 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.shutil, "rmtree", lambda folder, ignore_errors: None)  # killed before the first file
+        checkpoint.prune(tmp_path, 1)
+    assert list(checkpoint.all_of(tmp_path)) == [2]
+    checkpoint.sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_a_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch, capsys):
+    written(tmp_path, 1, 2)
+    monkeypatch.setattr(checkpoint.os, "replace", Mock(side_effect=PermissionError("a file is in use")))
+    checkpoint.prune(tmp_path, 1)
+    assert "checkpoint-1 cannot be removed: a file is in use" in capsys.readouterr().err
+    assert list(checkpoint.all_of(tmp_path)) == [1, 2]
 
 
 WRITER = """

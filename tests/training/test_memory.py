@@ -94,8 +94,8 @@ def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plan
 def test_a_round_of_reinforcement_learning_takes_what_was_planned(
     folder, tmp_path, plans, monkeypatch, algorithm, more
 ):
-    """Scoring under the reference was once planned for larger passes than it makes."""
-    # The plan knows of the instructions that they are shared; of the 8 tokens that follow, the run finds that too.
+    """Scoring under the reference was once planned for larger passes than it makes; and where all questions are alike,
+    their words were not known to be read once."""
     question = full_question(str(folder), tmp_path, 264)
     # A random model chances on a stop string now and then; here every turn is full.
     monkeypatch.setattr(Engine, "_turn_is_over", lambda self, s: len(s.turn) >= self.lengths.max_new_tokens)
@@ -104,7 +104,7 @@ def test_a_round_of_reinforcement_learning_takes_what_was_planned(
     more += ["--algorithm", algorithm, "--quantize", "none"]
     with LiveTensors() as counter:
         assert ppo.main(flags(folder, tmp_path, *sizes, *more)) == 0
-    assert plans[0].peak == pytest.approx(counter.peak, rel=0.05)
+    assert plans[0].peak == pytest.approx(counter.peak, rel=0.04)
     assert plans[0].workload.scores and plans[0].workload.critic == (algorithm == "ppo")
 
 
