@@ -8,8 +8,10 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from r3lite import command
 from r3lite.config import UsageError
 from r3lite.episode import Document, Question, Step
 from r3lite.errors import R3LiteError
-from r3lite.files import read_jsonl, write_jsonl, write_text
+from r3lite.files import write_jsonl
 from r3lite.formats import Prompts, R3Format
 from r3lite.settings import CollectSettings, Common, DataSettings, JudgeSettings, ProtocolSettings, RetrievalSettings
 
@@ -74,15 +76,37 @@ def work(config: CollectConfig) -> None:
     if not config.data.data:
         raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
     output = Path(config.common.output or time.strftime("runs/collect-%Y%m%d-%H%M%S.jsonl"))
-    if output.is_dir():
-        raise R3LiteError(f"--output {output} is a folder", "Name a file that ends in .jsonl.")
+    check_output(output, config)
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     collect = gold if config.collect.source == "gold" else teacher
-    tally = collect(config, questions, build_retriever(config.retrieval, questions), output)
+    retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
+    tally = collect(config, questions, retrieve, output)
     print(tally.table())
     print(f"written to {output}")
     if not (tally.kept or tally.extra.get("kept by earlier runs")):
         raise R3LiteError("no trajectory was kept", "The table above says why.")
+
+
+def check_output(output: Path, config: CollectConfig) -> None:
+    """Refuses, before anything is read, an output that cannot be written or that holds what is not ours to replace."""
+    remedy = "Name a new file that ends in .jsonl."
+    try:
+        for flag, given in (("--data", config.data.data), ("--corpus", config.retrieval.corpus)):
+            if given and output.exists() and Path(given).exists() and output.samefile(given):
+                raise R3LiteError(f"--output {output} is the file of {flag}", remedy)
+        if output.exists() and not output.is_file():
+            raise R3LiteError(f"--output {output} is a {'folder' if output.is_dir() else 'device'}", remedy)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=output.parent).close()  # only trying tells
+        if output.exists():
+            open(output, "ab").close()
+        before = recorded(output, is_trajectory)
+        if config.collect.source == "teacher":
+            recorded(rejections_of(output), is_rejection)
+    except OSError as error:
+        raise R3LiteError(f"--output {output} cannot be written: {error}", "Name another file.") from error
+    if config.collect.source == "gold" and any(r["source"] == "teacher" for r in before):
+        raise R3LiteError(f"{output} holds a teacher's trajectories", "Name another --output, or remove the file.")
 
 
 def gold(config: CollectConfig, questions: list[Question], retrieve, output: Path) -> Tally:
@@ -90,8 +114,6 @@ def gold(config: CollectConfig, questions: list[Question], retrieve, output: Pat
     from r3lite.datasets.gold import obstacle, queries, steps, with_gold
     from r3lite.datasets.trajectories import Trajectory, check_steps
 
-    if any(record.get("source") == "teacher" for record in recorded(output)):
-        raise R3LiteError(f"{output} holds a teacher's trajectories", "Name another --output, or remove the file.")
     tally, usable = Tally(len(questions)), []
     for question in questions:
         reason = obstacle(question, config.collect.max_hops)
@@ -212,8 +234,9 @@ def teacher(config: CollectConfig, questions: list[Question], retrieve, output: 
 
     from r3lite.datasets.trajectories import Trajectory
 
-    rejected = output.with_name(f"{output.name}.rejected.jsonl")
-    kept_before, rejected_before = ({str(r.get("id")) for r in recorded(path)} for path in (output, rejected))
+    rejected = rejections_of(output)
+    kept_before = {str(r.get("id")) for r in recorded(output, is_trajectory)}
+    rejected_before = {str(r["id"]) for r in recorded(rejected, is_rejection)}
     waiting = [q for q in questions if q.id not in kept_before | rejected_before]
     tally = Tally(len(questions))
     if len(waiting) < len(questions):
@@ -255,19 +278,48 @@ def teacher(config: CollectConfig, questions: list[Question], retrieve, output: 
     return tally
 
 
-def recorded(path: Path) -> list[dict]:
-    """The records of a file that an earlier run wrote line by line; a line that it did not finish is removed."""
+def rejections_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.rejected.jsonl")
+
+
+def is_trajectory(record: dict) -> bool:
+    return "steps" in record and record.get("source") in ("gold", "teacher")
+
+
+def is_rejection(record: dict) -> bool:
+    return record.keys() == {"id", "reason"}
+
+
+def recorded(path: Path, is_ours: Callable[[dict], bool]) -> list[dict]:
+    """The records of a file that an earlier run wrote line by line; a line that it did not finish is removed.
+
+    A file with anything else in it is refused and left as it is.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    if torn := lines.pop():
-        try:
-            json.loads(torn)
-            lines.append(torn)  # whole, but for its end
-        except json.JSONDecodeError:
+    # Bytes, as what is torn may end inside a character.
+    *lines, last = path.read_bytes().split(b"\n")
+    torn = _parsed(last) is None and last[:7] == b'{"id": '[: len(last)]  # how every line of ours begins
+    records = []
+    for number, line in enumerate(lines if torn else [*lines, last], 1):
+        record = _parsed(line)
+        if line.strip() and (record is None or not is_ours(record)):
+            cause = f"{path} is there, and its line {number} is none that collect wrote"
+            raise R3LiteError(cause, "Name another --output, or move the file away.")
+        records += [] if record is None else [record]
+    if last:
+        if torn:
             print(f"{path}: the last line is torn and was removed", file=sys.stderr)
-        write_text(path, "".join(f"{line}\n" for line in lines))
-    return [record for _, record in read_jsonl(path)]
+        write_jsonl(path, records)
+    return records
+
+
+def _parsed(line: bytes) -> dict | None:
+    try:
+        record = json.loads(line)
+    except ValueError:  # neither JSON nor UTF-8
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def append(path: Path, records: list[dict]) -> None:

@@ -1,5 +1,7 @@
 """How every `python -m r3lite.X` starts and ends: arguments, `--dry-run`, errors, signals and exit codes."""
 
+import errno
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -49,15 +51,29 @@ def run(
             print(describe(config))
             if plan:
                 print(plan(config))
-            return 0
-        signal.signal(signal.SIGTERM, _terminate)
-        work(config)
+        else:
+            signal.signal(signal.SIGTERM, _terminate)
+            work(config)
+        sys.stdout.flush()  # here, where it is caught, if nobody reads it
         return 0
     except UsageError as error:
         print(f"r3lite.{command}: {error}", file=sys.stderr)
         return 2
     except R3LiteError as error:
         print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Who read the output, such as `head`, has seen enough. What is left of it goes nowhere, also at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is None and error.errno != errno.ENOSPC:  # a network's, or our own bug
+            raise
+        print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
+        print(
+            "  Check that there is room and that the path can be read and written, or pass another (--output).",
+            file=sys.stderr,
+        )
         return 1
     except RuntimeError as error:
         torch = sys.modules.get("torch")

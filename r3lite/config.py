@@ -19,6 +19,7 @@ import textwrap
 import tomllib
 import types
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -123,6 +124,8 @@ class _Kind:
             items = [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value
             if not isinstance(items, (list, tuple)):
                 raise UsageError(f"{name} is {value!r}; it must be a list")
+            if not items:
+                raise UsageError(f"{name} is empty; it must name at least one")
             return tuple(dataclasses.replace(self, many=False).read(name, v) for v in items)
         if self.choices:
             if value not in self.choices:
@@ -142,7 +145,7 @@ class _Kind:
             value = self.scalar(value)
             if self.scalar is float and not math.isfinite(value):
                 raise ValueError  # nan passes every comparison with a bound
-        except ValueError:
+        except (TypeError, ValueError, OverflowError):
             raise UsageError(
                 f"{name} is {value!r}; it must be {'a whole number' if self.scalar is int else 'a number'}"
             ) from None
@@ -180,38 +183,45 @@ def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
     return dataclasses.replace(config, **changed)
 
 
-def read_toml(path: Path, command: str, commands: tuple[str, ...]) -> dict[str, Any]:
-    """The settings that a TOML file holds for one command."""
+def load_toml(path: Path) -> dict[str, Any]:
+    """The keys and tables of a TOML file."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
-    known, values = all_settings(), {}
-    for source in (tables, tables.get(command, {})):
-        for key, value in source.items():
-            if isinstance(value, dict):
-                if source is not tables or key not in commands:
-                    raise UsageError(f"{path}: no command is named {key!r}{nearest(key, commands)}")
-            elif key not in known:
-                raise UsageError(f"{path}: unknown key {key!r}{nearest(key, known)}")
-            else:
-                values[key] = value
-    unknown = {k for t, body in tables.items() if isinstance(body, dict) for k in body} - known
-    if unknown:
-        key = sorted(unknown)[0]
-        raise UsageError(f"{path}: unknown key {key!r}{nearest(key, known)}")
-    return values
+
+
+def read_toml(path: Path, command: str, commands: tuple[str, ...], own: Collection[str]) -> dict[str, Any]:
+    """The settings that a TOML file holds for one command, whose own table may hold no others than `own`."""
+    loaded, known = load_toml(path), all_settings()
+    # `index` is a setting and a command: which one is meant shows in whether it is a table.
+    tables = {key: value for key, value in loaded.items() if isinstance(value, dict)}
+    top = {key: value for key, value in loaded.items() if key not in tables}
+    for table in tables:
+        if table not in commands:
+            raise UsageError(f"{path}: no command is named {table!r}{nearest(table, commands)}")
+    for table, body in {"": top, **tables}.items():
+        names, where = own if table == command else known, f" in [{table}]" if table else ""
+        for key in body:
+            if key not in names:
+                raise UsageError(f"{path}: unknown key {key!r}{where}{nearest(key, names)}")
+    return top | tables.get(command, {})
 
 
 def to_toml(config: Any, command: str) -> str:
-    """The resolved settings as a TOML file that `--config` reads back. TOML has no null: an unset key is left out."""
+    """The resolved settings as a TOML file that `--config` reads back.
+
+    TOML has no null. An unset key is written as "none": left out, it would take a preset's value again. Where to
+    write, what to resume and when to leave are no settings of the run, and are left out.
+    """
     lines = [f"# resolved settings of: python -m r3lite.{command}", f"[{command}]"]
     for section in sections(config).values():
         for f in dataclasses.fields(section):
             value = getattr(section, f.name)
-            if value is not None and f.name not in ("config", "dry_run"):
-                # JSON's strings, numbers, booleans and lists are TOML's too, except for escapes that we never write.
-                lines.append(f"{f.name} = {json.dumps(value, ensure_ascii=False)}")
+            if f.name in ("config", "dry_run") or (value is None and f.name in ("output", "resume", "stop_after")):
+                continue
+            # JSON's strings, numbers, booleans and lists are TOML's too, except for escapes that we never write.
+            lines.append(f"{f.name} = {json.dumps('none' if value is None else value, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 
 
@@ -257,20 +267,28 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
 
     `table` names the table of a TOML file that is read, by default the command's."""
     parser, table = build_parser(command, default), table or command
+    own = flat(default)
     given, rest = parser.parse_known_args(argv)
     if rest:
-        flags = [_flag(name) for name in flat(default)]
+        flags = [_flag(name) for name in own]
         word = rest[0].partition("=")[0]
         raise UsageError(f"unknown argument {rest[0]}{nearest(word, flags)}")
     given = vars(given)
     # A file may name its preset, which it then refines.
-    from_file = read_toml(Path(given["config"]), table, commands) if given.get("config") else {}
-    preset = given.get("preset") or from_file.get("preset") or flat(default)["preset"]
+    from_file = read_toml(Path(given["config"]), table, commands, own) if given.get("config") else {}
+    preset = given.get("preset") or from_file.get("preset") or own["preset"]
     presets = sorted(p.stem for p in shipped("presets").glob("*.toml"))
     if preset not in presets:
-        raise UsageError(f"no preset is named {preset!r}; there are {', '.join(presets)}{nearest(preset, presets)}")
-    config = with_values(
-        default, read_toml(shipped("presets", f"{preset}.toml"), table, commands), f"preset {preset}: "
-    )
-    config = with_values(config, from_file, f"{given.get('config')}: ")
-    return with_values(config, {**{k: v for k, v in given.items()}, "preset": preset}, "")
+        known = f"there are {', '.join(presets)}{nearest(str(preset), presets)}"
+        raise UsageError(f"no preset is named {preset!r}; {known}")
+    from_preset = read_toml(shipped("presets", f"{preset}.toml"), table, commands, all_settings())
+    config = default
+    for where, values in (
+        (f"preset {preset}: ", from_preset),
+        (f"{given.get('config')}: ", from_file),
+        ("", given | {"preset": preset}),
+    ):
+        # Who asks for epochs does not want the length that an earlier source gave in steps.
+        longer = {"max_steps": None} if "epochs" in values else {}
+        config = with_values(config, longer | values, where)
+    return config

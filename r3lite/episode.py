@@ -18,6 +18,12 @@ class Document:
     title: str
     text: str
 
+    def __post_init__(self):
+        # Documents come from many kinds of rows; their readers name file and line of the TypeError.
+        for name in ("title", "text"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"the {name} of document {self.id} is not text")
+
     def to_json(self) -> dict:
         return {"id": self.id, "title": self.title, "text": self.text}
 
@@ -119,12 +125,11 @@ class Step:
 
 @dataclass
 class Episode:
-    """One attempt at a question: its steps, how it ended, and what it was paid for, by part."""
+    """One attempt at a question: its steps and how it ended."""
 
     question: Question
     steps: list[Step] = field(default_factory=list)
     finish: str = CUT_OFF
-    rewards: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def prediction(self) -> str:

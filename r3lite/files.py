@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def read_jsonl(path: str | Path, on_bad: Callable[[R3LiteError], None] | None = 
             continue
         try:
             record = json.loads(line)
-            problem = None if isinstance(record, dict) else "not a JSON object"
+            problem = half_pair(line, record) if isinstance(record, dict) else "not a JSON object"
         except json.JSONDecodeError as error:
             problem = f"not JSON: {error}"
         if problem is None:
@@ -52,3 +53,16 @@ def read_jsonl(path: str | Path, on_bad: Callable[[R3LiteError], None] | None = 
         if on_bad is None:
             raise bad
         on_bad(bad)
+
+
+def half_pair(text: str, value) -> str | None:
+    """What is wrong with the `value` of a JSON `text` that holds half of a surrogate pair, or None.
+
+    Only an escape such as "\\ud83d" can bring one in, and nothing takes it later: neither a tokenizer nor a UTF-8 file.
+    """
+    if re.search(r"\\u[dD]", text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return f"it holds half of a surrogate pair ({error.object[error.start]!a})"
+    return None

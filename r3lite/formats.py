@@ -159,7 +159,8 @@ def _template(name: str, placeholder: str, optional: str | None = None) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise R3LiteError(f"prompt file {path} cannot be read: {error}", "Name a UTF-8 text file.") from error
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Name a UTF-8 text file.") from error
     found = re.findall(r"\{(\w+)\}", text)
     if found.count(placeholder) != 1 or set(found) - {placeholder, optional}:
         raise R3LiteError(

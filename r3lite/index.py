@@ -31,8 +31,8 @@ def work(config: IndexConfig) -> None:
     from r3lite.training.precision import resolve_device
 
     output = config.common.output or time.strftime("runs/index-%Y%m%d-%H%M%S")
-    index.check_output(output)
-    documents = read_corpus(settings.corpus)
+    index.check_output(output)  # before the encoding, which may take hours
+    documents = read_corpus(settings.corpus, settings.skip_bad_rows)
     # Hashing has no use for a device, and a run without a card should not be warned of it.
     device = "cpu" if settings.encoder == "hashing" else str(resolve_device(settings.device))
     encoder = make_encoder(settings.encoder, settings.encoder_style, documents, device, settings.batch_size)

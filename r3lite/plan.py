@@ -1,10 +1,13 @@
 """The memory that a run will take, before it runs: a table by phase, and the settings chosen to make it fit."""
 
+import argparse
+import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite import command
+from r3lite.config import UsageError, load_toml
 from r3lite.settings import PlanSettings, PpoConfig, SftConfig
 
 
@@ -42,12 +45,28 @@ def work(config: PlanSftConfig | PlanRlConfig) -> None:
         print(f"written to {path}")
 
 
+def learns(argv: list[str]) -> bool:
+    """Whether the run is one of reinforcement learning, by --algorithm or else by the file of --config.
+
+    This decides which flags there are, so it is found out before the others are read.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--algorithm", "--config"):
+        parser.add_argument(flag, nargs="?")
+    given, _ = parser.parse_known_args(argv)
+    tables = {}
+    if given.config and not given.algorithm:
+        with contextlib.suppress(UsageError):  # it is raised again when the settings are read
+            tables = load_toml(Path(given.config))
+    algorithm = given.algorithm or tables.get("algorithm")
+    if algorithm is None:  # the config.toml of a run has one table
+        return "ppo" in tables and "sft" not in tables
+    return algorithm in ("ppo", "grpo")
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    # The algorithm decides which flags there are, so it is looked for before the others are read.
-    words = " ".join(argv).replace("=", " ").split()
-    learns = "--algorithm" in words and words[words.index("--algorithm") + 1 :][:1] in (["ppo"], ["grpo"])
-    if learns:
+    if learns(argv):
         return command.run("plan", PlanRlConfig(), work, argv, table="ppo")
     return command.run("plan", PlanSftConfig(), work, argv, table="sft")
 

@@ -44,7 +44,8 @@ def work(config: RetrieveConfig) -> None:
         )
     cuts = sorted({*CUTS, config.retrieval.top_k})
     # All questions' paragraphs are the corpus where no other is named, those of questions without gold among them.
-    retrieve = build_retriever(dataclasses.replace(config.retrieval, top_k=cuts[-1]), questions)
+    settings = dataclasses.replace(config.retrieval, top_k=cuts[-1])
+    retrieve = build_retriever(settings, questions, skip_bad_rows=config.data.skip_bad_rows)
     start = time.perf_counter()
     found = retrieve([(q, q.text) for q in known])
     seconds = time.perf_counter() - start

@@ -4,9 +4,11 @@ The two that train do so here, because the planner takes the same flags as they 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
-from r3lite.config import Count, Fraction, NonNegative, Positive, Section, Whole
+from r3lite.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
+
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Common(Section):
     """TOML file of settings, such as the config.toml of an earlier run"""
     output: str | None = None
     """folder or file to write; by default runs/<command>-<time>"""
-    seed: Whole = 0
+    seed: Annotated[int, Bounds(low=0, high=2**63 - 1)] = 0
     """seed of every random stream"""
     dry_run: bool = False
     """print the resolved settings and exit"""
@@ -32,7 +34,7 @@ class Schedule(Section):
     max_steps: Count | None = None
     """optimizer steps (SFT) or rollout-and-update rounds (RL); the learning-rate schedule spans them"""
     epochs: Positive = 1.0
-    """passes over the data, where --max-steps is not given"""
+    """passes over the data, where --max-steps is not given; unsets the max_steps of default, preset or file"""
     save_every: Whole = 50
     """steps between checkpoints; 0: only at the end"""
     keep_checkpoints: Count = 2
@@ -88,8 +90,8 @@ class LoraSettings(Section):
     lora_alpha: Positive = 16.0
     """scale; the adapter is multiplied by alpha / r"""
     lora_dropout: Fraction = 0.0
-    """dropout before the adapter"""
-    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """dropout before the adapter, in SFT; RL has none: what is trained must be what was sampled from"""
+    lora_targets: tuple[Projection, ...] = get_args(Projection)
     """projections that get an adapter"""
     rslora: bool = False
     """scale by alpha / sqrt(r) instead (arXiv 2312.03732)"""
@@ -172,6 +174,8 @@ class IndexSettings(Section):
     """passages encoded together"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where passages are encoded; auto: cuda where there is one, else mps, else cpu"""
+    skip_bad_rows: bool = False
+    """count malformed passages and go on, instead of stopping at the first"""
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,7 @@ class TruncationSettings(Section):
 
     top_k_sampling: Whole = 0
     """sample from the k likeliest tokens only; 0: all"""
-    top_p: Fraction = 1.0
+    top_p: Annotated[float, Bounds(above=0, high=1)] = 1.0
     """sample from the smallest set of tokens with this probability"""
 
 
@@ -275,7 +279,7 @@ class JudgeSettings(Section):
     judge_output_price: NonNegative = 2.50
     """US dollars per million output tokens"""
     judge_cache: str | None = None
-    """folder of cached replies; default: judge-cache in the output folder"""
+    """folder of cached replies; default: judge-cache in the output folder, and for collect <output>.cache"""
 
 
 @dataclass(frozen=True)
@@ -283,7 +287,7 @@ class SftSettings(Section):
     """Supervised fine-tuning."""
 
     batch_size: Count = 2
-    """most rows of one backward pass, padded to the longest"""
+    """most rows of one backward pass, laid end to end"""
     gradient_accumulation: Count = 8
     """rows of one optimizer step, in units of --batch-size"""
     max_length: Count = 2048
@@ -323,8 +327,8 @@ class RLSettings(Section):
     """passes over the episodes of a round"""
     mini_batch_size: Count = 16
     """episodes of one optimizer step"""
-    micro_batch_size: Count = 4
-    """most episodes of one backward pass"""
+    micro_batch_size: Count | None = None
+    """most episodes of one pass; by default as many as --micro-batch-tokens holds"""
     clip_low: NonNegative = 0.2
     """the probability ratio is clipped below at 1 - this"""
     clip_high: NonNegative = 0.2

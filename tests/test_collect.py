@@ -89,7 +89,7 @@ def test_each_hop_of_all_questions_is_one_batch(tmp_path, monkeypatch):
         batches.append([query for _, query in pairs])
         return [[] for _ in pairs]
 
-    monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", lambda settings, questions: retrieve)
+    monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", lambda *_, **__: retrieve)
     data = write(tmp_path / "data.jsonl", [row(1), row(2, hops=[("Who?", "Oslo", 0)]), row(3)])
     assert run(data, tmp_path / "out.jsonl") == 0
     assert batches == [
@@ -117,6 +117,71 @@ def test_nothing_kept_is_a_failure_that_says_why(tmp_path, capsys):
 def test_user_errors(capsys, arguments, status, message):
     assert collect.main(arguments) == status
     assert message in capsys.readouterr().err
+
+
+def untouched(capsys, files, status, words):
+    """Checks that a command failed with `words` and changed none of the `files` (path -> bytes before)."""
+    error = capsys.readouterr().err
+    assert status == 1 and words in error and "Traceback" not in error
+    assert all(path.read_bytes() == content for path, content in files.items())
+
+
+def test_an_output_that_is_an_input_is_refused(tmp_path, capsys):
+    """`--data own.jsonl --output own.jsonl` made two trajectories of a hundred questions, and they were gone."""
+    data, corpus = tmp_path / "own.jsonl", tmp_path / "corpus.jsonl"
+    write(data, [row(1) | {"source": "gold", "steps": []}])
+    write(corpus, [{"id": "1", "title": "T", "text": "x"}])
+    (tmp_path / "link").symlink_to(data)
+    files = {path: path.read_bytes() for path in (data, corpus)}
+    for output, flag in ((data, "--data"), (tmp_path / "link", "--data"), (corpus, "--corpus")):
+        untouched(capsys, files, run(data, output, "--corpus", str(corpus)), f"is the file of {flag}")
+
+
+@pytest.mark.parametrize("source", ["gold", "teacher"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"first line\nlast line",
+        b"hello",
+        b"\x89PNG\r\n\xff\xfe\x00",
+        b'{"id": "7", "title": "T", "text": "x"}\n',
+        b'{"id": "7", "title": "T", "text": "x"}',
+        b'{"id": "q1", "steps": [], "source": "gold"}\n{"id": "q2"}\n{"id": "q3", "st',
+        b"[]",
+    ],
+)
+def test_a_file_of_other_things_is_refused_and_left_as_it_is(tmp_path, capsys, source, content):
+    """Gold overwrote any file; a text lost its last line as a torn one, and a picture gave a UnicodeDecodeError."""
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(content)
+    data = write(tmp_path / "data.jsonl", [row(1)])
+    untouched(capsys, {output: content}, run(data, output, "--source", source), "none that collect wrote")
+
+
+def test_rejections_that_are_none_are_refused(tmp_path, capsys):
+    rejected = tmp_path / "out.jsonl.rejected.jsonl"
+    rejected.write_text("hello")
+    data = write(tmp_path / "data.jsonl", [row(1)])
+    status = run(data, tmp_path / "out.jsonl", "--source", "teacher")
+    untouched(capsys, {rejected: b"hello"}, status, "none that collect wrote")
+
+
+def test_gold_replaces_what_gold_wrote(tmp_path):
+    data, output = write(tmp_path / "data.jsonl", [row(1), row(2)]), tmp_path / "out.jsonl"
+    assert run(data, output) == 0
+    whole = output.read_bytes()
+    output.write_bytes(whole[:-20])
+    assert run(data, output) == 0
+    assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize("output", ["file/out.jsonl", "/proc/out.jsonl", "/dev/null"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path, monkeypatch, capsys, output):
+    """It was a traceback, after the retriever had been built."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    status = run(write(tmp_path / "data.jsonl", ["no row"]), output)
+    untouched(capsys, {}, status, f"--output {output} ")
 
 
 # Teacher
@@ -249,6 +314,10 @@ def test_a_second_run_asks_only_what_is_left(tmp_path, teach, capsys):
     assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
     assert len(teach.server.prompts) == asked and teach.output.read_bytes() == kept
     assert "torn" in capsys.readouterr().err
+    # It may be torn inside a character, too.
+    teach.output.write_bytes(kept + '{"id": "q2", "question": "é'.encode()[:-1])
+    assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
+    assert teach.output.read_bytes() == kept
 
 
 def test_caps_stop_the_run_with_whole_lines_and_a_later_run_goes_on(tmp_path, teach, capsys):

@@ -1,12 +1,18 @@
 """Settings: where a value comes from, what is refused and how, and that what is saved is read back."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+import typing
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 import r3lite.settings as settings
 from r3lite import command
+from r3lite.collect import CollectConfig
 from r3lite.config import (
     Section,
     UsageError,
@@ -21,6 +27,12 @@ from r3lite.config import (
     with_values,
 )
 from r3lite.errors import R3LiteError
+from r3lite.evaluate import EvaluateConfig
+from r3lite.index import IndexConfig
+from r3lite.models.lora import PROJECTIONS
+from r3lite.plan import PlanRlConfig, PlanSftConfig
+from r3lite.quickstart import QuickstartConfig
+from r3lite.retrieve import RetrieveConfig
 
 
 @dataclass(frozen=True)
@@ -33,9 +45,22 @@ class Everything:
     lora: settings.LoraSettings = settings.LoraSettings()
     optimizer: settings.OptimizerSettings = settings.OptimizerSettings(learning_rate=3e-4)
     data: settings.DataSettings = settings.DataSettings()
+    truncation: settings.TruncationSettings = settings.TruncationSettings()
     judge: settings.JudgeSettings = settings.JudgeSettings()
 
 
+# Settings of each command, with the table of a TOML file that they are read from.
+CONFIGS = {
+    "sft": (settings.SftConfig(), "sft"),
+    "ppo": (settings.PpoConfig(), "ppo"),
+    "evaluate": (EvaluateConfig(), "evaluate"),
+    "collect": (CollectConfig(), "collect"),
+    "index": (IndexConfig(), "index"),
+    "retrieve": (RetrieveConfig(), "retrieve"),
+    "quickstart": (QuickstartConfig(), "quickstart"),
+    "plan": (PlanSftConfig(), "sft"),
+    "plan of RL": (PlanRlConfig(), "ppo"),
+}
 SECTIONS = [cls for cls in vars(settings).values() if isinstance(cls, type) and issubclass(cls, Section)]
 SECTIONS.remove(Section)
 
@@ -97,6 +122,13 @@ def test_values_are_read_by_their_type():
         (["--preset", "laptop"], "no preset is named 'laptop'; there are .*laptop-4gb"),
         (["--config", "gone.toml"], "gone.toml cannot be read"),
         (["--lora-r"], "expected one argument"),
+        # Each of these was taken, and was a traceback of the planner, of PyTorch or of the sampler later.
+        (["--lora-targets", "foo"], "lora_targets is 'foo'; choose from q_proj, "),
+        (["--lora-targets", "q_proj,kproj"], r"lora_targets is 'kproj'; choose from .*\(did you mean k_proj\?\)"),
+        (["--lora-targets", ","], "lora_targets is empty; it must name at least one"),
+        (["--seed", "18446744073709551616"], "seed is 18446744073709551616; it must be at most 9223372036854775807"),
+        (["--seed", "-1"], "seed is -1; it must be at least 0"),
+        (["--top-p", "0"], "top_p is 0.0; it must be greater than 0"),
         (["--lora", "8"], "unknown argument --lora"),  # no abbreviations: a later flag would change their meaning
     ],
 )
@@ -113,6 +145,16 @@ def test_a_bad_command_line_is_one_line_with_the_nearest_name(argv, message):
         ("[sft]\nlora = 1", "unknown key 'lora'"),
         ("[ppo]\nloraa_r = 1", "unknown key 'loraa_r'"),  # of another command, but no less wrong
         ("[stf]\nlora_r = 1", r"no command is named 'stf' \(did you mean sft\?\)"),
+        # Keys that only other commands have were taken in the command's own table, and did nothing.
+        ("[sft]\nkl_beta = 0.1", r"unknown key 'kl_beta' in \[sft\]"),
+        ("[sft]\nvalue_learning_rate = 0.1", r"'value_learning_rate' in \[sft\] \(did you mean learning_rate\?\)"),
+        # Each of these was a TypeError or an AttributeError.
+        ("limit = [1]", r"limit is \[1\]; it must be a whole number"),
+        ("[sft.limit]\nx = 1", "limit is {'x': 1}; it must be a whole number"),
+        ("learning_rate = 1979-05-27", "must be a number"),
+        ("sft = 3", "unknown key 'sft'"),
+        ("[[sft]]\nlora_r = 1", "unknown key 'sft'"),
+        ("lora_targets = []", "lora_targets is empty"),
         ("lora_r = 2.0", "lora_r is 2.0; it must be a whole number"),
         ("lora_r = true", "lora_r is True; it must be a whole number"),
         ("rslora = 1", "rslora is 1; it must be true or false"),
@@ -129,8 +171,45 @@ def test_a_bad_file_is_named_with_the_nearest_key(toml, text, message):
     assert "my.toml" in str(caught.value)
 
 
+def test_a_preset_that_is_not_text_is_a_usage_error(toml):
+    """The nearest name of a number was a TypeError."""
+    with pytest.raises(UsageError, match="no preset is named 3; there are "):
+        read("--config", toml("preset = 3"))
+
+
 def test_a_file_may_hold_keys_that_only_other_commands_have(toml):
     assert read("--config", toml("kl_beta = 0.5\nlora_r = 3\n"))["lora_r"] == 3
+    assert read("--config", toml("lora_r = 3\n[ppo]\nkl_beta = 0.5\n"))["lora_r"] == 3
+
+
+def test_index_is_a_setting_at_the_top_and_a_table_of_the_command(toml):
+    """`index = "folder"`, which other commands read, was an AttributeError in the command index."""
+
+    def batch_size(text):
+        return resolve("index", IndexConfig(), ["--config", toml(text)], command.COMMANDS).index.batch_size
+
+    assert batch_size('index = "runs/index"\nbatch_size = 3\n') == 3
+    assert batch_size("[index]\nbatch_size = 3\n") == 3
+
+
+def test_lora_targets_are_those_that_an_adapter_can_have():
+    assert settings.LoraSettings().lora_targets == PROJECTIONS
+
+
+def length(*argv: str) -> tuple:
+    schedule = resolve("ppo", settings.PpoConfig(), list(argv), command.COMMANDS).schedule
+    return schedule.max_steps, schedule.epochs
+
+
+def test_epochs_that_are_asked_for_replace_the_steps_of_earlier_sources(toml):
+    """`ppo --epochs 3` took the 200 steps of the default, and with --preset tiny the preset's."""
+    assert length() == (200, 1.0)
+    assert length("--epochs", "3") == length("--preset", "tiny", "--epochs", "3") == (None, 3.0)
+    assert length("--epochs", "3", "--max-steps", "5") == (5, 3.0)
+    file = toml("[ppo]\nepochs = 2\n")
+    assert length("--preset", "tiny", "--config", file) == (None, 2.0)
+    assert length("--config", file, "--max-steps", "5") == (5, 2.0)
+    assert length("--config", toml("[ppo]\nepochs = 2\nmax_steps = 7\n")) == (7, 2.0)
 
 
 def test_a_file_with_a_byte_order_mark(toml):
@@ -143,6 +222,22 @@ def test_resolved_settings_are_read_back(toml):
     again = resolve("sft", Everything(), ["--config", toml(to_toml(config, "sft"))], command.COMMANDS)
     given = {name: value for name, value in flat(again).items() if name != "config"}
     assert given == {name: value for name, value in flat(config).items() if name != "config"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("preset", ["laptop-4gb", "tiny"])
+def test_what_was_unset_on_purpose_stays_unset_when_read_back(toml, name, preset):
+    """Unset keys were left out, so a run with `--preset tiny --max-steps none` could not be resumed by its own file:
+    the preset's value came back."""
+    default, table = CONFIGS[name]
+    fields = [f for section in sections(default).values() for f in dataclasses.fields(section)]
+    optional = [f.name for f in fields if type(None) in typing.get_args(f.type)]
+    unset = [word for key in optional if key != "config" for word in ("--" + key.replace("_", "-"), "none")]
+    for argv in ([], unset):
+        config = resolve(name, default, ["--preset", preset, *argv], command.COMMANDS, table)
+        file = toml(to_toml(config, table))
+        again = resolve(name, default, ["--config", file], command.COMMANDS, table)
+        assert again == with_values(config, {"config": file})
 
 
 @pytest.mark.parametrize("preset", sorted(p.stem for p in shipped("presets").glob("*.toml")))
@@ -216,3 +311,35 @@ def test_a_dry_run_prints_what_was_resolved_and_does_nothing(capsys):
     out = capsys.readouterr().out
     assert "LoRA adapter" in out
     assert any(line.split() == ["lora_r", "3"] for line in out.splitlines())
+
+
+@pytest.mark.parametrize("name", ["collect", "evaluate", "index", "plan", "quickstart", "retrieve"])
+def test_an_output_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path, capsys, name):
+    """`--output FILE/x` was a traceback."""
+    (tmp_path / "file").write_text("")
+
+    def work(config):
+        (Path(config.common.output) / "scores.json").parent.mkdir(parents=True)
+
+    output = str(tmp_path / "file" / "x")
+    assert command.run(name, CONFIGS[name][0], work, ["--output", output], table=CONFIGS[name][1]) == 1
+    first, second = capsys.readouterr().err.strip().splitlines()
+    assert first.startswith(f"r3lite.{name} stopped: ") and str(tmp_path / "file") in first
+    assert "--output" in second
+
+
+def test_an_error_of_the_network_is_not_taken_for_one_of_a_path():
+    with pytest.raises(ConnectionError):
+        run(raising(ConnectionError("the server hung up")))
+
+
+def test_a_reader_that_leaves_early_is_no_traceback():
+    """`sft --dry-run | head -1` ended in a BrokenPipeError."""
+    if os.name != "posix":
+        pytest.skip("needs POSIX pipes")
+    reading, writing = os.pipe()
+    os.close(reading)
+    argv = [sys.executable, "-m", "r3lite.collect", "--dry-run"]
+    done = subprocess.run(argv, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

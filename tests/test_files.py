@@ -56,6 +56,18 @@ def test_a_bad_line_is_named_by_file_line_and_reason(tmp_path, line, reason):
     assert len(bad) == 1 and "line 3" in str(bad[0])
 
 
+def test_half_of_a_surrogate_pair_is_a_bad_line(tmp_path):
+    """Such text stopped tokenizers and every file that it was written to with a traceback, far from its line."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": "\\ud83d\\ude00 \\\\ud83d"}\n{"a": ["\\uD83D"]}\n{"\\ude00": 1}\n')
+    bad = []
+    assert list(read_jsonl(path, bad.append)) == [(1, {"a": "\U0001f600 \\ud83d"})]
+    assert [error.cause.partition(", ")[2] for error in bad] == [
+        r"line 2: it holds half of a surrogate pair ('\ud83d')",
+        r"line 3: it holds half of a surrogate pair ('\ude00')",
+    ]
+
+
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(R3LiteError, match="gone"):
         list(read_jsonl(tmp_path / "gone"))

@@ -165,3 +165,10 @@ def test_a_user_s_template_may_have_braces_of_its_own(tmp_path):
     assert Prompts.load(ProtocolSettings(init_prompt=str(path))).opening("x") == 'Reply as {"a": {}} to x'
     with pytest.raises(R3LiteError, match="cannot be read"):
         Prompts.load(ProtocolSettings(step_prompt=str(tmp_path / "gone.txt")))
+
+
+def test_a_template_that_is_not_there_is_named_as_the_user_did():
+    """The error named the place among the shipped files where it was looked for last."""
+    with pytest.raises(R3LiteError) as error:
+        Prompts.load(ProtocolSettings(init_prompt="nope.txt"))
+    assert error.value.cause == "prompt file nope.txt cannot be read: there is no such file"

@@ -55,6 +55,24 @@ def test_failures_name_cause_and_remedy(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_bad_lines_of_a_corpus_are_skipped_on_demand(tmp_path, capsys):
+    """--skip-bad-rows did not reach corpora."""
+    corpus, data = tmp_path / "corpus.jsonl", str(shipped("data", "world", "test.jsonl"))
+    corpus.write_text('{"id": "1", "title": "T", "text": "x"}\n{"id": "2"}\n')
+    options = ["--corpus", str(corpus), "--encoder", "hashing", "--skip-bad-rows"]
+    assert index.main([*options, "--output", str(tmp_path / "i")]) == 0
+    assert len((tmp_path / "i" / "passages.jsonl").read_text().splitlines()) == 1
+    assert retrieve.main([*options, "--data", data, "--limit", "2", "--output", str(tmp_path / "r")]) == 0
+    assert capsys.readouterr().err.count("1 bad lines skipped") == 2
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_corpus_is_read(tmp_path, capsys):
+    """Hours of encoding were lost where the index could not be written in the end."""
+    (tmp_path / "file").write_text("x")
+    assert index.main(["--corpus", str(tmp_path / "none"), "--output", str(tmp_path / "file" / "i")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_a_missing_corpus_or_question_file_is_a_usage_error(capsys):
     for main, flag in ((index.main, "--corpus"), (retrieve.main, "--data")):
         assert main([]) == 2

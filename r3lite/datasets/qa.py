@@ -1,7 +1,6 @@
 """Question sets: HotpotQA, 2WikiMultiHopQA, MuSiQue and plain question-and-answer rows, told apart by content.
 
-Owns what a row of each data set means. Knows neither corpora nor
-retrieval; how sub-questions are made where a data
+Owns what a row of each data set means. Knows neither corpora nor retrieval; how sub-questions are made where a data
 set has none is in `hops.py`, how files become rows in `rows.py`.
 """
 
@@ -13,6 +12,7 @@ from r3lite.datasets import hops
 from r3lite.datasets.rows import BadRow, read
 from r3lite.episode import Document, Hop, Question
 from r3lite.errors import R3LiteError
+from r3lite.files import half_pair
 
 
 def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bool = False) -> list[Question]:
@@ -141,7 +141,12 @@ def _hotpot(row: dict, id: str) -> Question:
 
 def _unpacked(value):
     """Some hub copies keep nested fields as JSON text."""
-    return json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    unpacked = json.loads(value)
+    if problem := half_pair(value, unpacked):
+        raise BadRow(problem)
+    return unpacked
 
 
 def _pairs(columns: dict, *names: str) -> list[tuple]:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from r3lite.datasets import hub
 from r3lite.errors import R3LiteError
-from r3lite.files import read_jsonl
+from r3lite.files import half_pair, read_jsonl
 
 MEND = "Mend or remove the row, or pass --skip-bad-rows."
 
@@ -49,7 +49,10 @@ def read(
 
 
 def file_rows(path: Path, on_bad: Callable[[R3LiteError], None] | None = None) -> Iterator[tuple[str, dict]]:
-    """Place (`line 3`, `row 7`) and object of each row; syntax errors raise, or go to `on_bad` in JSON lines."""
+    """Place (`line 3`, `row 7`) and object of each row; what is none raises, or goes to `on_bad` and is left out.
+
+    A syntax error in an array raises in any case: nothing after it can be read.
+    """
     try:
         with open(path, "rb") as file:
             head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
@@ -60,12 +63,12 @@ def file_rows(path: Path, on_bad: Callable[[R3LiteError], None] | None = None) -
     if head.startswith(b"PAR1"):
         yield from _parquet_rows(path)
     elif head.startswith(b"["):
-        yield from _array_rows(path)
+        yield from _array_rows(path, on_bad)
     else:
         yield from ((f"line {number}", row) for number, row in read_jsonl(path, on_bad))
 
 
-def _array_rows(path: Path) -> Iterator[tuple[str, dict]]:
+def _array_rows(path: Path, on_bad: Callable[[R3LiteError], None] | None) -> Iterator[tuple[str, dict]]:
     """Elements of a JSON array, decoded one at a time: HotpotQA's training file is half a gigabyte."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -74,16 +77,20 @@ def _array_rows(path: Path) -> Iterator[tuple[str, dict]]:
     decoder, number = json.JSONDecoder(), 0
     at = _skip_space(text, text.index("[") + 1)
     while at < len(text) and text[at] != "]":
-        number += 1
+        number, start = number + 1, at
         try:
             row, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
             raise R3LiteError(
                 f"{path}, row {number}: not JSON: {error}", "The file is damaged from here on; get it again."
             ) from error
-        if not isinstance(row, dict):
-            row = {"question": None}  # reported with its row number like any other bad row
-        yield f"row {number}", row
+        problem = half_pair(text[start:at], row) if isinstance(row, dict) else "not a JSON object"
+        if problem is None:
+            yield f"row {number}", row
+        elif on_bad is None:
+            raise R3LiteError(f"{path}, row {number}: {problem}", MEND)
+        else:
+            on_bad(R3LiteError(f"{path}, row {number}: {problem}", MEND))
         at = _skip_space(text, at)
         if text[at : at + 1] == ",":
             at = _skip_space(text, at + 1)

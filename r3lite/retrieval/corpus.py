@@ -5,6 +5,7 @@ Owns the spellings of a passage's fields and the fingerprint of a corpus; knows 
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,24 +16,32 @@ from r3lite.files import read_jsonl
 REMEDY = 'Each line is an object such as {"id": "7", "title": "Blue Harbor", "text": "Blue Harbor is a film ..."}.'
 
 
-def read_corpus(path: str | Path) -> list[Document]:
-    """The passages of a JSONL file, in its order; R3LiteError names file and line of a bad one.
+def read_corpus(path: str | Path, skip_bad_rows: bool = False) -> list[Document]:
+    """The passages of a JSONL file, in its order.
 
-    Besides `id`, `title`, `text`, it reads BEIR's `_id` and Pyserini's `contents`, whose first line is the title.
+    A bad line raises R3LiteError with file, line and reason; with `skip_bad_rows` bad lines are left out and their
+    number is printed. Besides `id`, `title`, `text`, it reads BEIR's `_id` and Pyserini's `contents`, whose first line
+    is the title.
     """
+    bad: list[R3LiteError] = []
 
-    def stop(error: R3LiteError) -> None:
-        raise R3LiteError(error.cause, REMEDY) from error
+    def refuse(error: R3LiteError) -> None:
+        bad.append(error)
+        if not skip_bad_rows:
+            raise R3LiteError(error.cause, f"{REMEDY} --skip-bad-rows leaves bad ones out.")
 
     documents, lines = [], {}
-    for number, record in read_jsonl(path, on_bad=stop):
+    for number, record in read_jsonl(path, on_bad=refuse):
         document, problem = _document(record)
         if not problem and document.id in lines:
             problem = f"the id {document.id!r} is that of line {lines[document.id]}, too"
         if problem:
-            raise R3LiteError(f"{path}, line {number}: {problem}", REMEDY)
+            refuse(R3LiteError(f"{path}, line {number}: {problem}"))
+            continue
         lines[document.id] = number
         documents.append(document)
+    if bad:
+        print(f"{path}: {len(bad)} bad lines skipped; the first: {bad[0].cause}", file=sys.stderr)
     if not documents:
         raise R3LiteError(f"{path} holds no passage", REMEDY)
     return documents

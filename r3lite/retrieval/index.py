@@ -7,6 +7,7 @@ The index is flat: up to a million passages that is the best answer, exact and 3
 import json
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +20,7 @@ from r3lite.episode import Document
 from r3lite.errors import R3LiteError
 from r3lite.files import write_json, write_jsonl
 from r3lite.retrieval import corpus
-from r3lite.retrieval.encoder import PREFIXES, Encoder, reopen_encoder
+from r3lite.retrieval.encoder import PREFIXES, Encoder, HashingEncoder, reopen_encoder
 
 VERSION = 1
 VECTORS, PASSAGES, MANIFEST = "index.faiss", "passages.jsonl", "manifest.json"
@@ -44,7 +45,6 @@ class PassageIndex:
     def save(self, folder: str | Path) -> None:
         """Writes the folder whole or not at all; an index that is there already is replaced, other files are not."""
         folder = check_output(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         temporary, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("part", "old"))
         try:
             temporary.mkdir()
@@ -58,6 +58,8 @@ class PassageIndex:
                 folder.rename(old)
             temporary.rename(folder)
         finally:
+            if old.exists() and not folder.exists():
+                old.rename(folder)  # the new one did not come into its place
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)
 
@@ -67,10 +69,26 @@ class PassageIndex:
 
 
 def check_output(folder: str | Path) -> Path:
-    """The folder, where an index may be written: it is new, empty or an index."""
-    folder = Path(folder)
-    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise R3LiteError(f"{folder} is there and is no index", "Name a new or empty folder for --output.")
+    """The full path of the folder, where an index may be written: it is new, empty, or an index and nothing else.
+
+    Makes the folders above it, so that encoding, which may take hours, does not begin where nothing can be written.
+    """
+    folder, remedy = Path(folder).resolve(), "Name a new or empty folder for --output."
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=folder.parent, prefix=".").cleanup()  # only trying tells
+        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    except OSError as error:
+        raise R3LiteError(f"the index {folder} cannot be written: {error}", remedy) from error
+    if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
+        raise R3LiteError(f"{folder} itself cannot be replaced by an index", "Name a folder in it for --output.")
+    if foreign := names - {VECTORS, PASSAGES, MANIFEST, HashingEncoder.FILE}:
+        raise R3LiteError(f"{folder} is there and is no index: it holds {min(foreign)}", remedy)
+    if names:
+        try:
+            _read_manifest(folder)
+        except R3LiteError as error:
+            raise R3LiteError(error.cause, remedy) from error
     return folder
 
 

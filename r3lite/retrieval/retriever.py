@@ -16,10 +16,13 @@ Pairs = list[tuple[Question, str]]
 Retrieve = Callable[[Pairs], list[list[Document]]]
 
 
-def build_retriever(settings: RetrievalSettings, questions: list[Question], progress: bool = True) -> Retrieve:
+def build_retriever(
+    settings: RetrievalSettings, questions: list[Question], progress: bool = True, skip_bad_rows: bool = False
+) -> Retrieve:
     """The retriever of the settings. It works on the CPU; `questions` give the corpus where no other is named.
 
-    Returns a function from pairs (question, query) to the documents of each, best first.
+    Returns a function from pairs (question, query) to the documents of each, best first. `skip_bad_rows` leaves out
+    bad lines of --corpus.
     """
     if settings.retriever == "none":
         return lambda pairs: [[] for _ in pairs]
@@ -30,7 +33,7 @@ def build_retriever(settings: RetrievalSettings, questions: list[Question], prog
                 "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another retriever.",
             )
         return lambda pairs: [list(question.gold) for question, _ in pairs]
-    return Semantic(open_index(settings, questions, progress), settings.top_k)
+    return Semantic(open_index(settings, questions, progress, skip_bad_rows), settings.top_k)
 
 
 class Semantic:
@@ -45,14 +48,19 @@ class Semantic:
         return [list(found[query]) for _, query in pairs]
 
 
-def open_index(settings: RetrievalSettings, questions: list[Question], progress: bool = True) -> index.PassageIndex:
+def open_index(
+    settings: RetrievalSettings, questions: list[Question], progress: bool = True, skip_bad_rows: bool = False
+) -> index.PassageIndex:
     """The index of --index; else one built now of --corpus, or of the paragraphs that come with the questions."""
     if settings.index:
         opened = index.load(settings.index, settings.encoder, settings.encoder_style)
         if settings.corpus:
-            _check_corpus(settings, opened)
+            _check_corpus(settings, opened, skip_bad_rows)
         return opened
-    documents = corpus.read_corpus(settings.corpus) if settings.corpus else corpus.from_questions(questions)
+    if settings.corpus:
+        documents = corpus.read_corpus(settings.corpus, skip_bad_rows)
+    else:
+        documents = corpus.from_questions(questions)
     if not documents:
         raise R3LiteError(
             "there is nothing to retrieve from: the questions in --data come without paragraphs",
@@ -61,9 +69,10 @@ def open_index(settings: RetrievalSettings, questions: list[Question], progress:
     return index.build(make_encoder(settings.encoder, settings.encoder_style, documents), documents, progress)
 
 
-def _check_corpus(settings: RetrievalSettings, opened: index.PassageIndex) -> None:
+def _check_corpus(settings: RetrievalSettings, opened: index.PassageIndex, skip_bad_rows: bool) -> None:
     """An index that was built of another corpus than the one named beside it is refused."""
-    if corpus.fingerprint(corpus.read_corpus(settings.corpus)) != corpus.fingerprint(opened.documents):
+    documents = corpus.read_corpus(settings.corpus, skip_bad_rows)
+    if corpus.fingerprint(documents) != corpus.fingerprint(opened.documents):
         raise R3LiteError(
             f"the index {settings.index} was not built of the corpus {settings.corpus}",
             f"Pass one of them only, or build it again: python -m r3lite.index --corpus {Path(settings.corpus)} "

@@ -39,13 +39,13 @@ def group_normalized(returns: Tensor, groups: Tensor, eps: float = 1e-4) -> Tens
     """GRPO's advantage (arXiv 2402.03300): (R - mean) / (std + eps) within a group, for returns and groups [B].
 
     std is the sample standard deviation, as in TRL. A group of one, or one whose returns are all equal, gets 0: it
-    gives no gradient.
+    gives no gradient. (Not what rounding leaves of r - mean, either: AdamW would make full steps of that.)
     """
     advantages = torch.zeros_like(returns)
     for group in groups.unique():
         mine = groups == group
-        if mine.sum() > 1:
-            r = returns[mine]
+        r = returns[mine]
+        if not _all_equal(r):
             advantages[mine] = (r - r.mean()) / (r.std() + eps)
     return advantages
 
@@ -53,4 +53,9 @@ def group_normalized(returns: Tensor, groups: Tensor, eps: float = 1e-4) -> Tens
 def share_without_variance(returns: Tensor, groups: Tensor) -> float:
     """Share of the groups whose returns are all equal, for returns and groups [B]."""
     kinds = groups.unique()
-    return sum(float(returns[groups == g].max() - returns[groups == g].min() < 1e-6) for g in kinds) / len(kinds)
+    return sum(_all_equal(returns[groups == g]) for g in kinds) / len(kinds)
+
+
+def _all_equal(returns: Tensor) -> bool:
+    """Whether returns differ by no more than the order in which they were summed explains."""
+    return bool(returns.max() - returns.min() < 1e-6)

@@ -3,10 +3,13 @@
 Handed a model, a batch and what an optimizer step is; knows no text, no retriever and no judge.
 """
 
+import math
 import random
+import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -56,15 +59,12 @@ class Learner:
         sums: dict[str, Tensor] = {}
         norms: list[float] = []
         for epoch in range(self.settings.update_epochs):
-            order = list(range(len(returns)))
-            random.Random(f"{seed}/{epoch}").shuffle(order)
-            for start in range(0, len(order), self.settings.mini_batch_size):
-                rows = order[start : start + self.settings.mini_batch_size]
+            for rows in self._mini_batches(batch, f"{seed}/{epoch}"):
                 norms.append(self._mini_batch(batch, rows, advantages, targets, reference, sums))
         tokens, loss = sums.pop("tokens"), sums.pop("loss")
         measured = {"loss": float(loss) / len(norms)} | {name: float(total) / tokens for name, total in sums.items()}
         measured |= {
-            "grad_norm": sum(norms) / len(norms),
+            "grad_norm": statistics.fmean([n for n in norms if math.isfinite(n)] or [math.inf]),  # less skipped steps
             "frac_reward_zero_std": share_without_variance(returns, batch.groups),
         }
         if targets is not None:
@@ -102,8 +102,20 @@ class Learner:
 
     def _micro_batches(self, batch: Batch, rows: list[int]) -> list[list[int]]:
         """Rows in groups that go through the model together."""
-        found = groups(batch.rows(rows).read(), self.pass_tokens, self.settings.micro_batch_size)
+        found = groups(batch.rows(rows).read(), self.pass_tokens, self.settings.micro_batch_size or len(rows))
         return [[rows[i] for i in group] for group in found]
+
+    def _mini_batches(self, batch: Batch, seed: str) -> list[list[int]]:
+        """The rows of each optimizer step of an epoch, in an order that `seed` shuffles.
+
+        GRPO's groups stay together: what its advantages compare is then learned from at once, and its prompt read once.
+        """
+        units = [[i] for i in range(len(batch.tokens))]
+        if self.settings.algorithm == "grpo":
+            units = [torch.nonzero(batch.groups == g)[:, 0].tolist() for g in batch.groups.unique()]
+        random.Random(seed).shuffle(units)
+        order, size = list(chain.from_iterable(units)), self.settings.mini_batch_size
+        return [order[start : start + size] for start in range(0, len(order), size)]
 
     def _mini_batch(self, batch, rows, advantages, targets, reference, sums) -> float:
         """One optimizer step over whole episodes; adds to `sums` and returns the gradient's norm."""

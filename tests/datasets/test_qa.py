@@ -62,6 +62,12 @@ def write(path, rows, array=False):
     return path
 
 
+def paragraph(**changes):
+    """MUSIQUE with the first paragraph changed."""
+    first, *others = MUSIQUE["paragraphs"]
+    return MUSIQUE | {"paragraphs": [first | changes, *others]}
+
+
 def columnar(row):
     """The same row as the hub's copies of HotpotQA lay it out."""
     titles, sentences = zip(*row["context"], strict=True)
@@ -185,6 +191,13 @@ def test_limit_stops_before_a_later_bad_row(tmp_path):
         (HOTPOT | {"context": [["only a title"]]}, "HotpotQA format"),
         (MUSIQUE | {"paragraphs": MUSIQUE["paragraphs"][:1]}, "supported by paragraph 2"),
         (MUSIQUE | {"paragraphs": [{"idx": 0}]}, "MuSiQue format: KeyError: 'title'"),
+        # Text that is none was found out by the retriever, with a traceback.
+        (paragraph(title=None), "the title of document 2hop__1/0 is not text"),
+        (paragraph(paragraph_text=None), "the text of document 2hop__1/0 is not text"),
+        (HOTPOT | {"context": [*HOTPOT["context"], [None, ["A street."]]]}, "the title of document h1/3 is not text"),
+        (HOTPOT | {"context": [*HOTPOT["context"], [7, ["A street."]]]}, "the title of document h1/3 is not text"),
+        (HOTPOT | {"question": "\ud83d"}, "half of a surrogate pair"),
+        (HOTPOT | {"context": json.dumps([["\ud83d", ["A street."]]])}, "half of a surrogate pair"),
     ],
 )
 def test_a_bad_row_is_named_by_file_line_and_reason_or_counted(tmp_path, capsys, bad, reason):
@@ -199,10 +212,12 @@ def test_a_bad_row_is_named_by_file_line_and_reason_or_counted(tmp_path, capsys,
 
 
 def test_a_bad_element_of_an_array_is_named_by_its_row(tmp_path):
-    path = write(tmp_path / "a.json", [HOTPOT, "7"], array=True)
-    with pytest.raises(R3LiteError, match="row 2: "):
-        read_questions(path)
-    assert len(read_questions(path, skip_bad_rows=True)) == 1
+    for bad, reason in (("7", "not a JSON object"), (HOTPOT | {"question": "\ud83d"}, "it holds half of a surrogate")):
+        path = write(tmp_path / "a.json", [HOTPOT, bad], array=True)
+        with pytest.raises(R3LiteError, match=f"row 2: {reason}") as error:
+            read_questions(path)
+        assert "--skip-bad-rows" in error.value.remedy
+        assert len(read_questions(path, skip_bad_rows=True)) == 1
 
 
 def test_a_cut_array_is_never_taken_for_a_whole_one(tmp_path):

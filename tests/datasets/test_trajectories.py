@@ -168,6 +168,11 @@ def changed(number, **fields):
         (changed(1, answer="Oslo", query=None), "step 2 answers, but steps follow it"),
         (changed(2, answer=""), "step 3 answers nothing"),
         (changed(0, documents=[{"id": 1}]), "not a well-formed row: KeyError: 'title'"),
+        # These two were found out by the tokenizer, with a traceback.
+        (changed(0, documents=[{"id": 1, "title": None, "text": "x"}]), "the title of document 1 is not text"),
+        (changed(0, documents=[{"id": 1, "title": "T", "text": None}]), "the text of document 1 is not text"),
+        (changed(0, query="\ud83d"), "half of a surrogate pair"),
+        ({"messages": [{"role": "assistant", "content": "\ud83d"}]}, "half of a surrogate pair"),
         (changed(0, analysis=7), "not a well-formed row: AttributeError"),
         ({"messages": [{"role": "user", "content": "Hi"}]}, "nothing to train on"),
         ({"messages": [{"role": "bot", "content": "Hi"}]}, "message 1 has the role 'bot'"),

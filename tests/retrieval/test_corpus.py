@@ -40,21 +40,26 @@ def test_reads_the_common_spellings(tmp_path):
         ({"id": "b", "title": "T"}, "'text' is missing or blank"),
         ({"id": "b", "text": "  "}, "'text' is missing or blank"),
         ({"id": "a", "text": "x"}, "that of line 1, too"),
+        ('{"id": "b", "text": "\\ud83d"}', "half of a surrogate pair"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, bad, reason):
+def test_a_bad_line_is_named_or_counted(tmp_path, capsys, bad, reason):
+    """One bad line of a corpus stopped everything, --skip-bad-rows or not."""
     path = write(tmp_path / "c.jsonl", {"id": "a", "text": "fine"}, "", bad)
     with pytest.raises(R3LiteError) as error:
         read_corpus(path)
     assert f"{path}, line 3: " in error.value.cause
     assert reason in error.value.cause
-    # No command skips lines of a corpus, so none is promised.
-    assert "skip" not in error.value.remedy
+    assert "--skip-bad-rows" in error.value.remedy
+    assert read_corpus(path, skip_bad_rows=True) == [Document("a", "", "fine")]
+    assert f"1 bad lines skipped; the first: {path}, line 3: " in capsys.readouterr().err
 
 
 def test_an_empty_or_absent_corpus_is_refused(tmp_path):
     with pytest.raises(R3LiteError, match="holds no passage"):
         read_corpus(write(tmp_path / "c.jsonl", ""))
+    with pytest.raises(R3LiteError, match="holds no passage"):
+        read_corpus(write(tmp_path / "c.jsonl", "[1]"), skip_bad_rows=True)
     with pytest.raises(R3LiteError, match="cannot be read"):
         read_corpus(tmp_path / "none.jsonl")
 

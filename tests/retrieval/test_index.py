@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import faiss
 import numpy as np
@@ -76,6 +77,74 @@ def test_a_crash_while_writing_leaves_the_old_index(tmp_path, monkeypatch):
         made(DOCUMENTS[:2]).save(tmp_path / "i")
     assert len(index.load(tmp_path / "i", "hashing").documents) == 3
     assert [p.name for p in tmp_path.iterdir()] == ["i"]
+
+
+@pytest.mark.parametrize("stop", [OSError("busy"), KeyboardInterrupt()])
+def test_a_stop_between_the_two_renames_puts_the_old_index_back(tmp_path, monkeypatch, stop):
+    """The old index, moved aside, was deleted together with the new one: nothing was left."""
+    made().save(tmp_path / "i")
+    rename = Path.rename
+    monkeypatch.setattr(
+        Path, "rename", lambda p, to: (_ for _ in ()).throw(stop) if ".part" in p.name else rename(p, to)
+    )
+    with pytest.raises(type(stop)):
+        made(DOCUMENTS[:2]).save(tmp_path / "i")
+    assert [p.name for p in tmp_path.iterdir()] == ["i"]
+    assert len(index.load(tmp_path / "i", "hashing").documents) == 3
+
+
+def beside_an_index(folder):
+    made().save(folder)
+    (folder / "notes.txt").write_text("x")
+
+
+def a_web_app(folder):
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"name": "app"}')
+
+
+def a_checkpoint(folder):
+    folder.mkdir()
+    (folder / "manifest.json").write_text('{"version": 1, "files": {}}')
+    (folder / "model.safetensors").write_text("x")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (beside_an_index, "holds notes.txt"),
+        (a_web_app, "is no index"),
+        (a_checkpoint, "holds model.safetensors"),
+        (lambda path: path.write_text("x"), "cannot be written"),
+        (lambda path: Path.mkdir(path / "sub", parents=True), "holds sub"),
+    ],
+)
+def test_only_an_index_and_nothing_else_is_replaced(tmp_path, make, reason):
+    """Any folder with a manifest.json was taken for an index and deleted: a web app's, and a training checkpoint."""
+    make(tmp_path / "i")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(R3LiteError, match=reason) as error:
+        made().save(tmp_path / "i")
+    assert "--output" in error.value.remedy
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_folder_one_is_in_is_refused_and_one_in_it_is_not(tmp_path, monkeypatch):
+    """`Path(".").name` is empty: the index was to be written to `.part`, and that failed after the encoding."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(R3LiteError, match="cannot be replaced"):
+        made().save(".")
+    Path("i").mkdir()
+    made().save("i/../i")
+    assert len(index.load("i", "hashing").documents) == 3
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_encoding(tmp_path):
+    """Hours of encoding were lost: the folder above the output was made when all was done."""
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file" / "i", "/proc/i"):
+        with pytest.raises(R3LiteError, match="cannot be written"):
+            index.check_output(folder)
 
 
 def manifest_change(**changes):

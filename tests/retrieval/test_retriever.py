@@ -50,6 +50,21 @@ def test_a_corpus_and_an_index(corpus, tmp_path):
         retriever(index=str(tmp_path / "i"), corpus=corpus)
 
 
+def test_bad_lines_of_a_corpus_are_skipped_on_demand(corpus, tmp_path):
+    """--skip-bad-rows did not reach corpora."""
+    with open(corpus, "a") as file:
+        file.write("\n[1]\n")
+    settings = RetrievalSettings(**(vars(HASHING) | {"corpus": corpus}))
+    with pytest.raises(R3LiteError, match="line 3: not a JSON object"):
+        build_retriever(settings, [ONE], progress=False)
+    retrieve = build_retriever(settings, [ONE], progress=False, skip_bad_rows=True)
+    assert retrieve([(ONE, "capital of Norway")]) == [[OSLO]]
+    documents = [HARBOR, OSLO]
+    index.build(make_encoder("hashing", "auto", documents), documents, progress=False).save(tmp_path / "i")
+    settings = RetrievalSettings(**(vars(settings) | {"index": str(tmp_path / "i")}))
+    assert build_retriever(settings, [ONE], skip_bad_rows=True)([(ONE, "capital of Norway")]) == [[OSLO]]
+
+
 def test_equal_queries_are_encoded_once_and_one_call_is_one_batch(monkeypatch):
     retrieve, seen = retriever(), []
     encoder = retrieve.passages.encoder

@@ -140,10 +140,22 @@ def test_several_epochs_and_mini_batches_take_that_many_steps(model):
 
 
 def test_equal_returns_teach_grpo_nothing(model):
+    """What rounding left of r - mean(r) did, for AdamW knows no scale: full steps away from what was well-formed."""
     batch = rollouts(model)
-    batch.rewards = batch.action / batch.action.sum(-1, keepdim=True)
+    batch.rewards = 0.1 * batch.action / batch.action.sum(-1, keepdim=True)
     (got,), measured = gradients(model, batch, algorithm="grpo", kl_beta=0.0)
-    assert got.norm() < 1e-4 and measured["frac_reward_zero_std"] == 1.0
+    assert got.norm() == 0 and measured["frac_reward_zero_std"] == 1.0
+
+
+def test_groups_are_learned_from_together_in_grpo(model):
+    batch = rollouts(model)
+    groups = batch.groups.tolist()
+    for algorithm, together in (("grpo", True), ("ppo", False)):
+        teacher = learner(model, [], algorithm=algorithm, mini_batch_size=groups.count(0))
+        orders = [teacher._mini_batches(batch, str(seed)) for seed in range(20)]
+        assert all(sorted(i for rows in order for i in rows) == list(range(len(groups))) for order in orders)
+        assert len({str(order) for order in orders}) > 1
+        assert all(len({groups[i] for i in rows}) == 1 for order in orders for rows in order) == together
 
 
 def test_negative_advantages_can_weigh_less(model):
