@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite import command
-from r3lite.config import to_toml
+from r3lite.config import UsageError, to_toml
 from r3lite.errors import R3LiteError
 from r3lite.settings import (
     Common,
@@ -14,7 +14,6 @@ from r3lite.settings import (
     EvaluateSettings,
     JudgeSettings,
     LengthSettings,
-    LoraSettings,
     MemorySettings,
     ModelSettings,
     ProtocolSettings,
@@ -70,9 +69,11 @@ def work(config: EvaluateConfig) -> None:
     output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
     check(config, output)
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
-    judge = build_judge(config.judge, output)  # before the long part, so that a missing key shows at once
+    # Before the long part, so that a missing key or a folder that cannot be made shows at once.
+    judge = build_judge(config.judge, output)
+    output.mkdir(parents=True, exist_ok=True)
     engine = load_engine(config, len(questions))
-    retrieve = build_retriever(config.retrieval, questions)
+    retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
     episodes = [s.episode() for s in engine.run(questions, seeds, retrieve, progress="evaluate")]
     verdicts = [None] * len(episodes)
@@ -95,9 +96,14 @@ def work(config: EvaluateConfig) -> None:
 def check(config: EvaluateConfig, output: Path) -> None:
     """What the types of the settings cannot say."""
     if not config.data.data:
-        raise R3LiteError("there are no questions to answer", "Pass --data FILE or --data name,subset,split.")
+        raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
     if output.is_file():
         raise R3LiteError(f"--output {output} is a file", "Name a folder.")
+    if (output / "metrics.jsonl").exists() or any(output.glob("checkpoint-*")):
+        raise R3LiteError(
+            f"--output {output} holds a training run, whose config.toml would be lost",
+            f"Name another folder, such as {output / 'evaluation'}.",
+        )
     if config.evaluate.baseline == "single-retrieval" and config.retrieval.retriever == "none":
         raise R3LiteError("--baseline single-retrieval retrieves, and --retriever is none", "Choose a retriever.")
 
@@ -134,10 +140,10 @@ def load_engine(config: EvaluateConfig, questions: int):
 
 
 def plan_memory(config: EvaluateConfig, questions: int):
-    """The memory plan of answering so many questions; the adapter counts as one of the default rank."""
+    """The memory plan of answering so many questions."""
     from r3lite.training import workloads
 
-    shape = LoraSettings(), config.lengths, config.retrieval, questions
+    shape = config.lengths, config.retrieval, questions
     return workloads.make_plan(workloads.evaluate_workload(config.model, *shape), config.memory, config.sampling)
 
 

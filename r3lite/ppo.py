@@ -14,8 +14,8 @@ import zlib
 from pathlib import Path
 
 from r3lite import command
+from r3lite.config import UsageError
 from r3lite.episode import CUT_OFF, MALFORMED, Question
-from r3lite.errors import R3LiteError
 from r3lite.settings import PpoConfig
 
 POLICY, REFERENCE = "policy", "reference"
@@ -33,13 +33,15 @@ def train(config: PpoConfig) -> None:
     from r3lite.rl.batch import Batch, Rollout
     from r3lite.training import loop
 
+    if config.data.data is None:
+        raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
     check(config)
     rl, seed = config.rl, config.common.seed
     run = loop.Run("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,))
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
-    retrieve = build_retriever(config.retrieval, questions)
+    retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
     judge = build_judge(config.judge, run.output, config.reward)
-    torch.manual_seed(seed)  # of dropout; all else has streams of its own
+    torch.manual_seed(seed)  # its state is in checkpoints, though all that is drawn has streams of its own
     engine, learner, training, grant = build(config, [q.text for q in questions])
     training.data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in questions]).encode()):08x}"
     training.facts = {"algorithm": rl.algorithm, "questions": len(questions)}
@@ -97,7 +99,7 @@ def build(config: PpoConfig, questions: list[str]) -> tuple:
     openings = (tokenizer.open_chat(prompts.opening(question), prompts.system) for question in ends)
     plan = plan_memory(config, packing.alike(*openings))
     model, precision = load_base(folder, config.model, config.memory, plan)
-    model.train()
+    model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
     reference = add_adapters(model, config)
     critic = ValueHead(model.config.hidden_size).to(precision.device) if config.rl.algorithm == "ppo" else None
     groups = [optim.Group(lora.adapter_parameters(model, POLICY), config.optimizer.learning_rate)]
@@ -143,16 +145,10 @@ def plan_memory(config: PpoConfig, shared: int = 0):
 
 def check(config: PpoConfig) -> None:
     """What the types of the settings cannot say."""
-    if config.data.data is None:
-        raise R3LiteError("no questions were given", "Pass --data FILE, such as HotpotQA's official JSON.")
     if config.sampling.temperature == 0:
-        raise R3LiteError(
-            "--temperature 0 always says the same", "RL learns from differences: pass 1, or a little less."
-        )
+        raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
     if config.rl.algorithm == "grpo" and config.rl.num_generations == 1:
-        raise R3LiteError(
-            "GRPO compares episodes of one question, and --num-generations is 1", "Pass 2 or more, such as 8."
-        )
+        raise UsageError("--num-generations is 1; GRPO compares episodes of one question: pass 2 or more, such as 8")
 
 
 def add_adapters(model, config: PpoConfig) -> str | None:
@@ -246,6 +242,7 @@ class Clock:
 
 def main(argv: list[str] | None = None) -> int:
     def plan(config: PpoConfig) -> str:
+        check(config)
         return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_memory(config).table()}"
 
     return command.run("ppo", PpoConfig(), train, argv, plan)

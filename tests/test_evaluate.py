@@ -179,8 +179,8 @@ def test_what_was_said_is_kept_when_the_judge_gives_up(toy, says, tmp_path, monk
 def test_errors_say_what_to_do(toy, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("GOOGLE_API_KEY", raising=False)
     monkeypatch.delenv("GEMINI_API_KEY", raising=False)
-    assert evaluate.main(["--model", "tiny"]) == 1
-    assert "--data" in capsys.readouterr().err
+    assert evaluate.main(["--model", "tiny"]) == 2
+    assert capsys.readouterr().err.startswith("r3lite.evaluate: --data is missing")
     assert evaluate.main([*toy, "--judge", "gemini"]) == 1
     assert "GOOGLE_API_KEY" in capsys.readouterr().err
     assert evaluate.main([*toy, "--baseline", "single-retrieval", "--retriever", "none"]) == 1
@@ -188,3 +188,22 @@ def test_errors_say_what_to_do(toy, tmp_path, monkeypatch, capsys):
     assert evaluate.main([*toy, "--baseline", "no_retrieval"]) == 2
     assert "did you mean no-retrieval?" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("holds", ["metrics.jsonl", "checkpoint-3"])
+def test_a_training_run_is_not_written_over(toy, tmp_path, capsys, holds):
+    """The config.toml that a run is resumed with was replaced by the evaluation's."""
+    (tmp_path / "out" / holds).mkdir(parents=True)
+    (tmp_path / "out" / "config.toml").write_text("[sft]\n")
+    assert evaluate.main(toy) == 1
+    told = capsys.readouterr().err
+    assert "holds a training run" in told and "Name another folder" in told
+    assert (tmp_path / "out" / "config.toml").read_text() == "[sft]\n"
+
+
+def test_an_output_that_cannot_be_made_shows_before_the_questions_are_answered(toy, tmp_path, monkeypatch, capsys):
+    """It showed when the answers were to be written, and they were lost."""
+    monkeypatch.setattr(evaluate, "load_engine", lambda *_: pytest.fail("the long part began"))
+    (tmp_path / "file").write_text("")
+    assert evaluate.main([*toy, "--output", str(tmp_path / "file" / "x")]) == 1
+    assert "stopped: [Errno" in capsys.readouterr().err

@@ -67,6 +67,34 @@ def test_flags_of_the_other_algorithm_are_refused(capsys):
     assert "dpo" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "argv", "learns"),
+    [
+        ('[ppo]\nalgorithm = "grpo"\n', [], True),
+        ("[ppo]\n", [], True),
+        ('algorithm = "grpo"\n', [], True),
+        ('algorithm = "grpo"\n[sft]\n[ppo]\n', [], True),
+        ("[sft]\n[ppo]\n", [], False),
+        ("[sft]\n", [], False),
+        ("[ppo]\n", ["--algorithm", "sft"], False),
+    ],
+)
+def test_the_algorithm_may_be_in_the_file(tmp_path, text, argv, learns):
+    """The config.toml of an RL run was planned as SFT of the default model, without a word."""
+    (tmp_path / "my.toml").write_text(text)
+    found = planned(tmp_path, *argv, "--config", str(tmp_path / "my.toml"), "--device", "cpu", "--dtype", "bf16")
+    assert ("sample" in found["phases"]) == learns
+
+
+@pytest.mark.parametrize("text", ["algorithm = ", "ppo = 3", "algorithm = 3", "[ppo]\nlearning_rat = 1"])
+def test_a_malformed_file_is_a_usage_error(tmp_path, capsys, text):
+    (tmp_path / "my.toml").write_text(text)
+    assert plan.main(["--config", str(tmp_path / "my.toml")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("r3lite.plan: ") and "my.toml" in told and told.count("\n") == 1
+    assert plan.main(["--config"]) == 2
+
+
 def test_a_folder_and_the_shipped_model_are_planned_from_their_config(tmp_path, small_model, write_folder):
     tiny = planned(tmp_path, "--model", "tiny", "--dtype", "fp32", "--device", "cpu")
     folder = write_folder(small_model(vocab_size=1024, hidden_size=512), tmp_path / "model")
@@ -98,7 +126,7 @@ def test_what_does_not_fit_is_refused_with_remedies(tmp_path, capsys):
 
 @pytest.mark.parametrize("budget", ["lots", "4", "-1GiB"])
 def test_a_bad_budget_is_a_clear_error(budget, capsys):
-    assert plan.main([f"--vram-budget={budget}"]) == 1
+    assert plan.main([f"--vram-budget={budget}"]) == 2
     told = capsys.readouterr().err
     assert f"--vram-budget {budget} is not an amount of memory" in told and "4GiB" in told
 

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from r3lite import collect, index, ppo, sft
-from r3lite.config import shipped, with_values
+from r3lite.config import shipped
 from r3lite.episode import Episode, Question, Step
 from r3lite.rewards.reward import Scored
 from r3lite.training import checkpoint, metrics
@@ -230,18 +230,15 @@ def test_rounds_draw_every_question_once_an_epoch_and_need_no_memory():
 
 
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("arguments", "says"),
     [
-        ({}, "no questions"),
-        ({"data": "x", "temperature": 0.0}, "temperature 0"),
-        ({"data": "x", "algorithm": "grpo", "num_generations": 1}, "num-generations is 1"),
+        ([], "--data is missing"),
+        (["--data", "x", "--temperature", "0"], "--temperature 0 always"),
+        (["--dry-run", "--algorithm", "grpo", "--num-generations", "1"], "--num-generations is 1"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(values, says):
-    from r3lite.errors import R3LiteError
-
-    with pytest.raises(R3LiteError, match=says):
-        ppo.check(with_values(ppo.PpoConfig(), values))
+def test_settings_that_cannot_work_are_refused(arguments, says, capsys):
+    assert ppo.main(arguments) == 2 and says in capsys.readouterr().err
 
 
 def test_truncated_sampling_is_refused_in_rl(capsys):

@@ -229,10 +229,8 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
 
     Raises R3LiteError where it uses what r3lite lacks or does not fit the model, naming the key or the tensor.
     """
-    folder = Path(folder)
-    if not (folder / CONFIG).is_file() and (folder / "adapter" / CONFIG).is_file():
-        folder = folder / "adapter"
-    spec = _read_spec(folder / CONFIG)
+    folder = _adapter_folder(folder)
+    spec = _parse_spec(folder / CONFIG)
     if not (folder / WEIGHTS).is_file():
         raise R3LiteError(
             f"{folder} has no {WEIGHTS}", "Save the adapter in safetensors format; pickled .bin files are not read."
@@ -262,7 +260,18 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
     _attach(model, name, spec, tensors, trainable)
 
 
-def _read_spec(path: Path) -> LoraSpec:
+def read_spec(folder: str | Path) -> LoraSpec | None:
+    """Shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None where there is none."""
+    path = _adapter_folder(folder) / CONFIG
+    return _parse_spec(path) if path.exists() else None
+
+
+def _adapter_folder(folder: str | Path) -> Path:
+    inside = Path(folder) / "adapter"
+    return inside if (inside / CONFIG).is_file() and not (inside.parent / CONFIG).is_file() else inside.parent
+
+
+def _parse_spec(path: Path) -> LoraSpec:
     """The adapter that an `adapter_config.json` describes."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -71,7 +71,8 @@ class Pack:
             grow(0, len(rows), 0, ())
         masks = causal_masks([(positions[own.start], own.stop - own.start) for own, _ in found], device, dtype)
         segments = [Segment(own, before, mask) for (own, before), mask in zip(found, masks, strict=True)]
-        ids, at = (torch.tensor([x], dtype=torch.long, device=device) for x in (tokens, positions))
+        # From the host without waiting for what the device is still doing.
+        ids, at = (torch.tensor([x]).to(device, non_blocking=True) for x in (tokens, positions))
         return Pack(ids, at, segments, places)
 
     def seen(self, i: int) -> list[Segment]:
@@ -89,7 +90,8 @@ class Pack:
             for t in range(1, len(place))
             if row[t]
         ]
-        before, own = torch.tensor(pairs, dtype=torch.long, device=self.tokens.device).view(-1, 2).unbind(1)
+        found = torch.tensor(pairs, dtype=torch.long).view(-1, 2).to(self.tokens.device, non_blocking=True)
+        before, own = found.unbind(1)
         return before, self.tokens[0, own]
 
 

@@ -1,8 +1,8 @@
 """One step of decoding: the last tokens of the rows at work in, their hidden states out.
 
 On CUDA the step is captured as a graph and replayed: the kernels of one token are so short that launching them takes
-longer than running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, and it reads
-tokens and positions from buffers. Elsewhere the model is called.
+longer than running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, powers of two,
+and it reads tokens and positions from buffers. Elsewhere the model is called.
 """
 
 import sys
@@ -54,7 +54,8 @@ class GraphDecoder(Decoder):
             return super().__call__(tokens)
         n, lengths = len(tokens), self.cache.lengths
         rows = min(1 << (n - 1).bit_length(), len(lengths))
-        used = -(-(max(lengths[:n]) + 1) // BLOCK) * BLOCK
+        blocks = -(-(max(lengths[:n]) + 1) // BLOCK)
+        used = min(BLOCK << (blocks - 1).bit_length(), self.slots)
         spare = [self.slots - 1] * (rows - n)
         self.ids[:n] = torch.tensor(tokens)[:, None]
         self.positions[:rows] = torch.tensor(lengths[:n] + spare)[:, None]

@@ -4,10 +4,12 @@ Knows the token layout of an episode and the step format; is handed a function t
 retriever. Weights are those of the model it is given: the trainer's own, with whatever adapter is switched in.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from tqdm import tqdm
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.formats import Prompts, R3Format
+from r3lite.models.hooks import ActivationWatch
 from r3lite.models.kv_cache import KVCache, Reading
 from r3lite.models.lora import cast_once
 from r3lite.models.qwen2 import Qwen2
@@ -151,10 +154,21 @@ class Engine:
         logits = F.linear(hidden, self.model.head_weight[: self.tokenizer.size])  # [B, V]
         values = self.value_head(hidden).tolist() if self.value_head is not None else [0.0] * len(rows)
         tokens, logprobs = self._sample(logits, rows)
+        for sequence, logprob in zip(rows, logprobs):
+            if math.isnan(logprob):
+                self._explain_overflow(sequence)
         for sequence, token, logprob, value in zip(rows, tokens, logprobs, values, strict=True):
             sequence.cached += 1
             sequence.act(token, logprob, value)
             sequence.turn_over = self._turn_is_over(sequence)
+
+    def _explain_overflow(self, sequence: Sequence) -> NoReturn:
+        with ActivationWatch(self.model) as watch:
+            self.model(torch.tensor([sequence.tokens], device=self.model.head_weight.device))
+        raise R3LiteError(
+            f"question {sequence.question.id}: what the model says is not a number: {watch.report()}",
+            "Pass --dtype bf16 or --dtype fp32, whose numbers reach further; or start from a sounder adapter.",
+        )
 
     def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[list[int], list[float]]:
         """One token and its log-probability per row, from logits [B, V]; each row draws from its own stream."""

@@ -72,13 +72,14 @@ def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     """
     cumulative = sums.cumsum(-1)  # [B, blocks]
     target = _below(uniforms * cumulative[:, -1:], cumulative[:, -1:])  # [B, 1]
-    block = torch.searchsorted(cumulative, target, right=True)
+    # Past the end only where a number is none: the log-probability will tell, an index out of bounds would not.
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[-1] - 1)
     before = (cumulative - sums).gather(-1, block)
     index = block * BLOCK + torch.arange(BLOCK, device=block.device)  # [B, BLOCK]
     inside = weights.to(sums.device).gather(-1, index.clamp(max=weights.shape[-1] - 1)).double()
     inside = inside.masked_fill(index >= weights.shape[-1], 0).cumsum(-1)
     chosen = block * BLOCK + torch.searchsorted(inside, _below(target - before, inside[:, -1:]), right=True)
-    return chosen.to(weights.device)
+    return chosen.clamp_(max=weights.shape[-1] - 1).to(weights.device)
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Scheduler:
                 return
             # The last token is run in any case: what comes after it is wanted.
             shared = [(_shared(sequence, other), other.cached, i) for i, other in self._distinct()]
-            coming = max((n for n, cached, _ in shared if not cached), default=0)
+            coming = max((n for n, cached, _ in shared if cached < n), default=0)
             ready = max(((min(n, cached), i) for n, cached, i in shared), default=(0, 0))
             if coming >= LEAST_SHARED and coming > ready[0]:
                 continue

@@ -29,8 +29,8 @@ FREE = {
     *("preset", "config", "output", "dry_run", "save_every", "keep_checkpoints", "stop_after", "resume"),
     *("judge_rpm", "judge_concurrency", "judge_timeout", "judge_retries", "judge_max_calls", "judge_max_cost"),
     *("judge_input_price", "judge_output_price", "judge_cache"),
-    # How the work is divided is in the checkpoint.
-    *("vram_budget", "nf4_cache"),
+    # How the work is divided is in the checkpoint, and whether the base is in NF4: see out_of_memory.Grant.resume.
+    *("vram_budget", "nf4_cache", "quantize"),
 }
 
 

@@ -5,9 +5,10 @@ follow what `models` keeps: `activation_checkpointing` (layer inputs, one layer 
 logits), `kv_cache` and `nf4`. `bench/memory.py` holds them against measured peaks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from r3lite.config import UsageError
 from r3lite.errors import R3LiteError
 from r3lite.models import logprobs, nf4
 from r3lite.models.kv_cache import BLOCK
@@ -220,7 +221,8 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     recomputed = min(memory.recompute_layers, L)
     state, gradients = tokens * C * e, adapter_bytes(w)
     accumulated = gradients if w.step_rows * w.row_tokens > tokens else 0
-    held = (2 if recomputed else 0) if memory.offload else recomputed
+    offload = memory.offload and w.on_cuda  # on a CPU there is nowhere else
+    held = (2 if recomputed else 0) if offload else recomputed
     inputs, rotary = (held + 1) * state, 2 * tokens * m.head_dim * e
     kept = (L - recomputed) * (tokens * _kept(w) + state + again + joined)
     masks = tokens * w.row_tokens * e if again else 0
@@ -242,7 +244,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
         live = max(feed_forward, attention + again + joined) + tokens * (4 * m.num_attention_heads + 8 * w.lora_r)
         # The last recomputed layer, when all inputs are there, and the first, when all gradients are.
         for layer in (recomputed, 1):
-            here = min(layer, held) if memory.offload else layer
+            here = min(layer, held) if offload else layer
             yield {"layer inputs": (here + 1) * state + rotary + masks, "live layer": live,
                    "gradients": accumulated or gradients * (L - layer + 1) // L}  # fmt: skip
 
@@ -259,7 +261,7 @@ def budget_bytes(text: str) -> int:
                 break
             if 0 < value < float("inf"):
                 return int(value)
-    raise R3LiteError(f"--vram-budget {text} is not an amount of memory", "Write it as 4GiB or 1300MiB.")
+    raise UsageError(f"--vram-budget {text} is not an amount of memory: write it as 4GiB or 1300MiB")
 
 
 def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:
@@ -285,10 +287,11 @@ def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:
                     yield Memory(quantized, L, longest, chunk, tile, offload, rows)
 
 
-def choose(w: Workload, fixed: dict, budget: int) -> Memory:
+def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, Qwen2Config]] = ()) -> Memory:
     """The fastest settings whose peak is within the budget (bytes); `fixed` holds those that the user gave.
 
-    Raises R3LiteError with the changes that would make it fit, where nothing does.
+    Raises R3LiteError with the changes that would make it fit, where nothing does; a smaller one of `models`, which
+    are in falling order of size, may be one of them.
     """
     least = None
     for memory in candidates(w, fixed):
@@ -299,11 +302,13 @@ def choose(w: Workload, fixed: dict, budget: int) -> Memory:
         least = size if least is None else min(least, size)
     raise R3LiteError(
         f"this run takes {least / MIB:,.0f} MiB at the least, and the budget is {budget / MIB:,.0f} MiB",
-        "It would fit with " + "; or ".join(_remedies(w, fixed, budget, least)) + ".",
+        "It would fit with " + "; or ".join(_remedies(w, fixed, budget, least, models)) + ".",
     )
 
 
-def _remedies(w: Workload, fixed: dict, budget: int, least: int) -> list[str]:
+def _remedies(
+    w: Workload, fixed: dict, budget: int, least: int, models: Sequence[tuple[str, Qwen2Config]]
+) -> list[str]:
     """Up to three changes that help, each on its own; `least` bytes are taken without any."""
 
     def fits(work: Workload, given: dict) -> bool:
@@ -315,10 +320,15 @@ def _remedies(w: Workload, fixed: dict, budget: int, least: int) -> list[str]:
         found.append("--quantize nf4")
     loose = {k: v for k, v in fixed.items() if k == "nf4"}
     if loose != fixed and fits(w, loose):
-        found.append("without " + ", ".join("--" + k.replace("_", "-") for k in fixed if k != "nf4"))
+        free = {"offload": "auto"}  # what leaves a setting to the plan
+        found.append(" ".join(f"--{k.replace('_', '-')} {free.get(k, 'none')}" for k in fixed if k != "nf4"))
     for tokens in (t for t in (8192, 4096, 2048, 1024, 512, 256) if t < w.row_tokens):
         if fits(replace(w, row_tokens=tokens, reads=min(w.reads, tokens)), fixed):
             found.append(f"--max-length {tokens}")
+            break
+    for name, model in models:
+        if model.hidden_size < w.model.hidden_size and fits(replace(w, model=model), fixed):
+            found.append(f"--model {name}")
             break
     needed = least / (1 - SLACK[w.on_cuda])
     found.append(f"--vram-budget {-(-int(needed) // MIB)}MiB")

@@ -68,7 +68,8 @@ class Grant:
             if less is None:
                 raise OutOfMemory(
                     f"the device ran out of memory, and nothing is left to make smaller ({reason})",
-                    "Lower --max-length, pass --quantize nf4, or close what else uses the card; then --resume auto.",
+                    "Close what else uses the card and go on with --resume auto; or start anew, with this run as "
+                    "--adapter, and --quantize nf4 or a smaller --max-length.",
                 )
             old, new = dataclasses.asdict(self.memory), dataclasses.asdict(less)
             told = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in new if new[name] != old[name])

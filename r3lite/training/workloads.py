@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from r3lite.models.lora import read_spec
 from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.tokenizer import Tokenizer
 from r3lite.models.weights import read_config, resolve_folder
@@ -30,11 +31,11 @@ PROMPT = 512  # tokens of instructions and question, where documents are not mor
 MARKUP = 16  # tokens around a document
 QWEN_TOKENS = 151_665  # ids of the tokenizer of Qwen2.5; its embedding has more rows
 # Sizes of what can be planned for before it is downloaded.
-_SIZES = {"0.5b": (896, 4864, 24, 14, 2), "1.5b": (1536, 8960, 28, 12, 2), "3b": (2048, 11008, 36, 16, 2)}
+_SIZES = {"3B": (2048, 11008, 36, 16, 2), "1.5B": (1536, 8960, 28, 12, 2), "0.5B": (896, 4864, 24, 14, 2)}
 KNOWN = {
-    f"qwen/qwen2.5-{size}{kind}": Qwen2Config(151_936, *shape)
+    f"Qwen/Qwen2.5-{size}{kind}": Qwen2Config(151_936, *shape)
+    for kind in ("-Instruct", "")
     for size, shape in _SIZES.items()
-    for kind in ("", "-instruct")
 }
 
 
@@ -93,8 +94,9 @@ class Plan:
 
 def shape_of(model: str) -> tuple[Qwen2Config, int]:
     """Sizes of a model and of its vocabulary, without its weights; those of Qwen2.5 are known offline."""
-    if model.lower() in KNOWN and not Path(model).is_dir():
-        return KNOWN[model.lower()], QWEN_TOKENS
+    known = {name.lower(): sizes for name, sizes in KNOWN.items()}  # the hub does not mind capitals
+    if model.lower() in known and not Path(model).is_dir():
+        return known[model.lower()], QWEN_TOKENS
     folder = resolve_folder(model)
     return read_config(folder), Tokenizer.load(folder).size
 
@@ -106,12 +108,11 @@ def sft_workload(
     longest = min(sft.max_length, longest or sft.max_length)
     return Workload(
         **_base(model),
+        **_adapter(model, lora),
         row_tokens=longest,
         shared=min(shared, longest),
         rows=sft.batch_size,
         step_rows=sft.batch_size * sft.gradient_accumulation,
-        lora_r=lora.lora_r,
-        targets=lora.lora_targets,
     )
 
 
@@ -124,15 +125,16 @@ def rl_workload(
     shared: int = 0,
 ) -> Workload:
     """A round of PPO or GRPO whose episodes all reach --max-length, and begin with `shared` tokens alike."""
+    episodes = rl.batch_size * rl.num_generations
+    most = min(rl.micro_batch_size or episodes, episodes)
     return Workload(
         **_base(model),
-        **_sampling(lengths, retrieval, rl.batch_size * rl.num_generations),
-        rows=min(rl.micro_batch_size, rl.mini_batch_size),
-        step_rows=min(rl.mini_batch_size, rl.batch_size * rl.num_generations),
-        scored_rows=rl.micro_batch_size,
+        **_adapter(model, lora),
+        **_sampling(lengths, retrieval, episodes),
+        rows=min(most, rl.mini_batch_size),
+        step_rows=min(rl.mini_batch_size, episodes),
+        scored_rows=most,
         shared=min(shared, lengths.max_length),
-        lora_r=lora.lora_r,
-        targets=lora.lora_targets,
         scores=bool(rl.kl_beta),
         adapters=2 if rl.kl_beta and model.adapter else 1,  # without one to start from, the bare base is the reference
         critic=rl.algorithm == "ppo",
@@ -140,16 +142,11 @@ def rl_workload(
 
 
 def evaluate_workload(
-    model: ModelSettings, lora: LoraSettings, lengths: LengthSettings, retrieval: RetrievalSettings, questions: int
+    model: ModelSettings, lengths: LengthSettings, retrieval: RetrievalSettings, questions: int
 ) -> Workload:
-    """Answering so many questions; the adapter's rank is that of its file, taken as --lora-r here."""
-    return Workload(
-        **_base(model),
-        **_sampling(lengths, retrieval, questions),
-        trains=False,
-        lora_r=lora.lora_r,
-        targets=lora.lora_targets if model.adapter else (),
-    )
+    """Answering so many questions."""
+    adapter = _adapter(model, LoraSettings()) if model.adapter else {}
+    return Workload(**_base(model), **adapter, **_sampling(lengths, retrieval, questions), trains=False)
 
 
 def _base(model: ModelSettings) -> dict:
@@ -160,6 +157,13 @@ def _base(model: ModelSettings) -> dict:
     elsewhere = kind != "cpu" and not here[kind] and model.dtype == "auto"
     element = 2 if elsewhere else resolve_dtype(model.dtype, torch.device(kind)).itemsize
     return {"model": sizes, "vocabulary": vocabulary, "element": element, "on_cuda": kind == "cuda"}
+
+
+def _adapter(model: ModelSettings, lora: LoraSettings) -> dict:
+    """Rank and projections: those of the adapter to start from, where there is one; it may be yet to be trained."""
+    if model.adapter and (spec := read_spec(model.adapter)):
+        return {"lora_r": spec.r, "targets": spec.targets}
+    return {"lora_r": lora.lora_r, "targets": lora.lora_targets}
 
 
 def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: int) -> dict:
@@ -185,14 +189,15 @@ def budget(settings: MemorySettings, on_cuda: bool) -> int:
         return memory.budget_bytes(settings.vram_budget)
     if on_cuda and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
-        return min(DEFAULT_BUDGET, free - MARGIN)
+        # What is free no longer has our own context in it, which is in the budget.
+        return min(DEFAULT_BUDGET, free + memory.CUDA_CONTEXT - MARGIN)
     return DEFAULT_BUDGET
 
 
 def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
     """The fastest settings that fit; R3LiteError with what would make it fit, where nothing does."""
     given, room = fixed(settings, sampling), budget(settings, workload.on_cuda)
-    return Plan(workload, memory.choose(workload, given, room), room)
+    return Plan(workload, memory.choose(workload, given, room, list(KNOWN.items())), room)
 
 
 def enforce(plan: Plan, device: torch.device) -> None:

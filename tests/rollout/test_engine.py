@@ -211,3 +211,13 @@ def test_a_question_that_does_not_fit_is_named(model, tokenizer):
     engine = Engine(model, tokenizer, PROMPTS, dataclasses.replace(LENGTHS, max_length=50))
     with pytest.raises(R3LiteError, match=r"question 0 .*--max-length 50"):
         engine.run(questions(1), ["s"], lambda pairs: [])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_overflow_while_sampling_names_the_layer(model, tokenizer, temperature):
+    """An index out of bounds told of it, or, greedily, garbage with log-probabilities that are no numbers."""
+    model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
+    engine = Engine(model, tokenizer, PROMPTS, LENGTHS, Sampler(temperature))
+    with pytest.raises(R3LiteError, match=r"question q: .* not a number: .*model\.layers\.1") as error:
+        engine.run([Question("q", "Who?", ("a",))], ["s"], lambda pairs: [[] for _ in pairs])
+    assert "--dtype bf16" in error.value.remedy

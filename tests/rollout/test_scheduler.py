@@ -56,6 +56,15 @@ def test_rollouts_of_one_question_read_its_prompt_once(model, tokenizer):
     assert max(B for B, T in passes) == 8
 
 
+def test_rollouts_of_several_questions_read_each_prompt_once(model, tokenizer):
+    """Once a row had the instructions of another question copied, it counted as read, and its siblings did not wait."""
+    engine, passes = watched(model, tokenizer)
+    asked = questions(3)
+    sequences = engine.run([q for q in asked for _ in range(4)], list("abcdefghijkl"), nothing)
+    read = sum(B * T for B, T in passes if T > 1)
+    assert read <= sum(sequences[4 * i].turn_start - 1 for i in range(3))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 16])
 def test_questions_share_their_instructions(model, tokenizer, rows):
     """With a single row too, in which the next question follows the one that is over."""

@@ -13,12 +13,21 @@ import torch
 from bench.live_tensors import LiveTensors
 from bench.memory import full_question, full_rows
 from r3lite import ppo, sft
+from r3lite.config import UsageError
 from r3lite.errors import R3LiteError
 from r3lite.models import lora, nf4
 from r3lite.models.kv_cache import KVCache
 from r3lite.models.weights import load_qwen2, resolve_folder
 from r3lite.rollout.engine import Engine
-from r3lite.settings import LengthSettings, LoraSettings, ModelSettings, RetrievalSettings, RLSettings, SftSettings
+from r3lite.settings import (
+    LengthSettings,
+    LoraSettings,
+    MemorySettings,
+    ModelSettings,
+    RetrievalSettings,
+    RLSettings,
+    SftSettings,
+)
 from r3lite.training import base, memory, workloads
 from r3lite.training.memory import MIB, Memory, Workload, choose, peak
 from r3lite.training.workloads import KNOWN, QWEN_TOKENS
@@ -173,7 +182,7 @@ def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
 
 def qwen(size: str, **changes) -> Workload:
     settings = {"row_tokens": 2048, "targets": TARGETS} | changes
-    return Workload(KNOWN[f"qwen/qwen2.5-{size}"], QWEN_TOKENS, 2, **settings)
+    return Workload(KNOWN[f"Qwen/Qwen2.5-{size.upper()}"], QWEN_TOKENS, 2, **settings)
 
 
 @pytest.mark.parametrize(("size", "quantized", "mib"), [("0.5b", False, 942), ("0.5b", True, 436), ("3b", True, 1959)])
@@ -250,8 +259,9 @@ def applied(remedy: str, w: Workload, fixed: dict, budget: int) -> tuple[Workloa
         return replace(w, row_tokens=tokens, reads=min(w.reads, tokens)), fixed, budget
     if remedy == "--quantize nf4":
         return w, fixed | {"nf4": True}, budget
-    flags = remedy.removeprefix("without ").split(", ")
-    gone = {flag.removeprefix("--").replace("-", "_") for flag in flags}
+    if match := re.fullmatch(r"--model (\S+)", remedy):
+        return replace(w, model=KNOWN[match[1]]), fixed, budget
+    gone = {flag.replace("-", "_") for flag in re.findall(r"--(\S+) (?:none|auto)", remedy)}
     assert gone <= fixed.keys()
     return w, {k: v for k, v in fixed.items() if k not in gone}, budget
 
@@ -261,17 +271,19 @@ def applied(remedy: str, w: Workload, fixed: dict, budget: int) -> tuple[Workloa
     [
         ("0.5b", "sft", {"nf4": False}, 1.0, "--quantize nf4"),
         ("3b", "ppo", {"nf4": False}, 4.0, "--quantize nf4"),
-        ("0.5b", "sft", {"recompute_layers": 0}, 1.5, "without --recompute-layers"),
-        ("0.5b", "grpo", {"rollout_batch_size": 64, "micro_batch_tokens": 65536}, 1.6, "without --rollout-batch-size"),
+        ("0.5b", "sft", {"recompute_layers": 0}, 1.5, "--recompute-layers none"),
+        ("0.5b", "grpo", {"rollout_batch_size": 64, "micro_batch_tokens": 65536}, 1.6, "--rollout-batch-size none"),
         ("3b", "sft", {}, 2.4, "--max-length"),
         ("0.5b", "sft", {"recompute_layers": 0, "nf4": False}, 2.0, "--max-length"),
-        ("3b", "sft", {}, 1.0, "--vram-budget"),
+        ("3b", "sft", {}, 1.0, "--model Qwen/Qwen2.5-0.5B-Instruct"),
+        ("3b", "sft", {}, 2.0, "--model Qwen/Qwen2.5-1.5B-Instruct"),
+        ("0.5b", "sft", {}, 0.1, "--vram-budget"),
     ],
 )
 def test_what_cannot_fit_is_refused_with_remedies_that_work(size, algorithm, fixed, gib, flag):
     w, budget = qwen(size, **WORKLOADS[algorithm]), int(gib * (1 << 30))
     with pytest.raises(R3LiteError, match=r"takes [\d,]+ MiB at the least, and the budget is [\d,]+ MiB") as error:
-        choose(w, fixed, budget)
+        choose(w, fixed, budget, list(KNOWN.items()))
     told = error.value.remedy.removeprefix("It would fit with ").removesuffix(".").split("; or ")
     assert 1 <= len(told) <= 3
     assert any(remedy.startswith(flag) for remedy in told)
@@ -290,9 +302,8 @@ def test_a_budget_is_read(text, size):
 
 @pytest.mark.parametrize("text", ["4", "GiB", "four GiB", "-1GiB", "0MiB", "4GiBs", "4 KiB", "nanGiB", "infGiB", ""])
 def test_a_budget_that_is_no_amount_of_memory_is_refused(text):
-    with pytest.raises(R3LiteError, match="is not an amount of memory") as error:
+    with pytest.raises(UsageError, match="is not an amount of memory: write it as 4GiB"):
         memory.budget_bytes(text)
-    assert "4GiB" in error.value.remedy
 
 
 def test_workloads_follow_the_settings():
@@ -314,6 +325,34 @@ def test_workloads_follow_the_settings():
         assert (w.episodes, w.row_tokens, w.rows) == (15, 4096, 2)
         assert w.reads == 5 * (160 + workloads.MARKUP)
     assert nf4.BLOCK == 64 and not memory.weight_bytes(w, True) > memory.weight_bytes(w, False)
+
+
+def test_the_adapter_to_start_from_is_planned_for_with_its_own_rank(small_model, tmp_path):
+    """`ppo --adapter` after `sft --lora-r 64` was planned with the default rank, and ran out of memory."""
+    model = small_model()
+    lora.add_adapter(model, "policy", 3, 6, targets=("q_proj", "down_proj"))
+    lora.save_adapter(model, "policy", tmp_path / "run" / "adapter", "x")
+    settings = ModelSettings(dtype="bf16", device="cpu", adapter=str(tmp_path / "run"))
+    limits = LengthSettings(), RetrievalSettings()
+    for w in (
+        workloads.sft_workload(settings, SftSettings(), LoraSettings()),
+        workloads.rl_workload(settings, RLSettings(), LoraSettings(), *limits),
+        workloads.evaluate_workload(settings, *limits, questions=5),
+    ):
+        assert (w.lora_r, w.targets) == (3, ("q_proj", "down_proj"))
+
+
+def test_on_a_cpu_offload_is_not_counted_on():
+    w = qwen("0.5b", **WORKLOADS["sft"])
+    assert peak(w, Memory(offload=True, recompute_layers=24)) == peak(w, Memory(recompute_layers=24))
+
+
+def test_the_default_budget_has_our_own_context_in_it(monkeypatch):
+    """What a card says is free no longer has the context in it; it was taken from the budget once more."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3000 * MIB, 4000 * MIB))
+    granted = workloads.budget(MemorySettings(), on_cuda=True)
+    assert granted - memory.CUDA_CONTEXT == 3000 * MIB - workloads.MARGIN
 
 
 @pytest.mark.gpu

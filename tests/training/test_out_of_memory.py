@@ -154,7 +154,7 @@ def test_half_made_gradients_are_dropped_and_dropout_drops_the_same_again(toy, t
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_metrics_of_a_repeated_mini_batch_are_counted_once(toy, tmp_path, monkeypatch, capsys, paid, algorithm):
-    alone = ["--algorithm", algorithm, "--micro-batch-tokens", "1", "--lora-dropout", "0.3"]
+    alone = ["--algorithm", algorithm, "--micro-batch-tokens", "1"]
     assert run_rl(toy, tmp_path / "whole", *alone) == 0
     failing(monkeypatch, Learner, "_loss", {2, 10})  # of three passes each: in the first and in a later mini-batch
     assert run_rl(toy, tmp_path / "small", *alone) == 0
@@ -199,7 +199,7 @@ def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_
     told = capsys.readouterr().err
     assert "r3lite.sft stopped: the device ran out of memory, and nothing is left to make smaller" in told
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in told
-    assert "Lower --max-length, pass --quantize nf4" in told and "Traceback" not in told
+    assert "Close what else uses the card and go on with --resume auto" in told and "Traceback" not in told
     assert list(checkpoint.all_of(tmp_path / "run")) == ([] if failed == 1 else [2])
     assert ("step 2 is saved; go on with" in told) == (failed == 3)
     assert run_sft(toy, tmp_path / "run", *FIXED, "--resume", "auto") == 0
@@ -213,7 +213,6 @@ def test_memory_that_runs_out_without_end_stops_the_run(toy, tmp_path, monkeypat
     assert run_sft(toy, tmp_path / "run") == 1
     told = capsys.readouterr().err
     assert "loss_chunk 32 -> 16" in told and "mlp_tile 64 -> 32" in told
-    assert told.rstrip().endswith("then --resume auto.")
 
 
 def test_a_step_whose_weights_have_changed_is_not_saved_half(toy, tmp_path, monkeypatch, paid):
@@ -226,7 +225,7 @@ def test_a_step_whose_weights_have_changed_is_not_saved_half(toy, tmp_path, monk
 
 def test_a_rollout_is_repeated_with_half_as_many_episodes_at_a_time(toy, tmp_path, monkeypatch, capsys, paid):
     assert run_rl(toy, tmp_path / "whole") == 0
-    together, training, sample, learn = [], [], Engine._sample, Learner.learn
+    together, sample = [], Engine._sample
 
     def limited(self, logits, rows):
         together.append(len(rows))
@@ -234,18 +233,12 @@ def test_a_rollout_is_repeated_with_half_as_many_episodes_at_a_time(toy, tmp_pat
             out_of_memory()
         return sample(self, logits, rows)
 
-    def learned(self, *arguments, **more):
-        training.append(self.model.training)
-        return learn(self, *arguments, **more)
-
     monkeypatch.setattr(Engine, "_sample", limited)
-    monkeypatch.setattr(Learner, "learn", learned)
     capsys.readouterr()
     assert run_rl(toy, tmp_path / "small") == 0
     told = capsys.readouterr().err
     assert "rollout_batch_size 8 -> 3" in told and "rollout_batch_size 3 -> 1" in told
     assert max(together[-20:]) == 1
-    assert training == [True, True]
     said = [json.loads(x) for x in (tmp_path / "small" / "episodes.jsonl").read_text().splitlines()]
     assert said == [json.loads(x) for x in (tmp_path / "whole" / "episodes.jsonl").read_text().splitlines()]
     assert_same(tmp_path / "small", tmp_path / "whole", 2)
