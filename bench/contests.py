@@ -204,7 +204,7 @@ def rl_round(
 
     turns = prompt + new + searches * (new + DOCUMENTS)
     flags = f"--model {folder} --algorithm {algorithm} --device {device} --dtype bf16 --quantize none --batch-size 1"
-    flags += f" --num-generations {episodes} --mini-batch-size {episodes} --micro-batch-size {episodes}"
+    flags += f" --num-generations {episodes} --mini-batch-size {episodes}"
     flags += f" --max-new-tokens {new} --max-length {turns}"
     with tempfile.TemporaryDirectory() as where:
         question = full_question(folder, Path(where), prompt)
