@@ -169,18 +169,21 @@ def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool) -> int:
     return rows * w.vocabulary * w.element + wide + (tokens * w.model.hidden_size * 4 if gradients else 0)
 
 
-def _pass(w: Workload, memory: Memory, rows: int) -> tuple[int, int]:
-    """The most tokens that a pass of at most so many rows has, and those that its rows attend to besides their own."""
+def _pass(w: Workload, memory: Memory, rows: int) -> tuple[int, int, int]:
+    """The most tokens that a pass of at most so many rows has, how many of them a loss may fall on, and those that its
+    rows attend to besides their own.
+    """
     apart = w.row_tokens - w.shared
     tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.shared + rows * apart)
-    return tokens, -(-(tokens - w.shared) // max(apart, 1)) * w.shared
+    rows = -(-(tokens - w.shared) // max(apart, 1))
+    return tokens, tokens - w.shared if w.episodes else tokens, rows * w.shared  # episodes share their prompt alone
 
 
 def _score(w: Workload, memory: Memory) -> Parts:
-    tokens, again = _pass(w, memory, w.scored_rows)
+    tokens, said, again = _pass(w, memory, w.scored_rows)
     layer = {"live layer": _reading(w, memory, tokens) + again * 2 * w.model.hidden_size * w.element}
-    hidden = 2 * tokens * w.model.hidden_size * w.element
-    loss = {"hidden states": hidden, "loss chunk": _chunk(w, memory, tokens, False)}
+    hidden = (tokens + said) * w.model.hidden_size * w.element
+    loss = {"hidden states": hidden, "loss chunk": _chunk(w, memory, said, False)}
     return max(layer, loss, key=lambda parts: sum(parts.values()))
 
 
@@ -215,7 +218,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     """The moments that may be the peak of a backward pass."""
     m, e = w.model, w.element
     C, wide, L = m.hidden_size, m.intermediate_size, m.num_hidden_layers
-    tokens, again = _pass(w, memory, w.rows)
+    tokens, said, again = _pass(w, memory, w.rows)
     again *= 2 * C * e  # bytes of keys and values, for every head
     joined = tokens * C * e if tokens > w.row_tokens else 0  # attention's outputs of several rows, laid end to end
     recomputed = min(memory.recompute_layers, L)
@@ -228,8 +231,8 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     masks = tokens * w.row_tokens * e if again else 0
     common = {"layer inputs": inputs + rotary + masks}
     # The loss: all layers are done, the chunk's logits are there.
-    critic = 2 * tokens * C * 4 if w.critic else 0
-    chunk = _chunk(w, memory, tokens, True) + state + critic
+    critic = 2 * said * C * 4 if w.critic else 0
+    chunk = _chunk(w, memory, said, True) + said * C * e + critic
     yield common | {"kept layers": kept, "loss chunk": chunk, "gradients": accumulated}
     # The first of the layers that keep their activations, its gradients beside them.
     if recomputed < L:
