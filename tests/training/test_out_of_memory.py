@@ -213,6 +213,7 @@ def test_memory_that_runs_out_without_end_stops_the_run(toy, tmp_path, monkeypat
     assert run_sft(toy, tmp_path / "run") == 1
     told = capsys.readouterr().err
     assert "loss_chunk 32 -> 16" in told and "mlp_tile 64 -> 32" in told
+    assert told.rstrip().endswith("and --quantize nf4 or a smaller --max-length.")
 
 
 def test_a_step_whose_weights_have_changed_is_not_saved_half(toy, tmp_path, monkeypatch, paid):
@@ -225,7 +226,7 @@ def test_a_step_whose_weights_have_changed_is_not_saved_half(toy, tmp_path, monk
 
 def test_a_rollout_is_repeated_with_half_as_many_episodes_at_a_time(toy, tmp_path, monkeypatch, capsys, paid):
     assert run_rl(toy, tmp_path / "whole") == 0
-    together, sample = [], Engine._sample
+    together, training, sample, learn = [], [], Engine._sample, Learner.learn
 
     def limited(self, logits, rows):
         together.append(len(rows))
@@ -233,12 +234,18 @@ def test_a_rollout_is_repeated_with_half_as_many_episodes_at_a_time(toy, tmp_pat
             out_of_memory()
         return sample(self, logits, rows)
 
+    def learned(self, *arguments, **more):
+        training.append(self.model.training)
+        return learn(self, *arguments, **more)
+
     monkeypatch.setattr(Engine, "_sample", limited)
+    monkeypatch.setattr(Learner, "learn", learned)
     capsys.readouterr()
     assert run_rl(toy, tmp_path / "small") == 0
     told = capsys.readouterr().err
     assert "rollout_batch_size 8 -> 3" in told and "rollout_batch_size 3 -> 1" in told
     assert max(together[-20:]) == 1
+    assert training == [False, False]  # dropout, once on here, would train another policy than was sampled from
     said = [json.loads(x) for x in (tmp_path / "small" / "episodes.jsonl").read_text().splitlines()]
     assert said == [json.loads(x) for x in (tmp_path / "whole" / "episodes.jsonl").read_text().splitlines()]
     assert_same(tmp_path / "small", tmp_path / "whole", 2)
