@@ -8,7 +8,6 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from r3lite import command
 from r3lite.config import UsageError
 from r3lite.episode import Document, Question, Step
 from r3lite.errors import R3LiteError
-from r3lite.files import write_jsonl
+from r3lite.files import check_writable, write_jsonl
 from r3lite.formats import Prompts, R3Format
 from r3lite.settings import CollectSettings, Common, DataSettings, JudgeSettings, ProtocolSettings, RetrievalSettings
 
@@ -96,8 +95,7 @@ def check_output(output: Path, config: CollectConfig) -> None:
                 raise R3LiteError(f"--output {output} is the file of {flag}", remedy)
         if output.exists() and not output.is_file():
             raise R3LiteError(f"--output {output} is a {'folder' if output.is_dir() else 'device'}", remedy)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=output.parent).close()  # only trying tells
+        check_writable(output.parent)
         if output.exists():
             open(output, "ab").close()
         before = recorded(output, is_trajectory)

@@ -3,10 +3,17 @@
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from r3lite.errors import R3LiteError
+
+
+def check_writable(folder: Path) -> None:
+    """Makes a folder, if it is not there, and raises OSError where nothing can be written into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()  # only trying tells
 
 
 def write_text(path: str | Path, text: str) -> None:

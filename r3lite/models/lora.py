@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from r3lite.errors import R3LiteError
 from r3lite.files import write_json
-from r3lite.models.functions import adapted_linear
+from r3lite.models.functions import adapted_linear, in_fp32
 from r3lite.models.nf4 import Nf4Linear
 from r3lite.models.weights import write_tensors
 
@@ -71,7 +71,7 @@ class Switch:
 class LoraLinear(nn.Module):
     """y = base(x) + scale * B A dropout(x), with A [r, in] and B [out, r] of the adapter that is on.
 
-    A and B are fp32 parameters; products are computed in x's dtype (or autocast's), as those of the base are.
+    A and B are fp32 parameters; see functions.adapted_linear for the dtype of products.
     """
 
     def __init__(self, base: nn.Linear | Nf4Linear, switch: Switch):
@@ -87,7 +87,9 @@ class LoraLinear(nn.Module):
         rows = x.flatten(0, -2)  # [N, in]
         spec = self.switch.specs[name]
         dropped = F.dropout(rows, spec.dropout) if self.training and spec.dropout else None
-        A, B = self.cast or (self.lora_A[name], self.lora_B[name])
+        A, B = self.lora_A[name], self.lora_B[name]
+        if self.cast and not in_fp32(rows):
+            A, B = self.cast
         out = adapted_linear(rows, dropped, A, B, self.base, spec.scale)  # [N, out]
         return out.unflatten(0, x.shape[:-1])
 

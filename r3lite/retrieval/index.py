@@ -7,7 +7,6 @@ The index is flat: up to a million passages that is the best answer, exact and 3
 import json
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +17,7 @@ from tqdm import tqdm
 
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
-from r3lite.files import write_json, write_jsonl
+from r3lite.files import check_writable, write_json, write_jsonl
 from r3lite.retrieval import corpus
 from r3lite.retrieval.encoder import PREFIXES, Encoder, HashingEncoder, reopen_encoder
 
@@ -75,8 +74,7 @@ def check_output(folder: str | Path) -> Path:
     """
     folder, remedy = Path(folder).resolve(), "Name a new or empty folder for --output."
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryDirectory(dir=folder.parent, prefix=".").cleanup()  # only trying tells
+        check_writable(folder.parent)
         names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     except OSError as error:
         raise R3LiteError(f"the index {folder} cannot be written: {error}", remedy) from error

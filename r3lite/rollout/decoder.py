@@ -26,7 +26,10 @@ class Decoder:
     def __call__(self, tokens: list[int]) -> Tensor:
         """Hidden states [n, C] after one more token in each of the first n rows."""
         step = self.cache.step(len(tokens))
-        hidden = self.model(torch.tensor(tokens, device=self.cache.device)[:, None], step)[:, 0]
+        ids = torch.tensor(tokens, device=self.cache.device)[:, None]
+        # The base is in the run's dtype anyway; adapters are as functions.adapted_linear wants them.
+        with torch.autocast(ids.device.type, enabled=False):
+            hidden = self.model(ids, step)[:, 0]
         step.end()
         return hidden
 

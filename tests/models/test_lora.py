@@ -135,6 +135,26 @@ def test_an_adapter_that_is_cast_once_gives_the_same_to_the_bit(small_model):
         assert not torch.equal(model(IDS), expected)  # nothing of it is left
 
 
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_for_few_rows_products_are_in_fp32(rows):
+    """Without gradients: the adapter's part is rounded once; for more rows, and in training, it is of half products."""
+    model = torch.nn.Sequential()
+    model.add_module("q_proj", torch.nn.Linear(512, 256, bias=False, dtype=torch.bfloat16))
+    torch.nn.init.zeros_(model.q_proj.weight)  # so that the adapter is all there is
+    add_adapter(model, "a", 4, 8, targets=["q_proj"])
+    shaken(model, "a")
+    x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    A, B = adapter_parameters(model, "a").values()
+    exact = (2 * (x.double() @ A.double().t() @ B.double().t())).to(torch.bfloat16)
+    with use_adapter(model, "a"), cast_once(model, torch.bfloat16):
+        learning = model(x).detach()
+        with torch.no_grad():
+            sampling = model(x)
+    assert torch.equal(sampling, learning) == (rows == 9)
+    assert ((sampling == exact).float().mean() > 0.99) == (rows < 9)
+    assert torch.nn.functional.cosine_similarity(sampling.float(), exact.float(), dim=-1).min() > 0.999
+
+
 def test_only_the_adapter_that_is_on_gets_gradients(small_model):
     model = small_model()
     add_adapter(model, "policy", 4, 8)
