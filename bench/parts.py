@@ -42,7 +42,7 @@ RANGES = [
     (torch.nn.Linear, ("forward",), FROZEN),
     (Nf4Linear, ("forward",), FROZEN),
     (functions, ("_dense_weight",), FROZEN),
-    (functions, ("_adapted",), ADAPTERS),
+    (functions, ("_adapted", "_adapted_in_fp32"), ADAPTERS),
     (functions._AdaptedLinear, ("backward",), ADAPTERS),
     (qwen2.Attention, ("forward",), ATTENTION),
     (KVCache, ("reserve", "copy", "swap"), ATTENTION),

@@ -69,6 +69,22 @@ def test_a_real_step_has_every_part_and_nearly_nothing_is_left_over(small_model)
     assert found[SAMPLING] == 0 and found[OTHER] < 0.1 * sum(found.values())
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+@torch.no_grad()
+def test_an_adapter_counts_as_one_however_many_rows_it_reads(rows):
+    """On a CPU a few rows of half precision take another way than many."""
+    model = torch.nn.Sequential()
+    model.add_module("q_proj", torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16))
+    lora.add_adapter(model, "policy", 4, 8, targets=["q_proj"])
+    x = torch.zeros(rows, 64, dtype=torch.bfloat16)
+    with parts.ranges(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        with lora.use_adapter(model, "policy"), lora.cast_once(model, torch.bfloat16):
+            model(x)
+    products = [e for e in profiler.events() if e.name in ("aten::linear", "aten::addmm_")]
+    of_adapter = [e for e in products if e.cpu_parent and e.cpu_parent.name == ADAPTERS]
+    assert len(products) == 3 and len(of_adapter) == 2
+
+
 def test_ranges_are_gone_after_the_block():
     def functions() -> list:
         return [vars(owner)[name] for owner, names, _ in parts.RANGES for name in names]
