@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import peers
-from bench.limits import sft_flops
+from bench.limits import products, sft_flops
 from bench.memory import full_question
 from r3lite.episode import ANSWERED, Question, Step
 from r3lite.rollout.engine import Engine
@@ -25,7 +25,7 @@ PROMPT = 128  # tokens before those that are sampled, in decoding
 RL_PROMPT, RL_NEW, RL_EPISODES = 216, 128, 8
 DOCUMENTS = 512  # tokens kept free for the documents of a search
 PASSAGES = 320  # of an encoding contest
-OURS, FLOOR = "r3lite", "floor"
+OURS, FLOOR, PEAK = "r3lite", "floor", "peak"
 
 
 @dataclass
@@ -35,7 +35,6 @@ class Contest:
     name: str
     tokens: int  # that the work makes or learns from
     contestants: dict[str, Callable[[], object]]
-    peak_seconds: float | None = None  # that it would take at the device's peak
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def run(self, repeats: int, device: str) -> None:
@@ -53,7 +52,7 @@ class Contest:
     def results(self) -> list[dict]:
         """One record a contestant: tokens per second, the spread of its times, and its speed as a multiple.
 
-        Where they are known, also its share of the device's peak, and of the speed that the floor leaves possible.
+        Where one of the device's limits took part, also its share of that one's speed.
         """
         medians, found = {name: statistics.median(times) for name, times in self.seconds.items()}, []
         for name, times in self.seconds.items():
@@ -67,10 +66,9 @@ class Contest:
                     "r3lite_is_faster_by": round(medians[name] / medians[OURS], 2),
                 }
             )
-            if self.peak_seconds is not None:
-                found[-1]["of_peak"] = round(self.peak_seconds / medians[name], 3)
-            if FLOOR in medians:
-                found[-1]["of_floor"] = round(medians[FLOOR] / medians[name], 3)
+            for limit in (FLOOR, PEAK):
+                if limit in medians:
+                    found[-1][f"of_{limit}"] = round(medians[limit] / medians[name], 3)
         return found
 
 
@@ -161,9 +159,9 @@ class Ours:
 
         return work
 
-    def sft_flops(self, tokens: int) -> int:
-        """The floating-point operations of `sft` that are of use; see limits.training_flops."""
-        return sft_flops(self.model, self.tokenizer.size, tokens)
+    def peak(self, tokens: int) -> Callable[[], float]:
+        """The operations of `sft` that are of use (see limits.training_flops), at the speed of a large product."""
+        return products(sft_flops(self.model, self.tokenizer.size, tokens), self.device.type)
 
     def floor(self, batch: int, steps: int) -> Callable[[], None]:
         """The matrix products of so many decoding steps, and nothing else."""

@@ -1,6 +1,7 @@
 """What a device can do at the most, and how much of it a training step must do: what contestants are held against."""
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -8,18 +9,21 @@ from r3lite.models.lora import LoraLinear
 from r3lite.models.qwen2 import Qwen2
 
 
-def product_peak(device: str, repeats: int = 10) -> float:
-    """Floating-point operations a second of a large square product in bf16, the best of several."""
+def products(operations: int, device: str) -> Callable[[], float]:
+    """What does so many floating-point operations in large square products in bf16, and returns its seconds."""
     size = 8192 if device == "cuda" else 2048
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    times = []
-    for _ in range(repeats):
+    count = -(-operations // (2 * size**3))
+
+    def work() -> float:
         start = time.perf_counter()
-        a @ b
+        for _ in range(count):
+            a @ b
         if device == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 / min(times)
+        return (time.perf_counter() - start) * operations / (count * 2 * size**3)  # the last product is in part beyond
+
+    return work
 
 
 def training_flops(base: int, head: int, adapters: int, layers: int, width: int, tokens: int) -> int:

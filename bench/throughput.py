@@ -8,8 +8,8 @@
 Contestants of one contest run in turn, in one process, `--repeats` times each after a warm-up; the table has medians
 and spreads. Weights, shapes and prompts are the same; a LoRA adapter (r=8, all projections) is on everywhere. Beside
 decoding stands its floor: the bare matrix products of the same weights for the same number of rows; `of floor` is the
-share of its speed that a contestant reaches. Beside SFT stands the device's peak, that of a large matrix product in
-bf16: `of peak` is the share of it that goes into operations of use (see limits.training_flops).
+share of its speed that a contestant reaches. Beside SFT stands the device's peak: as many operations as are of use in
+the step (see limits.training_flops), in large matrix products in bf16; `of peak` is the share of their speed.
 """
 
 import argparse
@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from bench import contests, peers, records
-from bench.contests import FLOOR, OURS, PROMPT, RL_EPISODES, RL_NEW, RL_PROMPT, Contest, Ours
-from bench.limits import product_peak
+from bench.contests import FLOOR, OURS, PEAK, PROMPT, RL_EPISODES, RL_NEW, RL_PROMPT, Contest, Ours
 from bench.memory import HUB, RESULTS
 from bench.scaling import growths
 from r3lite.config import shipped
@@ -58,9 +57,9 @@ def planned(kind: str, options: argparse.Namespace) -> list[Callable[[], Contest
 
     def sft(tokens: int) -> Contest:
         ours = Ours(folder, device)
-        work = {OURS: ours.sft(tokens, "4GiB"), "transformers + peft": peers.sft(folder, tokens, device)}
-        peak_seconds = ours.sft_flops(tokens) / product_peak(device)
-        return Contest(f"SFT, {tokens} tokens", tokens, work, peak_seconds)
+        theirs = peers.sft(folder, tokens, device)
+        work = {OURS: ours.sft(tokens, "4GiB"), "transformers + peft": theirs, PEAK: ours.peak(tokens)}
+        return Contest(f"SFT, {tokens} tokens", tokens, work)
 
     def grpo() -> Contest:
         work = {OURS: contests.rl_round(folder, device, "grpo", RL_EPISODES, RL_PROMPT, RL_NEW)}

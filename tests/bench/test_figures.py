@@ -1,11 +1,13 @@
 """The arithmetic of the benches, with numbers worked by hand, and what stays in their files."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from bench import profile, records
-from bench.contests import FLOOR, OURS, Contest
+from bench import limits, profile, records
+from bench.contests import FLOOR, OURS, PEAK, Contest
 from bench.limits import training_flops
 from bench.parts import FROZEN, HEAD, REST
 from bench.scaling import Growth, exponent
@@ -31,11 +33,21 @@ def test_operations_of_a_training_step():
     assert training_flops(base=100, head=50, adapters=5, layers=2, width=3, tokens=10) == 6000 + 300 + 3600
 
 
-def test_contestants_are_held_against_peak_and_floor():
-    contest = Contest("x", 100, {}, peak_seconds=1.0, seconds={OURS: [4.0], "peer": [8.0], FLOOR: [2.0]})
-    ours, peer, _ = contest.results()
+def test_contestants_are_held_against_the_limits_that_took_part():
+    contest = Contest("x", 100, {}, seconds={OURS: [4.0], "peer": [8.0], FLOOR: [2.0], PEAK: [1.0]})
+    ours, peer, *_ = contest.results()
     assert (ours["of_peak"], ours["of_floor"]) == (0.25, 0.5)
     assert (peer["of_peak"], peer["of_floor"], peer["r3lite_is_faster_by"]) == (0.125, 0.25, 2.0)
+    assert "of_peak" not in Contest("x", 100, {}, seconds={OURS: [4.0]}).results()[0]
+
+
+def test_the_peak_makes_whole_products_and_counts_the_operations_that_were_asked_for(monkeypatch):
+    clock = iter([10.0, 13.0])
+    monkeypatch.setattr(limits, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    two_and_a_half = 5 * 2048**3  # a product of 2,048 x 2,048 matrices takes 2 x 2048^3
+    with torch.profiler.profile() as profiled:
+        assert limits.products(two_and_a_half, "cpu")() == pytest.approx(2.5)  # of the three products' 3 s
+    assert sum(e.name == "aten::mm" for e in profiled.events()) == 3
 
 
 def test_sections_that_were_not_run_stay_on_the_same_machine_only(tmp_path):
