@@ -119,7 +119,7 @@ def test_user_errors(capsys, arguments, status, message):
     assert message in capsys.readouterr().err
 
 
-def untouched(capsys, files, status, words):
+def assert_refused(capsys, files, status, words):
     """Checks that a command failed with `words` and changed none of the `files` (path -> bytes before)."""
     error = capsys.readouterr().err
     assert status == 1 and words in error and "Traceback" not in error
@@ -134,7 +134,7 @@ def test_an_output_that_is_an_input_is_refused(tmp_path, capsys):
     (tmp_path / "link").symlink_to(data)
     files = {path: path.read_bytes() for path in (data, corpus)}
     for output, flag in ((data, "--data"), (tmp_path / "link", "--data"), (corpus, "--corpus")):
-        untouched(capsys, files, run(data, output, "--corpus", str(corpus)), f"is the file of {flag}")
+        assert_refused(capsys, files, run(data, output, "--corpus", str(corpus)), f"is the file of {flag}")
 
 
 @pytest.mark.parametrize("source", ["gold", "teacher"])
@@ -155,7 +155,7 @@ def test_a_file_of_other_things_is_refused_and_left_as_it_is(tmp_path, capsys, s
     output = tmp_path / "out.jsonl"
     output.write_bytes(content)
     data = write(tmp_path / "data.jsonl", [row(1)])
-    untouched(capsys, {output: content}, run(data, output, "--source", source), "none that collect wrote")
+    assert_refused(capsys, {output: content}, run(data, output, "--source", source), "none that collect wrote")
 
 
 def test_rejections_that_are_none_are_refused(tmp_path, capsys):
@@ -163,7 +163,7 @@ def test_rejections_that_are_none_are_refused(tmp_path, capsys):
     rejected.write_text("hello")
     data = write(tmp_path / "data.jsonl", [row(1)])
     status = run(data, tmp_path / "out.jsonl", "--source", "teacher")
-    untouched(capsys, {rejected: b"hello"}, status, "none that collect wrote")
+    assert_refused(capsys, {rejected: b"hello"}, status, "none that collect wrote")
 
 
 def test_gold_replaces_what_gold_wrote(tmp_path):
@@ -181,7 +181,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(tmp_p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x")
     status = run(write(tmp_path / "data.jsonl", ["no row"]), output)
-    untouched(capsys, {}, status, f"--output {output} ")
+    assert_refused(capsys, {}, status, f"--output {output} ")
 
 
 # Teacher
