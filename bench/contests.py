@@ -94,7 +94,7 @@ class Ours:
 
     def __init__(self, folder: str, device: str):
         from r3lite.models import lora, weights
-        from r3lite.models.tokenizer import Tokenizer
+        from r3lite.protocols.tokenizer import Tokenizer
 
         self.device = torch.device(device)
         where = weights.resolve_folder(folder)
@@ -105,7 +105,7 @@ class Ours:
 
     def decode(self, batch: int, new: int, prompt: int = PROMPT) -> Callable[[], None]:
         """Sampling of `new` tokens after `prompt` others, with the engine of the rollouts."""
-        from r3lite.formats import Prompts
+        from r3lite.protocols.r3 import Prompts
         from r3lite.settings import LengthSettings
 
         lengths = LengthSettings(max_new_tokens=new, max_length=prompt + new + 1)
@@ -126,10 +126,11 @@ class Ours:
 
     def sft(self, tokens: int, budget: str) -> Callable[[], None]:
         """One optimizer step on one row, with the memory settings that the planner chooses for the budget."""
+        from r3lite.memory import workloads
         from r3lite.models import activation_checkpointing, lora
         from r3lite.models.logprobs import token_loss
         from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, SftSettings
-        from r3lite.training import optim, workloads
+        from r3lite.training import optim
 
         config = self.model.config
         workload = workloads.sft_workload(

@@ -56,7 +56,7 @@ PEERS = [*(Case("0.5B", "peft", tokens) for tokens in (1024, 2048)), Case("0.5B"
 
 def full_rows(folder: str, tokens: int, path: Path) -> None:
     """Conversations of exactly so many tokens, nearly all of them the assistant's."""
-    from r3lite.models.tokenizer import Tokenizer
+    from r3lite.protocols.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(Path(folder))
 
@@ -70,7 +70,7 @@ def full_rows(folder: str, tokens: int, path: Path) -> None:
 
 def full_question(folder: str, where: Path, tokens: int) -> list[str]:
     """The flags of RL on one question whose prompt takes so many tokens."""
-    from r3lite.models.tokenizer import Tokenizer
+    from r3lite.protocols.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(Path(folder))
     words = " a" * (tokens - len(tokenizer.open_chat(" b", None)))
@@ -105,8 +105,8 @@ def measure(case: Case, root: str | None, device: str) -> dict:
     planned = None
     with tempfile.TemporaryDirectory() as where:
         if case.algorithm in ("sft", "ppo", "grpo"):
+            from r3lite import policy as base
             from r3lite import ppo, sft
-            from r3lite.training import base
 
             plans, announce = [], base.announce
             base.announce = lambda plan: (plans.append(plan), announce(plan))

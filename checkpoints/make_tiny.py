@@ -20,9 +20,10 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # runs from a checkout without an install
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1] / "data"))
+from make_world import World
 from tiny_text import END, PHRASES, SAID, SIZES, SPECIAL, STOP, chain_between, lesson, planning, sample
 
-from r3lite.datasets.world import World
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
 
 CHAT = (
@@ -278,7 +279,7 @@ from scratch on synthetic text by
     python checkpoints/make_tiny.py --seed {seed}
 
 in {minutes:.0f} minutes on one CPU core that was shared with other work ({tokens:.0f} M tokens, bf16 autocast). It
-knows the invented encyclopedias of `r3lite.datasets.world`: reading articles, answering questions about them, taking a
+knows the invented encyclopedias of `data/make_world.py`: reading articles, answering questions about them, taking a
 nested question apart, and saying hop chains in plain sentences, also across several turns with articles in between. It
 has never seen the step format that r3lite trains, only the single words of its headings (`checkpoints/tiny_text.py` is
 all it read).

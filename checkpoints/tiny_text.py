@@ -11,7 +11,7 @@ a frozen, tied embedding has never used).
 import random
 import re
 
-from r3lite.datasets.world import World
+from make_world import World
 
 SIZES = {"film": 2, "book": 1, "person": 6, "company": 2, "town": 3, "country": 2}
 END, TURN, STOP = SPECIAL = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -19,7 +19,7 @@ from r3lite.config import UsageError
 from r3lite.episode import Document, Question, Step
 from r3lite.errors import R3LiteError
 from r3lite.files import check_writable, write_jsonl
-from r3lite.formats import Prompts, R3Format
+from r3lite.protocols.r3 import Prompts, R3Format
 from r3lite.settings import CollectSettings, Common, DataSettings, JudgeSettings, ProtocolSettings, RetrievalSettings
 
 # A reply's failures that are the question's, not the network's or the account's: asking again would not help.
@@ -163,7 +163,7 @@ class Teacher:
     """Samples trajectories step by step, many questions at a time."""
 
     def __init__(self, config: CollectConfig, retrieve, output: Path):
-        from r3lite.rewards.gemini import GeminiClient
+        from r3lite.llm.gemini import GeminiClient
 
         self.settings, self.seed, self.retrieve = config.collect, config.common.seed, retrieve
         self.format, self.prompts = R3Format(), Prompts.load(config.protocol)
@@ -171,7 +171,7 @@ class Teacher:
 
     def attempt(self, questions: list[Question], number: int) -> list[Try]:
         """Attempt `number` (from 0) at each question, all of them step by step together."""
-        from r3lite.rewards.replies import Request
+        from r3lite.llm.replies import Request
 
         sampling = {"temperature": 0.9, "nonce": f"{self.seed}/{number}"} if number else {}
         tries = [Try(q) for q in questions]
@@ -216,7 +216,7 @@ class Teacher:
                 this.failure = "wrong answer"
 
     def is_right(self, question: Question, answer: str) -> bool:
-        from r3lite.rewards.answer_match import exact_match, f1, rule_of
+        from r3lite.answer_match import exact_match, f1, rule_of
 
         right = exact_match(answer, question.answers) == 1
         return right or f1(answer, question.answers, rule_of(question)) >= self.settings.min_f1

@@ -145,6 +145,21 @@ class Episode:
     def searches(self) -> int:
         return sum(s.query is not None for s in self.steps)
 
+    def new_gold(self) -> list[set[int]]:
+        """For each step, the indices of the gold paragraphs that its query brought and no earlier step had."""
+        found: set[int] = set()
+        news = []
+        for step in self.steps:
+            news.append(self.question.gold_found(step.documents) - found)
+            found |= news[-1]
+        return news
+
+    @property
+    def recall(self) -> float | None:
+        """Share of the gold paragraphs that the whole episode brought; None if the question has none."""
+        gold = self.question.gold
+        return sum(map(len, self.new_gold())) / len(gold) if gold else None
+
     def to_json(self) -> dict:
         return {
             "id": self.question.id,

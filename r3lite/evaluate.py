@@ -61,9 +61,9 @@ class EvaluateConfig:
 def work(config: EvaluateConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.datasets.qa import read_questions
+    from r3lite.evaluation.scores import Marks, scores, scores_by_hops
     from r3lite.files import write_json, write_jsonl, write_text
     from r3lite.retrieval.retriever import build_retriever
-    from r3lite.rewards.evaluation import Marks, scores, scores_by_hops
     from r3lite.rewards.judge import build_judge
 
     output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
@@ -83,7 +83,7 @@ def work(config: EvaluateConfig) -> None:
     if judge:
         verdicts = judge.verdicts(episodes, progress="judge")
         write_jsonl(output / "predictions.jsonl", records(episodes, verdicts))
-    marks = [Marks.of(e, v) for e, v in zip(episodes, verdicts, strict=True)]
+    marks = [Marks.of(e, v.correct if v else None) for e, v in zip(episodes, verdicts, strict=True)]
     found = scores(marks, config.common.seed) | {"by_hops": scores_by_hops(marks, config.common.seed)}
     found["finish"] = {f: sum(e.finish == f for e in episodes) for f in sorted({e.finish for e in episodes})}
     if judge:
@@ -110,13 +110,13 @@ def check(config: EvaluateConfig, output: Path) -> None:
 
 def load_engine(config: EvaluateConfig, questions: int):
     """The model with its adapter in an engine that answers so many questions as the settings say."""
-    from r3lite.formats import Prompts
     from r3lite.models import activation_checkpointing, lora, weights
-    from r3lite.models.tokenizer import Tokenizer
+    from r3lite.policy import load_base
+    from r3lite.protocols.r3 import Prompts
+    from r3lite.protocols.tokenizer import Tokenizer
     from r3lite.rollout.baselines import NoRetrieval, SingleRetrieval
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sampling import Sampler
-    from r3lite.training.base import load_base
 
     prompts, plan = Prompts.load(config.protocol), plan_memory(config, questions)
     folder = weights.resolve_folder(config.model.model)
@@ -141,7 +141,7 @@ def load_engine(config: EvaluateConfig, questions: int):
 
 def plan_memory(config: EvaluateConfig, questions: int):
     """The memory plan of answering so many questions."""
-    from r3lite.training import workloads
+    from r3lite.memory import workloads
 
     shape = config.lengths, config.retrieval, questions
     return workloads.make_plan(workloads.evaluate_workload(config.model, *shape), config.memory, config.sampling)
@@ -149,11 +149,11 @@ def plan_memory(config: EvaluateConfig, questions: int):
 
 def records(episodes: list, verdicts: list) -> list[dict]:
     """The lines of predictions.jsonl: each episode with its scores, and whether a judge called it right."""
-    from r3lite.rewards.evaluation import Marks
+    from r3lite.evaluation.scores import Marks
 
     lines = []
     for episode, verdict in zip(episodes, verdicts, strict=True):
-        marks = Marks.of(episode, verdict)
+        marks = Marks.of(episode, verdict.correct if verdict else None)
         line = episode.to_json() | {"em": marks.em, "f1": marks.f1, "recall": marks.recall, "hops": marks.hops}
         lines.append(line | ({"judged": marks.judged} if verdict else {}))
     return lines

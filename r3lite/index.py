@@ -25,10 +25,10 @@ def work(config: IndexConfig) -> None:
     settings = config.index
     if not settings.corpus:
         raise UsageError("--corpus is missing: a JSONL file with one passage (id, title, text) a line")
+    from r3lite.devices.precision import resolve_device
     from r3lite.retrieval import index
     from r3lite.retrieval.corpus import read_corpus
     from r3lite.retrieval.encoder import make_encoder
-    from r3lite.training.precision import resolve_device
 
     output = config.common.output or time.strftime("runs/index-%Y%m%d-%H%M%S")
     index.check_output(output)  # before the encoding, which may take hours

@@ -30,7 +30,7 @@ class PlanRlConfig(PpoConfig):
 def work(config: PlanSftConfig | PlanRlConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.files import write_json
-    from r3lite.training import workloads
+    from r3lite.memory import workloads
 
     if isinstance(config, PlanSftConfig):
         workload = workloads.sft_workload(config.model, config.sft, config.lora)

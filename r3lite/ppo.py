@@ -79,18 +79,19 @@ def train(config: PpoConfig) -> None:
 
 def build(config: PpoConfig, questions: list[str]) -> tuple:
     """The rollout engine, the learner, what a checkpoint holds and the memory granted: one model with two adapters."""
-    from r3lite.formats import Prompts
+    from r3lite.memory import workloads
     from r3lite.models import activation_checkpointing, lora, packing, weights
-    from r3lite.models.tokenizer import Tokenizer
+    from r3lite.models.hooks import explain_overflow
     from r3lite.models.value_head import ValueHead
+    from r3lite.policy import load_base
+    from r3lite.protocols.r3 import Prompts
+    from r3lite.protocols.tokenizer import Tokenizer
     from r3lite.rl.policy import action_states
     from r3lite.rl.update import Learner
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sampling import Sampler
-    from r3lite.training import loop, optim, workloads
-    from r3lite.training.base import load_base
+    from r3lite.training import loop, optim
     from r3lite.training.out_of_memory import Grant
-    from r3lite.training.precision import explain_overflow
 
     prompts, folder = Prompts.load(config.protocol), weights.resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
@@ -137,7 +138,7 @@ def build(config: PpoConfig, questions: list[str]) -> tuple:
 
 def plan_memory(config: PpoConfig, shared: int = 0):
     """The memory plan of a round whose episodes all reach --max-length, and begin with `shared` tokens alike."""
-    from r3lite.training import workloads
+    from r3lite.memory import workloads
 
     shape = config.rl, config.lora, config.lengths, config.retrieval, shared
     return workloads.make_plan(workloads.rl_workload(config.model, *shape), config.memory, config.sampling)

@@ -119,8 +119,8 @@ def work(config: QuickstartConfig) -> None:
 
 def report(stages: list[Stage], out: Path, minutes: float, config: QuickstartConfig) -> None:
     """The table, what RL changed with its paired interval, and where to look next; `quickstart.json` has the same."""
+    from r3lite.evaluation.scores import paired_difference
     from r3lite.files import write_json
-    from r3lite.rewards.evaluation import paired_difference
 
     columns = {
         "EM": "em",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
     from torch import Tensor
 
     from r3lite.datasets.trajectories import Conversation, Row, Trajectory
-    from r3lite.models.tokenizer import Tokenizer
+    from r3lite.protocols.tokenizer import Tokenizer
 
 ADAPTER = "policy"
 
@@ -77,11 +77,12 @@ class Trainer:
         self, config: SftConfig, folder: Path, tokenizer: "Tokenizer", rows: "list[Row]", validation: "list[Row]"
     ):
         """Loads the base, frozen, as its memory plan says, and puts the adapter on it."""
+        from r3lite.memory import workloads
         from r3lite.models import activation_checkpointing, lora, packing
-        from r3lite.training import loop, optim, workloads
-        from r3lite.training.base import load_base
+        from r3lite.models.hooks import explain_overflow
+        from r3lite.policy import load_base
+        from r3lite.training import loop, optim
         from r3lite.training.out_of_memory import Grant
-        from r3lite.training.precision import explain_overflow
 
         self.config, self.tokenizer, self.rows, self.validation = config, tokenizer, rows, validation
         self.total, self.last = length_of_run(config, len(rows))
@@ -193,9 +194,9 @@ def work(config: SftConfig) -> None:
     import torch
 
     from r3lite.datasets.trajectories import encode_row, encode_rows
-    from r3lite.formats import Prompts, R3Format
-    from r3lite.models.tokenizer import Tokenizer
     from r3lite.models.weights import resolve_folder
+    from r3lite.protocols.r3 import Prompts, R3Format
+    from r3lite.protocols.tokenizer import Tokenizer
     from r3lite.training.loop import Run, train
 
     run = Run("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S"))
@@ -212,7 +213,7 @@ def work(config: SftConfig) -> None:
 
 def plan(config: SftConfig) -> str:
     """What a run would do, for `--dry-run`; data that would have to be downloaded first are not counted."""
-    from r3lite.training import workloads
+    from r3lite.memory import workloads
 
     memory = workloads.make_plan(workloads.sft_workload(config.model, config.sft, config.lora), config.memory)
     told = f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n"

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
 
 ROOT = Path(__file__).parent.parent
+pytest_plugins = ["tests.fake_gemini"]
 
 
 @pytest.fixture(scope="session")

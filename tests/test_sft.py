@@ -18,9 +18,9 @@ from r3lite.config import with_values
 from r3lite.datasets.trajectories import Row, encode_rows, read_rows
 from r3lite.episode import Step
 from r3lite.files import write_jsonl
-from r3lite.formats import Prompts, R3Format
 from r3lite.models import lora
-from r3lite.models.tokenizer import Tokenizer as ChatTokenizer
+from r3lite.protocols.r3 import Prompts, R3Format
+from r3lite.protocols.tokenizer import Tokenizer as ChatTokenizer
 from r3lite.training import checkpoint, metrics
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

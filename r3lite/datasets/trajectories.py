@@ -15,8 +15,8 @@ from tqdm import tqdm
 from r3lite.datasets.rows import BadRow, read
 from r3lite.episode import Step
 from r3lite.errors import R3LiteError
-from r3lite.formats import FAULTS, Prompts, R3Format
-from r3lite.models.tokenizer import Tokenizer
+from r3lite.protocols.r3 import FAULTS, Prompts, R3Format
+from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import LengthSettings
 
 LEAST_DOCUMENT = 16  # tokens; below that a row is too long rather than its documents empty

@@ -1,5 +1,6 @@
 """Forward hooks on a Qwen2: gradients into checkpointed layers, and a watch on the size of activations."""
 
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -67,3 +68,10 @@ class ActivationWatch:
         if self.first_overflow is None:
             return f"no layer overflowed; {peak}"
         return f"{self.first_overflow} was the first layer to give inf or nan; {peak} (fp16 ends at {FP16_MAX:,.0f})"
+
+
+def explain_overflow(model: Qwen2, forward: Callable[[], object]) -> str:
+    """Runs `forward` once more under ActivationWatch; says which layer overflowed first, or that none did."""
+    with torch.no_grad(), ActivationWatch(model) as watch:
+        forward()
+    return watch.report()

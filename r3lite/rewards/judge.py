@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field
 
 from r3lite.episode import Episode
 from r3lite.errors import R3LiteError
-from r3lite.rewards.gemini import GeminiClient
-from r3lite.rewards.replies import FAILURES, Reply, Request
+from r3lite.llm.gemini import GeminiClient
+from r3lite.llm.replies import FAILURES, Reply, Request
 from r3lite.rewards.reward import StepVerdict, Verdict, needs_verdict
 from r3lite.settings import JudgeSettings, RewardSettings
 

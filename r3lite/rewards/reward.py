@@ -5,8 +5,8 @@ Knows the weights and what an episode holds; a judge's opinion comes in as a fin
 
 from dataclasses import dataclass, field
 
+from r3lite.answer_match import answer_scores
 from r3lite.episode import Episode
-from r3lite.rewards.answer_match import exact_match, f1, rule_of
 from r3lite.settings import RewardSettings
 
 
@@ -43,30 +43,6 @@ class Scored:
         return sum(self.steps)
 
 
-def answer_scores(episode: Episode) -> tuple[float, float]:
-    """EM and F1 of the final answer; both 0 where there is none, even if a gold answer normalizes to nothing."""
-    prediction, answers = episode.prediction, episode.question.answers
-    if not prediction.strip():
-        return 0.0, 0.0
-    return exact_match(prediction, answers), f1(prediction, answers, rule_of(episode.question))
-
-
-def new_gold(episode: Episode) -> list[set[int]]:
-    """Per step, the gold paragraphs that its query brought and that no earlier step had."""
-    found: set[int] = set()
-    news = []
-    for step in episode.steps:
-        news.append(episode.question.gold_found(step.documents) - found)
-        found |= news[-1]
-    return news
-
-
-def recall(episode: Episode) -> float | None:
-    """Share of the gold paragraphs that the whole episode brought; None where none is known."""
-    gold = episode.question.gold
-    return sum(map(len, new_gold(episode))) / len(gold) if gold else None
-
-
 def needs_verdict(settings: RewardSettings) -> bool:
     """Whether these weights pay for what only a judge can say."""
     return settings.outcome_judge > 0 or settings.process_judge > 0
@@ -95,7 +71,7 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     if steps:
         steps[-1] += outcome
     parts = {"format": sum(well_formed), "process": sum(process), "outcome": outcome if steps else 0.0}
-    parts |= {"em": em, "f1": best_f1, "recall": recall(episode)}
+    parts |= {"em": em, "f1": best_f1, "recall": episode.recall}
     return Scored(steps, parts | ({"judge": float(correct)} if verdict else {}))
 
 
@@ -109,7 +85,7 @@ def _process(episode: Episode, settings: RewardSettings, verdict: Verdict | None
     """Process reward of each step before the trajectory factor; 0 for a step without a query."""
     rewards = []
     opinions = verdict.steps if verdict else [StepVerdict(0.0, 0.0)] * len(episode.steps)
-    for step, news, opinion in zip(episode.steps, new_gold(episode), opinions, strict=True):
+    for step, news, opinion in zip(episode.steps, episode.new_gold(), opinions, strict=True):
         paid = settings.process_recall * len(news) / (len(episode.question.gold) or 1)
         paid += settings.process_judge * (opinion.relevance + opinion.coherence) / 2
         rewards.append(paid if step.query is not None else 0.0)

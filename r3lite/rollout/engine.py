@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.errors import R3LiteError
-from r3lite.formats import Prompts, R3Format
 from r3lite.models.hooks import ActivationWatch
 from r3lite.models.kv_cache import KVCache, Reading
 from r3lite.models.lora import cast_once
 from r3lite.models.qwen2 import Qwen2
-from r3lite.models.tokenizer import Tokenizer
+from r3lite.protocols.r3 import Prompts, R3Format
+from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.fetcher import Fetcher, Retrieve
 from r3lite.rollout.sampling import Sampler

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 from r3lite.command import Terminated
-from r3lite.training.precision import Precision
+from r3lite.devices.precision import Precision
 
 
 class Interrupts:

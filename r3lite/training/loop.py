@@ -17,12 +17,12 @@ import torch
 
 from r3lite.command import Terminated
 from r3lite.config import flat, to_toml, with_values
+from r3lite.devices.precision import NonFiniteGradients, Precision
 from r3lite.errors import R3LiteError
 from r3lite.files import write_json, write_text
 from r3lite.training import checkpoint, metrics, optim
 from r3lite.training.checkpoint import Checkpoint
 from r3lite.training.interrupts import Interrupts
-from r3lite.training.precision import NonFiniteGradients, Precision
 
 # Settings that a resumed run may change: they change no number. `preset` has been resolved into the others.
 FREE = {

@@ -9,10 +9,10 @@ from typing import TypeVar
 import torch
 
 from r3lite.errors import R3LiteError
+from r3lite.memory.planner import Memory, peak
+from r3lite.memory.workloads import Plan
 from r3lite.training import checkpoint
 from r3lite.training.loop import Training
-from r3lite.training.memory import Memory, peak
-from r3lite.training.workloads import Plan
 
 T = TypeVar("T")
 LEAST_CHUNK, LEAST_TILE = 16, 32

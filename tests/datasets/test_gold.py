@@ -5,7 +5,7 @@ import pytest
 from r3lite.datasets import gold
 from r3lite.datasets.trajectories import check_steps
 from r3lite.episode import Document, Hop, Question
-from r3lite.formats import R3Format
+from r3lite.protocols.r3 import R3Format
 
 FILM = Document("q/2", "Brenn", "A film by Ann Dahl.")
 PERSON = Document("q/0", "Ann Dahl", "Ann Dahl was born in Oslo.")

@@ -9,9 +9,9 @@ import pytest
 from r3lite.datasets.trajectories import Conversation, Trajectory, encode_row, encode_rows, read_row, read_rows
 from r3lite.episode import Document, Question, Step
 from r3lite.errors import R3LiteError
-from r3lite.formats import Prompts, R3Format
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
-from r3lite.models.tokenizer import Tokenizer
+from r3lite.protocols.r3 import Prompts, R3Format
+from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rollout.engine import Engine
 from r3lite.settings import LengthSettings, ProtocolSettings
 

@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from r3lite.models.hooks import require_input_grads
 from r3lite.models.kv_cache import BLOCK, KVCache, Reading
 from r3lite.models.packing import Pack
-from r3lite.models.tokenizer import Tokenizer
 from r3lite.models.weights import load_qwen2, resolve_folder
+from r3lite.protocols.tokenizer import Tokenizer
 
 TOLERANCE = 1e-4
 

@@ -1,8 +1,9 @@
 import pytest
 
+from r3lite.answer_match import answer_scores
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
-from r3lite.formats import R3Format
-from r3lite.rewards.reward import Scored, StepVerdict, Verdict, answer_scores, new_gold, recall, score
+from r3lite.protocols.r3 import R3Format
+from r3lite.rewards.reward import Scored, StepVerdict, Verdict, score
 from r3lite.settings import RewardSettings
 
 GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(2))
@@ -51,13 +52,13 @@ def test_trajectory_factors():
 def test_a_later_step_is_not_paid_for_an_earlier_hit():
     # Documents were accumulated over the episode, so that every later query was paid for the first one's hit.
     episode = Episode(QUESTION, [search(GOLD[0]), search(GOLD[0], query="again"), search(OTHER, GOLD[0], query="more")])
-    assert new_gold(episode) == [{0}, set(), set()]
+    assert episode.new_gold() == [{0}, set(), set()]
     assert score(episode, RewardSettings(format_reward=0.0, process_recall=1.0, gamma_fail=0.0)).steps == [
         0.5,
         0.0,
         0.0,
     ]
-    assert recall(episode) == 0.5
+    assert episode.recall == 0.5
 
 
 def test_two_answers_are_no_well_formed_step():

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
-from r3lite.models.tokenizer import Tokenizer
+from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rollout.engine import Engine
 
 

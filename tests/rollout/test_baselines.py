@@ -3,7 +3,7 @@
 import pytest
 
 from r3lite.episode import ANSWERED, CUT_OFF, Document, Question
-from r3lite.formats import Prompts
+from r3lite.protocols.r3 import Prompts
 from r3lite.rollout.baselines import NoRetrieval, SingleRetrieval
 from r3lite.settings import LengthSettings
 

@@ -5,7 +5,7 @@ import torch
 
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.errors import R3LiteError
-from r3lite.formats import Prompts, R3Format
+from r3lite.protocols.r3 import Prompts, R3Format
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.policy import action_logprobs, action_states
 from r3lite.rollout.engine import Engine

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from r3lite.episode import Document, Question
-from r3lite.formats import Prompts
 from r3lite.models import lora
-from r3lite.models.tokenizer import Tokenizer
 from r3lite.models.weights import load_qwen2
+from r3lite.protocols.r3 import Prompts
+from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.policy import action_logprobs
 from r3lite.settings import LengthSettings

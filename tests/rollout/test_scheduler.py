@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from r3lite.episode import Document, Question
-from r3lite.formats import Prompts
 from r3lite.models.kv_cache import KVCache, Reading
+from r3lite.protocols.r3 import Prompts
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings

@@ -11,10 +11,10 @@ import torch
 
 from r3lite.command import Terminated
 from r3lite.config import with_values
+from r3lite.devices.precision import NonFiniteGradients, Precision
 from r3lite.errors import R3LiteError
 from r3lite.settings import Common, OptimizerSettings, RLSettings, Schedule
 from r3lite.training import checkpoint, loop, metrics, optim
-from r3lite.training.precision import NonFiniteGradients, Precision
 
 TOTAL = 8
 

@@ -1,7 +1,7 @@
 import pytest
 
+from r3lite.answer_match import exact_match, f1, normalize, rule_of
 from r3lite.episode import Question
-from r3lite.rewards.answer_match import exact_match, f1, normalize, rule_of
 
 
 def test_normalization_in_the_official_order():

@@ -12,9 +12,13 @@ import torch
 
 from bench.live_tensors import LiveTensors
 from bench.memory import full_question, full_rows
+from r3lite import policy as base
 from r3lite import ppo, sft
 from r3lite.config import UsageError
 from r3lite.errors import R3LiteError
+from r3lite.memory import planner, workloads
+from r3lite.memory.planner import MIB, Memory, Workload, choose, peak
+from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.models import lora, nf4
 from r3lite.models.kv_cache import KVCache
 from r3lite.models.weights import load_qwen2, resolve_folder
@@ -28,9 +32,6 @@ from r3lite.settings import (
     RLSettings,
     SftSettings,
 )
-from r3lite.training import base, memory, workloads
-from r3lite.training.memory import MIB, Memory, Workload, choose, peak
-from r3lite.training.workloads import KNOWN, QWEN_TOKENS
 
 TARGETS = LoraSettings().lora_targets
 LAYERS = 6
@@ -146,7 +147,7 @@ def test_thirty_rounds_hold_no_more_than_three(tmp_path, small_model, write_fold
 def held(tensors) -> int:
     """Bytes of tensors as they are counted."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(memory.rounded(size) for size in storages.values())
+    return sum(planner.rounded(size) for size in storages.values())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -158,26 +159,26 @@ def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
     written = write_folder(small_model(**sizes), tmp_path)
     model = load_qwen2(written, getattr(torch, dtype), "cpu", quantize=quantize)
     w = Workload(model.config, 301, getattr(torch, dtype).itemsize, 700, lora_r=3, targets=TARGETS[1:], episodes=4)
-    assert held([*model.parameters(), *model.buffers()]) == memory.weight_bytes(w, quantize)
+    assert held([*model.parameters(), *model.buffers()]) == planner.weight_bytes(w, quantize)
 
     lora.add_adapter(model, "policy", r=3, alpha=8, targets=TARGETS[1:])
     adapter = list(lora.adapter_parameters(model, "policy").values())
-    assert held(adapter) == memory.adapter_bytes(w)
+    assert held(adapter) == planner.adapter_bytes(w)
     optimizer = torch.optim.AdamW(adapter)
     for p in adapter:
         p.grad = torch.ones_like(p)
     optimizer.step()
     moments = [t for state in optimizer.state.values() for t in state.values()]
-    assert held(moments) == memory.standing(w, Memory(quantize))["optimizer"]
+    assert held(moments) == planner.standing(w, Memory(quantize))["optimizer"]
 
     with LiveTensors() as counter:
         c, weight = model.config, model.head_weight
         cache = KVCache(3, 4, c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
         for T in range(100, 701, 100):
             cache.reserve(T)
-    block = memory.kv_bytes(w, 4, w.row_tokens) // (2 * 3 + 1)
+    block = planner.kv_bytes(w, 4, w.row_tokens) // (2 * 3 + 1)
     assert held([*cache.keys, *cache.values]) == 2 * 3 * block
-    assert counter.peak <= memory.kv_bytes(w, 4, w.row_tokens)
+    assert counter.peak <= planner.kv_bytes(w, 4, w.row_tokens)
 
 
 def qwen(size: str, **changes) -> Workload:
@@ -187,7 +188,7 @@ def qwen(size: str, **changes) -> Workload:
 
 @pytest.mark.parametrize(("size", "quantized", "mib"), [("0.5b", False, 942), ("0.5b", True, 436), ("3b", True, 1959)])
 def test_weights_of_qwen(size, quantized, mib):
-    assert memory.weight_bytes(qwen(size), quantized) / MIB == pytest.approx(mib, abs=1)
+    assert planner.weight_bytes(qwen(size), quantized) / MIB == pytest.approx(mib, abs=1)
 
 
 ROUND = {"episodes": 64, "reads": 900, "rows": 4, "adapters": 2, "scores": True}
@@ -297,13 +298,13 @@ def test_what_cannot_fit_is_refused_with_remedies_that_work(size, algorithm, fix
     [("4GiB", 4 << 30), ("1300MiB", 1300 << 20), ("3.5 GB", 3_500_000_000), ("800 mb", 8 * 10**8), ("1.5gib", 3 << 29)],
 )
 def test_a_budget_is_read(text, size):
-    assert memory.budget_bytes(text) == size
+    assert planner.budget_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["4", "GiB", "four GiB", "-1GiB", "0MiB", "4GiBs", "4 KiB", "nanGiB", "infGiB", ""])
 def test_a_budget_that_is_no_amount_of_memory_is_refused(text):
     with pytest.raises(UsageError, match="is not an amount of memory: write it as 4GiB"):
-        memory.budget_bytes(text)
+        planner.budget_bytes(text)
 
 
 def test_workloads_follow_the_settings():
@@ -324,7 +325,7 @@ def test_workloads_follow_the_settings():
         assert (w.critic, w.scores, w.adapters) == expected
         assert (w.episodes, w.row_tokens, w.rows) == (15, 4096, 2)
         assert w.reads == 5 * (160 + workloads.MARKUP)
-    assert nf4.BLOCK == 64 and not memory.weight_bytes(w, True) > memory.weight_bytes(w, False)
+    assert nf4.BLOCK == 64 and not planner.weight_bytes(w, True) > planner.weight_bytes(w, False)
 
 
 def test_the_adapter_to_start_from_is_planned_for_with_its_own_rank(small_model, tmp_path):
@@ -352,7 +353,7 @@ def test_the_default_budget_has_our_own_context_in_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3000 * MIB, 4000 * MIB))
     granted = workloads.budget(MemorySettings(), on_cuda=True)
-    assert granted - memory.CUDA_CONTEXT == 3000 * MIB - workloads.MARGIN
+    assert granted - planner.CUDA_CONTEXT == 3000 * MIB - workloads.MARGIN
 
 
 @pytest.mark.gpu
@@ -366,4 +367,4 @@ def test_on_a_card_the_allocator_holds_what_was_planned(folder, tmp_path, plans,
     options = [*lengths, "--dtype", "fp16", "--quantize", "none", "--recompute-layers", str(recomputed)]
     assert sft.main([*flags(folder, tmp_path, *options), "--device", "cuda"]) == 0
     measured = torch.cuda.max_memory_allocated() - before
-    assert plans[0].peak - memory.CUDA_CONTEXT == pytest.approx(measured, rel=0.05)
+    assert plans[0].peak - planner.CUDA_CONTEXT == pytest.approx(measured, rel=0.05)

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import torch
 
+from r3lite.devices.precision import resolve_dtype
+from r3lite.memory import planner
+from r3lite.memory.planner import MIB, Memory, Workload
 from r3lite.models.lora import read_spec
 from r3lite.models.qwen2 import Qwen2Config
-from r3lite.models.tokenizer import Tokenizer
 from r3lite.models.weights import read_config, resolve_folder
+from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import (
     LengthSettings,
     LoraSettings,
@@ -20,9 +23,6 @@ from r3lite.settings import (
     SamplingSettings,
     SftSettings,
 )
-from r3lite.training import memory
-from r3lite.training.memory import MIB, Memory, Workload
-from r3lite.training.precision import resolve_dtype
 
 GIB = 1 << 30
 DEFAULT_BUDGET = 4 * GIB
@@ -49,11 +49,11 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        return memory.peak(self.workload, self.memory)
+        return planner.peak(self.workload, self.memory)
 
     def table(self) -> str:
         """For people: MiB by phase and part, the peak, and what was chosen."""
-        found = memory.phases(self.workload, self.memory)
+        found = planner.phases(self.workload, self.memory)
         parts = list(dict.fromkeys(name for phase in found.values() for name in phase))
         lines = ["MiB".ljust(16) + "".join(f"{name:>10}" for name in found)]
         for part in parts:
@@ -71,7 +71,7 @@ class Plan:
         def mib(size: int) -> float:
             return round(size / MIB, 1)
 
-        found = memory.phases(self.workload, self.memory)
+        found = planner.phases(self.workload, self.memory)
         return {
             "budget_mib": mib(self.budget),
             "peak_mib": mib(self.peak),
@@ -83,7 +83,7 @@ class Plan:
     def line(self) -> str:
         """One line for the start of a run."""
         m, w = self.memory, self.workload
-        parts = [f"{self.peak / memory.MIB:,.0f} of {self.budget / memory.MIB:,.0f} MiB"]
+        parts = [f"{self.peak / planner.MIB:,.0f} of {self.budget / planner.MIB:,.0f} MiB"]
         parts += ["NF4"] if m.nf4 else []
         if w.trains:
             parts += [f"{m.recompute_layers} of {w.model.num_hidden_layers} layers recomputed"]
@@ -186,25 +186,25 @@ def fixed(settings: MemorySettings, sampling: SamplingSettings | None = None) ->
 def budget(settings: MemorySettings, on_cuda: bool) -> int:
     """Bytes of --vram-budget; by default 4 GiB, or what is free on the card less a margin where that is less."""
     if settings.vram_budget:
-        return memory.budget_bytes(settings.vram_budget)
+        return planner.budget_bytes(settings.vram_budget)
     if on_cuda and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         # What is free no longer has our own context in it, which is in the budget.
-        return min(DEFAULT_BUDGET, free + memory.CUDA_CONTEXT - MARGIN)
+        return min(DEFAULT_BUDGET, free + planner.CUDA_CONTEXT - MARGIN)
     return DEFAULT_BUDGET
 
 
 def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
     """The fastest settings that fit; R3LiteError with what would make it fit, where nothing does."""
     given, room = fixed(settings, sampling), budget(settings, workload.on_cuda)
-    return Plan(workload, memory.choose(workload, given, room, list(KNOWN.items())), room)
+    return Plan(workload, planner.choose(workload, given, room, list(KNOWN.items())), room)
 
 
 def enforce(plan: Plan, device: torch.device) -> None:
     """On CUDA, the process gets no more than its budget, so that "fits" can be shown on a larger card."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        share = (plan.budget - memory.CUDA_CONTEXT) / total
+        share = (plan.budget - planner.CUDA_CONTEXT) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
 

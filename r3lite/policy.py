@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError
 
+from r3lite.devices.precision import Precision, resolve_device, resolve_dtype, warn_of_slow_fp16
+from r3lite.memory.workloads import Plan, announce, enforce
 from r3lite.models import weights
 from r3lite.models.qwen2 import Qwen2
 from r3lite.settings import MemorySettings, ModelSettings
-from r3lite.training.precision import Precision, resolve_device, resolve_dtype, warn_of_slow_fp16
-from r3lite.training.workloads import Plan, announce, enforce
 
 
 class Base(NamedTuple):

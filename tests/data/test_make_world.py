@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from r3lite.datasets.world import HEADS, RELATIONS, TAILS, World, write_world
+from make_world import HEADS, RELATIONS, TAILS, World, write_world
 
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "world"
 FILES = ("train", "dev", "test", "test_comparison")

@@ -7,8 +7,8 @@ import pydantic
 import pytest
 
 from r3lite.errors import R3LiteError
-from r3lite.rewards.gemini import GeminiClient, Request
-from r3lite.rewards.limits import Budget, RateLimiter
+from r3lite.llm.gemini import GeminiClient, Request
+from r3lite.llm.limits import Budget, RateLimiter
 from r3lite.settings import JudgeSettings
 
 
@@ -16,7 +16,6 @@ class Mark(pydantic.BaseModel):
     mark: float
 
 
-# The answers of the fake server are made here; conftest.py is not importable from tests.
 @pytest.fixture
 def said(request):
     return request.getfixturevalue("answers").said

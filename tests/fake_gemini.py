@@ -113,7 +113,7 @@ def clock():
 @pytest.fixture
 def client(gemini, clock):
     """Makes a client of the fake server whose time passes only when it sleeps."""
-    from r3lite.rewards.gemini import GeminiClient
+    from r3lite.llm.gemini import GeminiClient
 
     def make(cache=None, **settings):
         settings = {"judge": "gemini", "judge_base_url": gemini.url, "judge_timeout": 20.0} | settings

@@ -6,7 +6,7 @@ import pytest
 
 from r3lite.episode import Document, Step
 from r3lite.errors import R3LiteError
-from r3lite.formats import FAULTS, Prompts, R3Format, render_documents, same_query
+from r3lite.protocols.r3 import FAULTS, Prompts, R3Format, render_documents, same_query
 from r3lite.settings import ProtocolSettings
 
 FORMAT = R3Format()

@@ -1,6 +1,6 @@
 """Scores of a set of episodes: means with bootstrap intervals, by number of hops, and the difference of two models.
 
-Knows finished episodes and judges' verdicts; no model, no files.
+Knows finished episodes; no model, no files.
 """
 
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from r3lite.answer_match import answer_scores
 from r3lite.episode import Episode
-from r3lite.rewards.reward import Verdict, answer_scores, recall
 
 METRICS = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
 CONFIDENCE = 95.0  # percent
@@ -31,17 +31,17 @@ class Marks:
     judged: bool | None = None
 
     @staticmethod
-    def of(episode: Episode, verdict: Verdict | None = None) -> "Marks":
+    def of(episode: Episode, judged: bool | None = None) -> "Marks":
         em, best_f1 = answer_scores(episode)
         return Marks(
             em=em,
             f1=best_f1,
-            recall=recall(episode),
+            recall=episode.recall,
             well_formed=sum(not s.faults for s in episode.steps),
             steps=len(episode.steps),
             searches=episode.searches,
             hops=episode.question.hop_count,
-            judged=verdict.correct if verdict else None,
+            judged=judged,
         )
 
 

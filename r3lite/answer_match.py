@@ -1,6 +1,6 @@
 """Exact match and F1 of an answer against the gold answers, as the data sets' official scripts compute them.
 
-Knows text only: no episodes, no weights.
+Rewards and evaluation share it. Knows no weights.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from r3lite.episode import Question
+from r3lite.episode import Episode, Question
 
 Rule = Literal["hotpotqa", "musique"]
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -57,3 +57,11 @@ def _f1(predicted: str, answer: str, rule: Rule) -> float:
         return 0.0
     precision, recall = shared / len(ours), shared / len(theirs)
     return 2 * precision * recall / (precision + recall)
+
+
+def answer_scores(episode: Episode) -> tuple[float, float]:
+    """EM and F1 of an episode's final answer; both 0 if it gave none, even if a gold answer normalizes to nothing."""
+    prediction, answers = episode.prediction, episode.question.answers
+    if not prediction.strip():
+        return 0.0, 0.0
+    return exact_match(prediction, answers), f1(prediction, answers, rule_of(episode.question))

@@ -19,8 +19,8 @@ from typing import Any
 from tqdm import tqdm
 
 from r3lite.errors import R3LiteError
-from r3lite.rewards.limits import Budget, RateLimiter
-from r3lite.rewards.replies import Reply, ReplyCache, Request, digest, parse
+from r3lite.llm.limits import Budget, RateLimiter
+from r3lite.llm.replies import Reply, ReplyCache, Request, digest, parse
 from r3lite.settings import JudgeSettings
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from r3lite.episode import ANSWERED, Document, Episode, Question, Step
-from r3lite.rewards.evaluation import METRICS, Marks, combined, hop_weight, paired_difference, scores, scores_by_hops
-from r3lite.rewards.reward import Verdict
+from r3lite.evaluation.scores import METRICS, Marks, combined, hop_weight, paired_difference, scores, scores_by_hops
 
 GOLD = tuple(Document(str(i), f"T{i}", f"Text {i}") for i in range(3))
 
@@ -19,7 +18,7 @@ def test_marks_of_an_episode():
         Step("c", "d", (GOLD[0],), faults=("repeated_query",)),
         Step("e", answer="York"),
     ]
-    marks = Marks.of(Episode(question, steps, ANSWERED), Verdict(True, ()))
+    marks = Marks.of(Episode(question, steps, ANSWERED), judged=True)
     assert marks == Marks(0.0, pytest.approx(0.5), pytest.approx(1 / 3), 2, 3, 2, 3, True)
     assert Marks.of(Episode(Question("1", "q", ("x",)))).recall is None
 
@@ -73,7 +72,7 @@ def test_intervals_are_repeatable_and_one_question_has_none():
 def test_blocks_change_nothing(monkeypatch):
     marks = [mark(em=i % 3 == 0) for i in range(30)]
     whole = scores(marks)
-    monkeypatch.setattr("r3lite.rewards.evaluation.LARGEST_BLOCK", 100)
+    monkeypatch.setattr("r3lite.evaluation.scores.LARGEST_BLOCK", 100)
     assert scores(marks) == whole
 
 

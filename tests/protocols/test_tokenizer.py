@@ -7,7 +7,7 @@ import random
 import pytest
 
 from r3lite.errors import R3LiteError
-from r3lite.models.tokenizer import Tokenizer
+from r3lite.protocols.tokenizer import Tokenizer
 
 CONVERSATIONS = {
     "question": [("user", "Who founded the city?")],

@@ -6,7 +6,7 @@ Knows no model and no loss. The frozen base is in the run's dtype; trainable wei
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from r3lite.errors import R3LiteError
-from r3lite.models.hooks import ActivationWatch
-from r3lite.models.qwen2 import Qwen2
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The scale starts at 2^16 and halves at each overflow: after this many in a row it is below 1 and is no remedy.
@@ -185,10 +183,3 @@ class Precision:
         self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-
-
-def explain_overflow(model: Qwen2, forward: Callable[[], object]) -> str:
-    """Runs `forward` once more under ActivationWatch; says which layer overflowed first, or that none did."""
-    with torch.no_grad(), ActivationWatch(model) as watch:
-        forward()
-    return watch.report()

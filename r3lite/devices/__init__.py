@@ -1,0 +1,1 @@
+"""Devices: number formats, loss scaling and random generators. Knows no model."""

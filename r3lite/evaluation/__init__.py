@@ -1,0 +1,1 @@
+"""Scores of finished episodes, with intervals. Knows no model and no files."""

@@ -1,0 +1,1 @@
+"""What a model speaks: chat markup, step formats and prompts. Text and token ids; no torch."""
