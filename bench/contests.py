@@ -148,7 +148,9 @@ class Ours:
             return -logprobs.sum() / (tokens - 1)
 
         def work() -> None:
-            activation_checkpointing.enable(self.model, **memory.on_model)
+            activation_checkpointing.enable(
+                self.model, layers=memory.recompute_layers, mlp_tile=memory.mlp_tile, offload=memory.offload
+            )
             self.model.train()
             with torch.autocast(self.device.type, torch.bfloat16):
                 hidden = self.model(ids)[0, :-1]  # [T-1, C]

@@ -122,7 +122,9 @@ def load_engine(config: EvaluateConfig, questions: int):
     folder = weights.resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
     model, precision = load_base(folder, config.model, config.memory, plan)
-    activation_checkpointing.enable(model, **plan.memory.on_model)
+    activation_checkpointing.enable(
+        model, layers=plan.memory.recompute_layers, mlp_tile=plan.memory.mlp_tile, offload=plan.memory.offload
+    )
     if config.model.adapter:
         lora.load_adapter(model, ADAPTER, config.model.adapter, trainable=False)
         lora.set_adapter(model, ADAPTER)

@@ -121,7 +121,9 @@ def build(config: PpoConfig, questions: list[str]) -> tuple:
     learner = Learner(model, tokenizer.size, temperature, config.rl, reference, *steps, critic, autocast)
 
     def apply(memory) -> None:
-        activation_checkpointing.enable(model, **memory.on_model)
+        activation_checkpointing.enable(
+            model, layers=memory.recompute_layers, mlp_tile=memory.mlp_tile, offload=memory.offload
+        )
         engine.rollout_batch_size = memory.rollout_batch_size
         engine.read_tokens = learner.pass_tokens = memory.micro_batch_tokens
         learner.loss_chunk = memory.loss_chunk

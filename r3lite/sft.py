@@ -118,7 +118,9 @@ class Trainer:
         self.grant = Grant(
             plan,
             workloads.fixed(config.memory),
-            lambda memory: activation_checkpointing.enable(self.model, **memory.on_model),
+            lambda memory: activation_checkpointing.enable(
+                self.model, layers=memory.recompute_layers, mlp_tile=memory.mlp_tile, offload=memory.offload
+            ),
             self.training,
         )
 

@@ -11,7 +11,7 @@ import pytest
 
 from r3lite import evaluate, plan, ppo, sft
 from r3lite.config import shipped
-from r3lite.memory.planner import Memory
+from r3lite.grant import Memory
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from r3lite.config import UsageError
 from r3lite.errors import R3LiteError
+from r3lite.grant import Memory
 from r3lite.models import logprobs, nf4
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.qwen2 import Qwen2Config
@@ -44,24 +45,6 @@ class Workload:
     adapters: int = 1  # the policy's, and the reference's where it has one
     critic: bool = False
     on_cuda: bool = False
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The settings that decide how much memory a run takes and how fast it is; only NF4 changes what it computes."""
-
-    nf4: bool = False
-    recompute_layers: int = 0
-    micro_batch_tokens: int = 4096  # of one backward pass; a longer row goes alone
-    loss_chunk: int = logprobs.CHUNK
-    mlp_tile: int = 1024
-    offload: bool = False
-    rollout_batch_size: int = 64
-
-    @property
-    def on_model(self) -> dict:
-        """What `activation_checkpointing.enable` takes."""
-        return {"layers": self.recompute_layers, "mlp_tile": self.mlp_tile, "offload": self.offload}
 
 
 def rounded(size: float) -> int:

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from r3lite.devices.precision import resolve_dtype
+from r3lite.grant import Memory
 from r3lite.memory import planner
-from r3lite.memory.planner import MIB, Memory, Workload
+from r3lite.memory.planner import MIB, Workload
 from r3lite.models.lora import read_spec
 from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.weights import read_config, resolve_folder

@@ -9,7 +9,8 @@ from typing import TypeVar
 import torch
 
 from r3lite.errors import R3LiteError
-from r3lite.memory.planner import Memory, peak
+from r3lite.grant import Memory
+from r3lite.memory.planner import peak
 from r3lite.memory.workloads import Plan
 from r3lite.training import checkpoint
 from r3lite.training.loop import Training

@@ -16,8 +16,9 @@ from r3lite import policy as base
 from r3lite import ppo, sft
 from r3lite.config import UsageError
 from r3lite.errors import R3LiteError
+from r3lite.grant import Memory
 from r3lite.memory import planner, workloads
-from r3lite.memory.planner import MIB, Memory, Workload, choose, peak
+from r3lite.memory.planner import MIB, Workload, choose, peak
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.models import lora, nf4
 from r3lite.models.kv_cache import KVCache
