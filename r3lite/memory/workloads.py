@@ -10,7 +10,7 @@ from r3lite.devices.precision import resolve_dtype
 from r3lite.grant import Memory
 from r3lite.memory import planner
 from r3lite.memory.planner import MIB, Workload
-from r3lite.models.lora import read_spec
+from r3lite.models.lora import read_adapter_config
 from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.weights import read_config, resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
@@ -162,8 +162,8 @@ def _base(model: ModelSettings) -> dict:
 
 def _adapter(model: ModelSettings, lora: LoraSettings) -> dict:
     """Rank and projections: those of the adapter to start from, where there is one; it may be yet to be trained."""
-    if model.adapter and (spec := read_spec(model.adapter)):
-        return {"lora_r": spec.r, "targets": spec.targets}
+    if model.adapter and (config := read_adapter_config(model.adapter)):
+        return {"lora_r": config.r, "targets": config.targets}
     return {"lora_r": lora.lora_r, "targets": lora.lora_targets}
 
 

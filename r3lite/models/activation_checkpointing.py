@@ -62,7 +62,7 @@ class _Recomputed(torch.autograd.Function):
         # `backward` may be called when another adapter is on: the second run must use the one of the first.
         ctx.adapter = switch.active
         ctx.autocast = _autocast(x.device.type)
-        drops = layer.training and ctx.adapter is not None and switch.specs[ctx.adapter].dropout > 0
+        drops = layer.training and ctx.adapter is not None and switch.configs[ctx.adapter].dropout > 0
         ctx.random = _random_state(x.device) if drops else None
         if host is None:
             ctx.save_for_backward(cos, sin, x)

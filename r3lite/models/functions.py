@@ -1,6 +1,6 @@
 """Layer functions that keep for the backward pass only what they were given: norm, SwiGLU, linear with an adapter.
 
-Left to autograd, each keeps or makes several copies of its input, in fp32 for the norm.
+Autograd by itself keeps or makes several copies of each one's input, in fp32 for the norm.
 """
 
 import torch
@@ -10,8 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from r3lite.models.nf4 import Nf4Linear, dequantize
 
-# Up to so many rows a CPU makes the small products of an adapter faster in fp32 than in half precision: for one row
-# in 12 to 22 us, not 31 to 63, for 8 rows in 28 to 62, not 50 to 65 (two cores with bf16, Qwen2.5-0.5B's shape, r=8).
+# Up to this many rows a CPU computes the small products of an adapter faster in fp32 than in half precision: 1 row in
+# 12 to 22 us instead of 31 to 63, 8 rows in 28 to 62 instead of 50 to 65 (two cores with bf16, Qwen2.5-0.5B's shape,
+# r=8).
 FEW_ROWS = 8
 
 
@@ -29,22 +30,27 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def adapted_linear(
-    x: Tensor, dropped: Tensor | None, A: Tensor, B: Tensor, base: nn.Linear | Nf4Linear, scale: float
+    x: Tensor,
+    dropped: Tensor | None,
+    A: Tensor,
+    B: Tensor,
+    base: nn.Linear | Nf4Linear,
+    scale: float,
+    cast: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """base(x) + scale * B A x for x [N, in], A [r, in] and B [out, r]; the adapter reads `dropped` where it is given.
+    """base(x) + scale * B A x for x [N, in], A [r, in] and B [out, r]; if given, `dropped` is the adapter's x.
 
-    The base is frozen. A and B are in fp32; products are in the dtype of the base's output, but see `in_fp32`.
+    The base is frozen. A and B are in fp32. The adapter's products are in the dtype of the base's output, or in fp32
+    for a few half-precision rows on a CPU without gradients. `cast` is A and B in the former dtype, if a caller that
+    needs no gradients has them.
     """
-    inputs = x, dropped, A, B, base, scale
     if torch.is_grad_enabled():
-        return _AdaptedLinear.apply(*inputs)
-    return _adapted_in_fp32(*inputs) if in_fp32(x) else _adapted(*inputs)[0]
-
-
-def in_fp32(x: Tensor) -> bool:
-    """Whether an adapter's products with half-precision x [N, in] are in fp32: a few rows, no gradients, on a CPU."""
-    few = len(x) <= FEW_ROWS and x.dtype.itemsize == 2
-    return few and x.device.type == "cpu" and not torch.is_grad_enabled()
+        return _AdaptedLinear.apply(x, dropped, A, B, base, scale)
+    if len(x) <= FEW_ROWS and x.dtype.itemsize == 2 and x.device.type == "cpu":
+        return _adapted_in_fp32(x, dropped, A, B, base, scale)
+    if cast:
+        A, B = cast
+    return _adapted(x, dropped, A, B, base, scale)[0]
 
 
 def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -66,13 +72,13 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         normalized = x.float().mul_(scale)
-        by_weight = None  # the base is frozen, but for who trains one from scratch
-        if ctx.needs_input_grad[1]:
-            by_weight = (grad.float() * normalized).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:  # not in a frozen base; checkpoints/make_tiny.py trains all weights
+            grad_weight = (grad.float() * normalized).flatten(0, -2).sum(0).to(weight.dtype)
         grad = grad.float() * weight.float()
         along = torch.linalg.vecdot(grad, normalized)[..., None] / x.shape[-1]  # [..., 1]
-        by_x = grad.sub_(normalized.mul_(along)).mul_(scale).to(x.dtype)
-        return by_x, by_weight, None
+        grad_x = grad.sub_(normalized.mul_(along)).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -85,9 +91,9 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        by_gate = grad * up
-        torch.ops.aten.silu_backward.grad_input(by_gate, gate, grad_input=by_gate)
-        return by_gate, F.silu(gate).mul_(grad)
+        grad_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, F.silu(gate).mul_(grad)
 
 
 def _adapted(
@@ -101,13 +107,13 @@ def _adapted(
 
 
 def _adapted_in_fp32(x: Tensor, dropped: Tensor | None, A: Tensor, B: Tensor, base: nn.Module, scale: float) -> Tensor:
-    """The output of `_adapted` with the adapter's products in fp32, rounded once."""
+    """The output [N, out] of `_adapted`, with the adapter's products computed in fp32 and rounded once."""
     low = F.linear((x if dropped is None else dropped).float(), A)
     return base(x).add_(F.linear(low, B), alpha=scale)
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """A frozen linear layer with an adapter. Both add to one gradient of x, where autograd would make two and a sum."""
+    """A frozen linear layer with an adapter. Both add to one gradient of x; autograd would make two and their sum."""
 
     @staticmethod
     def forward(ctx, x, dropped, A, B, base, scale):
@@ -119,22 +125,22 @@ class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        read, low, A, B = ctx.saved_tensors  # what the adapter read: [N, in], perhaps with dropout
-        by_low = (grad @ B.to(grad.dtype)).mul_(ctx.scale)  # [N, r]
-        by_A = by_B = by_x = by_dropped = None
+        adapter_x, low, A, B = ctx.saved_tensors  # [N, in], after dropout if there is any
+        grad_low = (grad @ B.to(grad.dtype)).mul_(ctx.scale)  # [N, r]
+        grad_A = grad_B = grad_x = grad_dropped = None
         if A.requires_grad:
-            by_A = (by_low.t() @ read.to(grad.dtype)).to(A.dtype)
-            by_B = (grad.t() @ low).mul_(ctx.scale).to(B.dtype)
+            grad_A = (grad_low.t() @ adapter_x.to(grad.dtype)).to(A.dtype)
+            grad_B = (grad.t() @ low).mul_(ctx.scale).to(B.dtype)
         if ctx.needs_input_grad[0]:
-            by_x = grad @ _dense_weight(ctx.base, grad.dtype)
+            grad_x = grad @ _dense_weight(ctx.base, grad.dtype)
             if ctx.drops:
-                by_dropped = (by_low @ A.to(grad.dtype)).to(read.dtype)
+                grad_dropped = (grad_low @ A.to(grad.dtype)).to(adapter_x.dtype)
             else:
-                by_x.addmm_(by_low, A.to(grad.dtype))
-            by_x = by_x.to(read.dtype)  # under autocast x may be wider
-        return by_x, by_dropped, by_A, by_B, None, None
+                grad_x.addmm_(grad_low, A.to(grad.dtype))
+            grad_x = grad_x.to(adapter_x.dtype)  # under autocast x may be wider
+        return grad_x, grad_dropped, grad_A, grad_B, None, None
 
 
 def _dense_weight(base: nn.Linear | Nf4Linear, dtype: torch.dtype) -> Tensor:
-    """A base's weight [out, in]; one in NF4 is dequantized again rather than kept since the forward pass."""
+    """A base's weight [out, in]. One in NF4 is dequantized again, which costs less memory than keeping it."""
     return dequantize(base.weight, dtype) if isinstance(base, Nf4Linear) else base.weight.to(dtype)

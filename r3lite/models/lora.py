@@ -1,7 +1,7 @@
 """LoRA (arXiv 2106.09685): several named low-rank adapters on one frozen base, saved in PEFT's format.
 
-Owns the adapters' weights, which of them is switched on, and their files. A model without an adapter switched on is
-the bare base, to the bit.
+Owns the adapters' weights, which of them is switched on, and their files. With none switched on, a model's results are
+those of the bare base, to the bit.
 """
 
 import contextlib
@@ -19,25 +19,25 @@ from torch import Tensor, nn
 
 from r3lite.errors import R3LiteError
 from r3lite.files import write_json
-from r3lite.models.functions import adapted_linear, in_fp32
+from r3lite.models.functions import adapted_linear
 from r3lite.models.nf4 import Nf4Linear
 from r3lite.models.weights import write_tensors
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Keys of adapter_config.json that do not change what the adapter computes, or that are read here. Any other key
+# Keys of adapter_config.json that are used here, and those that do not change what the adapter computes. Any other key
 # must be unset: it belongs to a feature that r3lite lacks and would silently leave out.
-READ = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "init_lora_weights")
-IDLE = (
+USED = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "init_lora_weights")
+IGNORED = (
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "layers_pattern", "megatron_core", "qalora_group_size", "exclude_modules", "ensure_weight_tying",
 )  # fmt: skip
-# Initializations that change the base's weights too: the adapter means nothing on the published base.
+# Initializations that change the base's weights too: such an adapter does not fit the published base.
 BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
-class LoraSpec:
+class LoraConfig:
     """Shape and scale of one adapter."""
 
     r: int
@@ -54,13 +54,14 @@ class LoraSpec:
 
 @dataclass
 class Switch:
-    """What all LoRA layers of a model share: its adapters, and the one that is on."""
+    """What all LoRA layers of a model share: the configs of its adapters, and the name of the one that is on."""
 
-    specs: dict[str, LoraSpec] = field(default_factory=dict)
+    configs: dict[str, LoraConfig] = field(default_factory=dict)
     active: str | None = None
 
     @contextlib.contextmanager
     def to(self, name: str | None) -> Iterator[None]:
+        """Switches the adapter `name` on (None: all off) within a `with` block."""
         before, self.active = self.active, name
         try:
             yield
@@ -85,17 +86,15 @@ class LoraLinear(nn.Module):
         if name is None or name not in self.lora_A:
             return self.base(x)
         rows = x.flatten(0, -2)  # [N, in]
-        spec = self.switch.specs[name]
-        dropped = F.dropout(rows, spec.dropout) if self.training and spec.dropout else None
+        config = self.switch.configs[name]
+        dropped = F.dropout(rows, config.dropout) if self.training and config.dropout else None
         A, B = self.lora_A[name], self.lora_B[name]
-        if self.cast and not in_fp32(rows):
-            A, B = self.cast
-        out = adapted_linear(rows, dropped, A, B, self.base, spec.scale)  # [N, out]
+        out = adapted_linear(rows, dropped, A, B, self.base, config.scale, self.cast)  # [N, out]
         return out.unflatten(0, x.shape[:-1])
 
 
 def switch_of(model: nn.Module) -> Switch:
-    """The model's switch; made at first use."""
+    """The model's switch, made when it is first asked for."""
     if not hasattr(model, "lora"):
         model.lora = Switch()
     return model.lora
@@ -108,16 +107,16 @@ def set_adapter(model: nn.Module, name: str | None) -> None:
 
 
 def use_adapter(model: nn.Module, name: str | None) -> contextlib.AbstractContextManager[None]:
-    """Switches an adapter on (None: all off) within a `with` block. Costs nothing: one attribute is set."""
+    """Switches an adapter on (None: all off) within a `with` block. This takes no time: one attribute is set."""
     _check_known(model, name)
     return switch_of(model).to(name)
 
 
 @contextlib.contextmanager
 def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within the `with` block the adapter that is on is in `dtype`, rather than cast in every pass.
+    """Within the `with` block the adapter that is on is kept in `dtype` too, so that no pass casts it again.
 
-    For passes without gradients, between which no weight changes. Their results are the same to the bit.
+    For passes without gradients, while no weight changes. Results are the same to the bit.
     """
     name = switch_of(model).active
     layers = [m for m in model.modules() if isinstance(m, LoraLinear) and name in m.lora_A]
@@ -131,7 +130,7 @@ def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _check_known(model: nn.Module, name: str | None) -> None:
-    known = switch_of(model).specs
+    known = switch_of(model).configs
     assert name is None or name in known, f"no adapter is named {name!r}; there are {sorted(known)}"
 
 
@@ -145,20 +144,20 @@ def add_adapter(
     rslora: bool = False,
     seed: int = 0,
 ) -> None:
-    """Adds a fresh trainable adapter, which changes nothing yet: A is Kaiming-uniform as in peft, B is zero.
+    """Adds a new trainable adapter, which changes nothing yet: A is Kaiming-uniform as in peft, B is zero.
 
     It is not switched on. The same seed gives the same weights on every device. Raises R3LiteError for a target that
     is not one of the seven projections.
     """
     _check_targets(targets, "lora_targets")
-    spec = LoraSpec(r, alpha, dropout, tuple(p for p in PROJECTIONS if p in targets), rslora)
+    config = LoraConfig(r, alpha, dropout, tuple(p for p in PROJECTIONS if p in targets), rslora)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for path, linear in _targets(model, spec.targets):
+    for path, linear in _targets(model, config.targets):
         a = torch.empty(r, linear.in_features)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
         tensors[_key(path, "A")], tensors[_key(path, "B")] = a, torch.zeros(linear.out_features, r)
-    _attach(model, name, spec, tensors, trainable=True)
+    _attach(model, name, config, tensors, trainable=True)
 
 
 def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
@@ -172,7 +171,7 @@ def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
 
 
 def remove_adapter(model: nn.Module, name: str) -> None:
-    """Takes an adapter off; a layer that has none left becomes the bare base layer again."""
+    """Removes an adapter; a layer that has none left becomes the bare base layer again."""
     _check_known(model, name)
     switch = switch_of(model)
     for path, module in list(model.named_modules()):
@@ -180,19 +179,19 @@ def remove_adapter(model: nn.Module, name: str) -> None:
             del module.lora_A[name], module.lora_B[name]
             if not len(module.lora_A):
                 _replace(model, path, module.base)
-    del switch.specs[name]
+    del switch.configs[name]
     if switch.active == name:
         switch.active = None
 
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module, name: str) -> None:
-    """Adds scale * B A, computed in fp32, to the base weights, and takes the adapter off.
+    """Adds scale * B A, computed in fp32, to the base weights, and removes the adapter.
 
-    A base in NF4 becomes a dense one: a merged weight is no longer of 16 values a block.
+    A base in NF4 becomes a dense one, because a merged weight does not have only 16 values a block.
     """
     _check_known(model, name)
-    scale = switch_of(model).specs[name].scale
+    scale = switch_of(model).configs[name].scale
     for module in model.modules():
         if isinstance(module, LoraLinear) and name in module.lora_A:
             if isinstance(module.base, Nf4Linear):
@@ -204,7 +203,7 @@ def merge_adapter(model: nn.Module, name: str) -> None:
 
 def save_adapter(model: nn.Module, name: str, folder: str | Path, base_model: str) -> None:
     """Writes an adapter in PEFT's format; `base_model` is the folder or hub id that it belongs to."""
-    spec, folder = switch_of(model).specs[name], Path(folder)
+    config, folder = switch_of(model).configs[name], Path(folder)
     write_tensors(folder / WEIGHTS, adapter_parameters(model, name))
     write_json(
         folder / CONFIG,
@@ -213,15 +212,15 @@ def save_adapter(model: nn.Module, name: str, folder: str | Path, base_model: st
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
-            "lora_alpha": spec.alpha,
-            "lora_dropout": spec.dropout,
+            "lora_alpha": config.alpha,
+            "lora_dropout": config.dropout,
             "modules_to_save": None,
             "peft_type": "LORA",
-            "r": spec.r,
-            "target_modules": sorted(spec.targets),
+            "r": config.r,
+            "target_modules": sorted(config.targets),
             "task_type": "CAUSAL_LM",
             "use_dora": False,
-            "use_rslora": spec.rslora,
+            "use_rslora": config.rslora,
         },
     )
 
@@ -229,10 +228,10 @@ def save_adapter(model: nn.Module, name: str, folder: str | Path, base_model: st
 def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: bool) -> None:
     """Reads an adapter in PEFT's format from a folder, or from the `adapter/` of a run folder; does not switch it on.
 
-    Raises R3LiteError where it uses what r3lite lacks or does not fit the model, naming the key or the tensor.
+    Raises R3LiteError, naming the key or the tensor, if it uses a feature that r3lite lacks or does not fit the model.
     """
     folder = _adapter_folder(folder)
-    spec = _parse_spec(folder / CONFIG)
+    config = _parse_config(folder / CONFIG)
     if not (folder / WEIGHTS).is_file():
         raise R3LiteError(
             f"{folder} has no {WEIGHTS}", "Save the adapter in safetensors format; pickled .bin files are not read."
@@ -241,9 +240,9 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise R3LiteError(f"{folder / WEIGHTS} cannot be read: {error}", "Copy the adapter again.") from error
-    shapes = {}
-    for path, linear in _targets(model, spec.targets):
-        shapes[_key(path, "A")], shapes[_key(path, "B")] = (spec.r, linear.in_features), (linear.out_features, spec.r)
+    shapes, r = {}, config.r
+    for path, linear in _targets(model, config.targets):
+        shapes[_key(path, "A")], shapes[_key(path, "B")] = (r, linear.in_features), (linear.out_features, r)
     for what, keys in (
         ("lacks the tensor", shapes.keys() - tensors),
         ("has the unexpected tensor", tensors.keys() - shapes),
@@ -251,7 +250,7 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
         if keys:
             raise R3LiteError(
                 f"{folder / WEIGHTS} {what} {min(keys)}",
-                f"Its target_modules are {', '.join(spec.targets)}; is it of this model?",
+                f"Its target_modules are {', '.join(config.targets)}; is it of this model?",
             )
     for key, shape in shapes.items():
         if tuple(tensors[key].shape) != shape:
@@ -259,13 +258,13 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
                 f"{folder / WEIGHTS}: {key} has the shape {list(tensors[key].shape)}, not {list(shape)}",
                 "It belongs to another model or rank.",
             )
-    _attach(model, name, spec, tensors, trainable)
+    _attach(model, name, config, tensors, trainable)
 
 
-def read_spec(folder: str | Path) -> LoraSpec | None:
-    """Shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None where there is none."""
+def read_adapter_config(folder: str | Path) -> LoraConfig | None:
+    """Shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None if it has no adapter."""
     path = _adapter_folder(folder) / CONFIG
-    return _parse_spec(path) if path.exists() else None
+    return _parse_config(path) if path.exists() else None
 
 
 def _adapter_folder(folder: str | Path) -> Path:
@@ -273,8 +272,8 @@ def _adapter_folder(folder: str | Path) -> Path:
     return inside if (inside / CONFIG).is_file() and not (inside.parent / CONFIG).is_file() else inside.parent
 
 
-def _parse_spec(path: Path) -> LoraSpec:
-    """The adapter that an `adapter_config.json` describes."""
+def _parse_config(path: Path) -> LoraConfig:
+    """Shape and scale from an `adapter_config.json`; R3LiteError names what is unsupported."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -290,7 +289,7 @@ def _parse_spec(path: Path) -> LoraSpec:
     if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
         raise R3LiteError(f"{path}: init_lora_weights is {init!r}, which changes the base as well", remedy)
     for key, value in raw.items():
-        if key not in READ and key not in IDLE and value:
+        if key not in USED and key not in IGNORED and value:
             raise R3LiteError(f"{path}: {key} is {value!r}, a feature that r3lite does not have", remedy)
     r, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
     if isinstance(r, bool) or not isinstance(r, int) or r < 1:
@@ -301,7 +300,7 @@ def _parse_spec(path: Path) -> LoraSpec:
         raise R3LiteError(f"{path}: target_modules is {targets!r}, not a list of projections", remedy)
     _check_targets(targets, f"{path}: target_modules")
     targets = tuple(p for p in PROJECTIONS if p in targets)
-    return LoraSpec(r, alpha, float(raw.get("lora_dropout") or 0), targets, bool(raw.get("use_rslora")))
+    return LoraConfig(r, alpha, float(raw.get("lora_dropout") or 0), targets, bool(raw.get("use_rslora")))
 
 
 def _check_targets(targets: Sequence[str], where: str) -> None:
@@ -313,7 +312,7 @@ def _check_targets(targets: Sequence[str], where: str) -> None:
 
 
 def _targets(model: nn.Module, targets: Sequence[str]) -> list[tuple[str, nn.Linear | Nf4Linear]]:
-    """Path and base layer of every projection that an adapter is to be on."""
+    """Path and base layer of every projection named in `targets`."""
     found = []
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in targets:
@@ -325,10 +324,10 @@ def _key(path: str, side: str) -> str:
     return f"base_model.model.{path}.lora_{side}.weight"
 
 
-def _attach(model: nn.Module, name: str, spec: LoraSpec, tensors: dict[str, Tensor], trainable: bool) -> None:
+def _attach(model: nn.Module, name: str, config: LoraConfig, tensors: dict[str, Tensor], trainable: bool) -> None:
     switch = switch_of(model)
-    assert name not in switch.specs, f"an adapter named {name!r} is there already"
-    for path, base in _targets(model, spec.targets):
+    assert name not in switch.configs, f"an adapter named {name!r} is there already"
+    for path, base in _targets(model, config.targets):
         module = model.get_submodule(path)
         if not isinstance(module, LoraLinear):
             module = LoraLinear(base, switch)
@@ -337,7 +336,7 @@ def _attach(model: nn.Module, name: str, spec: LoraSpec, tensors: dict[str, Tens
         for side, parameters in (("A", module.lora_A), ("B", module.lora_B)):
             tensor = tensors[_key(path, side)].to(base.weight.device, torch.float32, copy=True)
             parameters[name] = nn.Parameter(tensor, requires_grad=trainable)
-    switch.specs[name] = spec
+    switch.configs[name] = config
 
 
 def _replace(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -347,7 +347,7 @@ def test_adapters_that_are_not_understood_are_refused(small_model, tmp_path, cha
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(R3LiteError, match=message):
         load_adapter(model, "b", tmp_path, trainable=False)
-    assert list(model.lora.specs) == ["a"]
+    assert list(model.lora.configs) == ["a"]
 
 
 def test_files_that_do_not_fit_are_refused(small_model, tmp_path):
@@ -380,6 +380,6 @@ def test_a_loaded_adapter_goes_on_training_as_it_was_saved(small_model, tmp_path
     shaken(model, "a")
     save_adapter(model, "a", tmp_path, "x")
     load_adapter(model, "b", tmp_path, trainable=True)
-    assert model.lora.specs["a"] == model.lora.specs["b"]
+    assert model.lora.configs["a"] == model.lora.configs["b"]
     assert torch.equal(logits(model, "a"), logits(model, "b"))
     assert all(p.requires_grad and p.dtype == torch.float32 for p in adapter_parameters(model, "b").values())
