@@ -136,7 +136,7 @@ def _dense(w: Workload, memory: Memory) -> int:
     return widest * w.element + widest // nf4.BLOCK * 8 + tiles
 
 
-def _reading(w: Workload, memory: Memory, tokens: int) -> int:
+def _forward(w: Workload, memory: Memory, tokens: int) -> int:
     """A pass without gradients over so many tokens, one layer at a time."""
     C, wide, e = w.model.hidden_size, w.model.intermediate_size, w.element
     tile = min(tokens, memory.mlp_tile)
@@ -164,7 +164,7 @@ def _pass(w: Workload, memory: Memory, rows: int) -> tuple[int, int, int]:
 
 def _score(w: Workload, memory: Memory) -> Parts:
     tokens, said, again = _pass(w, memory, w.scored_rows)
-    layer = {"live layer": _reading(w, memory, tokens) + again * 2 * w.model.hidden_size * w.element}
+    layer = {"live layer": _forward(w, memory, tokens) + again * 2 * w.model.hidden_size * w.element}
     hidden = (tokens + said) * w.model.hidden_size * w.element
     loss = {"hidden states": hidden, "loss chunk": _chunk(w, memory, said, False)}
     return max(layer, loss, key=lambda parts: sum(parts.values()))
@@ -183,10 +183,10 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: so many are read at a time
     seen = w.row_tokens if w.retrieves or w.on_cuda else w.reads  # CUDA graphs want a cache that does not move
     masks = together * seen * w.element + seen * 2 * m.hidden_size * w.element  # and one row's keys, for every head
-    reading = {"KV cache": kv_bytes(w, rows, seen), "reading": _reading(w, memory, together) + masks}
+    prefill = {"KV cache": kv_bytes(w, rows, seen), "prefill": _forward(w, memory, together) + masks}
     sampler = rows * w.vocabulary * (w.element + 4 + 4 + 4)
     sampling = {"KV cache": kv_bytes(w, rows, w.row_tokens), "sampling": sampler}
-    return max(reading, sampling, key=lambda parts: sum(parts.values()))
+    return max(prefill, sampling, key=lambda parts: sum(parts.values()))
 
 
 def _kept(w: Workload) -> int:
