@@ -126,6 +126,7 @@ class Ours:
 
     def sft(self, tokens: int, budget: str) -> Callable[[], None]:
         """One optimizer step on one row, with the memory settings that the planner chooses for the budget."""
+        from r3lite.grant import Grant
         from r3lite.memory import workloads
         from r3lite.models import activation_checkpointing, lora
         from r3lite.models.logprobs import token_loss
@@ -148,9 +149,7 @@ class Ours:
             return -logprobs.sum() / (tokens - 1)
 
         def work() -> None:
-            activation_checkpointing.enable(
-                self.model, layers=memory.recompute_layers, mlp_tile=memory.mlp_tile, offload=memory.offload
-            )
+            activation_checkpointing.enable(self.model, Grant(memory))
             self.model.train()
             with torch.autocast(self.device.type, torch.bfloat16):
                 hidden = self.model(ids)[0, :-1]  # [T-1, C]

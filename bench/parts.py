@@ -14,7 +14,7 @@ import torch
 from torch.profiler import record_function
 
 from r3lite.models import functions, logprobs, qwen2
-from r3lite.models.kv_cache import KVCache, Reading, Step
+from r3lite.models.kv_cache import Decode, KVCache, Prefill
 from r3lite.models.nf4 import Nf4Linear
 from r3lite.models.packing import Pack
 from r3lite.rollout.engine import Engine
@@ -46,8 +46,8 @@ RANGES = [
     (functions._AdaptedLinear, ("backward",), ADAPTERS),
     (qwen2.Attention, ("forward",), ATTENTION),
     (KVCache, ("reserve", "copy", "swap"), ATTENTION),
-    (Reading, ("__init__",), ATTENTION),
-    (Step, ("__init__",), ATTENTION),
+    (Prefill, ("__init__",), ATTENTION),
+    (Decode, ("__init__",), ATTENTION),
     (Pack, ("of",), ATTENTION),
     (qwen2.RMSNorm, ("forward",), ELEMENTWISE),
     (qwen2, ("swiglu", "rotate", "rotary_angles"), ELEMENTWISE),

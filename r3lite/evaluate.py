@@ -110,6 +110,7 @@ def check(config: EvaluateConfig, output: Path) -> None:
 
 def load_engine(config: EvaluateConfig, questions: int):
     """The model with its adapter in an engine that answers so many questions as the settings say."""
+    from r3lite.grant import Grant
     from r3lite.models import activation_checkpointing, lora, weights
     from r3lite.policy import load_base
     from r3lite.protocols.r3 import Prompts
@@ -122,9 +123,7 @@ def load_engine(config: EvaluateConfig, questions: int):
     folder = weights.resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
     model, precision = load_base(folder, config.model, config.memory, plan)
-    activation_checkpointing.enable(
-        model, layers=plan.memory.recompute_layers, mlp_tile=plan.memory.mlp_tile, offload=plan.memory.offload
-    )
+    activation_checkpointing.enable(model, Grant(plan.memory))
     if config.model.adapter:
         lora.load_adapter(model, ADAPTER, config.model.adapter, trainable=False)
         lora.set_adapter(model, ADAPTER)

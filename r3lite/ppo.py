@@ -79,6 +79,7 @@ def train(config: PpoConfig) -> None:
 
 def build(config: PpoConfig, questions: list[str]) -> tuple:
     """The rollout engine, the learner, what a checkpoint holds and the memory granted: one model with two adapters."""
+    from r3lite import grant as base
     from r3lite.memory import workloads
     from r3lite.models import activation_checkpointing, lora, packing, weights
     from r3lite.models.hooks import explain_overflow
@@ -98,7 +99,7 @@ def build(config: PpoConfig, questions: list[str]) -> tuple:
     # The first and the last in order of the alphabet have in common what all have.
     ends = min(questions), max(questions)
     openings = (tokenizer.open_chat(prompts.opening(question), prompts.system) for question in ends)
-    plan = plan_memory(config, packing.alike(*openings))
+    plan = plan_memory(config, packing.common_prefix(*openings))
     model, precision = load_base(folder, config.model, config.memory, plan)
     model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
     reference = add_adapters(model, config)
@@ -121,9 +122,7 @@ def build(config: PpoConfig, questions: list[str]) -> tuple:
     learner = Learner(model, tokenizer.size, temperature, config.rl, reference, *steps, critic, autocast)
 
     def apply(memory) -> None:
-        activation_checkpointing.enable(
-            model, layers=memory.recompute_layers, mlp_tile=memory.mlp_tile, offload=memory.offload
-        )
+        activation_checkpointing.enable(model, base.Grant(memory))
         engine.rollout_batch_size = memory.rollout_batch_size
         engine.read_tokens = learner.pass_tokens = memory.micro_batch_tokens
         learner.loss_chunk = memory.loss_chunk

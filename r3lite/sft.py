@@ -77,6 +77,7 @@ class Trainer:
         self, config: SftConfig, folder: Path, tokenizer: "Tokenizer", rows: "list[Row]", validation: "list[Row]"
     ):
         """Loads the base, frozen, as its memory plan says, and puts the adapter on it."""
+        from r3lite import grant
         from r3lite.memory import workloads
         from r3lite.models import activation_checkpointing, lora, packing
         from r3lite.models.hooks import explain_overflow
@@ -87,7 +88,7 @@ class Trainer:
         self.config, self.tokenizer, self.rows, self.validation = config, tokenizer, rows, validation
         self.total, self.last = length_of_run(config, len(rows))
         tokens = [row.tokens for row in [*rows, *validation]]
-        shape = max(map(len, tokens)), packing.alike(min(tokens), max(tokens))
+        shape = max(map(len, tokens)), packing.common_prefix(min(tokens), max(tokens))
         workload = workloads.sft_workload(config.model, config.sft, config.lora, *shape)
         plan = workloads.make_plan(workload, config.memory)
         self.model, self.precision = load_base(folder, config.model, config.memory, plan)
@@ -118,9 +119,7 @@ class Trainer:
         self.grant = Grant(
             plan,
             workloads.fixed(config.memory),
-            lambda memory: activation_checkpointing.enable(
-                self.model, layers=memory.recompute_layers, mlp_tile=memory.mlp_tile, offload=memory.offload
-            ),
+            lambda memory: activation_checkpointing.enable(self.model, grant.Grant(memory)),
             self.training,
         )
 

@@ -1,114 +1,130 @@
 """Activation checkpointing (arXiv 1604.06174): each layer's input is kept, and the layer run again in backward.
 
 The second run is made by hand rather than by torch.utils.checkpoint, so that the two halves of a layer are never held
-together: the feed-forward half goes first, a tile of tokens at a time where that is asked for, then the attention.
+together: the feed-forward half goes first, a tile of tokens at a time, then the attention.
 """
 
 import contextlib
-import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from r3lite.models.hooks import require_input_grads
+from r3lite.grant import Grant, Memory
+from r3lite.models.attention import AttentionContext
 from r3lite.models.lora import Switch, switch_of
 from r3lite.models.offload import Offload
-from r3lite.models.qwen2 import Layer, Qwen2, Seen
+from r3lite.models.qwen2 import Layer, Qwen2
 
 
-def enable(model: Qwen2, layers: int | None = None, mlp_tile: int | None = None, offload: bool = False) -> None:
-    """From now on a pass with gradients keeps only the input of the first `layers` layers (None: of all).
+def enable(model: Qwen2, grant: Grant) -> None:
+    """From now on the model's layers are run as the figures of `grant.memory` say, which may change between passes.
 
-    The last ones are those that keep their activations: theirs are gone before the first layer is run again. With
-    `mlp_tile`, the inside of an MLP that keeps nothing exists for that many tokens at a time, in passes without
-    gradients too. With `offload`, the kept inputs wait in the host's memory. May be called again with other figures.
+    A pass with gradients keeps only the input of the first `recompute_layers` layers. The last layers are those that
+    keep their activations, because theirs are freed before the first layer is run again. The inside of an MLP that
+    keeps nothing exists for `mlp_tile` tokens at a time, in passes without gradients too. With `offload`, the kept
+    inputs wait in the host's memory.
     """
-    count = len(model.model.layers) if layers is None else layers
-    if count and not hasattr(model, "input_grads"):
-        model.input_grads = require_input_grads(model)
-    for layer in model.model.layers:
-        layer.mlp.tile = mlp_tile
-    host = Offload(model.head_weight.device) if offload else None
     # The switch rather than the model: a model that refers to itself is freed late.
-    model.run_layer = functools.partial(_run_layer, switch_of(model), count, host)
+    model.run_layer = _LayerRunner(grant, switch_of(model), model.head_weight.device).run
 
 
-def _run_layer(
-    switch: Switch,
-    recomputed: int,
-    host: Offload | None,
-    i: int,
-    layer: Layer,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    seen: Seen,
-) -> Tensor:
-    """Layer i's output [B, T, C]."""
-    if torch.is_grad_enabled() and i < recomputed:
-        return _Recomputed.apply(x, cos, sin, seen, layer, switch, host)
-    return layer(x, cos, sin, seen)
+class _LayerRunner:
+    """Runs layers by the figures that are granted when each of them is run."""
+
+    def __init__(self, grant: Grant, switch: Switch, device: torch.device):
+        self.grant, self.switch, self.device = grant, switch, device
+        self.host: Offload | None = None
+        self.offloads_for: Memory | None = None  # the figures for which `host` was made
+
+    def run(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        """A layer's output [B, T, C]."""
+        memory = self.grant.memory
+        if torch.is_grad_enabled() and layer.layer_idx < memory.recompute_layers:
+            if not x.requires_grad:
+                # With a frozen base the first layer's input requires no gradient, and autograd would leave it out.
+                x.requires_grad_()
+            how = _How(layer, context, self.switch, memory.mlp_tile, self._offload(memory))
+            return _Recomputed.apply(x, cos, sin, how)
+        return layer(x, cos, sin, context, memory.mlp_tile)
+
+    def _offload(self, memory: Memory) -> Offload | None:
+        if not memory.offload:
+            return None
+        # New with new figures: if memory ran out in a pass, the stack still holds the inputs of that pass.
+        if self.host is None or self.offloads_for is not memory:
+            self.host, self.offloads_for = Offload(self.device), memory
+        return self.host
+
+
+@dataclass(frozen=True)
+class _How:
+    """What both runs of a layer have in common, besides tensors."""
+
+    layer: Layer
+    context: AttentionContext
+    switch: Switch
+    tile: int
+    host: Offload | None
 
 
 class _Recomputed(torch.autograd.Function):
-    """One layer that keeps its input. Adapters' gradients are added where they belong while it runs again."""
+    """One layer that keeps only its input. Its backward runs it again and adds to its adapter's gradients."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen, layer: Layer, switch: Switch, host: Offload | None
-    ) -> Tensor:
-        ctx.seen, ctx.layer, ctx.switch, ctx.host = seen, layer, switch, host
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, how: _How) -> Tensor:
+        ctx.how = how
         # `backward` may be called when another adapter is on: the second run must use the one of the first.
-        ctx.adapter = switch.active
+        ctx.adapter = how.switch.active
         ctx.autocast = _autocast(x.device.type)
-        drops = layer.training and ctx.adapter is not None and switch.configs[ctx.adapter].dropout > 0
+        drops = how.layer.training and ctx.adapter is not None and how.switch.configs[ctx.adapter].dropout > 0
         ctx.random = _random_state(x.device) if drops else None
-        if host is None:
+        if how.host is None:
             ctx.save_for_backward(cos, sin, x)
         else:
             ctx.save_for_backward(cos, sin)
-            host.put(x)
-        return layer(x, cos, sin, seen)
+            how.host.put(x)
+        return how.layer(x, cos, sin, how.context, how.tile)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin, *x = ctx.saved_tensors
-        x = (x[0] if ctx.host is None else ctx.host.take()).detach().requires_grad_()
-        layer, random = ctx.layer, contextlib.nullcontext() if ctx.random is None else _replayed(*ctx.random)
-        with torch.enable_grad(), ctx.autocast, ctx.switch.to(ctx.adapter), random:
-            middle = layer.attend(x, cos, sin, ctx.seen)  # [B, T, C]
-            grad = _feed_forward_backward(layer, middle.detach(), grad)
+        how, (cos, sin, *x) = ctx.how, ctx.saved_tensors
+        x = (x[0] if how.host is None else how.host.take()).detach().requires_grad_()
+        random = contextlib.nullcontext() if ctx.random is None else _replayed(*ctx.random)
+        with torch.enable_grad(), ctx.autocast, how.switch.to(ctx.adapter), random:
+            middle = how.layer.attend(x, cos, sin, how.context)  # [B, T, C]
+            grad = _feed_forward_backward(how.layer, middle.detach(), grad, how.tile)
         middle.backward(grad)
-        return x.grad, None, None, None, None, None, None
+        return x.grad, None, None, None
 
 
-def _feed_forward_backward(layer: Layer, x: Tensor, grad: Tensor) -> Tensor:
-    """Backward through a layer's second half at x [B, T, C]: the gradient with respect to x."""
-    tile = layer.mlp.tile or len(x) * x.shape[1]
-    by_x = torch.empty_like(grad)
-    rows = (t.flatten(0, 1).split(tile) for t in (x, grad, by_x))  # of [B T, C]
+def _feed_forward_backward(layer: Layer, x: Tensor, grad: Tensor, tile: int) -> Tensor:
+    """The gradient [B, T, C] with respect to x [B, T, C] of a layer's second half, `tile` tokens at a time."""
+    grad_x = torch.empty_like(grad)
+    rows = (t.flatten(0, 1).split(tile) for t in (x, grad, grad_x))  # of [B T, C]
     for piece, piece_grad, result in zip(*rows, strict=True):
         piece = piece.detach().requires_grad_()
         layer.feed_forward(piece).backward(piece_grad)
         result.copy_(piece.grad)
-    return by_x
+    return grad_x
 
 
 def _autocast(device_type: str) -> torch.autocast:
-    """The autocast of the present, to be entered again in the backward pass."""
+    """The autocast that is on now, to be entered again in the backward pass."""
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     return torch.autocast(device_type, dtype, enabled)
 
 
 def _random_state(device: torch.device) -> tuple[torch.device, Tensor, Tensor | None]:
+    """The device, and the states of PyTorch's generators of the CPU and of CUDA, as `_replayed` takes them."""
     return device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager
 def _replayed(device: torch.device, cpu: Tensor, cuda: Tensor | None):
-    """PyTorch's generators as they were, and as they are again afterwards."""
+    """Within the `with` block PyTorch's generators start from the given states; afterwards they are as before it."""
     with torch.random.fork_rng([] if cuda is None else [device]):
         torch.set_rng_state(cpu)
         if cuda is not None:

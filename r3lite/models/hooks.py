@@ -1,4 +1,4 @@
-"""Forward hooks on a Qwen2: gradients into checkpointed layers, and a watch on the size of activations."""
+"""Forward hooks on a Qwen2: a watch on the size of activations."""
 
 from collections.abc import Callable
 from typing import Self
@@ -12,26 +12,12 @@ from r3lite.models.qwen2 import Qwen2
 FP16_MAX = torch.finfo(torch.float16).max
 
 
-def require_input_grads(model: Qwen2) -> RemovableHandle:
-    """Makes the embedding's output require a gradient, until the handle is removed.
-
-    With a frozen base nothing that enters the first layer requires one, and a checkpointed layer whose inputs need no
-    gradient may be taken for one that needs none at all.
-    """
-
-    def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        if torch.is_grad_enabled():
-            output.requires_grad_()
-
-    return model.model.embed_tokens.register_forward_hook(hook)
-
-
 class ActivationWatch:
     """Watches the layers' outputs within a `with` block, to explain an overflow by the name of the layer.
 
     `largest` has the greatest magnitude that each layer's output reached, by the layer's name (inf and nan
-    included); `first_overflow` is the first layer whose output held an inf or a nan, or None. Each layer's figure is
-    read back from the device, so this is for finding out, not for every step.
+    included); `first_overflow` is the first layer whose output held an inf or a nan, or None. Each layer waits for its
+    figure from the device, which is too slow for every step.
     """
 
     def __init__(self, model: Qwen2):
@@ -51,7 +37,7 @@ class ActivationWatch:
 
     def _hook(self, name: str):
         def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-            largest = output.detach().abs().max().item()  # nan where there is one
+            largest = output.detach().abs().max().item()  # nan if there is one
             before = self.largest.get(name, 0.0)
             # A nan once seen stays: it compares as neither greater nor less.
             self.largest[name] = before if before != before or largest <= before else largest
@@ -61,7 +47,7 @@ class ActivationWatch:
         return hook
 
     def report(self) -> str:
-        """One line on what was seen: where it overflowed and how large activations were before that."""
+        """One line: the layer that overflowed first, if any, and how large activations were before that."""
         finite = {name: size for name, size in self.largest.items() if size < float("inf")}
         name = max(finite, key=finite.get, default=None)
         peak = f"the largest finite activation was {finite[name]:,.0f}, after {name}" if name else "none was finite"
@@ -71,7 +57,7 @@ class ActivationWatch:
 
 
 def explain_overflow(model: Qwen2, forward: Callable[[], object]) -> str:
-    """Runs `forward` once more under ActivationWatch; says which layer overflowed first, or that none did."""
+    """ActivationWatch's report on one more run of `forward`: which layer overflowed first, or that none did."""
     with torch.no_grad(), ActivationWatch(model) as watch:
         forward()
     return watch.report()

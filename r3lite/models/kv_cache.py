@@ -1,80 +1,25 @@
-"""Keys and values of tokens already read, for a batch of sequences.
+"""The KV cache of a batch of sequences, and the attention contexts of the two kinds of pass that fill it.
 
-A token's slot is its position, so a row's slots 0 .. length-1 are exactly what the row has read. Tokens are given to
-rows in a `Reading`, many to each, and added in a `Step`, one to each.
+A token's slot is its position, so a row's slots 0 .. length-1 hold the keys and values of all its tokens so far. A
+`Prefill` gives rows many tokens each, a `Decode` one each.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.models.packing import causal_masks
+from r3lite.models.attention import causal_masks, grouped_attention
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 
 
-@dataclass(frozen=True)
-class LayerCache:
-    """One layer's view of the cache in a `Step`."""
-
-    keys: Tensor  # [B, K, capacity, D], views of B rows of the cache
-    values: Tensor
-    slots: Tensor  # [B, 1]
-    mask: Tensor  # [B, 1, 1, S], added to scores
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k, v [B, K, 1, D] at their slots; returns all that may be attended to, [B, K, S, D]."""
-        # Not scatter_: with an expanded index it takes 1.4 ms on a CPU where this takes 7 us (64 rows, one token each).
-        rows, used = torch.arange(len(k), device=k.device)[:, None], self.mask.shape[-1]  # [B, 1]
-        self.keys[rows, :, self.slots] = k.transpose(1, 2).to(self.keys.dtype)  # [B, 1, K, D]
-        self.values[rows, :, self.slots] = v.transpose(1, 2).to(self.values.dtype)
-        return self.keys[:, :, :used], self.values[:, :, :used]
-
-
-class Step:
-    """One more token in each of the first B rows of a cache, of whose slots the first `used` may be attended to."""
-
-    def __init__(self, cache: "KVCache", positions: Tensor, used: int):
-        self.cache, self.positions = cache, positions  # [B, 1]
-        later = torch.arange(used, device=positions.device) > positions[:, None, :, None]  # [B, 1, 1, S]
-        zeros = torch.zeros(later.shape, dtype=cache.keys[0].dtype, device=positions.device)
-        self.mask = zeros.masked_fill_(later, float("-inf"))
-
-    def seen(self, i: int) -> LayerCache:
-        """What layer i needs."""
-        rows = slice(0, len(self.positions))
-        return LayerCache(self.cache.keys[i][rows], self.cache.values[i][rows], self.positions, self.mask)
-
-    def end(self) -> None:
-        """Counts the tokens."""
-        for row in range(len(self.positions)):
-            self.cache.lengths[row] += 1
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one row is given in a pass that reads for several, in one layer."""
-
-    own: slice  # of the pass's tokens
-    mask: Tensor | None  # [T, S], added to scores; None: causal, the row is empty
-    keys: Tensor  # [1, K, S, D], the row's, with slots for what is given
-    values: Tensor
-
-    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes its share of the pass's k, v [1, K, N, D]; returns all that may be attended to, [1, K, S, D]."""
-        T = self.own.stop - self.own.start
-        self.keys[:, :, -T:], self.values[:, :, -T:] = k[:, :, self.own], v[:, :, self.own]
-        return self.keys, self.values
-
-
-class Reading:
-    """Tokens given to several rows of a cache, laid end to end so that none is padded."""
+class Prefill:
+    """Tokens given to several rows of a cache, laid end to end so that none is padded; a pass's attention context."""
 
     def __init__(self, cache: "KVCache", given: Sequence[tuple[int, list[int]]]):
-        """`given`: rows and the tokens that each is to read after what it has read."""
+        """`given`: rows, and the tokens that each row is given after those that it has."""
         self.cache, self.given, device = cache, given, cache.device
         starts = [cache.lengths[row] for row, _ in given]
         self.tokens = torch.tensor([[t for _, tokens in given for t in tokens]], device=device)  # [1, N]
@@ -83,27 +28,62 @@ class Reading:
         stretches = [(start, len(tokens)) for start, (_, tokens) in zip(starts, given)]
         cache.reserve(max(start + T for start, T in stretches))
         masks = causal_masks(stretches, device, cache.keys[0].dtype)
-        self.parts, first = [], 0
+        self.parts: list[tuple[int, slice, int, Tensor | None]] = []  # row, its share of the N, its slots, its mask
+        first = 0
         for (row, _), (start, T), mask in zip(given, stretches, masks):
-            self.parts.append((slice(first, first + T), mask, row, start + T))
+            self.parts.append((row, slice(first, first + T), start + T, mask))
             first += T
 
-    def seen(self, i: int) -> list[Piece]:
-        """What layer i needs."""
-        keys, values = self.cache.keys[i], self.cache.values[i]
-        return [
-            Piece(own, mask, keys[row : row + 1, :, :used], values[row : row + 1, :, :used])
-            for own, mask, row, used in self.parts
-        ]
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See AttentionContext: q [1, H, N, D], k and v [1, K, N, D] -> [1, N, H D]. Writes k and v to the cache."""
+        parts = []
+        for row, own, used, mask in self.parts:
+            keys = self.cache.keys[layer][row : row + 1, :, :used]  # [1, K, S, D], a view
+            values = self.cache.values[layer][row : row + 1, :, :used]
+            T = own.stop - own.start
+            keys[:, :, -T:], values[:, :, -T:] = k[:, :, own], v[:, :, own]
+            parts.append(grouped_attention(q[:, :, own], keys, values, mask))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def end(self) -> None:
-        """Counts the tokens that were read."""
+        """Counts the tokens, once all layers have run."""
         for row, tokens in self.given:
             self.cache.lengths[row] += len(tokens)
 
 
+class Decode:
+    """One more token in each of the first B rows of a cache, of whose slots the first `used` may be attended to.
+
+    The attention context of a pass over ids [B, 1].
+    """
+
+    def __init__(self, cache: "KVCache", positions: Tensor, used: int):
+        self.cache, self.positions = cache, positions  # [B, 1]
+        self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
+        later = torch.arange(used, device=positions.device) > positions[:, None, :, None]  # [B, 1, 1, S]
+        zeros = torch.zeros(later.shape, dtype=cache.keys[0].dtype, device=positions.device)
+        self.mask = zeros.masked_fill_(later, float("-inf"))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See AttentionContext: q [B, H, 1, D], k and v [B, K, 1, D] -> [B, 1, H D]. Writes k and v to the cache."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        # Not scatter_: with an expanded index it takes 1.4 ms on a CPU where this takes 7 us (64 rows, one token each).
+        keys[self.rows, :, self.positions] = k.transpose(1, 2).to(keys.dtype)  # [B, 1, K, D]
+        values[self.rows, :, self.positions] = v.transpose(1, 2).to(values.dtype)
+        B, K, _, D = k.shape
+        used = self.mask.shape[-1]
+        # The queries that share a key head are laid end to end, so that the cache is never copied.
+        q, k, v = q.reshape(B, K, -1, D), keys[:B, :, :used], values[:B, :, :used]  # [B, K, H / K, D], [B, K, S, D]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).reshape(B, 1, -1)
+
+    def end(self) -> None:
+        """Counts the tokens, once all layers have run."""
+        for row in range(len(self.positions)):
+            self.cache.lengths[row] += 1
+
+
 class KVCache:
-    """KV cache of `rows` sequences for `num_layers` layers; its capacity grows with what is appended."""
+    """KV cache of `rows` sequences for `num_layers` layers; its capacity grows as tokens are added."""
 
     def __init__(
         self, num_layers: int, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
@@ -111,7 +91,7 @@ class KVCache:
         empty = torch.zeros(rows, kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.keys = [empty] * num_layers  # each [rows, K, capacity, D]
         self.values = [empty] * num_layers
-        self.lengths = [0] * rows  # known to the host, which so never waits for the device to tell it
+        self.lengths = [0] * rows  # on the host: reading them from the device would wait for it
 
     @property
     def device(self) -> torch.device:
@@ -125,12 +105,12 @@ class KVCache:
                 for i, block in enumerate(blocks):
                     blocks[i] = F.pad(block, (0, 0, 0, more))
 
-    def step(self, rows: int) -> Step:
-        """One more token in each of the first `rows` rows."""
+    def decode(self, rows: int) -> Decode:
+        """The context of one more token in each of the first `rows` rows."""
         lengths = self.lengths[:rows]
         used = max(lengths) + 1
         self.reserve(used)
-        return Step(self, torch.tensor(lengths, device=self.device)[:, None], used)
+        return Decode(self, torch.tensor(lengths, device=self.device)[:, None], used)
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Makes the row `target` hold the first `count` tokens of the row `source`."""

@@ -1,8 +1,8 @@
-"""Rows of tokens laid end to end in one: none is padded, and what several begin with alike is read once.
+"""Rows of tokens laid end to end in one: none is padded, and a prefix that several rows share is computed once.
 
 A pack's rows form a tree. A segment is a stretch of tokens that some rows have in common; its tokens attend to those
 before them in it and to the segments on the way to the root. Hidden states, and so gradients, are those of the rows by
-themselves, for causal attention lets no token see what comes after it. Knows nothing of losses.
+themselves, because no token attends to what comes after it. Knows nothing of losses.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-STEP = 16  # beginnings are shared in multiples of so many tokens: fewer are not worth an attention of their own
+from r3lite.models.attention import causal_masks, grouped_attention
+
+GRANULE = 16  # prefixes are shared in multiples of this many tokens: fewer are not worth an attention of their own
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,10 @@ class Segment:
 
     own: slice
     before: tuple[slice, ...]  # the segments on the way from the root
-    mask: Tensor | None  # [own, before + own], added to scores; None: causal, nothing before
+    mask: Tensor | None  # [own, before + own], added to scores; None: causal, nothing comes before
 
     def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a pack's keys and values [1, K, N, D], those that it attends to, its own last."""
+        """Of a pack's keys and values [1, K, N, D] those that the segment attends to, its own last."""
         if not self.before:
             return k[:, :, self.own], v[:, :, self.own]
         places = *self.before, self.own
@@ -35,7 +36,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Pack:
-    """The tokens of several rows, N in all."""
+    """The tokens of several rows, N in all; the attention context of a pass over them."""
 
     tokens: Tensor  # [1, N]
     positions: Tensor  # [1, N]
@@ -52,7 +53,7 @@ class Pack:
         places: list[list[int]] = [[]] * len(rows)
 
         def grow(first: int, last: int, depth: int, before: tuple[slice, ...]) -> None:
-            """Rows first .. last - 1 in order, which are alike up to `depth`; what they have there is `before`."""
+            """Lays out rows first .. last - 1 in order, which share `depth` tokens, the segments `before`."""
             row = rows[order[first]]
             end = min(shared[first + 1 : last], default=len(row))
             if end > depth:
@@ -75,14 +76,16 @@ class Pack:
         ids, at = (torch.tensor([x]).to(device, non_blocking=True) for x in (tokens, positions))
         return Pack(ids, at, segments, places)
 
-    def seen(self, i: int) -> list[Segment]:
-        """What layer i needs: the same as any other."""
-        return self.segments
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See AttentionContext: q [1, H, N, D], k and v [1, K, N, D] -> [1, N, H D]."""
+        parts = [grouped_attention(q[:, :, s.own], *s.gather(k, v), s.mask) for s in self.segments]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def predicted(self, chosen: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
-        """For every chosen token of the rows, but for first ones: where the state before it is [n], and its id [n].
+        """For each chosen token of the rows: the place of the state that predicts it [n], and its id [n].
 
-        In the order of rows and tokens. A token that several rows have comes as often as they choose it.
+        In the order of rows and tokens. A row's first token is left out: no state comes before it. A token that several
+        rows share comes once for each row that chooses it.
         """
         pairs = [
             (place[t - 1], place[t])
@@ -95,20 +98,10 @@ class Pack:
         return before, self.tokens[0, own]
 
 
-def causal_masks(stretches: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype) -> list[Tensor | None]:
-    """What is added to the scores of T tokens that come after `start` others, [T, start + T], for each (start, T).
-
-    None where nothing comes before: that is causal attention's own case.
-    """
-    longest = max((T for start, T in stretches if start), default=0)
-    causal = torch.full((longest, longest), float("-inf"), dtype=dtype, device=device).triu(1)
-    return [F.pad(causal[:T, :T], (start, 0)) if start else None for start, T in stretches]
-
-
 def groups(rows: Sequence[Sequence[int]], tokens: int, most: int) -> list[list[int]]:
-    """Indices of rows in groups of at most `most`, whose packs have at most so many tokens; a longer row goes alone.
+    """Indices of rows in groups of at most `most`, each group's pack of at most `tokens`; a longer row goes alone.
 
-    Rows that begin alike stay together.
+    Rows with a common prefix stay together.
     """
     order, shared = _sorted(rows)
     made: list[list[int]] = []
@@ -124,12 +117,17 @@ def groups(rows: Sequence[Sequence[int]], tokens: int, most: int) -> list[list[i
 
 
 def _sorted(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """The rows' indices in an order in which those that begin alike are neighbours, and what each one shares with the
-    one before it: then every token of the tree is new in one row only."""
+    """The rows' indices in alphabetical order, and how many tokens each row shares with the one before it.
+
+    In this order rows with a common prefix are neighbours, so every token of the tree is new in one row only.
+    """
     order = sorted(range(len(rows)), key=rows.__getitem__)
-    return order, [0] * bool(rows) + [alike(rows[i], rows[j]) for i, j in pairwise(order)]
+    return order, [0] * bool(rows) + [common_prefix(rows[i], rows[j]) for i, j in pairwise(order)]
 
 
-def alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two rows share in a pack. Of many rows, the first and the last in order share what all share."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other))) // STEP * STEP
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens at their beginning two rows share in a pack, a multiple of GRANULE.
+
+    Of many rows in alphabetical order, the first and the last share what all share.
+    """
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other))) // GRANULE * GRANULE

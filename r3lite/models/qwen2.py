@@ -15,12 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from r3lite.models.attention import AttentionContext, CausalRows
 from r3lite.models.functions import rms_norm, swiglu
-from r3lite.models.kv_cache import LayerCache, Piece, Reading, Step
-from r3lite.models.packing import Pack, Segment
-
-Seen = LayerCache | list[Piece] | list[Segment] | None
-"""What tokens attend to besides themselves: what a cache holds, what comes before them in a pack, or in their row."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +52,9 @@ class RMSNorm(nn.Module):
 
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `rotate` takes for positions [B, T]: cosines and sines [B, 1, T, D] (arXiv 2104.09864), made in fp32.
+    """Cosines and sines [B, 1, T, D] of rotary positions [B, T] (arXiv 2104.09864), as `rotate` takes them.
 
-    The sines of the first half are negated here, once, rather than half of every head in every layer.
+    Computed in fp32. The sines of the first half are negated here, once, rather than half of every head in every layer.
     """
     powers = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[:, None, :, None].float() / theta**powers  # [B, 1, T, D/2]
@@ -67,16 +63,17 @@ def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.d
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the heads x [B, H, T, D] by their positions' angles [B, 1, T, D]."""
+    """The heads x [B, H, T, D], rotated by their positions' angles [B, 1, T, D]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((second, first), dim=-1) * sin
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries: each key/value head serves H / K query heads."""
+    """Self-attention of one layer. Which keys and values a query attends to is up to the context of the pass."""
 
-    def __init__(self, config: Qwen2Config):
+    def __init__(self, config: Qwen2Config, layer_idx: int):
         super().__init__()
+        self.layer_idx = layer_idx
         self.heads, self.kv_heads, self.head_dim = (
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -87,49 +84,28 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         B, T, _ = x.shape
         q = self.q_proj(x).view(B, T, self.heads, self.head_dim).transpose(1, 2)  # [B, H, T, D]
         k = self.k_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, D]
         v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, D]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if isinstance(seen, LayerCache):
-            # The queries that share a key head are laid end to end, so that the cache is never copied.
-            k, v = seen.append(k, v)  # [B, K, S, D]
-            q = q.reshape(B, self.kv_heads, -1, self.head_dim)  # [B, K, G, D]; T is 1
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.mask).reshape(B, 1, -1)  # [B, 1, H D]
-        elif seen is None:
-            out = self._attend(q, k, v, None)
-        else:
-            parts = [self._attend(q[:, :, part.own], *part.gather(k, v), part.mask) for part in seen]
-            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [1, N, H D]
-        return self.o_proj(out)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention's output [B, T, H D] for queries [B, H, T, D], keys and values [B, K, S, D]; causal without a mask.
-
-        Heads are expanded rather than enable_gqa: on CUDA that flag is served only by the flash and math kernels, so
-        cards without FlashAttention-2 would fall silently to the O(T^2) math kernel.
-        """
-        groups = self.heads // self.kv_heads
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, S, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, D]
-        return out.transpose(1, 2).flatten(2)
+        return self.o_proj(context.attend(self.layer_idx, q, k, v))
 
 
 class MLP(nn.Module):
-    """SwiGLU between two projections. Without gradients, at most `tile` tokens at a time: its inside is wide."""
+    """SwiGLU between two projections."""
 
     def __init__(self, config: Qwen2Config):
         super().__init__()
-        self.tile: int | None = None
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.tile and not torch.is_grad_enabled() and x.shape[0] * x.shape[1] > self.tile:
-            pieces = x.flatten(0, 1).split(self.tile)  # of [B T, C]
+    def forward(self, x: Tensor, tile: int | None = None) -> Tensor:
+        """[..., C] -> [..., C]. Without gradients, x [B, T, C] is run `tile` tokens at a time: the inside is wide."""
+        if tile and not torch.is_grad_enabled() and x.shape[0] * x.shape[1] > tile:
+            pieces = x.flatten(0, 1).split(tile)  # of [B T, C]
             return torch.cat([self._project(piece) for piece in pieces]).view_as(x)
         return self._project(x)
 
@@ -140,67 +116,74 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """One pre-norm transformer layer."""
 
-    def __init__(self, config: Qwen2Config):
+    def __init__(self, config: Qwen2Config, layer_idx: int):
         super().__init__()
+        self.layer_idx = layer_idx
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, layer_idx)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
-        return self.feed_forward(self.attend(x, cos, sin, seen))
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, tile: int | None = None
+    ) -> Tensor:
+        """[B, T, C] -> [B, T, C]; `tile` is explained at MLP."""
+        return self.feed_forward(self.attend(x, cos, sin, context), tile)
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
-        """The layer's first half: x [B, T, C] plus what it attends to."""
-        return x + self.self_attn(self.input_layernorm(x), cos, sin, seen)
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+        """The layer's first half: x [B, T, C] plus the attention's output."""
+        return x + self.self_attn(self.input_layernorm(x), cos, sin, context)
 
-    def feed_forward(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor, tile: int | None = None) -> Tensor:
         """The second half: each token of x [..., C] by itself."""
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x), tile)
 
 
-class Decoder(nn.Module):
+class Trunk(nn.Module):
     """Embedding, layers and final norm: everything but the head."""
 
     def __init__(self, config: Qwen2Config):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Qwen2(nn.Module):
-    """The causal language model. Calling it gives hidden states; `logits` applies the head where it is wanted.
+def run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
+    """A layer's output [B, T, C]; with gradients autograd keeps its activations."""
+    return layer(x, cos, sin, context)
 
-    A logit row is 151,936 numbers wide, so nothing here makes more of them than the caller asks for.
+
+class Qwen2(nn.Module):
+    """The causal language model. Calling it returns hidden states; `logits` applies the head to those of interest.
+
+    The two are apart because a logit row is 151,936 numbers wide, and a caller needs few of them.
     """
 
     def __init__(self, config: Qwen2Config):
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        self.model = Trunk(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Replaced by models.activation_checkpointing: how layer i is run.
-        self.run_layer = lambda i, layer, *inputs: layer(*inputs)
+        self.run_layer = run_layer  # replaced by models.activation_checkpointing
 
     @property
     def head_weight(self) -> Tensor:
         """The output head [V, C]; the embedding itself when the two are tied."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def forward(self, input_ids: Tensor, among: Pack | Reading | Step | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Hidden states [B, T, C] after the final norm, for token ids [B, T].
 
-        Rows are padded on the right. Attention is causal, so padding changes no token before it and needs no mask.
-        `among` says where the ids stand where they are not rows by themselves: in a pack [1, N], or in rows of a cache
-        that are given more [1, N] or go on by one token each [B, 1].
+        Without a context the ids are rows by themselves, padded on the right. With one they are the tokens of a pack
+        [1, N], of a prefill [1, N] or of a decode step [B, 1].
         """
         x = self.model.embed_tokens(input_ids)  # [B, T, C]
-        positions = among.positions if among else torch.arange(input_ids.shape[1], device=x.device)[None]
-        cos, sin = rotary_angles(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
-        for i, layer in enumerate(self.model.layers):
-            x = self.run_layer(i, layer, x, cos, sin, among.seen(i) if among else None)
+        context = CausalRows(input_ids) if context is None else context
+        cos, sin = rotary_angles(context.positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        for layer in self.model.layers:
+            x = self.run_layer(layer, x, cos, sin, context)
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""One step of decoding: the last tokens of the rows at work in, their hidden states out.
+"""One step of decoding: takes the last tokens of the active rows, returns the hidden states after them.
 
-On CUDA the step is captured as a graph and replayed: the kernels of one token are so short that launching them takes
-longer than running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, powers of two,
-and it reads tokens and positions from buffers. Elsewhere the model is called.
+On CUDA the step is captured as a graph and replayed, because the kernels of one token are so short that launching them
+takes longer than running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, both
+powers of two, and it reads tokens and positions from buffers. On other devices the model is called.
 """
 
 import sys
@@ -11,35 +11,36 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from r3lite.models.kv_cache import BLOCK, KVCache, Step
+from r3lite.models.kv_cache import BLOCK, Decode, KVCache
 from r3lite.models.qwen2 import Qwen2
 
-ALIKE = 0.999  # cosine of what a graph and the model itself must give at least
+LEAST_COSINE = 0.999  # between the hidden states of a graph and those of the model itself
 
 
 class Decoder:
-    """Runs the rows 0 .. n-1 of a cache by one token each."""
+    """Runs one more token in each of the rows 0 .. n-1 of a cache."""
 
     def __init__(self, model: Qwen2, cache: KVCache):
         self.model, self.cache = model, cache
 
     def __call__(self, tokens: list[int]) -> Tensor:
         """Hidden states [n, C] after one more token in each of the first n rows."""
-        step = self.cache.step(len(tokens))
+        context = self.cache.decode(len(tokens))
         ids = torch.tensor(tokens, device=self.cache.device)[:, None]
-        # The base is in the run's dtype anyway; adapters are as functions.adapted_linear wants them.
+        # The base is in the run's dtype anyway; functions.adapted_linear chooses the dtype of an adapter's products.
         with torch.autocast(ids.device.type, enabled=False):
-            hidden = self.model(ids, step)[:, 0]
-        step.end()
+            hidden = self.model(ids, context)[:, 0]
+        context.end()
         return hidden
 
 
 class GraphDecoder(Decoder):
-    """The same by graphs. The cache is given all its slots at once and keeps its place in memory.
+    """The same by CUDA graphs. The cache gets all its slots at once, so that it keeps its place in memory.
 
-    Rows that only fill a bucket up write to the last slot: no row gets there, for nothing follows its last token.
-    `capture` makes of a function that fills a tensor one that does it again. The first graph is held against the model
-    itself; where it differs or cannot be captured, a warning is printed and the model is called from then on.
+    Rows that only fill a bucket up write to the last slot, which no real row needs: an episode's last token is never
+    run. `capture` is called with a function that computes a tensor, and returns a function that computes it again and
+    the tensor that holds the result. The first graph is compared with the model itself. If it differs, or cannot be
+    captured, a warning is printed and the model is called from then on.
     """
 
     def __init__(self, model: Qwen2, cache: KVCache, slots: int, capture: Callable | None = None):
@@ -71,22 +72,23 @@ class GraphDecoder(Decoder):
         return hidden[:n, 0]
 
     def _add(self, rows: int, used: int) -> bool:
-        """Captures the graph of a bucket; whether it may be used."""
+        """Captures the graph of a bucket; returns whether it may be used."""
 
-        def work() -> Tensor:
-            return self.model(self.ids[:rows], Step(self.cache, self.positions[:rows], used))
+        def step() -> Tensor:
+            # The context is made within the graph, which so makes the mask anew from the positions at each replay.
+            return self.model(self.ids[:rows], Decode(self.cache, self.positions[:rows], used))
 
         try:
-            expected = work()  # kernels are chosen in the first call, which a capture does not survive
-            replay, hidden = self.capture(work)
+            expected = step()  # the first call chooses kernels, which cannot be done during a capture
+            replay, hidden = self.capture(step)
         except RuntimeError as error:
             print(f"warning: decoding goes on without CUDA graphs: {error}".splitlines()[0], file=sys.stderr)
             self.works = False
             return False
         if not self.graphs:
             replay()
-            likeness = torch.nn.functional.cosine_similarity(hidden.float(), expected.float(), dim=-1).min()
-            if not likeness >= ALIKE:
+            cosine = torch.nn.functional.cosine_similarity(hidden.float(), expected.float(), dim=-1).min()
+            if not cosine >= LEAST_COSINE:
                 print("warning: decoding goes on without CUDA graphs: theirs are other numbers", file=sys.stderr)
                 self.works = False
                 return False
@@ -95,17 +97,18 @@ class GraphDecoder(Decoder):
 
 
 class Capture:
-    """Captures CUDA graphs, all in one pool of memory."""
+    """Captures CUDA graphs, which share one pool of memory."""
 
     def __init__(self):
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """A function that runs `step` again on the same buffers, and the tensor that holds its result."""
         graph = torch.cuda.CUDAGraph()
         dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        # Weights that autocast keeps from a capture would be in the graph's memory.
-        # Other threads may use CUDA meanwhile: a retriever's.
-        how = {"pool": self.pool, "capture_error_mode": "thread_local"}
-        with torch.autocast("cuda", dtype, enabled, cache_enabled=False), torch.cuda.graph(graph, **how):
-            result = work()
+        # Without autocast's cache: weights that it casts during a capture would stay in the graph's memory.
+        # thread_local: other threads, such as a retriever's, may use CUDA during the capture.
+        capture = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
+        with torch.autocast("cuda", dtype, enabled, cache_enabled=False), capture:
+            result = step()
         return graph.replay, result

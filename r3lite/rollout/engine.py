@@ -19,7 +19,7 @@ from tqdm import tqdm
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.models.hooks import ActivationWatch
-from r3lite.models.kv_cache import KVCache, Reading
+from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lora import cast_once
 from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.r3 import Prompts, R3Format
@@ -125,9 +125,9 @@ class Engine:
     def _prefill(self, scheduler: Scheduler) -> None:
         """Reads what the rows at work were given, but for the last token of each, which `_decode` runs."""
         for given in self._passes([s.tokens[s.cached : -1] for s in scheduler.at_work]):
-            reading = Reading(scheduler.cache, given)
-            self.model(reading.tokens, reading)
-            reading.end()
+            prefill = Prefill(scheduler.cache, given)
+            self.model(prefill.tokens, prefill)
+            prefill.end()
             for row, tokens in given:
                 scheduler.rows[row].cached += len(tokens)
 

@@ -6,12 +6,13 @@ import weakref
 import pytest
 import torch
 
+from r3lite.grant import Grant, Memory
 from r3lite.models import activation_checkpointing
-from r3lite.models.hooks import require_input_grads
-from r3lite.models.kv_cache import KVCache, Reading
+from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lora import adapter_parameters, add_adapter, use_adapter
 
 IDS = torch.arange(60).view(2, 30)
+ALL = 3  # layers of the small model
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def adapted(small_model):
             for parameter in adapter_parameters(model, name).values():
                 parameter.data.normal_(0, 0.1, generator=generator)
         if checkpointing:
-            activation_checkpointing.enable(model)
+            activation_checkpointing.enable(model, Grant(Memory(recompute_layers=ALL)))
         return model
 
     return make
@@ -89,41 +90,60 @@ def test_passes_without_gradients_and_with_a_cache_are_as_before(adapted):
     with torch.no_grad(), use_adapter(model, "policy"):
         whole, parts = model(IDS), []
         for part in (slice(0, 11), slice(11, None)):
-            reading = Reading(cache, [(row, IDS[row, part].tolist()) for row in range(2)])
-            parts.append(model(reading.tokens, reading).view(2, -1, whole.shape[-1]))
-            reading.end()
+            prefill = Prefill(cache, [(row, IDS[row, part].tolist()) for row in range(2)])
+            parts.append(model(prefill.tokens, prefill).view(2, -1, whole.shape[-1]))
+            prefill.end()
     assert not whole.requires_grad and torch.allclose(whole, torch.cat(parts, dim=1), atol=1e-5)
 
 
-def test_input_gradients_reach_the_embedding_s_output(adapted):
-    """With nothing trainable below it, the first layer's input needs no gradient unless it is asked for."""
-    model, seen = adapted(False), []
-    watch = model.model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    handle = require_input_grads(model)
+def test_the_first_layer_s_input_requires_a_gradient_only_if_the_layer_is_run_again(adapted):
+    """With nothing trainable below it, it does not by itself, and autograd would take the layer for one without."""
+    model, grant, hidden = adapted(False), Grant(Memory(recompute_layers=1)), []
+    activation_checkpointing.enable(model, grant)
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, out: hidden.append(out))
     model(IDS)
-    assert seen[-1].requires_grad
+    assert hidden[-1].requires_grad
     with torch.no_grad():
         model(IDS)
-    assert not seen[-1].requires_grad
-    handle.remove()
+    assert not hidden[-1].requires_grad
+    grant.memory = Memory(recompute_layers=0)
     model(IDS)
-    assert not seen[-1].requires_grad
-    watch.remove()
+    assert not hidden[-1].requires_grad
 
 
-@pytest.mark.parametrize("how", [{"layers": 1}, {"layers": 0}, {"mlp_tile": 7}, {"offload": True}])
-def test_gradients_are_the_same_however_little_is_kept(adapted, how):
-    model = adapted(False)
-    activation_checkpointing.enable(model, **how)
+@pytest.mark.parametrize(
+    "memory",
+    [
+        Memory(recompute_layers=1),
+        Memory(recompute_layers=0),
+        Memory(recompute_layers=ALL, mlp_tile=7),
+        Memory(recompute_layers=ALL, offload=True),
+    ],
+)
+def test_gradients_are_the_same_however_little_is_kept(adapted, memory):
+    model, grant = adapted(False), Grant(memory)
+    activation_checkpointing.enable(model, grant)
     assert_same(gradients(model), gradients(adapted(False)))
-    activation_checkpointing.enable(model)  # and again with other figures
+    grant.memory = Memory(recompute_layers=ALL)  # other figures are in force without anybody applying them
     assert_same(gradients(model), {k: 2 * g for k, g in gradients(adapted(False)).items()})
+
+
+def test_a_pass_that_failed_leaves_nothing_behind_for_the_next(adapted):
+    """Memory runs out between forward and backward; the inputs on the host were those of the pass that failed."""
+    model, grant = adapted(False), Grant(Memory(recompute_layers=ALL, offload=True))
+    activation_checkpointing.enable(model, grant)
+    with use_adapter(model, "policy"):
+        model(IDS.flip(0))  # no backward
+    grant.memory = Memory(recompute_layers=ALL, offload=True, mlp_tile=7)
+    expected = gradients(adapted(False))
+    assert_same(gradients(model), expected)
+    assert_same(gradients(model), {k: 2 * g for k, g in expected.items()})
 
 
 def test_the_first_layers_are_those_that_run_again(adapted):
     """The last ones' activations are gone when the first is run again, so that both are never held together."""
     model, runs = adapted(False), []
-    activation_checkpointing.enable(model, layers=1)
+    activation_checkpointing.enable(model, Grant(Memory(recompute_layers=1)))
     for i, layer in enumerate(model.model.layers):
         layer.self_attn.register_forward_pre_hook(lambda module, inputs, i=i: runs.append(i))
     gradients(model)
@@ -134,7 +154,7 @@ def test_a_tiled_mlp_gives_the_same_without_gradients(adapted):
     model = adapted(False)
     with torch.no_grad(), use_adapter(model, "policy"):
         whole = model(IDS)
-        activation_checkpointing.enable(model, mlp_tile=7)
+        activation_checkpointing.enable(model, Grant(Memory(mlp_tile=7)))
         widths = []
         model.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda m, inputs: widths.append(len(inputs[0])))
         tiled = model(IDS)

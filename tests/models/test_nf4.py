@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from r3lite.errors import R3LiteError
+from r3lite.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, nf4
 from r3lite.models.lora import (
     LoraLinear,
@@ -206,7 +207,7 @@ def test_no_dense_weight_lives_between_forward_and_backward(dense_weights):
 def test_checkpointed_layers_keep_no_dense_weight(small_model, write_folder, tmp_path, dense_weights):
     model = load_qwen2(write_folder(small_model(**SIZES), tmp_path), torch.float32, "cpu", quantize=True)
     add_adapter(model, "a", 4, 8)
-    activation_checkpointing.enable(model)
+    activation_checkpointing.enable(model, Grant(Memory(recompute_layers=len(model.model.layers))))
     with use_adapter(model, "a"):
         loss = model(IDS).square().mean()
     assert len(dense_weights) == 21 and all(w() is None for w in dense_weights)

@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from r3lite.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, lora
-from r3lite.models.packing import STEP, Pack, groups
+from r3lite.models.packing import GRANULE, Pack, groups
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -15,7 +16,7 @@ def tokens(seed: int, count: int) -> list[int]:
     return [stream.randrange(300) for _ in range(count)]
 
 
-SYSTEM, QUESTION, STEPS = tokens(0, 2 * STEP), tokens(1, STEP + 5), tokens(2, 3 * STEP)
+SYSTEM, QUESTION, STEPS = tokens(0, 2 * GRANULE), tokens(1, GRANULE + 5), tokens(2, 3 * GRANULE)
 # One question's rollouts, two of which begin with the same step, one of which ends there; another question with the
 # same instructions; one row twice; a row with nothing in common; one of a single token.
 ROWS = [
@@ -56,9 +57,9 @@ def test_every_row_has_its_tokens_at_their_positions():
 
 def test_what_rows_share_is_there_once():
     of_rows = [len(row) for row in ROWS]
-    both = (len(SYSTEM + QUESTION) // STEP) * STEP
-    twice = len(ROWS[4]) // STEP * STEP
-    with_steps = len(ROWS[2]) // STEP * STEP
+    both = (len(SYSTEM + QUESTION) // GRANULE) * GRANULE
+    twice = len(ROWS[4]) // GRANULE * GRANULE
+    with_steps = len(ROWS[2]) // GRANULE * GRANULE
     # In sorted order each row adds what it does not share with one before it.
     expected = sum(of_rows) - 2 * with_steps - both - len(SYSTEM) - twice
     assert pack(ROWS).tokens.shape == (1, expected)
@@ -73,7 +74,7 @@ def test_states_and_gradients_are_those_of_the_rows_by_themselves(model, recompu
     loss = sum((states * weight)[:-1].sum() for states, weight in zip(alone, weights))
     expected = torch.autograd.grad(loss, parameters)
     if recomputed is not None:
-        activation_checkpointing.enable(model, recomputed, mlp_tile=50)
+        activation_checkpointing.enable(model, Grant(Memory(recompute_layers=recomputed, mlp_tile=50)))
     packed = pack(ROWS)
     hidden = model(packed.tokens, packed)[0]
     together = [hidden[places] for places in packed.places]

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from r3lite.models.hooks import require_input_grads
-from r3lite.models.kv_cache import BLOCK, KVCache, Reading
+from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
 from r3lite.models.packing import Pack
 from r3lite.models.weights import load_qwen2, resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
@@ -21,19 +20,19 @@ def reference(folder, dtype=torch.float32):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def read(model, cache, parts) -> list[torch.Tensor]:
+def prefilled(model, cache, parts) -> list[torch.Tensor]:
     """Gives the first rows of a cache their parts, of any lengths; the hidden states of each."""
-    reading = Reading(cache, [(row, part.tolist()) for row, part in enumerate(parts)])
-    hidden = model(reading.tokens, reading)[0]
-    reading.end()
+    prefill = Prefill(cache, [(row, part.tolist()) for row, part in enumerate(parts)])
+    hidden = model(prefill.tokens, prefill)[0]
+    prefill.end()
     return list(hidden.split([len(part) for part in parts]))
 
 
 def step(model, cache, ids) -> torch.Tensor:
     """Hidden states of one more token [B, 1] in each of the first rows."""
-    one = cache.step(len(ids))
-    hidden = model(ids, one)
-    one.end()
+    decode = cache.decode(len(ids))
+    hidden = model(ids, decode)
+    decode.end()
     return hidden
 
 
@@ -77,7 +76,7 @@ def cache_error(model, prompts=(40, 25, 61), decoded=20, observation=100, every:
     cache, done, worst = new_cache(model, rows), [0] * rows, 0.0
     for counts in [list(prompts), *[[1] * rows] * decoded, observations, *[[1] * rows] * decoded]:
         parts = [ids[i, start : start + count] for i, (start, count) in enumerate(zip(done, counts))]
-        states = step(model, cache, torch.stack(parts)) if max(counts) == 1 else read(model, cache, parts)
+        states = step(model, cache, torch.stack(parts)) if max(counts) == 1 else prefilled(model, cache, parts)
         for i, (start, count) in enumerate(zip(done, counts)):
             worst = max(worst, (states[i] @ head.T - expected[i, start : start + count]).abs().max().item())
         done = [start + count for start, count in zip(done, counts)]
@@ -138,9 +137,9 @@ def test_rows_that_are_swapped_and_left_out_keep_their_cache(small_model):
     ids = tokens(model, 3, 12)
     expected = model(ids)
     cache = new_cache(model, 3)
-    read(model, cache, ids[:, :5])
+    prefilled(model, cache, ids[:, :5])
     cache.swap(0, 2)
-    hidden = read(model, cache, ids[[2, 1], 5:9])  # row 0 waits in the last place
+    hidden = prefilled(model, cache, ids[[2, 1], 5:9])  # row 0 waits in the last place
     assert torch.allclose(torch.stack(hidden), expected[[2, 1], 5:9], atol=1e-5)
     cache.swap(0, 2)
     hidden = step(model, cache, ids[[0, 1], [5, 9]][:, None])  # row 0 goes on at 5, row 1 at 9
@@ -172,7 +171,8 @@ def test_on_a_card_attention_never_falls_back_to_the_kernel_that_holds_all_pairs
 
     # Where none of these takes the inputs, PyTorch raises.
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
-        handle = require_input_grads(model)
+        # Else nothing requires a gradient: the base is frozen.
+        handle = model.model.embed_tokens.register_forward_hook(lambda module, inputs, out: out.requires_grad_())
         hidden = model(ids.cuda())
         hidden.float().sum().backward()
         assert_close(hidden.detach(), slice(None))
@@ -188,4 +188,4 @@ def test_on_a_card_attention_never_falls_back_to_the_kernel_that_holds_all_pairs
                 if part.stop - part.start == 1:
                     assert_close(step(model, cache, cuda[:, part]), part)
                 else:
-                    assert_close(torch.stack(read(model, cache, cuda[:, part])), part)
+                    assert_close(torch.stack(prefilled(model, cache, cuda[:, part])), part)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from r3lite.models import lora
-from r3lite.models.kv_cache import BLOCK, KVCache, Reading
+from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
 from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
@@ -36,9 +36,9 @@ def filled(model, decoder_of):
     cache = cache_of(model)
     decoder = decoder_of(cache)
     ids = torch.randint(0, model.config.vocab_size, (ROWS, BLOCK - 3), generator=torch.Generator().manual_seed(0))
-    reading = Reading(cache, [(row, ids[row, :n].tolist()) for row, n in enumerate([5, 40, BLOCK - 3, 17, 2, 9])])
-    model(reading.tokens, reading)
-    reading.end()
+    prefill = Prefill(cache, [(row, ids[row, :n].tolist()) for row, n in enumerate([5, 40, BLOCK - 3, 17, 2, 9])])
+    model(prefill.tokens, prefill)
+    prefill.end()
     return decoder
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from r3lite.episode import Document, Question
-from r3lite.models.kv_cache import KVCache, Reading
+from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.protocols.r3 import Prompts
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
@@ -138,12 +138,11 @@ def test_a_retriever_that_fails_stops_the_rollout(talkative):
 def test_copied_and_exchanged_rows():
     cache = KVCache(2, 3, 2, 4, torch.float32, torch.device("cpu"))
     torch.manual_seed(0)
-    reading = Reading(cache, [(row, [0] * count) for row, count in enumerate((5, 9, 2))])
+    prefill = Prefill(cache, [(row, [0] * count) for row, count in enumerate((5, 9, 2))])
     for layer in range(2):
         k, v = torch.randn(1, 2, 16, 4), torch.randn(1, 2, 16, 4)
-        for piece in reading.seen(layer):
-            piece.gather(k, v)
-    reading.end()
+        prefill.attend(layer, torch.randn(1, 2, 16, 4), k, v)
+    prefill.end()
     before = [block.clone() for block in (*cache.keys, *cache.values)]
     cache.swap(0, 1)
     assert cache.lengths == [9, 5, 2]
