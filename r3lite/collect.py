@@ -15,12 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3lite import command
-from r3lite.config import UsageError
 from r3lite.episode import Document, Question, Step
 from r3lite.errors import R3LiteError
 from r3lite.files import check_writable, write_jsonl
 from r3lite.protocols.r3 import Prompts, R3Format
-from r3lite.settings import CollectSettings, Common, DataSettings, JudgeSettings, ProtocolSettings, RetrievalSettings
+from r3lite.settings import (
+    CollectSettings,
+    Common,
+    JudgeSettings,
+    ProtocolSettings,
+    QuestionSettings,
+    RetrievalSettings,
+)
 
 # A reply's failures that are the question's, not the network's or the account's: asking again would not help.
 FINAL = ("blocked", "cut", "empty")
@@ -35,7 +41,7 @@ class CollectConfig:
     """
 
     common: Common = Common()
-    data: DataSettings = DataSettings()
+    data: QuestionSettings = QuestionSettings()
     collect: CollectSettings = CollectSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings()
@@ -72,8 +78,6 @@ def work(config: CollectConfig) -> None:
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.retriever import build_retriever
 
-    if not config.data.data:
-        raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
     output = Path(config.common.output or time.strftime("runs/collect-%Y%m%d-%H%M%S.jsonl"))
     check_output(output, config)
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from r3lite.config import UsageError, flat, resolve, sections
+from r3lite.config import UsageError, check_required, flat, resolve, sections
 from r3lite.errors import R3LiteError
 
 COMMANDS = ("sft", "ppo", "evaluate", "collect", "index", "retrieve", "plan", "quickstart")
@@ -52,6 +52,7 @@ def run(
             if plan:
                 print(plan(config))
         else:
+            check_required(config)
             signal.signal(signal.SIGTERM, _terminate)
             work(config)
         sys.stdout.flush()  # here, where it is caught, if nobody reads it

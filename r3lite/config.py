@@ -1,15 +1,16 @@
 """Settings: frozen dataclasses, and how a command line, a TOML file and a preset become one.
 
 A command's settings are a frozen dataclass of sections; a section is a frozen dataclass of scalars. The flag of a
-field is its name, its help is the string under it, its bounds stand in its type. Later wins: default, preset, TOML
-file, command line. In a TOML file a key stands at the top (for every command that has it) or in a table named after
-a command; the `config.toml` of a run is such a file.
+field is its name, its help is the string under it, its bounds and traits stand in its type. Later wins: default,
+preset, TOML file, command line. In a TOML file a key stands at the top (for every command that has it) or in a table
+named after a command; the `config.toml` of a run is such a file.
 """
 
 import argparse
 import ast
 import dataclasses
 import difflib
+import enum
 import functools
 import inspect
 import itertools
@@ -22,7 +23,7 @@ import typing
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 
 class UsageError(Exception):
@@ -46,6 +47,23 @@ class Bounds:
             raise UsageError(f"{name} is {value}; it must be at most {self.high}")
 
 
+class Trait(enum.Enum):
+    """What is true of some settings. It stands in the annotation, as bounds do; others ask `settings_with`."""
+
+    FREE = "a resumed run may change it, as it changes no number"
+    JUDGED = "it pays for what only a judge can say"
+
+
+@dataclass(frozen=True)
+class Required:
+    """Trait of a setting that must be given before the work begins (not for a dry run); the hint says what to pass."""
+
+    hint: str
+
+
+T = TypeVar("T")
+Free = Annotated[T, Trait.FREE]
+Judged = Annotated[T, Trait.JUDGED]
 Count = Annotated[int, Bounds(low=1)]
 Whole = Annotated[int, Bounds(low=0)]
 Positive = Annotated[float, Bounds(above=0)]
@@ -94,19 +112,23 @@ def flat(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a field's annotation says: how to read it from text and how to check it."""
+    """What a field's annotation says: how to read it from text, how to check it, and its traits."""
 
     scalar: type
     optional: bool = False
     many: bool = False
     choices: tuple = ()
     bounds: Bounds | None = None
+    traits: tuple[Trait | Required, ...] = ()
 
     @staticmethod
     def of(annotation: Any) -> "_Kind":
         if typing.get_origin(annotation) is Annotated:
-            inner, bounds = typing.get_args(annotation)
-            return dataclasses.replace(_Kind.of(inner), bounds=bounds)
+            inner, *said = typing.get_args(annotation)
+            kind = _Kind.of(inner)
+            bounds = [x for x in said if isinstance(x, Bounds)]
+            traits = tuple(x for x in said if isinstance(x, (Trait, Required)))
+            return dataclasses.replace(kind, bounds=bounds[0] if bounds else kind.bounds, traits=kind.traits + traits)
         if typing.get_origin(annotation) in (typing.Union, types.UnionType):
             (inner,) = (a for a in typing.get_args(annotation) if a is not type(None))
             return dataclasses.replace(_Kind.of(inner), optional=True)
@@ -160,6 +182,25 @@ def _kinds(cls: type) -> dict[str, _Kind]:
     return {f.name: _Kind.of(hints[f.name]) for f in dataclasses.fields(cls)}
 
 
+def settings_with(section: Section, trait: Trait) -> list[str]:
+    """Names of a section's settings that have a trait."""
+    return [name for name, kind in _kinds(type(section)).items() if trait in kind.traits]
+
+
+def free_settings(config: Any) -> set[str]:
+    """Names of a command's settings that a resumed run may change."""
+    return {name for section in sections(config).values() for name in settings_with(section, Trait.FREE)}
+
+
+def check_required(config: Any) -> None:
+    """Raises UsageError for a setting that must be given and is not."""
+    for section in sections(config).values():
+        for name, kind in _kinds(type(section)).items():
+            hints = [trait.hint for trait in kind.traits if isinstance(trait, Required)]
+            if hints and not getattr(section, name):
+                raise UsageError(f"{_flag(name)} is missing: {hints[0]}")
+
+
 def nearest(word: str, names) -> str:
     """` (did you mean X?)`, or nothing."""
     close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
@@ -168,9 +209,11 @@ def nearest(word: str, names) -> str:
 
 def all_settings() -> set[str]:
     """Names of the settings of all commands: a preset may hold keys that only some commands have."""
-    return {
-        f.name for cls in Section.__subclasses__() if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls)
-    }
+
+    def kinds_of(cls: type) -> list[type]:
+        return [found for sub in cls.__subclasses__() for found in (sub, *kinds_of(sub))]
+
+    return {f.name for cls in kinds_of(Section) if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls)}
 
 
 def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
@@ -192,9 +235,9 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def read_toml(path: Path, command: str, commands: tuple[str, ...], own: Collection[str]) -> dict[str, Any]:
-    """The settings that a TOML file holds for one command, whose own table may hold no others than `own`."""
+    """The settings that a TOML file holds for one command, whose own table may hold only those in `own`."""
     loaded, known = load_toml(path), all_settings()
-    # `index` is a setting and a command: which one is meant shows in whether it is a table.
+    # `index` is a setting and a command: a table is the command's.
     tables = {key: value for key, value in loaded.items() if isinstance(value, dict)}
     top = {key: value for key, value in loaded.items() if key not in tables}
     for table in tables:
@@ -212,7 +255,7 @@ def to_toml(config: Any, command: str) -> str:
     """The resolved settings as a TOML file that `--config` reads back.
 
     TOML has no null. An unset key is written as "none": left out, it would take a preset's value again. Where to
-    write, what to resume and when to leave are no settings of the run, and are left out.
+    write, what to resume and when to leave belong to one start of the run, and are left out.
     """
     lines = [f"# resolved settings of: python -m r3lite.{command}", f"[{command}]"]
     for section in sections(config).values():
@@ -220,7 +263,7 @@ def to_toml(config: Any, command: str) -> str:
             value = getattr(section, f.name)
             if f.name in ("config", "dry_run") or (value is None and f.name in ("output", "resume", "stop_after")):
                 continue
-            # JSON's strings, numbers, booleans and lists are TOML's too, except for escapes that we never write.
+            # JSON's strings, numbers, booleans and lists are valid TOML, except for escapes that are not used here.
             lines.append(f"{f.name} = {json.dumps('none' if value is None else value, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 
@@ -288,7 +331,7 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
         (f"{given.get('config')}: ", from_file),
         ("", given | {"preset": preset}),
     ):
-        # Who asks for epochs does not want the length that an earlier source gave in steps.
-        longer = {"max_steps": None} if "epochs" in values else {}
-        config = with_values(config, longer | values, where)
+        # Epochs replace the length in steps that an earlier source gave.
+        length = {"max_steps": None} if "epochs" in values else {}
+        config = with_values(config, length | values, where)
     return config

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite import command
-from r3lite.config import UsageError, to_toml
+from r3lite.config import to_toml
 from r3lite.errors import R3LiteError
 from r3lite.settings import (
     Common,
-    DataSettings,
     EvaluateSettings,
     JudgeSettings,
     LengthSettings,
     MemorySettings,
     ModelSettings,
     ProtocolSettings,
+    QuestionSettings,
     RetrievalSettings,
     SamplingSettings,
     TruncationSettings,
@@ -49,7 +49,7 @@ class EvaluateConfig:
     evaluate: EvaluateSettings = EvaluateSettings()
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
-    data: DataSettings = DataSettings()
+    data: QuestionSettings = QuestionSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     lengths: LengthSettings = LengthSettings()
@@ -95,8 +95,6 @@ def work(config: EvaluateConfig) -> None:
 
 def check(config: EvaluateConfig, output: Path) -> None:
     """What the types of the settings cannot say."""
-    if not config.data.data:
-        raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
     if output.is_file():
         raise R3LiteError(f"--output {output} is a file", "Name a folder.")
     if (output / "metrics.jsonl").exists() or any(output.glob("checkpoint-*")):

@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass
 
 from r3lite import command
-from r3lite.config import UsageError
 from r3lite.settings import Common, IndexSettings
 
 
@@ -23,8 +22,6 @@ class IndexConfig:
 
 def work(config: IndexConfig) -> None:
     settings = config.index
-    if not settings.corpus:
-        raise UsageError("--corpus is missing: a JSONL file with one passage (id, title, text) a line")
     from r3lite.devices.precision import resolve_device
     from r3lite.retrieval import index
     from r3lite.retrieval.corpus import read_corpus

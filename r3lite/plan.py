@@ -8,7 +8,7 @@ from pathlib import Path
 
 from r3lite import command
 from r3lite.config import UsageError, load_toml
-from r3lite.settings import PlanSettings, PpoConfig, SftConfig
+from r3lite.settings import DataSettings, PlanSettings, PpoConfig, SftConfig
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,14 @@ class PlanSftConfig(SftConfig):
     up to 3B are known offline; --device cuda plans for a card that is elsewhere. --output FOLDER writes plan.json, too.
     """
 
+    data: DataSettings = DataSettings()  # a plan needs no data
     plan: PlanSettings = PlanSettings()
 
 
 @dataclass(frozen=True)
 class PlanRlConfig(PpoConfig):
     __doc__ = PlanSftConfig.__doc__
+    data: DataSettings = DataSettings()
 
 
 def work(config: PlanSftConfig | PlanRlConfig) -> None:

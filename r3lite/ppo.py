@@ -33,8 +33,6 @@ def train(config: PpoConfig) -> None:
     from r3lite.rl.batch import Batch, Rollout
     from r3lite.training import loop
 
-    if config.data.data is None:
-        raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
     check(config)
     rl, seed = config.rl, config.common.seed
     run = loop.Run("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,))

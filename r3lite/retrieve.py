@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite import command
-from r3lite.config import UsageError
 from r3lite.errors import R3LiteError
-from r3lite.settings import Common, DataSettings, RetrievalSettings
+from r3lite.settings import Common, QuestionSettings, RetrievalSettings
 
 CUTS = (2, 5, 10)
 
@@ -21,13 +20,11 @@ class RetrieveConfig:
     """
 
     common: Common = Common()
-    data: DataSettings = DataSettings()
+    data: QuestionSettings = QuestionSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
 
 
 def work(config: RetrieveConfig) -> None:
-    if not config.data.data:
-        raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
     from r3lite.datasets.qa import read_questions
     from r3lite.files import write_json
     from r3lite.retrieval.retriever import build_retriever

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite import command
-from r3lite.config import UsageError
 from r3lite.settings import SftConfig
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
@@ -56,8 +55,6 @@ def read(config: SftConfig) -> "tuple[list[Trajectory | Conversation], list[Traj
     """Rows to train on and rows held out. Rows of one question go together: its answer must not be known."""
     from r3lite.datasets.trajectories import read_rows
 
-    if config.data.data is None:
-        raise UsageError("--data is missing: a file of trajectories (see `python -m r3lite.collect`) or conversations")
     rows = read_rows(config.data.data, limit=config.data.limit, skip_bad_rows=config.data.skip_bad_rows)
     of_id = Counter(row.id for row in rows)
     ids = sorted(of_id)

@@ -4,9 +4,9 @@ import dataclasses
 import os
 import subprocess
 import sys
-import typing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
 
@@ -14,14 +14,23 @@ import r3lite.settings as settings
 from r3lite import command
 from r3lite.collect import CollectConfig
 from r3lite.config import (
+    Bounds,
+    Free,
+    Required,
     Section,
+    Trait,
     UsageError,
+    _kinds,
+    all_settings,
     build_parser,
+    check_required,
     field_docs,
     flat,
+    free_settings,
     nearest,
     resolve,
     sections,
+    settings_with,
     shipped,
     to_toml,
     with_values,
@@ -62,7 +71,6 @@ CONFIGS = {
     "plan of RL": (PlanRlConfig(), "ppo"),
 }
 SECTIONS = [cls for cls in vars(settings).values() if isinstance(cls, type) and issubclass(cls, Section)]
-SECTIONS.remove(Section)
 
 
 def read(*argv: str) -> dict:
@@ -230,14 +238,73 @@ def test_what_was_unset_on_purpose_stays_unset_when_read_back(toml, name, preset
     """Unset keys were left out, so a run with `--preset tiny --max-steps none` could not be resumed by its own file:
     the preset's value came back."""
     default, table = CONFIGS[name]
-    fields = [f for section in sections(default).values() for f in dataclasses.fields(section)]
-    optional = [f.name for f in fields if type(None) in typing.get_args(f.type)]
+    kinds = [kind for section in sections(default).values() for kind in _kinds(type(section)).items()]
+    optional = [setting for setting, kind in kinds if kind.optional]
     unset = [word for key in optional if key != "config" for word in ("--" + key.replace("_", "-"), "none")]
     for argv in ([], unset):
         config = resolve(name, default, ["--preset", preset, *argv], command.COMMANDS, table)
         file = toml(to_toml(config, table))
         again = resolve(name, default, ["--config", file], command.COMMANDS, table)
         assert again == with_values(config, {"config": file})
+
+
+# Traits
+
+
+def test_a_trait_stands_beside_bounds_and_leaves_them():
+    @dataclass(frozen=True)
+    class Some(Section):
+        plain: int = 1
+        free: Free[Annotated[int, Bounds(low=1)]] = 1
+        maybe: Free[Annotated[int, Bounds(low=1)] | None] = None
+        choice: Free[Literal["a", "b"]] = "a"
+
+    assert settings_with(Some(), Trait.FREE) == ["free", "maybe", "choice"]
+    kinds = _kinds(Some)
+    assert kinds["maybe"].read("maybe", "none") is None and kinds["choice"].choices == ("a", "b")
+    for name in ("free", "maybe"):
+        with pytest.raises(UsageError, match=f"{name} is 0; it must be at least 1"):
+            kinds[name].read(name, "0")
+
+
+def test_what_a_resumed_run_may_change():
+    anywhere = {"preset", "config", "output", "dry_run", "save_every", "keep_checkpoints", "stop_after", "resume"}
+    anywhere |= {"vram_budget", "nf4_cache", "quantize"}
+    limits = ("rpm", "concurrency", "timeout", "retries", "max_calls", "max_cost", "input_price", "output_price")
+    assert free_settings(settings.SftConfig()) == anywhere
+    judge = {f"judge_{name}" for name in (*limits, "cache")}
+    assert free_settings(settings.PpoConfig()) == anywhere | judge
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sft", "--data is missing: a file of trajectories (see `python -m r3lite.collect`) or conversations"),
+        *(
+            (name, "--data is missing: a question file of any supported format, or name,subset,split")
+            for name in ("ppo", "evaluate", "collect", "retrieve")
+        ),
+        ("index", "--corpus is missing: a JSONL file with one passage (id, title, text) a line"),
+    ],
+)
+def test_what_must_be_given_is_asked_for_before_the_work_and_not_for_a_dry_run(capsys, name, message):
+    default, table = CONFIGS[name]
+    assert command.run(name, default, raising(AssertionError()), [], table=table) == 2
+    assert capsys.readouterr().err == f"r3lite.{name}: {message}\n"
+    assert command.run(name, default, raising(AssertionError()), ["--dry-run"], table=table) == 0
+
+
+@pytest.mark.parametrize("name", ["plan", "plan of RL", "quickstart"])
+def test_what_needs_no_data_does_not_ask_for_them(name):
+    check_required(CONFIGS[name][0])
+
+
+def test_the_settings_of_a_section_of_a_section_are_known():
+    @dataclass(frozen=True)
+    class Special(settings.DataSettings):
+        only_here: Annotated[str | None, Required("x")] = None
+
+    assert "only_here" in all_settings()
 
 
 @pytest.mark.parametrize("preset", sorted(p.stem for p in shipped("presets").glob("*.toml")))
@@ -321,8 +388,11 @@ def test_an_output_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path, ca
     def work(config):
         (Path(config.common.output) / "scores.json").parent.mkdir(parents=True)
 
-    output = str(tmp_path / "file" / "x")
-    assert command.run(name, CONFIGS[name][0], work, ["--output", output], table=CONFIGS[name][1]) == 1
+    default, table = CONFIGS[name]
+    needs = {"collect": ["--data", "x"], "evaluate": ["--data", "x"], "retrieve": ["--data", "x"]}
+    needs["index"] = ["--corpus", "x"]
+    argv = ["--output", str(tmp_path / "file" / "x"), *needs.get(name, [])]
+    assert command.run(name, default, work, argv, table=table) == 1
     first, second = capsys.readouterr().err.strip().splitlines()
     assert first.startswith(f"r3lite.{name} stopped: ") and str(tmp_path / "file") in first
     assert "--output" in second

@@ -1,11 +1,12 @@
 """What an episode is paid, step by step and by part: format, process and outcome.
 
-Knows the weights and what an episode holds; a judge's opinion comes in as a finished `Verdict`.
+Knows the weights and what an episode holds; a judge's opinion is handed in as a `Verdict`.
 """
 
 from dataclasses import dataclass, field
 
 from r3lite.answer_match import answer_scores
+from r3lite.config import Trait, settings_with
 from r3lite.episode import Episode
 from r3lite.settings import RewardSettings
 
@@ -32,7 +33,7 @@ class Scored:
 
     `steps[k]` is paid at the end of step k; their sum is `total`. `parts` holds `format`, `process` and `outcome`,
     weighted, which add up to `total`; and unweighted, for the log, `em`, `f1`, `recall` (None where no gold paragraph
-    is known) and, where there was a judge, `judge` (1 if it called the answer right).
+    is known) and, if there was a judge, `judge` (1 if it called the answer right).
     """
 
     steps: list[float]
@@ -44,15 +45,15 @@ class Scored:
 
 
 def needs_verdict(settings: RewardSettings) -> bool:
-    """Whether these weights pay for what only a judge can say."""
-    return settings.outcome_judge > 0 or settings.process_judge > 0
+    """Whether a weight that pays for what only a judge can say is above 0."""
+    return any(getattr(settings, name) > 0 for name in settings_with(settings, Trait.JUDGED))
 
 
 def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = None) -> Scored | None:
-    """Pays an episode; None, a missing reward, where a judge is needed and gave no verdict.
+    """The rewards of an episode; None, a missing reward, if a judge is needed and gave no verdict.
 
-    - format: `format_reward` times the share of steps without a fault, in equal parts at each of them: paid in full
-      for each, it would pay for asking on when the answer is known;
+    - format: `format_reward` times the share of steps without a fault, in equal parts at each of them. If each were
+      paid in full, it would pay to go on asking when the answer is known;
     - process, at each query: `process_recall` times the share of the gold paragraphs found there for the first time,
       plus `process_judge` times the mean of relevance and coherence; multiplied by R3-RAG's trajectory factor
       (arXiv 2505.23794), 1 + gamma_correct, gamma_incorrect or gamma_fail (no answer);

@@ -16,23 +16,13 @@ from typing import Any
 import torch
 
 from r3lite.command import Terminated
-from r3lite.config import flat, to_toml, with_values
+from r3lite.config import flat, free_settings, to_toml, with_values
 from r3lite.devices.precision import NonFiniteGradients, Precision
 from r3lite.errors import R3LiteError
 from r3lite.files import write_json, write_text
 from r3lite.training import checkpoint, metrics, optim
 from r3lite.training.checkpoint import Checkpoint
 from r3lite.training.interrupts import Interrupts
-
-# Settings that a resumed run may change: they change no number. `preset` has been resolved into the others.
-FREE = {
-    *("preset", "config", "output", "dry_run", "save_every", "keep_checkpoints", "stop_after", "resume"),
-    *("judge_rpm", "judge_concurrency", "judge_timeout", "judge_retries", "judge_max_calls", "judge_max_cost"),
-    *("judge_input_price", "judge_output_price", "judge_cache"),
-    # How the work is divided is in the checkpoint, and whether the base is in NF4: see out_of_memory.Grant.resume.
-    *("vram_budget", "nf4_cache", "quantize"),
-}
-
 
 Step = Callable[[int], tuple[dict, int]]  # takes step n, from 1; returns its metrics and how many tokens it read
 
@@ -113,7 +103,8 @@ class Run:
                 "To start from its adapter, pass --adapter instead of --resume.",
             )
         then, now = state["settings"], json.loads(json.dumps(self.settings))
-        changed = [k for k in sorted(then.keys() | now.keys()) if k not in FREE and then.get(k) != now.get(k)]
+        asked = sorted((then.keys() | now.keys()) - free_settings(self.config))
+        changed = [k for k in asked if then.get(k) != now.get(k)]
         if changed:
             told = ", ".join(f"{k} (was {then.get(k)}, is {now.get(k)})" for k in changed)
             raise R3LiteError(

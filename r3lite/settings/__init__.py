@@ -1,0 +1,26 @@
+"""Every setting of every command, by section: one file per room, all of them importable from here.
+
+Each command puts together the sections it needs. A setting says itself what is true of it: its bounds, and the traits
+of config.py (whether a resumed run may change it, whether a judge must be there, whether it must be given).
+"""
+
+from r3lite.settings.commands import (
+    CollectSettings,
+    EvaluateSettings,
+    PlanSettings,
+    PpoConfig,
+    QuickstartSettings,
+    SftConfig,
+)
+from r3lite.settings.common import Common
+from r3lite.settings.data import DataSettings, QuestionSettings, TrajectorySettings
+from r3lite.settings.judge import JudgeSettings
+from r3lite.settings.memory import MemorySettings
+from r3lite.settings.model import LoraSettings, ModelSettings, Projection
+from r3lite.settings.protocol import ProtocolSettings
+from r3lite.settings.retrieval import IndexSettings, RetrievalSettings
+from r3lite.settings.rewards import RewardSettings
+from r3lite.settings.rl import RLSettings
+from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings
+from r3lite.settings.sft import SftSettings
+from r3lite.settings.training import OptimizerSettings, Schedule

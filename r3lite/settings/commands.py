@@ -1,0 +1,108 @@
+"""Sections that only one command has, and all settings of the two commands that train.
+
+The other commands put their sections together in their own file; these two do so here, because `plan` takes the
+same flags.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from r3lite.config import Count, Fraction, Section
+from r3lite.settings.common import Common
+from r3lite.settings.data import QuestionSettings, TrajectorySettings
+from r3lite.settings.judge import JudgeSettings
+from r3lite.settings.memory import MemorySettings
+from r3lite.settings.model import LoraSettings, ModelSettings
+from r3lite.settings.protocol import ProtocolSettings
+from r3lite.settings.retrieval import RetrievalSettings
+from r3lite.settings.rewards import RewardSettings
+from r3lite.settings.rl import RLSettings
+from r3lite.settings.rollout import LengthSettings, SamplingSettings
+from r3lite.settings.sft import SftSettings
+from r3lite.settings.training import OptimizerSettings, Schedule
+
+
+@dataclass(frozen=True)
+class CollectSettings(Section):
+    """Collecting."""
+
+    source: Literal["gold", "teacher"] = "gold"
+    """gold: from the data set's decompositions or supporting facts; teacher: sampled from --judge-model, wrong or
+    malformed ones rejected, continuing an earlier run into the same --output"""
+    max_hops: Count = 5
+    """most queries of a trajectory; questions with more gold hops are left out, a teacher is then told to answer"""
+    hurried_share: Fraction = 0.0
+    """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments"""
+    attempts: Count = 4
+    """tries of the teacher at a question: the first at temperature 0, the others at 0.9"""
+    min_f1: Fraction = 0.8
+    """a teacher's answer is right when it is an exact match or has this F1"""
+
+
+@dataclass(frozen=True)
+class EvaluateSettings(Section):
+    """Evaluation."""
+
+    baseline: Literal["none", "no-retrieval", "single-retrieval"] = "none"
+    """no-retrieval: the answer is forced at once; single-retrieval: after one retrieval with the question as query;
+    none: the model decides"""
+
+
+@dataclass(frozen=True)
+class PlanSettings(Section):
+    """Plan."""
+
+    algorithm: Literal["sft", "ppo", "grpo"] = "sft"
+    """the run that is planned: sft takes the flags of sft, ppo and grpo those of ppo"""
+
+
+@dataclass(frozen=True)
+class QuickstartSettings(Section):
+    """Quickstart."""
+
+    algorithm: Literal["ppo", "grpo"] = "ppo"
+    """reinforcement-learning algorithm of the second training stage"""
+    quick: bool = False
+    """a few steps and questions only: shows that everything runs, teaches next to nothing"""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Teaches a model the step format, and to copy what it reads, from trajectories that `collect` wrote.
+
+    --data also takes conversations ({"messages": [{"role", "content"}, ...]}). The loss is on what the assistant wrote.
+    """
+
+    common: Common = Common()
+    model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
+    data: TrajectorySettings = TrajectorySettings()
+    protocol: ProtocolSettings = ProtocolSettings()
+    sft: SftSettings = SftSettings()
+    schedule: Schedule = Schedule()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    lora: LoraSettings = LoraSettings()
+
+
+@dataclass(frozen=True)
+class PpoConfig:
+    """Trains a LoRA adapter by reinforcement learning: the model answers questions step by step with a retriever
+    and is paid for right answers, for finding the gold paragraphs and for well-formed steps.
+
+    Start from an SFT adapter (--adapter): a small model that does not know the step format is never paid.
+    """
+
+    common: Common = Common()
+    schedule: Schedule = Schedule(max_steps=200)
+    model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
+    data: QuestionSettings = QuestionSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    protocol: ProtocolSettings = ProtocolSettings()
+    lengths: LengthSettings = LengthSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    reward: RewardSettings = RewardSettings()
+    judge: JudgeSettings = JudgeSettings()
+    rl: RLSettings = RLSettings()
+    lora: LoraSettings = LoraSettings()
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5, min_learning_rate=1.0)

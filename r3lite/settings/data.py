@@ -1,0 +1,34 @@
+"""Settings of the data that a command reads."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from r3lite.config import Count, Required, Section
+
+
+@dataclass(frozen=True)
+class DataSettings(Section):
+    """Data."""
+
+    data: str | None = None
+    """trajectory file, question file of any supported format, or a hub string name,subset,split"""
+    limit: Count | None = None
+    """only the first N questions or rows"""
+    skip_bad_rows: bool = False
+    """count malformed rows and go on, instead of stopping at the first"""
+
+
+@dataclass(frozen=True)
+class QuestionSettings(DataSettings):
+    """Data."""
+
+    data: Annotated[str | None, Required("a question file of any supported format, or name,subset,split")] = None
+
+
+@dataclass(frozen=True)
+class TrajectorySettings(DataSettings):
+    """Data."""
+
+    data: Annotated[
+        str | None, Required("a file of trajectories (see `python -m r3lite.collect`) or conversations")
+    ] = None

@@ -1,0 +1,38 @@
+"""Settings of the base model and of the LoRA adapter."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from r3lite.config import Count, Fraction, Positive, Section
+
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class ModelSettings(Section):
+    """Model."""
+
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """folder, hub id, or tiny (the shipped checkpoint)"""
+    adapter: str | None = None
+    """LoRA adapter to start from: a run folder or its adapter/"""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """precision of the frozen base and of autocast; auto: bf16 if the device has it, else fp16 (on a CPU fp32)"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto: cuda if there is one, else mps, else cpu"""
+
+
+@dataclass(frozen=True)
+class LoraSettings(Section):
+    """LoRA adapter (arXiv 2106.09685)."""
+
+    lora_r: Count = 8
+    """rank"""
+    lora_alpha: Positive = 16.0
+    """scale; the adapter is multiplied by alpha / r"""
+    lora_dropout: Fraction = 0.0
+    """dropout before the adapter, in SFT only: RL must train the policy that it sampled from"""
+    lora_targets: tuple[Projection, ...] = get_args(Projection)
+    """projections that get an adapter"""
+    rslora: bool = False
+    """scale by alpha / sqrt(r) instead (arXiv 2312.03732)"""

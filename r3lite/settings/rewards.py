@@ -1,0 +1,29 @@
+"""Settings of what an episode is paid."""
+
+from dataclasses import dataclass
+
+from r3lite.config import Judged, NonNegative, Section
+
+
+@dataclass(frozen=True)
+class RewardSettings(Section):
+    """Rewards."""
+
+    outcome_em: NonNegative = 1.0
+    """paid at the end for an exact match"""
+    outcome_f1: NonNegative = 0.0
+    """paid at the end per unit of F1"""
+    outcome_judge: Judged[NonNegative] = 0.0
+    """paid at the end when the judge calls the answer right"""
+    process_recall: NonNegative = 0.3
+    """paid at each query per share of the gold paragraphs found for the first time"""
+    process_judge: Judged[NonNegative] = 0.0
+    """paid at each query per unit of the judge's relevance and coherence"""
+    format_reward: NonNegative = 0.1
+    """paid for well-formed steps: this times their share of the episode's steps"""
+    gamma_correct: float = 0.6
+    """process rewards of a trajectory with a right answer are multiplied by 1 + this (R3-RAG)"""
+    gamma_incorrect: float = -0.2
+    """the same for a wrong answer"""
+    gamma_fail: float = -0.1
+    """the same for an episode without an answer"""

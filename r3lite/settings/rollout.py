@@ -1,0 +1,40 @@
+"""Settings of an episode: its limits and how tokens are sampled."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from r3lite.config import Bounds, Count, NonNegative, Section, Whole
+
+
+@dataclass(frozen=True)
+class LengthSettings(Section):
+    """Limits of an episode."""
+
+    max_hops: Count = 5
+    """most retrievals in an episode; then an answer is forced"""
+    max_new_tokens: Count = 256
+    """most tokens of one turn of the model"""
+    max_length: Count = 4096
+    """most tokens of a whole episode"""
+    max_document_tokens: Count = 160
+    """most tokens of one document; longer ones are cut"""
+
+
+@dataclass(frozen=True)
+class SamplingSettings(Section):
+    """Sampling."""
+
+    temperature: NonNegative = 1.0
+    """of the softmax; 0: greedy (not in RL)"""
+    rollout_batch_size: Count | None = None
+    """episodes decoded together; by default as many as the memory budget allows"""
+
+
+@dataclass(frozen=True)
+class TruncationSettings(Section):
+    """Truncated sampling."""
+
+    top_k_sampling: Whole = 0
+    """sample from the k likeliest tokens only; 0: all"""
+    top_p: Annotated[float, Bounds(above=0, high=1)] = 1.0
+    """sample from the smallest set of tokens with this probability"""

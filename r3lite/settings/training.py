@@ -1,0 +1,39 @@
+"""Settings of the loop around a step: length, checkpoints, optimizer."""
+
+from dataclasses import dataclass
+
+from r3lite.config import Count, Fraction, Free, NonNegative, Positive, Section, Whole
+
+
+@dataclass(frozen=True)
+class Schedule(Section):
+    """Length of the run, checkpoints and resuming."""
+
+    max_steps: Count | None = None
+    """optimizer steps (SFT) or rollout-and-update rounds (RL); the learning-rate schedule spans them"""
+    epochs: Positive = 1.0
+    """passes over the data if --max-steps is not given; replaces the max_steps of default, preset or file"""
+    save_every: Free[Whole] = 50
+    """steps between checkpoints; 0: only at the end"""
+    keep_checkpoints: Free[Count] = 2
+    """newest checkpoints kept"""
+    stop_after: Free[Count | None] = None
+    """leave cleanly after this many steps of this process, with the schedule unchanged"""
+    resume: Free[str | None] = None
+    """auto: newest sound checkpoint in --output, or a fresh start; or the folder of a run or a checkpoint"""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings(Section):
+    """Optimizer."""
+
+    learning_rate: Positive = 2e-4
+    """peak learning rate of AdamW on the adapter"""
+    min_learning_rate: Fraction = 0.1
+    """end of the cosine, as a fraction of the peak; 1: constant after the warm-up"""
+    warmup: Fraction = 0.03
+    """fraction of the steps in which the rate rises linearly"""
+    weight_decay: NonNegative = 0.0
+    """decoupled weight decay"""
+    max_grad_norm: Positive = 1.0
+    """gradients are clipped to this norm"""
