@@ -1,10 +1,11 @@
 """A client of Gemini models: structured or plain replies, cached, limited, retried, counted.
 
-Owns everything between a prompt and its reply. A reply that did not come, or came blocked, cut or malformed, is a
-`Reply` with the kind of its failure, never an exception; only what would fail every request (no key, a wrong one, an
-unknown model) stops the run. The key is never written, shown or cached. Knows neither judges nor teachers.
+Owns everything between a prompt and its reply. A reply that is missing, blocked, cut or malformed is a `Reply` with the
+kind of its failure, not an exception; only what would fail every request (no key, a wrong one, an unknown model) stops
+the run. The key is never written, shown or cached. Knows neither judges nor teachers.
 """
 
+import copy
 import os
 import random
 import threading
@@ -19,25 +20,26 @@ from typing import Any
 from tqdm import tqdm
 
 from r3lite.errors import R3LiteError
+from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.limits import Budget, RateLimiter
-from r3lite.llm.replies import Reply, ReplyCache, Request, digest, parse
+from r3lite.llm.replies import Reply, Request, parse
 from r3lite.settings import JudgeSettings
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try
-LONGEST_WAIT = 300.0  # seconds; a server that asks for more is not waited for
-THINKING_ROOM = 8192  # output tokens more for a model that thinks: thoughts count against the limit
+LONGEST_WAIT = 300.0  # seconds; if a server asks for more, the request has failed
+THINKING_ROOM = 8192  # more output tokens for a model that thinks: thoughts count against the limit
 BYTES_PER_TOKEN = 3  # of input, for the estimate of what a request can cost at most; about 4 in English
 BLOCKED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "MODEL_ARMOR", "LANGUAGE")
-# For kinds that say that the next try may go well.
+# Failures after which the next try may succeed.
 PASSING = ("timeout", "connection", "rate_limited", "server")
 
 
 class _Stopped(Exception):
-    """The run is over: threads that wait give up."""
+    """The run is over: a thread that waits gives up."""
 
 
 class GeminiClient:
-    """Asks one model. Safe to use from several threads; `generate_all` brings its own.
+    """Asks one model. Safe to use from several threads; `generate_all` starts threads of its own.
 
     `cache` is the folder of cached replies. The key is read from GOOGLE_API_KEY, else GEMINI_API_KEY.
     """
@@ -67,7 +69,7 @@ class GeminiClient:
         self._lock = threading.Lock()
 
     def generate(self, request: Request) -> Reply:
-        """One reply, from the cache where it is there. Raises R3LiteError only for what would fail every request."""
+        """One reply, from the cache if it is there. Raises R3LiteError only for what would fail every request."""
         return self._generate(request, self._key_of(request))
 
     def _generate(self, request: Request, key: str) -> Reply:
@@ -88,9 +90,9 @@ class GeminiClient:
         progress: str | None = None,
         on_reply: Callable[[Reply], None] | None = None,
     ) -> list[Reply]:
-        """Replies in the order of the requests, several under way at once; equal requests are sent once.
+        """Replies in the order of the requests, several of them sent at once; equal requests are sent once.
 
-        `progress` names a progress bar. `on_reply` sees each reply as it comes; an exception of its ends it all.
+        `progress` names a progress bar. `on_reply` is called with each reply as it comes; if it raises, all ends.
         """
         keys = [self._key_of(r) for r in requests]
         replies: dict[str, Reply] = {}
@@ -109,7 +111,7 @@ class GeminiClient:
                     if on_reply:
                         on_reply(reply)
         except R3LiteError:
-            # What is under way is paid for: it may reach the cache before the run stops.
+            # Requests already sent are paid for: their replies may reach the cache before the run stops.
             pool.shutdown(wait=True, cancel_futures=True)
             raise
         finally:
@@ -119,7 +121,7 @@ class GeminiClient:
         return [replies[k] for k in keys]
 
     def counts(self) -> dict[str, float]:
-        """What was asked so far by this client: requests, hits, failures (also by kind), tokens, US dollars."""
+        """This client's requests, cache hits, failures (also by kind), tokens and US dollars so far."""
         names = ("retries", "cache_hits", "input_tokens", "output_tokens")
         with self._lock:
             counts = {"calls": self.budget.calls, "cost": self.budget.cost} | {n: self._counts[n] for n in names}
@@ -137,7 +139,7 @@ class GeminiClient:
     # Asking
 
     def _ask(self, request: Request) -> Reply:
-        """Tries until a reply has come, a failure is final or the tries are used up."""
+        """Tries until there is a reply, a failure is final or the tries are used up."""
         tries = 0
         while True:
             thinking = self.settings.judge_thinking or self._must_think
@@ -175,7 +177,7 @@ class GeminiClient:
             return self._failure("timeout", type(error).__name__), 0.0
         except self._transport as error:
             return self._failure("connection", f"{type(error).__name__}: {error}"), 0.0
-        except ValueError as error:  # a body that is no JSON, or JSON that is no reply
+        except ValueError as error:  # the body is not JSON, or the JSON is not a reply
             return self._failure("malformed", str(error)), 0.0
         finally:
             self.budget.settle(most, cost)
@@ -187,18 +189,18 @@ class GeminiClient:
             temperature=request.temperature,
             max_output_tokens=limit,
             response_mime_type="application/json" if request.schema else None,
-            response_schema=request.schema,
+            response_schema=copy.deepcopy(request.schema),  # the library changes it
             thinking_config=None if thinking else types.ThinkingConfig(thinking_budget=0),
             automatic_function_calling=types.AutomaticFunctionCallingConfig(disable=True),
         )
         model = self.settings.judge_model
         try:
             return self._client.models.generate_content(model=model, contents=request.prompt, config=config)
-        except (AttributeError, KeyError, TypeError) as error:  # how the library takes JSON that is no reply
+        except (AttributeError, KeyError, TypeError) as error:  # the library's errors for JSON that is not a reply
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def _read(self, response: Any, request: Request) -> Reply:
-        """What came back, or what is wrong with it. The library says neither: it leaves `parsed` empty."""
+        """The reply in a response, or what is wrong with it; the library would only leave `parsed` empty."""
         candidate = response.candidates[0] if response.candidates else None
         if candidate is None:
             reason = response.prompt_feedback and response.prompt_feedback.block_reason
@@ -216,7 +218,7 @@ class GeminiClient:
         return replace(reply, detail=self._redacted(reply.detail))
 
     def _refusal(self, error: Any) -> tuple[Reply, float]:
-        """What a status code of 4xx or 5xx means; raises R3LiteError where no request would fare better."""
+        """What a status code of 4xx or 5xx means; raises R3LiteError if every request would fail like it."""
         told = self._redacted(f"{error.code} {error.status}: {error.message}")
         if error.code in (401, 403) or (error.code == 400 and "api key" in told.lower()):
             raise R3LiteError(f"the key is not accepted: {told}", "Set GOOGLE_API_KEY to a valid key.") from None

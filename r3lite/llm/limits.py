@@ -1,6 +1,6 @@
 """How often and for how much a remote model may be asked: a rate limit and caps, shared by threads.
 
-Knows nothing of what is asked.
+Does not know what is asked.
 """
 
 import threading
@@ -28,12 +28,12 @@ class RateLimiter:
             self.sleep(seconds)
 
     def hold(self, seconds: float) -> None:
-        """Lets nobody send for some seconds: one thread was told to wait, and the limit is that of all."""
+        """Sends nothing for some seconds: the server told one thread to wait, and the limit is for all threads."""
         with self._lock:
             self._held_until = max(self._held_until, self.clock() + seconds)
 
     def _take(self) -> float:
-        """0 where a request may be sent now, else the seconds to wait before asking again."""
+        """0 if a request may be sent now, and counts it; else the seconds to wait before asking again."""
         with self._lock:
             now = self.clock()
             while self._sent and self._sent[0] <= now - MINUTE:
@@ -59,7 +59,7 @@ class Budget:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def reserve(self, most: float) -> str | None:
-        """Counts a request of at most this cost, or names the cap that forbids it. May wait for others to settle."""
+        """Counts a request of at most this cost, or returns the cap that forbids it. May wait for others to settle."""
         with self._changed:
             while True:
                 if self.max_calls is not None and self.calls >= self.max_calls:
@@ -76,7 +76,7 @@ class Budget:
     def settle(self, most: float, cost: float) -> None:
         """Replaces what was reserved for a request by what it cost."""
         with self._changed:
-            # Sums of floats do not cancel exactly, and a rest of 1e-18 would be waited for without end.
+            # Sums of floats do not cancel exactly, and `reserve` would wait without end for a rest of 1e-18.
             self._reserved = max(0.0, self._reserved - most) if self._reserved > most * 1.000001 else 0.0
             self.cost += cost
             self._changed.notify_all()

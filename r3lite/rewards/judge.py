@@ -1,15 +1,15 @@
 """A language model as judge: one call per episode says whether the answer is right and how good each step was.
 
-Owns the question that is put to the judge and what a verdict must look like. Knows no network (see gemini.py) and no
+Owns the question that is put to the judge and the form of its verdict. Knows no network (see llm/gemini.py) and no
 weights (see reward.py).
 """
 
+import functools
 import json
 from collections import Counter, deque
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, Field
+from typing import Any
 
 from r3lite.episode import Episode
 from r3lite.errors import R3LiteError
@@ -44,41 +44,88 @@ its query or answer, from 0 (not at all, or invented) to 1 (fully), in tenths.
 
 Documents are cut after {DOCUMENT_LENGTH} characters."""
 
-Tenths = Annotated[float, Field(ge=0, le=1)]
+# The JSON schema of a verdict. It is part of the name of a cached reply: if it changes, every episode is judged anew.
+_SHARE = {"maximum": 1, "minimum": 0, "type": "number"}
+_STEP_SCHEMA = {
+    "description": "What the judge is asked to say of one step.",
+    "properties": {
+        "step": {"title": "Step", "type": "integer"},
+        "relevance": {**_SHARE, "title": "Relevance"},
+        "coherence": {**_SHARE, "title": "Coherence"},
+    },
+    "required": ["step", "relevance", "coherence"],
+    "title": "StepGrade",
+    "type": "object",
+}
+SCHEMA = {
+    "$defs": {"StepGrade": _STEP_SCHEMA},
+    "description": "What the judge is asked to say of an episode.",
+    "properties": {
+        "answer_is_right": {"title": "Answer Is Right", "type": "boolean"},
+        "steps": {"items": {"$ref": "#/$defs/StepGrade"}, "title": "Steps", "type": "array"},
+    },
+    "required": ["answer_is_right", "steps"],
+    "title": "Grade",
+    "type": "object",
+}
 
 
-class StepGrade(BaseModel):
-    """What the judge is asked to say of one step."""
+@dataclass(frozen=True)
+class StepGrade:
+    """What the judge said of one step, both from 0 to 1."""
 
-    step: int
-    relevance: Tenths
-    coherence: Tenths
+    relevance: float
+    coherence: float
 
 
-class Grade(BaseModel):
-    """What the judge is asked to say of an episode."""
+@dataclass(frozen=True)
+class Grade:
+    """What the judge said of an episode."""
 
     answer_is_right: bool
-    steps: list[StepGrade]
+    steps: tuple[StepGrade, ...]
+
+
+def read_grade(data: Any, steps: int) -> Grade:
+    """The judge's reply about an episode of so many steps; raises ValueError if it is not of the form of SCHEMA."""
+    right, entries = _entry(data, "answer_is_right"), _entry(data, "steps")
+    if not isinstance(right, bool):
+        raise ValueError(f"answer_is_right is {right!r}; it must be true or false")
+    if not isinstance(entries, list):
+        raise ValueError(f"steps is {entries!r}; it must be a list")
+    numbers = [_entry(entry, "step") for entry in entries]
+    # The type is compared too, as True and 1.0 are equal to 1.
+    if numbers != list(range(1, steps + 1)) or any(type(number) is not int for number in numbers):
+        raise ValueError(f"the steps are {numbers}; they must be those from 1 to {steps}, in order")
+    return Grade(right, tuple(StepGrade(_share(entry, "relevance"), _share(entry, "coherence")) for entry in entries))
+
+
+def _entry(data: Any, name: str) -> Any:
+    if not isinstance(data, dict) or name not in data:
+        raise ValueError(f"{name} is missing")
+    return data[name]
+
+
+def _share(data: dict, name: str) -> float:
+    value = _entry(data, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:  # false for NaN
+        raise ValueError(f"{name} is {value!r}; it must be a number from 0 to 1")
+    return float(value)
 
 
 def request_for(episode: Episode) -> Request:
     """The one call that judges an episode."""
-
-    def covers_all_steps(grade: Grade) -> bool:
-        return [s.step for s in grade.steps] == list(range(1, len(episode.steps) + 1))
-
     return Request(
         prompt=json.dumps(_described(episode), ensure_ascii=False, indent=1),
         system=INSTRUCTIONS,
-        schema=Grade,
+        schema=SCHEMA,
+        read=functools.partial(read_grade, steps=len(episode.steps)),
         max_output_tokens=OUTPUT_TOKENS + OUTPUT_TOKENS_PER_STEP * len(episode.steps),
-        check=covers_all_steps,
     )
 
 
 def _described(episode: Episode) -> dict:
-    """The episode as the judge sees it. Being JSON, no text in it can pass for the end of the data."""
+    """The episode as the judge sees it. It is sent as JSON, so that no text in it can look like the end of the data."""
     steps = []
     for number, step in enumerate(episode.steps, 1):
         entry = {"step": number, "analysis": step.analysis[:TEXT_LENGTH]}
@@ -97,7 +144,7 @@ def _described(episode: Episode) -> dict:
 
 
 def _verdict(grade: Grade, episode: Episode) -> Verdict:
-    """The grade on R3-RAG's scale of tenths. Without documents nothing is relevant, without an answer none is right."""
+    """The grade in tenths, as in R3-RAG; without documents relevance is 0, and without an answer nothing is right."""
     steps = [
         StepVerdict(round(g.relevance, 1) if s.documents else 0.0, round(g.coherence, 1))
         for g, s in zip(grade.steps, episode.steps, strict=True)
@@ -106,18 +153,18 @@ def _verdict(grade: Grade, episode: Episode) -> Verdict:
 
 
 class Judge:
-    """Judges episodes with a Gemini model and keeps count. A failed call is a missing verdict, and the run goes on."""
+    """Judges episodes with a Gemini model and counts its calls. A failed call is a missing verdict; the run goes on."""
 
     def __init__(self, client: GeminiClient):
         self.client = client
         self._latest: deque[str | None] = deque(maxlen=WINDOW)  # kinds of failure, None for a verdict
 
     def verdicts(self, episodes: list[Episode], progress: str | None = None) -> list[Verdict | None]:
-        """One verdict per episode, None where the call failed; `progress` names a progress bar.
+        """One verdict per episode, None if the call failed; `progress` names a progress bar.
 
-        Raises R3LiteError where most calls fail, where a cap is reached, and where no call can succeed.
+        Raises R3LiteError if most calls fail, if a cap is reached or if no call can succeed.
         """
-        # What never asked nor answered has nothing to judge, and costs no call.
+        # An episode without a query or an answer has nothing to judge, and costs no call.
         asked = [i for i, e in enumerate(episodes) if e.prediction or e.searches]
         replies = self.client.generate_all([request_for(episodes[i]) for i in asked], progress, self._watch)
         verdicts: list[Verdict | None] = [Verdict(False, (StepVerdict(0.0, 0.0),) * len(e.steps)) for e in episodes]
@@ -130,7 +177,7 @@ class Judge:
         return {f"judge/{name}": value for name, value in self.client.counts().items()}
 
     def _watch(self, reply: Reply) -> None:
-        """Stops a run that pays for nothing: a judge that is capped, or that mostly fails."""
+        """Raises R3LiteError if a cap is reached or if most calls fail: the run would go on without verdicts."""
         if reply.failure == "capped":
             raise R3LiteError(
                 f"the judge may not be asked any more: {reply.detail}",
@@ -154,7 +201,7 @@ class Judge:
 def build_judge(settings: JudgeSettings, output: str | Path, reward: RewardSettings | None = None) -> Judge | None:
     """The judge that the settings ask for, or None; its cache is in the run folder `output` unless they name another.
 
-    With `reward`: raises R3LiteError where the weights need a judge and there is none.
+    With `reward`: raises R3LiteError if the weights need a judge and the settings name none.
     """
     if settings.judge == "none":
         if reward and needs_verdict(reward):

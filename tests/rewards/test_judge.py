@@ -4,6 +4,7 @@ import pytest
 
 from r3lite.episode import ANSWERED, CUT_OFF, Document, Episode, Question, Step
 from r3lite.errors import R3LiteError
+from r3lite.llm.cache import digest
 from r3lite.rewards.judge import Judge, build_judge, request_for
 from r3lite.rewards.reward import StepVerdict, Verdict, score
 from r3lite.settings import JudgeSettings, RewardSettings
@@ -75,6 +76,18 @@ def test_grades_are_tenths_and_need_documents_and_an_answer(gemini, judge, answe
         grade(steps=((1, 0.8, 0.9), (2, 0.0, 1.0), (3, 0.0, 1.0))),
         grade(steps=((1, 8, 0.9), (2, 0.0, 1.0))),  # out of ten
         grade(steps=((1, -0.1, 0.9), (2, 0.0, 1.0))),
+        grade(right=1),
+        grade(right="true"),
+        grade(steps=((True, 0.8, 0.9), (2, 0.0, 1.0))),
+        grade(steps=((1.0, 0.8, 0.9), (2, 0.0, 1.0))),
+        grade(steps=((1, True, 0.9), (2, 0.0, 1.0))),
+        grade(steps=((1, "0.8", 0.9), (2, 0.0, 1.0))),
+        grade(steps=((1, 0.8, float("nan")), (2, 0.0, 1.0))),
+        grade(steps=((1, 0.8, float("inf")), (2, 0.0, 1.0))),
+        grade(steps=((1, 0.8), (2, 0.0, 1.0))),  # without coherence
+        '{"answer_is_right": true, "steps": {}}',
+        '{"answer_is_right": true, "steps": [1, 2]}',
+        "[]",
         '{"steps": []}',
         "The answer is right.",
     ],
@@ -157,6 +170,14 @@ def test_a_cap_stops_the_run(gemini, judge, answers):
 
 def test_equal_episodes_ask_the_same():
     assert request_for(episode()).prompt == request_for(episode()).prompt
+
+
+def test_caches_of_earlier_runs_stay_valid():
+    """The digest names the file of a cached verdict: with another, every episode is judged and paid for again."""
+    ada = Document("1", "Ada", "Ada Byron wrote the first program.")
+    asked = request_for(episode(steps=[Step("Who was it?", "first programmer", (ada,)), STEPS[1]]))
+    circumstances = {"model": "gemini-2.5-flash", "address": None, "thinking": False}
+    assert digest(asked, circumstances) == "1842e4a7babdd036ce46e67599b396d427d1457e903dbf334b7e18e3b1df01ce"
 
 
 def test_build_judge(gemini, monkeypatch, tmp_path):
