@@ -1,4 +1,4 @@
-"""How every `python -m r3lite.X` starts and ends: arguments, `--dry-run`, errors, signals and exit codes."""
+"""The names of the commands, and how each starts and ends: arguments, `--dry-run`, errors, signals, exit codes."""
 
 import errno
 import os
@@ -14,11 +14,16 @@ COMMANDS = ("sft", "ppo", "evaluate", "collect", "index", "retrieve", "plan", "q
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Training loops catch it to save first; whoever catches it raises it again."""
+    """SIGTERM arrived. Training loops catch it to save first, then raise it again."""
 
 
 def _terminate(signum, frame):
     raise Terminated
+
+
+def ignore_output() -> None:
+    """Discards what is still to be printed, also at exit: the reader of a pipe, such as `head`, has closed it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe(config: Any) -> str:
@@ -42,8 +47,8 @@ def run(
     """Resolves the settings and does the work; returns the exit status.
 
     0 done, 1 a foreseeable failure (cause and remedy on stderr), 2 a usage error, 130 Ctrl-C, 143 SIGTERM.
-    `plan` adds lines to what `--dry-run` prints; `table` is the command whose table of a TOML file is read, if not
-    this one's.
+    `plan` adds lines to what `--dry-run` prints. `table` names the command whose table of a TOML file is read, by
+    default this one's.
     """
     try:
         config = resolve(command, default, sys.argv[1:] if argv is None else argv, COMMANDS, table)
@@ -55,7 +60,7 @@ def run(
             check_required(config)
             signal.signal(signal.SIGTERM, _terminate)
             work(config)
-        sys.stdout.flush()  # here, where it is caught, if nobody reads it
+        sys.stdout.flush()  # here, where a broken pipe is caught
         return 0
     except UsageError as error:
         print(f"r3lite.{command}: {error}", file=sys.stderr)
@@ -64,11 +69,10 @@ def run(
         print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Who read the output, such as `head`, has seen enough. What is left of it goes nowhere, also at the exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        ignore_output()
         return 1
     except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:  # a network's, or our own bug
+        if error.filename is None and error.errno != errno.ENOSPC:  # an error of the network, or a bug of ours
             raise
         print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
         print(

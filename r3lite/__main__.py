@@ -1,0 +1,43 @@
+"""`python -m r3lite`: lists the commands. `python -m r3lite X ...` and `r3lite X ...` are `python -m r3lite.X ...`."""
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+from r3lite.command import COMMANDS, ignore_output
+from r3lite.config import nearest
+
+
+def summary(name: str) -> str:
+    """What a command does: the first line of its file. It is read, not imported, so that the list is quick."""
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return ast.get_docstring(ast.parse(source)).splitlines()[0]
+
+
+def listing() -> str:
+    """The commands with a line each."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary(name)}" for name in COMMANDS]
+    return "\n".join(["usage: r3lite COMMAND [--setting VALUE ...]", "", *lines, "", "r3lite COMMAND --help has more."])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command that the first argument names, and returns its exit status."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        try:
+            print(listing(), flush=True)
+        except BrokenPipeError:
+            ignore_output()
+            return 1
+        return 0
+    if name not in COMMANDS:
+        known = f"there are {', '.join(COMMANDS)}{nearest(name, COMMANDS)}"
+        print(f"r3lite: no command is named {name!r}; {known}", file=sys.stderr)
+        return 2
+    return importlib.import_module(f"r3lite.{name}").main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
