@@ -48,7 +48,7 @@ class Bounds:
 
 
 class Trait(enum.Enum):
-    """What is true of some settings. It stands in the annotation, as bounds do; others ask `settings_with`."""
+    """What is true of some settings. It stands in the annotation, as bounds do; `settings_with` finds it."""
 
     FREE = "a resumed run may change it, as it changes no number"
     JUDGED = "it pays for what only a judge can say"
@@ -210,10 +210,10 @@ def nearest(word: str, names) -> str:
 def all_settings() -> set[str]:
     """Names of the settings of all commands: a preset may hold keys that only some commands have."""
 
-    def kinds_of(cls: type) -> list[type]:
-        return [found for sub in cls.__subclasses__() for found in (sub, *kinds_of(sub))]
+    def subclasses(cls: type) -> list[type]:
+        return [found for sub in cls.__subclasses__() for found in (sub, *subclasses(sub))]
 
-    return {f.name for cls in kinds_of(Section) if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls)}
+    return {f.name for cls in subclasses(Section) if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls)}
 
 
 def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:

@@ -32,8 +32,8 @@ class Scored:
     """What an episode was paid.
 
     `steps[k]` is paid at the end of step k; their sum is `total`. `parts` holds `format`, `process` and `outcome`,
-    weighted, which add up to `total`; and unweighted, for the log, `em`, `f1`, `recall` (None where no gold paragraph
-    is known) and, if there was a judge, `judge` (1 if it called the answer right).
+    weighted, which add up to `total`; and unweighted, for the log, `em`, `f1`, `recall` (None if no gold paragraph is
+    known) and, if there was a judge, `judge` (1 if it called the answer right).
     """
 
     steps: list[float]

@@ -1,7 +1,7 @@
 """Every setting of every command, by section: one file per room, all of them importable from here.
 
-Each command puts together the sections it needs. A setting says itself what is true of it: its bounds, and the traits
-of config.py (whether a resumed run may change it, whether a judge must be there, whether it must be given).
+Each command puts together the sections it needs. Bounds and traits stand at the setting (see config.py): whether a
+resumed run may change it, whether it pays what only a judge can say, whether it must be given.
 """
 
 from r3lite.settings.commands import (

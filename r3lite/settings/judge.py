@@ -25,7 +25,7 @@ class JudgeSettings(Section):
     judge_retries: Free[Whole] = 4
     """tries after the first, with backoff"""
     judge_thinking: bool = False
-    """let the model think first; thinking can eat the output limit and cut the reply"""
+    """let the model think first; thoughts count against the output limit, which can cut the reply"""
     judge_max_calls: Free[Count | None] = None
     """most requests, tries that failed included, from one start of the run to its end"""
     judge_max_cost: Free[Positive | None] = None

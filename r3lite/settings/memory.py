@@ -10,8 +10,8 @@ from r3lite.config import Count, Free, Section, Whole
 class MemorySettings(Section):
     """Memory. What is not given is chosen so that the run fits, the fastest way first."""
 
-    # Three may be changed by a resumed run: how the work is divided, and whether the base is in NF4, is in the
-    # checkpoint.
+    # Three are free, as a checkpoint holds how the work is divided and whether the base is in NF4; see
+    # training/out_of_memory.py.
     vram_budget: Free[str | None] = None
     """most memory, such as 4GiB or 1300MiB; by default 4GiB, or what is free on the device, less a margin"""
     quantize: Free[Literal["auto", "none", "nf4"]] = "auto"
@@ -19,7 +19,7 @@ class MemorySettings(Section):
     nf4_cache: Free[str | None] = "~/.cache/r3lite"
     """folder that keeps NF4 weights for the next start; none: weights are quantized at every start"""
     recompute_layers: Whole | None = None
-    """layers whose activations are computed again in the backward pass: less memory, a third more time for all"""
+    """layers whose activations are recomputed in the backward pass: less memory; for all layers, a third more time"""
     micro_batch_tokens: Count | None = None
     """most tokens of one pass; a longer row goes alone"""
     loss_chunk: Count | None = None
