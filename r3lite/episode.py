@@ -1,9 +1,10 @@
-"""What flows through the house: questions, documents, steps and episodes, with their JSON forms.
+"""The data that all rooms share: questions, documents, steps and episodes, with their JSON forms.
 
 Knows no text format, no tokens and no model.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -90,7 +91,7 @@ class Question:
 class Step:
     """One step: an analysis, then either a query with the documents it brought, or the final answer.
 
-    `faults` are names from `formats.FAULTS`; a step without any is well-formed.
+    `faults` are names from the protocol's `faults`; a step without any is well-formed.
     """
 
     analysis: str = ""
@@ -169,3 +170,7 @@ class Episode:
             "steps": [s.to_json() for s in self.steps],
             "finish": self.finish,
         }
+
+
+# From pairs of a question and a query about it to the documents of each query, best first.
+Retrieve = Callable[[list[tuple[Question, str]]], list[list[Document]]]

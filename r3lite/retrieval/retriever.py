@@ -3,17 +3,13 @@
 Owns the choice of corpus and retriever from the settings; knows nothing of who asks.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
-from r3lite.episode import Document, Question
+from r3lite.episode import Document, Question, Retrieve
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import corpus, index
 from r3lite.retrieval.encoder import make_encoder
 from r3lite.settings import RetrievalSettings
-
-Pairs = list[tuple[Question, str]]
-Retrieve = Callable[[Pairs], list[list[Document]]]
 
 
 def build_retriever(
@@ -42,7 +38,7 @@ class Semantic:
     def __init__(self, passages: index.PassageIndex, top_k: int):
         self.passages, self.top_k = passages, top_k
 
-    def __call__(self, pairs: Pairs) -> list[list[Document]]:
+    def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
         queries = list(dict.fromkeys(query for _, query in pairs))
         found = dict(zip(queries, self.passages.search(queries, self.top_k), strict=True))
         return [list(found[query]) for _, query in pairs]
