@@ -5,7 +5,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +17,11 @@ from bench import peers
 from bench.limits import products, sft_flops
 from bench.memory import full_question
 from r3lite.episode import ANSWERED, Question, Step
+from r3lite.grant import Grant, Memory
+from r3lite.protocols.transcript import Layout
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.fetcher import Fetcher
+from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Sequence
 
 PROMPT = 128  # tokens before those that are sampled, in decoding
@@ -73,17 +76,19 @@ class Contest:
 
 
 @dataclass
-class Turns(Engine):
-    """Episodes of full turns, of which the first ones search: a model with random weights would say nothing of use."""
+class FullTurns(Layout):
+    """Every turn is of full length, and the first `searches` search: random weights would write no step."""
 
     searches: int = 0
 
-    def _turn_is_over(self, sequence: Sequence) -> bool:
+    def turn_is_over(self, sequence: Sequence) -> bool:
         return len(sequence.turn) >= self.lengths.max_new_tokens
 
-    def _close_turn(self, sequence: Sequence) -> None:
+    def close_turn(self, sequence: Sequence) -> None:
         if len(sequence.steps) < self.searches:
-            sequence.add_step(Step("analysis", f"the river of town {sequence.stream.randrange(1000)}"))
+            query = f"the river of town {sequence.stream.randrange(1000)}"
+            sequence.add_step(Step("analysis", query))
+            sequence.pending = (query,)
         else:
             sequence.add_step(Step("analysis", answer="x"))
             sequence.finish = ANSWERED
@@ -105,19 +110,20 @@ class Ours:
 
     def decode(self, batch: int, new: int, prompt: int = PROMPT) -> Callable[[], None]:
         """Sampling of `new` tokens after `prompt` others, with the engine of the rollouts."""
-        from r3lite.protocols.r3 import Prompts
+        from r3lite.protocols.prompts import Prompts
+        from r3lite.protocols.r3 import R3
         from r3lite.settings import LengthSettings
 
         lengths = LengthSettings(max_new_tokens=new, max_length=prompt + new + 1)
-        engine = Engine(self.model, self.tokenizer, Prompts("{question}", "{documents}"), lengths)
-        engine.rollout_batch_size = batch
+        layout = Layout(self.tokenizer, R3(Prompts("{question}", "{documents}")), lengths)
+        engine = Engine(self.model, layout, Sampler(), Grant(Memory(rollout_batch_size=batch)))
 
         @torch.no_grad()
         def work() -> None:
             self.model.eval()
             sequences = []
             for ids in prompts(batch, prompt):
-                sequences.append(Sequence(Question("q", "q", ()), random.Random(0)))
+                sequences.append(Sequence(Question("q", "q", ()), stream=random.Random(0)))
                 sequences[-1].observe(ids)
             with torch.autocast(self.device.type, torch.bfloat16), Fetcher(lambda pairs: []) as fetcher:
                 engine.run_sequences(sequences, fetcher, lambda: None)
@@ -209,7 +215,8 @@ def rl_round(
     with tempfile.TemporaryDirectory() as where:
         question = full_question(folder, Path(where), prompt)
         engine, learner, _, _ = ppo.build(resolve("ppo", PpoConfig(), [*flags.split(), *question], COMMANDS), ["b"])
-    engine = Turns(**vars(engine), searches=searches)
+    layout = FullTurns(engine.layout.tokenizer, engine.layout.protocol, engine.layout.lengths, searches=searches)
+    engine = replace(engine, layout=layout)
     corpus = RetrievalSettings(corpus=str(shipped("data", "world", "corpus.jsonl")), encoder="hashing")
     retrieve, scoring, seconds = build_retriever(corpus, []), learner.reference_logprobs, {}
 
@@ -227,7 +234,7 @@ def rl_round(
         sampled = engine.run(questions, seeds, retrieve)
         seconds["rollout"] = time.perf_counter() - start
         rewards = ([(s.step_ends[-1], float(i % 2))] for i, s in enumerate(sampled))
-        rollouts = [Rollout(s.tokens, s.action, s.logprobs, s.values, r, 0) for s, r in zip(sampled, rewards)]
+        rollouts = [Rollout(s.tokens, s.action_mask, s.logprobs, s.values, r, 0) for s, r in zip(sampled, rewards)]
         learner.learn(Batch.of(rollouts), seed="0")
         seconds["update"] = time.perf_counter() - start - seconds["rollout"] - seconds["scoring"]
         return seconds

@@ -1,7 +1,6 @@
-"""Writes SFT trajectories: from gold decompositions without any teacher, or sampled from a teacher and filtered.
+"""Writes SFT trajectories: from gold decompositions without a teacher, or sampled from a teacher and filtered.
 
-The teacher reads what a student reads: the same prompts, and the documents that its own queries brought. It never
-sees the answer.
+The teacher is given the student's prompts and the documents that its own queries brought, never the answer.
 """
 
 import json
@@ -15,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3lite import command
-from r3lite.episode import Document, Question, Step
+from r3lite.episode import Document, Question, Retrieve, Step
 from r3lite.errors import R3LiteError
 from r3lite.files import check_writable, write_jsonl
-from r3lite.protocols.r3 import Prompts, R3Format
+from r3lite.protocols.base import Protocol
 from r3lite.settings import (
     CollectSettings,
     Common,
@@ -28,7 +27,7 @@ from r3lite.settings import (
     RetrievalSettings,
 )
 
-# A reply's failures that are the question's, not the network's or the account's: asking again would not help.
+# Failures of a reply that asking again would not mend: they come from the question, not from network or account.
 FINAL = ("blocked", "cut", "empty")
 
 
@@ -50,14 +49,14 @@ class CollectConfig:
 
 @dataclass
 class Tally:
-    """What came of the questions."""
+    """Counts of the questions: kept, rejected for what reason, and what their trajectories hold."""
 
     questions: int
     kept: int = 0
     rejected: Counter = field(default_factory=Counter)  # reason -> questions
     steps: int = 0  # of kept trajectories
-    gold: int = 0  # gold paragraphs to find for them
-    found: int = 0  # of those, how many the retriever brought without help
+    gold: int = 0  # gold paragraphs that they need
+    found: int = 0  # of those, how many the retriever found itself
     extra: dict[str, object] = field(default_factory=dict)
 
     def keep(self, steps: int, gold: int, found: int) -> None:
@@ -74,16 +73,18 @@ class Tally:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def work(config: CollectConfig) -> None:
+def write_trajectories(config: CollectConfig) -> None:
     from r3lite.datasets.qa import read_questions
+    from r3lite.protocols.registry import build_protocol
     from r3lite.retrieval.retriever import build_retriever
 
     output = Path(config.common.output or time.strftime("runs/collect-%Y%m%d-%H%M%S.jsonl"))
     check_output(output, config)
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
+    protocol = build_protocol(config.protocol)
     collect = gold if config.collect.source == "gold" else teacher
     retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
-    tally = collect(config, questions, retrieve, output)
+    tally = collect(config, questions, protocol, retrieve, output)
     print(tally.table())
     print(f"written to {output}")
     if not (tally.kept or tally.extra.get("kept by earlier runs")):
@@ -91,7 +92,7 @@ def work(config: CollectConfig) -> None:
 
 
 def check_output(output: Path, config: CollectConfig) -> None:
-    """Refuses, before anything is read, an output that cannot be written or that holds what is not ours to replace."""
+    """Refuses, before any question is read, an output that cannot be written or that must not be replaced."""
     remedy = "Name a new file that ends in .jsonl."
     try:
         for flag, given in (("--data", config.data.data), ("--corpus", config.retrieval.corpus)):
@@ -111,7 +112,9 @@ def check_output(output: Path, config: CollectConfig) -> None:
         raise R3LiteError(f"{output} holds a teacher's trajectories", "Name another --output, or remove the file.")
 
 
-def gold(config: CollectConfig, questions: list[Question], retrieve, output: Path) -> Tally:
+def gold(
+    config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
+) -> Tally:
     """Writes a trajectory for every question with a decomposition; documents come from the real retriever."""
     from r3lite.datasets.gold import obstacle, queries, steps, with_gold
     from r3lite.datasets.trajectories import Trajectory, check_steps
@@ -119,30 +122,30 @@ def gold(config: CollectConfig, questions: list[Question], retrieve, output: Pat
     tally, usable = Tally(len(questions)), []
     for question in questions:
         reason = obstacle(question, config.collect.max_hops)
-        reason = reason or check_steps(steps(question, [()] * len(question.hops)), R3Format())
+        reason = reason or check_steps(steps(question, [()] * len(question.hops)), protocol)
         if reason:
             tally.rejected[reason] += 1
         else:
             usable.append(question)
-    brought: list[list[list[Document]]] = [[] for _ in usable]  # by question and hop
+    documents_of: list[list[list[Document]]] = [[] for _ in usable]  # by question and hop
     found = [0] * len(usable)
     for hop in range(max((len(q.hops) for q in usable), default=0)):
-        # The first query of all questions in one batch, then the second of all that have one, ...
+        # One batch for the first queries of all questions, then one for the second queries, ...
         asking = [i for i, q in enumerate(usable) if hop < len(q.hops)]
         answers = retrieve([(usable[i], queries(usable[i])[hop]) for i in asking])
         for i, documents in zip(asking, answers, strict=True):
             seed = f"{config.common.seed}/{usable[i].id}/{hop}"
             documents, was_there = with_gold(usable[i], hop, documents, config.retrieval.top_k, seed)
-            brought[i].append(documents)
+            documents_of[i].append(documents)
             found[i] += was_there
     share = config.collect.hurried_share
     draws = [random.Random(f"{config.common.seed}/{q.id}/hurried").random() for q in usable]
     hurried = [draw < share and len(q.hops) > 1 for q, draw in zip(usable, draws, strict=True)]
     written = [
         Trajectory(q.id, q.text, q.answers, steps(q, documents, h), "gold")
-        for q, documents, h in zip(usable, brought, hurried, strict=True)
+        for q, documents, h in zip(usable, documents_of, hurried, strict=True)
     ]
-    for trajectory, documents, n in zip(written, brought, found, strict=True):
+    for trajectory, documents, n in zip(written, documents_of, found, strict=True):
         tally.keep(len(trajectory.steps), len(documents), n)
     write_jsonl(output, (t.to_json() for t in written))
     return tally
@@ -150,12 +153,12 @@ def gold(config: CollectConfig, questions: list[Question], retrieve, output: Pat
 
 @dataclass
 class Try:
-    """One attempt of the teacher at a question: its steps so far, and how it failed, if it did."""
+    """One attempt of the teacher at a question: its steps so far, and how it failed if it did."""
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    failure: str | None = None  # what was wrong with what the teacher wrote
-    missing: str | None = None  # why there is no reply; the question can be asked again in another run
+    failure: str | None = None  # what is wrong with the teacher's reply
+    missing: str | None = None  # why there is no reply; another run asks again
 
     @property
     def goes_on(self) -> bool:
@@ -166,11 +169,11 @@ class Try:
 class Teacher:
     """Samples trajectories step by step, many questions at a time."""
 
-    def __init__(self, config: CollectConfig, retrieve, output: Path):
+    def __init__(self, config: CollectConfig, protocol: Protocol, retrieve: Retrieve, output: Path):
         from r3lite.llm.gemini import GeminiClient
 
         self.settings, self.seed, self.retrieve = config.collect, config.common.seed, retrieve
-        self.format, self.prompts = R3Format(), Prompts.load(config.protocol)
+        self.protocol = protocol
         self.client = GeminiClient(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
 
     def attempt(self, questions: list[Question], number: int) -> list[Try]:
@@ -180,9 +183,9 @@ class Teacher:
         sampling = {"temperature": 0.9, "nonce": f"{self.seed}/{number}"} if number else {}
         tries = [Try(q) for q in questions]
         while live := [t for t in tries if t.goes_on]:
-            requests = [Request(self.prompt(t), self.prompts.system, **sampling) for t in live]
+            requests = [Request(self.prompt(t), self.protocol.system, **sampling) for t in live]
             for this, reply in zip(live, self.client.generate_all(requests), strict=True):
-                self.read(this, reply)
+                self.add_step(this, reply)
             searching = [t for t in live if t.goes_on]
             found = self.retrieve([(t.question, t.steps[-1].query) for t in searching]) if searching else []
             for this, documents in zip(searching, found, strict=True):
@@ -190,26 +193,23 @@ class Teacher:
         return tries
 
     def prompt(self, this: Try) -> str:
-        """The episode so far, and what to write next."""
-        parts = [self.prompts.opening(this.question.text)]
+        """The episode so far, and the request for the next step."""
+        parts = [self.protocol.opening(this.question.text)]
         for number, step in enumerate(this.steps, 1):
-            parts += [self.format.render(step, number), self.prompts.documents(step.documents, number + 1)]
+            parts += [self.protocol.render(step, number), self.protocol.observation(step.documents, number + 1)]
         if len(this.steps) == self.settings.max_hops:
-            parts.append(self.format.answer_request)
-        return "\n\n".join([*parts, f"Write Step {len(this.steps) + 1} now, and nothing else."])
+            parts.append(self.protocol.answer_request)
+        return "\n\n".join([*parts, self.protocol.step_request(len(this.steps) + 1)])
 
-    def read(self, this: Try, reply) -> None:
-        """Takes a reply as the next step."""
+    def add_step(self, this: Try, reply) -> None:
+        """Adds the step of a reply, or records why the attempt fails."""
         if reply.failure in FINAL:
             this.failure = f"reply {reply.failure}"
             return
         if reply.failure:
             this.missing = f"{reply.failure}: {reply.detail}"
             return
-        text = reply.text
-        for stop in self.format.stop_strings:
-            text = text.partition(stop)[0]  # after it come documents of the teacher's own invention
-        step = self.format.parse(text, len(this.steps) + 1, [s.query for s in this.steps])
+        step = self.protocol.parse(self.protocol.first_turn(reply.text), this.steps)
         if step.faults:
             this.failure = f"malformed step ({step.faults[0]})"
         elif step.query is not None and len(this.steps) == self.settings.max_hops:
@@ -226,11 +226,13 @@ class Teacher:
         return right or f1(answer, question.answers, rule_of(question)) >= self.settings.min_f1
 
 
-def teacher(config: CollectConfig, questions: list[Question], retrieve, output: Path) -> Tally:
-    """Adds to the file what the teacher answers right in well-formed steps, a block of questions at a time.
+def teacher(
+    config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
+) -> Tally:
+    """Adds to the file the teacher's right answers in well-formed steps, a block of questions at a time.
 
-    Goes on where an earlier run left off: questions that are in the file, and those rejected for what the teacher
-    wrote (named in `<output>.rejected.jsonl`), are not asked again. Questions that got no reply are.
+    Continues an earlier run: questions that are in the file, and those whose replies were rejected (named in
+    `<output>.rejected.jsonl`), are not asked again. Questions that got no reply are.
     """
     from tqdm import tqdm
 
@@ -244,7 +246,7 @@ def teacher(config: CollectConfig, questions: list[Question], retrieve, output: 
     if len(waiting) < len(questions):
         tally.extra["kept by earlier runs"] = sum(q.id in kept_before for q in questions)
         tally.extra["rejected by earlier runs"] = sum(q.id in rejected_before for q in questions)
-    master, size = Teacher(config, retrieve, output), 4 * config.judge.judge_concurrency
+    master, size = Teacher(config, protocol, retrieve, output), 4 * config.judge.judge_concurrency
     bar = tqdm(total=len(waiting), desc="teacher", unit="question", disable=None)
     for start in range(0, len(waiting), size):
         block = waiting[start : start + size]
@@ -293,13 +295,13 @@ def is_rejection(record: dict) -> bool:
 
 
 def recorded(path: Path, is_ours: Callable[[dict], bool]) -> list[dict]:
-    """The records of a file that an earlier run wrote line by line; a line that it did not finish is removed.
+    """The records of a file that an earlier run wrote line by line; an unfinished last line is removed.
 
-    A file with anything else in it is refused and left as it is.
+    A file with any other content is refused and left as it is.
     """
     if not path.exists():
         return []
-    # Bytes, as what is torn may end inside a character.
+    # Bytes, since an unfinished line may end inside a character.
     *lines, last = path.read_bytes().split(b"\n")
     torn = _parsed(last) is None and last[:7] == b'{"id": '[: len(last)]  # how every line of ours begins
     records = []
@@ -334,7 +336,7 @@ def append(path: Path, records: list[dict]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return command.run("collect", CollectConfig(), work, argv)
+    return command.run("collect", CollectConfig(), write_trajectories, argv)
 
 
 if __name__ == "__main__":

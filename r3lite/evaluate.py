@@ -111,31 +111,20 @@ def load_engine(config: EvaluateConfig, questions: int):
     from r3lite.grant import Grant
     from r3lite.models import activation_checkpointing, lora, weights
     from r3lite.policy import load_base
-    from r3lite.protocols.r3 import Prompts
+    from r3lite.protocols.registry import build_layout
     from r3lite.protocols.tokenizer import Tokenizer
-    from r3lite.rollout.baselines import NoRetrieval, SingleRetrieval
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sampling import Sampler
 
-    prompts, plan = Prompts.load(config.protocol), plan_memory(config, questions)
-    folder = weights.resolve_folder(config.model.model)
-    tokenizer = Tokenizer.load(folder)
+    folder, plan = weights.resolve_folder(config.model.model), plan_memory(config, questions)
+    layout = build_layout(Tokenizer.load(folder), config.protocol, config.lengths, config.evaluate.baseline)
     model, precision = load_base(folder, config.model, config.memory, plan)
     activation_checkpointing.enable(model, Grant(plan.memory))
     if config.model.adapter:
         lora.load_adapter(model, ADAPTER, config.model.adapter, trainable=False)
         lora.set_adapter(model, ADAPTER)
-    kind = {"none": Engine, "no-retrieval": NoRetrieval, "single-retrieval": SingleRetrieval}[config.evaluate.baseline]
-    return kind(
-        model,
-        tokenizer,
-        prompts,
-        config.lengths,
-        Sampler(config.sampling.temperature, config.truncation.top_k_sampling, config.truncation.top_p),
-        plan.memory.rollout_batch_size,
-        plan.memory.micro_batch_tokens,
-        autocast=precision.autocast,
-    )
+    sampler = Sampler(config.sampling.temperature, config.truncation.top_k_sampling, config.truncation.top_p)
+    return Engine(model, layout, sampler, Grant(plan.memory), autocast=precision.autocast)
 
 
 def plan_memory(config: EvaluateConfig, questions: int):

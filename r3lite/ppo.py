@@ -59,7 +59,12 @@ def train(config: PpoConfig) -> None:
         # A missing reward is not a zero: an episode whose judge failed teaches nothing.
         rollouts = [
             Rollout(
-                s.tokens, s.action, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)), i // rl.num_generations
+                s.tokens,
+                s.action_mask,
+                s.logprobs,
+                s.values,
+                list(zip(s.step_ends, paid.steps)),
+                i // rl.num_generations,
             )
             for i, (s, paid) in enumerate(zip(sequences, scored))
             if paid is not None
@@ -77,13 +82,13 @@ def train(config: PpoConfig) -> None:
 
 def build(config: PpoConfig, questions: list[str]) -> tuple:
     """The rollout engine, the learner, what a checkpoint holds and the memory granted: one model with two adapters."""
-    from r3lite import grant as base
+    from r3lite import grant as granted
     from r3lite.memory import workloads
     from r3lite.models import activation_checkpointing, lora, packing, weights
     from r3lite.models.hooks import explain_overflow
     from r3lite.models.value_head import ValueHead
     from r3lite.policy import load_base
-    from r3lite.protocols.r3 import Prompts
+    from r3lite.protocols.registry import build_layout
     from r3lite.protocols.tokenizer import Tokenizer
     from r3lite.rl.policy import action_states
     from r3lite.rl.update import Learner
@@ -92,12 +97,12 @@ def build(config: PpoConfig, questions: list[str]) -> tuple:
     from r3lite.training import loop, optim
     from r3lite.training.out_of_memory import Grant
 
-    prompts, folder = Prompts.load(config.protocol), weights.resolve_folder(config.model.model)
+    folder = weights.resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
+    layout = build_layout(tokenizer, config.protocol, config.lengths)
     # The first and the last in order of the alphabet have in common what all have.
     ends = min(questions), max(questions)
-    openings = (tokenizer.open_chat(prompts.opening(question), prompts.system) for question in ends)
-    plan = plan_memory(config, packing.common_prefix(*openings))
+    plan = plan_memory(config, packing.common_prefix(*(layout.prompt(question) for question in ends)))
     model, precision = load_base(folder, config.model, config.memory, plan)
     model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
     reference = add_adapters(model, config)
@@ -113,16 +118,15 @@ def build(config: PpoConfig, questions: list[str]) -> tuple:
         save_adapter=lambda to: lora.save_adapter(model, POLICY, to, config.model.model),
     )
     temperature, autocast = config.sampling.temperature, precision.autocast
-    engine = Engine(
-        model, tokenizer, prompts, config.lengths, Sampler(temperature), value_head=critic, autocast=autocast
-    )
+    memory_now = granted.Grant(plan.memory)
+    engine = Engine(model, layout, Sampler(temperature), memory_now, critic, autocast)
     steps = precision.backward, training.update
     learner = Learner(model, tokenizer.size, temperature, config.rl, reference, *steps, critic, autocast)
 
     def apply(memory) -> None:
-        activation_checkpointing.enable(model, base.Grant(memory))
-        engine.rollout_batch_size = memory.rollout_batch_size
-        engine.read_tokens = learner.pass_tokens = memory.micro_batch_tokens
+        activation_checkpointing.enable(model, granted.Grant(memory))
+        memory_now.memory = memory
+        learner.pass_tokens = memory.micro_batch_tokens
         learner.loss_chunk = memory.loss_chunk
 
     def last_pass() -> None:
@@ -207,7 +211,7 @@ def log_episodes(path: Path, number: int, episodes: list, scored: list) -> None:
 
 def describe(sequences: list, episodes: list, scored: list) -> dict[str, float]:
     """Metrics of a round's episodes, under TRL's names where it has one; missing rewards are left out of the means."""
-    lengths = [sum(s.action) for s in sequences]
+    lengths = [sum(s.action_mask) for s in sequences]
     steps = [step for e in episodes for step in e.steps]
     paid = [p for p in scored if p is not None]
     totals = [sum(p.steps) for p in paid]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite import command
-from r3lite.settings import SftConfig
+from r3lite.settings import LengthSettings, SftConfig
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from torch import Tensor
@@ -54,8 +54,10 @@ def length_of_run(config: SftConfig, rows: int) -> tuple[int, int | None]:
 def read(config: SftConfig) -> "tuple[list[Trajectory | Conversation], list[Trajectory | Conversation]]":
     """Rows to train on and rows held out. Rows of one question go together: its answer must not be known."""
     from r3lite.datasets.trajectories import read_rows
+    from r3lite.protocols.registry import build_protocol
 
-    rows = read_rows(config.data.data, limit=config.data.limit, skip_bad_rows=config.data.skip_bad_rows)
+    protocol = build_protocol(config.protocol)
+    rows = read_rows(config.data.data, protocol, config.data.limit, config.data.skip_bad_rows)
     of_id = Counter(row.id for row in rows)
     ids = sorted(of_id)
     random.Random(f"{config.common.seed}/sft/validation").shuffle(ids)
@@ -193,7 +195,7 @@ def work(config: SftConfig) -> None:
 
     from r3lite.datasets.trajectories import encode_row, encode_rows
     from r3lite.models.weights import resolve_folder
-    from r3lite.protocols.r3 import Prompts, R3Format
+    from r3lite.protocols.registry import build_layout
     from r3lite.protocols.tokenizer import Tokenizer
     from r3lite.training.loop import Run, train
 
@@ -201,9 +203,10 @@ def work(config: SftConfig) -> None:
     torch.manual_seed(config.common.seed)  # of dropout; all else has streams of its own
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
-    how = tokenizer, Prompts.load(config.protocol), R3Format(), config.sft
-    trained = encode_rows(rows, *how)
-    held_out = [encoded for row in validation if (encoded := encode_row(row, *how))]
+    lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
+    layout = build_layout(tokenizer, config.protocol, lengths)
+    trained = encode_rows(rows, layout)
+    held_out = [encoded for row in validation if (encoded := encode_row(row, layout))]
     trainer = Trainer(config, folder, tokenizer, trained, held_out)
     if train(run, trainer.training, trainer.total, trainer.step):
         print(f"the adapter is in {run.output / 'adapter'}")

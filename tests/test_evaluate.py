@@ -60,7 +60,8 @@ def says(monkeypatch):
             tokens = []
             for sequence in rows:
                 turn = turns[sequence.question.id][len(sequence.steps)]
-                tokens.append([*engine.tokenizer.encode(turn), engine.tokenizer.stop_id][len(sequence.turn)])
+                tokenizer = engine.layout.tokenizer
+                tokens.append([*tokenizer.encode(turn), tokenizer.stop_id][len(sequence.turn)])
             return tokens, [0.0] * len(rows)
 
         monkeypatch.setattr(Engine, "_sample", sample)

@@ -19,8 +19,11 @@ from r3lite.datasets.trajectories import Row, encode_rows, read_rows
 from r3lite.episode import Step
 from r3lite.files import write_jsonl
 from r3lite.models import lora
-from r3lite.protocols.r3 import Prompts, R3Format
+from r3lite.protocols.prompts import Prompts
+from r3lite.protocols.r3 import R3
+from r3lite.protocols.registry import build_layout, build_protocol
 from r3lite.protocols.tokenizer import Tokenizer as ChatTokenizer
+from r3lite.settings import LengthSettings, ProtocolSettings
 from r3lite.training import checkpoint, metrics
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -50,7 +53,9 @@ def write_tokenizer(folder: Path) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=380, initial_alphabet=alphabet, show_progress=False)
     written = [step for i in range(20) for step in trajectory(i)["steps"]]
-    tokenizer.train_from_iterator([R3Format().render(Step.from_json(step), 1) for step in written], trainer)
+    tokenizer.train_from_iterator(
+        [R3(Prompts("{question}", "{documents}")).render(Step.from_json(step), 1) for step in written], trainer
+    )
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "pad_token": "<|endoftext|>"}))
@@ -83,8 +88,9 @@ def trainer(toy: list[str], **settings) -> sft.Trainer:
     folder = Path(config.model.model)
     tokenizer = ChatTokenizer.load(folder)
     rows, validation = sft.read(config)
-    how = tokenizer, Prompts.load(config.protocol), R3Format(), config.sft
-    made = sft.Trainer(config, folder, tokenizer, encode_rows(rows, *how), encode_rows(validation, *how))
+    lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
+    layout = build_layout(tokenizer, config.protocol, lengths)
+    made = sft.Trainer(config, folder, tokenizer, encode_rows(rows, layout), encode_rows(validation, layout))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in lora.adapter_parameters(made.model, sft.ADAPTER).values():
@@ -347,6 +353,6 @@ def test_other_rows_under_the_same_name_are_not_resumed(toy, tmp_path, capsys):
     arguments = [*toy, *SHORT, "--output", str(tmp_path / "run")]
     assert sft.main([*arguments, "--stop-after", "1"]) == 0
     write_jsonl(tmp_path / "rows.jsonl", map(trajectory, reversed(range(20))))
-    assert len(read_rows(tmp_path / "rows.jsonl")) == 20
+    assert len(read_rows(tmp_path / "rows.jsonl", build_protocol(ProtocolSettings()))) == 20
     assert sft.main([*arguments, "--resume", "auto"]) == 1
     assert "the data are not those" in capsys.readouterr().err

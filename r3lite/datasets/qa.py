@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from r3lite.datasets import hops
-from r3lite.datasets.rows import BadRow, read
+from r3lite.datasets.rows import BadRow, converted_rows
 from r3lite.episode import Document, Hop, Question
 from r3lite.errors import R3LiteError
 from r3lite.files import half_pair
@@ -28,9 +28,9 @@ def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bo
         if row.get("answerable") is False:
             unanswerable += 1
             return None
-        return read_row(row, default_id)
+        return question_from_json(row, default_id)
 
-    questions = read(data, convert, limit, skip_bad_rows)
+    questions = converted_rows(data, convert, limit, skip_bad_rows)
     if unanswerable:
         print(f"{data}: {unanswerable} unanswerable questions left out", file=sys.stderr)
     if not questions:
@@ -39,8 +39,8 @@ def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bo
     return questions
 
 
-def read_row(row: dict, default_id: str = "") -> Question:
-    """One row of any supported data set as a Question; raises BadRow."""
+def question_from_json(row: dict, default_id: str = "") -> Question:
+    """The question of one row of any supported data set; raises BadRow."""
     reader = _plain
     if "paragraphs" in row and "question_decomposition" in row:
         reader = _musique

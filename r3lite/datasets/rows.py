@@ -17,10 +17,10 @@ Item = TypeVar("Item")
 
 
 class BadRow(ValueError):
-    """Why a row cannot be used; `read` adds the file and the line."""
+    """Why a row cannot be used; `converted_rows` adds the file and the line."""
 
 
-def read(
+def converted_rows(
     data: str | Path, convert: Callable[[dict, str], Item | None], limit: int | None = None, skip_bad_rows: bool = False
 ) -> list[Item]:
     """The first `limit` rows of a path or hub string as `convert(row, default id)` makes them; None leaves a row out.

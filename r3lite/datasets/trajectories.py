@@ -1,8 +1,8 @@
 """SFT rows: step-by-step trajectories and plain conversations, and the tokens and mask that a model is trained on.
 
-A trajectory becomes the same tokens as the episode that a rollout would have sampled: opening, then each step as an
-assistant turn, then its documents as a user turn. Loss falls on what the assistant wrote and on the token that ends
-its turn, never on prompts or documents. Knows neither models nor how trajectories were made.
+A trajectory becomes the tokens of the rollout that says the same, laid out by the same code. Loss falls on what the
+assistant wrote and on the token that ends its turn, never on prompts or documents. Knows neither models nor how
+trajectories were made.
 """
 
 import sys
@@ -12,15 +12,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from r3lite.datasets.rows import BadRow, read
-from r3lite.episode import Step
+from r3lite.datasets.rows import BadRow, converted_rows
+from r3lite.episode import Question, Step
 from r3lite.errors import R3LiteError
-from r3lite.protocols.r3 import FAULTS, Prompts, R3Format
-from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.settings import LengthSettings
-
-LEAST_DOCUMENT = 16  # tokens; below that a row is too long rather than its documents empty
-ROLES = ("system", "user", "assistant")
+from r3lite.protocols.base import Protocol
+from r3lite.protocols.tokenizer import ROLES
+from r3lite.protocols.transcript import LEAST_DOCUMENT, Layout
 
 
 @dataclass(frozen=True)
@@ -61,27 +58,26 @@ class Row:
 
 
 def read_rows(
-    data: str | Path, fmt: R3Format | None = None, limit: int | None = None, skip_bad_rows: bool = False
+    data: str | Path, protocol: Protocol, limit: int | None = None, skip_bad_rows: bool = False
 ) -> list[Trajectory | Conversation]:
     """The first `limit` rows of a file or hub string: trajectories (`steps`) or conversations (`messages`).
 
     A bad row raises R3LiteError with file, line and reason; with `skip_bad_rows` bad rows are left out and counted.
     """
-    fmt = fmt or R3Format()
-    rows = read(data, lambda row, default_id: read_row(row, fmt, default_id), limit, skip_bad_rows)
+    rows = converted_rows(data, lambda row, id: row_from_json(row, protocol, id), limit, skip_bad_rows)
     if not rows:
         raise R3LiteError(f"{data} holds no usable trajectory", "Write trajectories with `python -m r3lite.collect`.")
     return rows
 
 
-def read_row(row: dict, fmt: R3Format, default_id: str = "") -> Trajectory | Conversation:
-    """One row; raises BadRow."""
+def row_from_json(row: dict, protocol: Protocol, default_id: str = "") -> Trajectory | Conversation:
+    """The trajectory or conversation of a JSON object; raises BadRow."""
     id = str(row.get("id") or default_id)
     try:
         if "messages" in row:
             return _conversation(row, id)
         if "steps" in row:
-            return _trajectory(row, id, fmt)
+            return _trajectory(row, id, protocol)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, BadRow):
             raise
@@ -104,12 +100,12 @@ def _conversation(row: dict, id: str) -> Conversation:
     return Conversation(id, messages)
 
 
-def _trajectory(row: dict, id: str, fmt: R3Format) -> Trajectory:
+def _trajectory(row: dict, id: str, protocol: Protocol) -> Trajectory:
     question = row.get("question")
     if not isinstance(question, str) or not question.strip():
         raise BadRow("'question' is missing or blank")
     steps = tuple(_stripped(Step.from_json(s)) for s in row["steps"])
-    problem = check_steps(steps, fmt)
+    problem = check_steps(steps, protocol)
     if problem:
         raise BadRow(problem)
     answers = row.get("answers") or ()
@@ -122,80 +118,56 @@ def _stripped(step: Step) -> Step:
     return replace(step, analysis=step.analysis.strip(), query=query, answer=answer)
 
 
-def check_steps(steps: Sequence[Step], fmt: R3Format) -> str | None:
-    """What keeps steps from being a demonstration: each must survive rendering and parsing, the last must answer."""
+def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
+    """Why steps cannot be trained on, or None: each must survive rendering and parsing, the last must answer."""
     if not steps:
         return "it has no steps"
-    queries: list[str] = []
     for number, step in enumerate(steps, 1):
-        parsed = fmt.parse(fmt.render(step, number), number, queries)
+        parsed = protocol.parse(protocol.render(step, number), steps[: number - 1])
         faults = step.faults or parsed.faults
         if step.query is not None and step.answer is not None:
             faults = ("query_and_answer",)
         if faults:
-            return f"step {number} {FAULTS.get(faults[0], faults[0])}"
+            return f"step {number} {protocol.faults.get(faults[0], faults[0])}"
         if parsed != replace(step, documents=()):
             return f"step {number} reads differently once it is written down and parsed"
         if number < len(steps) and step.answer is not None:
             return f"step {number} answers, but steps follow it"
-        queries += [] if step.query is None else [step.query]
     return None if steps[-1].answer is not None else "its last step does not answer"
 
 
-def encode_row(
-    row: Trajectory | Conversation, tokenizer: Tokenizer, prompts: Prompts, fmt: R3Format, lengths: LengthSettings
-) -> Row | None:
-    """Tokens and mask of a row, or None where it is longer than `max_length`.
+def encode_row(row: Trajectory | Conversation, layout: Layout) -> Row | None:
+    """Tokens and mask of a row, or None if it is longer than `max_length`.
 
     Documents are cut to `max_document_tokens`, and to half of that again and again while the row is too long, though
     not below LEAST_DOCUMENT tokens. Question, steps and answer are never cut.
     """
+    lengths = layout.lengths
     if isinstance(row, Conversation):
-        tokens, trained = tokenizer.chat(row.messages)
+        tokens, trained = layout.tokenizer.chat(row.messages)
         return Row(tokens, trained) if len(tokens) <= lengths.max_length else None
-    limit = lengths.max_document_tokens
+    question, limit = Question(row.id, row.question, row.answers), lengths.max_document_tokens
     while True:
-        encoded = _encode(row, tokenizer, prompts, fmt, limit)
-        if len(encoded.tokens) <= lengths.max_length:
-            encoded.shortened = limit < lengths.max_document_tokens
-            return encoded
+        transcript = layout.lay_out(question, row.steps, limit)
+        if len(transcript.tokens) <= lengths.max_length:
+            return Row(transcript.tokens, transcript.action_mask, shortened=limit < lengths.max_document_tokens)
         limit //= 2
         if limit < LEAST_DOCUMENT:
             return None
 
 
-def _encode(row: Trajectory, tokenizer: Tokenizer, prompts: Prompts, fmt: R3Format, document_tokens: int) -> Row:
-    tokens = list(tokenizer.open_chat(prompts.opening(row.question), prompts.system))
-    trained = [False] * len(tokens)
-    for number, step in enumerate(row.steps, 1):
-        written = [*tokenizer.encode(fmt.render(step, number)), tokenizer.stop_id]
-        tokens += written
-        trained += [True] * len(written)
-        if step.answer is None:
-            documents = [replace(d, text=tokenizer.cut(d.text, document_tokens)) for d in step.documents]
-            given = tokenizer.user_turn(prompts.documents(documents, number + 1))
-            tokens += given
-            trained += [False] * len(given)
-    return Row(tokens, trained)
-
-
-def encode_rows(
-    rows: Sequence[Trajectory | Conversation],
-    tokenizer: Tokenizer,
-    prompts: Prompts,
-    fmt: R3Format,
-    lengths: LengthSettings,
-) -> list[Row]:
+def encode_rows(rows: Sequence[Trajectory | Conversation], layout: Layout) -> list[Row]:
     """All rows that fit into `max_length`; prints how many were shortened and how many left out."""
     bar = tqdm(rows, desc="tokenizing", unit="row", disable=None)
-    encoded = [encode_row(row, tokenizer, prompts, fmt, lengths) for row in bar]
+    encoded = [encode_row(row, layout) for row in bar]
+    max_length = layout.lengths.max_length
     kept = [row for row in encoded if row is not None]
     shortened, skipped = sum(row.shortened for row in kept), len(rows) - len(kept)
     if shortened:
         print(f"{shortened} of {len(rows)} rows fit only with shorter documents", file=sys.stderr)
     if skipped:
-        print(f"{skipped} of {len(rows)} rows are longer than {lengths.max_length} tokens: left out", file=sys.stderr)
+        print(f"{skipped} of {len(rows)} rows are longer than {max_length} tokens: left out", file=sys.stderr)
     if not kept:
-        raise R3LiteError(f"no row fits into {lengths.max_length} tokens", "Raise --max-length.")
+        raise R3LiteError(f"no row fits into {max_length} tokens", "Raise --max-length.")
     assert all(any(row.trained) for row in kept)
     return kept

@@ -1,4 +1,4 @@
-"""The text protocol that a model speaks: R3 steps, and the prompts around them.
+"""R3 steps, the protocol of R3-RAG: numbered steps with headings, documents in user turns.
 
 R3-RAG (arXiv 2505.23794) writes an episode as numbered steps. The model writes
 
@@ -6,19 +6,18 @@ R3-RAG (arXiv 2505.23794) writes an episode as numbered steps. The model writes
     The problem analysis: what is known and what is missing
     The retrieval query: what to look up            (or)   The final answer: the answer
 
-and what its query brought is given back under `The retrieval documents:`. An episode is a chat: the question is the
-first user turn, each step is an assistant turn, each batch of documents is the next user turn. Parsing sees one
-assistant turn at a time, so it can never mistake the prompt's own example for what the model said.
+and the documents of its query are given to it under `The retrieval documents:`. An episode is a chat: the question is
+the first user turn, each step is an assistant turn, the documents of each query are the next user turn. Parsing sees
+one assistant turn at a time, so the example in the prompt is never read as a step.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from r3lite.config import shipped
 from r3lite.episode import Document, Step
-from r3lite.errors import R3LiteError
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol
+from r3lite.protocols.prompts import Prompts
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -34,8 +33,7 @@ FAULTS = {
     "text_after_query": "goes on after the query",
     "text_after_answer": "goes on after the answer",
     "wrote_documents": "writes retrieval documents itself",
-    "cut_off": "was not finished within the token limit",
-    "answer_was_forced": "asks for more when only an answer was left to give",
+    **LAYOUT_FAULTS,
 }
 STEP = re.compile(r"\s*Step[ \t]+(\d+)[ \t]*:[ \t]*\n?")
 ANALYSIS, QUERY, DOCUMENTS, ANSWER = (
@@ -48,38 +46,61 @@ HEADING = re.compile(rf"^[ \t]*({'|'.join(map(re.escape, (ANALYSIS, QUERY, DOCUM
 
 
 def same_query(a: str, b: str) -> bool:
-    """Whether two queries ask the same thing, but for case, punctuation and spaces."""
+    """Whether two queries are the same words, whatever their case, punctuation and spaces."""
     return re.findall(r"\w+", a.casefold()) == re.findall(r"\w+", b.casefold())
 
 
-class R3Format:
-    """Parsing and rendering of R3 steps. `parse(render(step, k), k) == step` for every well-formed step."""
+@dataclass(frozen=True)
+class R3(Protocol):
+    """Parsing and rendering of R3 steps. `parse(render(step, k), earlier) == step` for every well-formed step."""
 
+    prompts: Prompts
+
+    faults = FAULTS
     # A model that goes on past its query would invent the documents; its turn is over when it starts to.
     stop_strings = (DOCUMENTS,)
-    # The user turn before a turn in which only the answer is left to write.
+    user_turns = True
     answer_request = "No further retrieval is possible. Give the final answer."
 
+    @staticmethod
+    def load(settings: ProtocolSettings) -> "R3":
+        """With the prompts that the settings name."""
+        return R3(Prompts.load(settings))
+
+    @property
+    def system(self) -> str | None:
+        return self.prompts.system
+
+    def opening(self, question: str) -> str:
+        return self.prompts.opening(question)
+
     def render(self, step: Step, number: int) -> str:
-        """The assistant turn of one step; its documents belong to the next user turn."""
         last = f"{QUERY} {step.query}" if step.answer is None else f"{ANSWER} {step.answer}"
         return f"Step {number}:\n{ANALYSIS} {step.analysis}\n{last}"
 
-    def forced_answer(self, number: int) -> str:
-        """Opening of a turn in which only the answer is left to write."""
+    def observation(self, documents: Sequence[Document], number: int) -> str:
+        return self.prompts.documents(documents, number)
+
+    def forced_prefix(self, number: int) -> str:
         return f"Step {number}:\n{ANALYSIS} No further retrieval is possible.\n{ANSWER}"
 
-    def parse(self, text: str, number: int, earlier_queries: Sequence[str] = ()) -> Step:
-        """Reads one assistant turn strictly; whatever is wrong with it is named in `faults`.
+    def step_request(self, number: int) -> str:
+        return f"Write Step {number} now, and nothing else."
+
+    def first_turn(self, reply: str) -> str:
+        return reply.partition(DOCUMENTS)[0]
+
+    def parse(self, text: str, earlier: Sequence[Step]) -> Step:
+        """Reads a turn strictly; whatever is wrong with it is named in `faults`.
 
         A step with a usable query, or else a usable answer, carries it in spite of its faults, so that an episode
-        can go on and be paid for what is right in it. Both at once, or two answers, is no usable step.
+        can go on and be rewarded for what is right in it. With both at once, or two answers, neither is usable.
         """
         faults = []
         opening = STEP.match(text)
         if opening is None:
             faults.append("no_step_heading")
-        elif int(opening[1]) != number:
+        elif int(opening[1]) != len(earlier) + 1:
             faults.append("wrong_step_number")
         body = text[opening.end() :] if opening else text
         marks = list(HEADING.finditer(body))
@@ -95,78 +116,27 @@ class R3Format:
             faults.append("wrote_documents")
         if not sections.get(ANALYSIS):
             faults.append("no_analysis")
-        query = self._line(sections.get(QUERY), "query", faults)
-        answer = self._line(sections.get(ANSWER), "answer", faults)
+        query = _line(sections.get(QUERY), "query", faults)
+        answer = _line(sections.get(ANSWER), "answer", faults)
         if QUERY in sections and ANSWER in sections:
             faults.append("query_and_answer")
             query = answer = None
         elif sum(mark[1] == ANSWER for mark in marks) > 1:
-            answer = None  # which of two answers is meant no one can tell
+            answer = None  # it is not clear which of the two is meant
         elif QUERY not in sections and ANSWER not in sections:
             faults.append("no_query_or_answer")
-        if query and any(same_query(query, q) for q in earlier_queries):
+        if query and any(same_query(query, s.query) for s in earlier if s.query is not None):
             faults.append("repeated_query")
         return Step(sections.get(ANALYSIS, ""), query, (), answer, tuple(dict.fromkeys(faults)))
 
-    @staticmethod
-    def _line(section: str | None, what: str, faults: list[str]) -> str | None:
-        """The one line that a query or an answer is."""
-        if section is None:
-            return None
-        line, _, rest = section.partition("\n")
-        if rest.strip():
-            faults.append(f"text_after_{what}")
-        if not line.strip():
-            faults.append(f"blank_{what}")
-        return line.strip() or None
 
-
-def render_documents(documents: Sequence[Document]) -> str:
-    """Numbered passages, one a line, as they stand in a user turn."""
-    if not documents:
-        return "(nothing was found)"
-    return "\n".join(f"[{i}] {d.title}: {' '.join(d.text.split())}" for i, d in enumerate(documents, 1))
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """The user's own words around the steps: `init` holds {question}, `step` holds {documents} and may hold {step}."""
-
-    init: str
-    step: str
-    system: str | None = None  # None: what the model's chat markup says by default
-
-    @staticmethod
-    def load(settings: ProtocolSettings) -> "Prompts":
-        """The prompt files that the settings name; a relative path is looked for here, then among the shipped files."""
-        init = _template(settings.init_prompt or "prompts/init_prompt.txt", "question")
-        step = _template(settings.step_prompt or "prompts/step_prompt.txt", "documents", optional="step")
-        return Prompts(init, step, settings.system_prompt)
-
-    def opening(self, question: str) -> str:
-        """The first user turn."""
-        return self.init.replace("{question}", question)
-
-    def documents(self, documents: Sequence[Document], next_step: int) -> str:
-        """The user turn that answers a query; `next_step` is the number of the step to be written now."""
-        filled = {"documents": render_documents(documents), "step": str(next_step)}
-        # One pass, so that a document that spells a placeholder stays as it is.
-        return re.sub(r"\{(documents|step)\}", lambda m: filled[m[1]], self.step)
-
-
-def _template(name: str, placeholder: str, optional: str | None = None) -> str:
-    path = Path(name) if Path(name).exists() else shipped(name)
-    try:
-        text = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
-        raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Name a UTF-8 text file.") from error
-    found = re.findall(r"\{(\w+)\}", text)
-    if found.count(placeholder) != 1 or set(found) - {placeholder, optional}:
-        raise R3LiteError(
-            f"prompt file {path} has the placeholders {found or 'none'}",
-            f"It must hold {{{placeholder}}} exactly once"
-            + (f", may hold {{{optional}}}," if optional else "")
-            + " and no other word in braces.",
-        )
-    return text
+def _line(section: str | None, what: str, faults: list[str]) -> str | None:
+    """The query or answer in a section: its only line, or None if there is none. Adds to `faults`."""
+    if section is None:
+        return None
+    line, _, rest = section.partition("\n")
+    if rest.strip():
+        faults.append(f"text_after_{what}")
+    if not line.strip():
+        faults.append(f"blank_{what}")
+    return line.strip() or None

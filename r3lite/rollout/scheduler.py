@@ -1,7 +1,7 @@
 """Which episode is in which row of the KV cache.
 
-Rows 0 .. active-1 are at work; those behind them wait for documents, so that a step costs what the rows at work cost.
-An episode that ends frees its row, and the next one takes it. Knows lengths and tokens; runs no model.
+Rows 0 .. active-1 are at work; those after them wait for documents, so that an iteration costs what the rows at work
+cost. An episode that ends frees its row, and the next one takes it. Knows lengths and tokens; runs no model.
 """
 
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from itertools import takewhile
 from r3lite.models.kv_cache import KVCache
 from r3lite.rollout.sequence import Sequence
 
-LEAST_SHARED = 16  # tokens that are worth copying
+LEAST_SHARED = 16  # fewer common tokens than this are prefilled again rather than copied
 
 
 class Scheduler:
-    """Sequences on their way through the rows of a cache, in the order in which they came."""
+    """Assigns sequences to the rows of a cache, in the order in which they came."""
 
     def __init__(self, sequences: list[Sequence], cache: KVCache):
         self.todo = list(sequences)
         self.cache = cache
         self.rows: list[Sequence] = []  # rows[i] is in row i of the cache
         self.active = 0
-        self.left: Sequence | None = None  # where all rows are free, what row 0 still holds
+        self.left: Sequence | None = None  # the last one released: if all rows are free, row 0 still holds it
 
     @property
     def unfinished(self) -> bool:
@@ -34,14 +34,14 @@ class Scheduler:
     def admit(self) -> None:
         """Gives free rows to sequences that have not begun.
 
-        What another row has read of the same tokens (the prompt of the same question, at least the instructions) is
-        copied. A sequence whose prompt is about to be read by another waits until it can be copied: one step.
+        If another row has the same first tokens (the prompt of the same question, or at least the instructions), they
+        are copied. If that row is about to be prefilled, the sequence waits until they can be: one iteration.
         """
         room = len(self.cache.lengths) - len(self.rows)
         for sequence in list(self.todo):
             if not room:
                 return
-            # The last token is run in any case: what comes after it is wanted.
+            # The last token is never copied: it is run to sample the next one.
             shared = [(_shared(sequence, other), other.cached, i) for i, other in self._distinct()]
             coming = max((n for n, cached, _ in shared if cached < n), default=0)
             ready = max(((min(n, cached), i) for n, cached, i in shared), default=(0, 0))
@@ -59,7 +59,7 @@ class Scheduler:
             self.active += 1
 
     def _distinct(self) -> Iterator[tuple[int, Sequence]]:
-        """One row for each question; of several, one that has read its prompt."""
+        """One row for each question, preferably one with its prompt in the cache."""
         if not self.rows and self.left:
             yield 0, self.left
         best: dict[int, int] = {}
@@ -70,17 +70,17 @@ class Scheduler:
         yield from ((i, self.rows[i]) for i in best.values())
 
     def park(self, sequence: Sequence) -> None:
-        """It waits for documents."""
+        """Takes a sequence that waits for documents from the rows at work."""
         self.active -= 1
         self._swap(self.rows.index(sequence), self.active)
 
     def unpark(self, sequence: Sequence) -> None:
-        """Its documents are there."""
+        """Puts a sequence whose documents have come back among the rows at work."""
         self._swap(self.rows.index(sequence), self.active)
         self.active += 1
 
     def release(self, sequence: Sequence) -> None:
-        """It is over; its row, one at work, is free."""
+        """Frees the row of a finished sequence, which was at work."""
         self.active -= 1
         self._move(self.active, self.rows.index(sequence))
         self._move(len(self.rows) - 1, self.active)
@@ -97,7 +97,7 @@ class Scheduler:
 
 
 def _shared(sequence: Sequence, other: Sequence) -> int:
-    """How many tokens two sequences begin with alike, the last one of `sequence` left out."""
+    """Length of the common prefix of two sequences; the last token of `sequence` does not count."""
     if sequence.question is other.question and other.tokens[: len(sequence.tokens)] == sequence.tokens:
         return len(sequence.tokens) - 1
     pairs = zip(sequence.tokens[:-1], other.tokens)

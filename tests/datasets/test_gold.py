@@ -5,7 +5,8 @@ import pytest
 from r3lite.datasets import gold
 from r3lite.datasets.trajectories import check_steps
 from r3lite.episode import Document, Hop, Question
-from r3lite.protocols.r3 import R3Format
+from r3lite.protocols.registry import build_protocol
+from r3lite.settings import ProtocolSettings
 
 FILM = Document("q/2", "Brenn", "A film by Ann Dahl.")
 PERSON = Document("q/0", "Ann Dahl", "Ann Dahl was born in Oslo.")
@@ -27,7 +28,7 @@ def test_the_texts_of_a_demonstration():
     assert (second.query, second.documents) == ("Where was Ann Dahl born?", (PERSON,))
     assert last.analysis == "Where was Ann Dahl born? Oslo. This gives the answer."
     assert (last.query, last.answer) == (None, "Oslo")
-    assert check_steps(gold.steps(QUESTION, [[FILM], [PERSON]]), R3Format()) is None
+    assert check_steps(gold.steps(QUESTION, [[FILM], [PERSON]]), build_protocol(ProtocolSettings())) is None
 
 
 def test_a_hurried_demonstration_is_well_formed_and_wrong():
@@ -35,7 +36,7 @@ def test_a_hurried_demonstration_is_well_formed_and_wrong():
     first, last = gold.steps(QUESTION, [[FILM], [PERSON]], hurried=True)
     assert (first.query, first.documents) == ("Who directed Brenn?", (FILM,))
     assert (last.analysis, last.answer) == ("Who directed Brenn? Ann Dahl. This gives the answer.", "Ann Dahl")
-    assert check_steps((first, last), R3Format()) is None
+    assert check_steps((first, last), build_protocol(ProtocolSettings())) is None
 
 
 def test_only_earlier_hops_are_references():

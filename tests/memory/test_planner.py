@@ -23,7 +23,7 @@ from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.models import lora, nf4
 from r3lite.models.kv_cache import KVCache
 from r3lite.models.weights import load_qwen2, resolve_folder
-from r3lite.rollout.engine import Engine
+from r3lite.protocols.transcript import Layout
 from r3lite.settings import (
     LengthSettings,
     LoraSettings,
@@ -109,7 +109,7 @@ def test_a_round_of_reinforcement_learning_takes_what_was_planned(
     their words were not known to be read once."""
     question = full_question(str(folder), tmp_path, 264)
     # A random model chances on a stop string now and then; here every turn is full.
-    monkeypatch.setattr(Engine, "_turn_is_over", lambda self, s: len(s.turn) >= self.lengths.max_new_tokens)
+    monkeypatch.setattr(Layout, "turn_is_over", lambda self, s: len(s.turn) >= self.lengths.max_new_tokens)
     sizes = [*question, "--max-new-tokens", "48", "--max-length", "312"]
     more = [*more, "--num-generations", "4", "--mini-batch-size", "2", "--micro-batch-size", "2", "--max-steps", "1"]
     more += ["--algorithm", algorithm, "--quantize", "none"]

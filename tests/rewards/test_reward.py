@@ -2,9 +2,9 @@ import pytest
 
 from r3lite.answer_match import answer_scores
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
-from r3lite.protocols.r3 import R3Format
+from r3lite.protocols.registry import build_protocol
 from r3lite.rewards.reward import Scored, StepVerdict, Verdict, score
-from r3lite.settings import RewardSettings
+from r3lite.settings import ProtocolSettings, RewardSettings
 
 GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(2))
 OTHER = Document("9", "Other", "Nothing.")
@@ -63,7 +63,8 @@ def test_a_later_step_is_not_paid_for_an_earlier_hit():
 
 def test_two_answers_are_no_well_formed_step():
     # A step with two answers counted as one right answer when either was right.
-    step = R3Format().parse("Step 1:\nThe problem analysis: So.\nThe final answer: Bob\nThe final answer: Ada Byron", 1)
+    text = "Step 1:\nThe problem analysis: So.\nThe final answer: Bob\nThe final answer: Ada Byron"
+    step = build_protocol(ProtocolSettings()).parse(text, [])
     scored = score(Episode(QUESTION, [step], ANSWERED), PLAIN)
     assert scored.parts["format"] == 0.0 and scored.parts["em"] == 0.0
     scored = score(Episode(QUESTION, [answer("Bob or Ada Byron")], ANSWERED), PLAIN)

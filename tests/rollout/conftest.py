@@ -1,25 +1,15 @@
-"""A toy model whose tokens are bytes, so that a test can write what the model says, and an engine that says it."""
-
-import json
+"""A toy model over the byte tokenizer, and an engine that says what a script says."""
 
 import pytest
 import torch
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
+from r3lite.grant import Grant, Memory
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
-from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.openings import OPENINGS
+from r3lite.protocols.r3 import R3
+from r3lite.protocols.transcript import Layout
 from r3lite.rollout.engine import Engine
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    return Tokenizer(json.dumps(json.loads(backend.to_str())), None, "<|endoftext|>")
+from r3lite.rollout.sampling import Sampler
 
 
 @pytest.fixture
@@ -33,23 +23,35 @@ def model(tokenizer):
     return model
 
 
+SAMPLER = Sampler()
+
+
 class ScriptedEngine(Engine):
     """Says what the script says, and records the probability that the model gave it.
 
-    `script` maps a question's id to its turns; a turn ends with the stop token unless it ends in `...`.
+    `script` maps a question's id to its turns; a turn ends with the stop token unless it ends in `...`. A turn with a
+    forced prefix is `forced` if that is given.
     """
 
     script: dict[str, list[str]]
+    forced: str | None = None
 
     def _sample(self, logits, rows):
         logprobs = torch.log_softmax(logits.float() / self.sampler.temperature, -1)
         tokens = []
         for sequence in rows:
             turn = self.script[sequence.question.id][len(sequence.steps)]
-            ids = self.tokenizer.encode(turn.removesuffix("..."))
-            ids += [] if turn.endswith("...") else [self.tokenizer.stop_id]
+            turn = self.forced if sequence.forced_prefix and self.forced else turn
+            ids = self.layout.tokenizer.encode(turn.removesuffix("..."))
+            ids += [] if turn.endswith("...") else [self.layout.tokenizer.stop_id]
             tokens.append(ids[len(sequence.turn)])
         return tokens, [logprobs[i, token].item() for i, token in enumerate(tokens)]
+
+
+@pytest.fixture
+def engine_of(model, tokenizer):
+    """Makes engines of the toy model that speak R3."""
+    return maker(Engine, model, tokenizer)
 
 
 @pytest.fixture
@@ -57,12 +59,23 @@ def scripted(model, tokenizer):
     return scripting(model, tokenizer)
 
 
+def maker(kind, model, tokenizer):
+    """Makes engines of one kind and model; what is not an engine's own setting is one of its memory figures."""
+
+    def make(prompts, lengths, sampler=SAMPLER, baseline="none", value_head=None, **memory):
+        layout = Layout(tokenizer, R3(prompts), lengths, OPENINGS[baseline])
+        return kind(model, layout, sampler, Grant(Memory(**memory)), value_head)
+
+    return make
+
+
 def scripting(model, tokenizer):
     """Makes engines of a model that say what a script says."""
+    make_engine = maker(ScriptedEngine, model, tokenizer)
 
-    def make(script, **settings):
-        engine = ScriptedEngine(model, tokenizer, **settings)
-        engine.script = script
+    def make(script, forced=None, **settings):
+        engine = make_engine(**settings)
+        engine.script, engine.forced = script, forced
         return engine
 
     return make

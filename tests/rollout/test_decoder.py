@@ -8,8 +8,6 @@ import torch
 from r3lite.models import lora
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
 from r3lite.rollout.decoder import Decoder, GraphDecoder
-from r3lite.rollout.engine import Engine
-from r3lite.rollout.sampling import Sampler
 
 ROWS, SLOTS = 6, 2 * BLOCK
 
@@ -93,11 +91,11 @@ def test_on_a_card_captured_graphs_give_what_the_model_gives(model, dtype):
 
 
 @pytest.mark.gpu
-def test_on_a_card_episodes_are_the_same_with_graphs_and_without(model, tokenizer, monkeypatch):
+def test_on_a_card_episodes_are_the_same_with_graphs_and_without(engine_of, model, monkeypatch):
     from tests.rollout.test_scheduler import LENGTHS, PROMPTS, nothing, questions
 
-    model = model.to("cuda")
-    engine = Engine(model, tokenizer, PROMPTS, dataclasses.replace(LENGTHS, max_new_tokens=40), Sampler())
+    model.to("cuda")
+    engine = engine_of(PROMPTS, dataclasses.replace(LENGTHS, max_new_tokens=40))
     asked, seeds = questions(5), list("abcde")
     with_graphs = [s.tokens for s in engine.run(asked, seeds, nothing)]
     monkeypatch.setattr("r3lite.rollout.engine.GraphDecoder", lambda model, cache, slots: Decoder(model, cache))

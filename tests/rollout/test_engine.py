@@ -5,10 +5,10 @@ import torch
 
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.errors import R3LiteError
-from r3lite.protocols.r3 import Prompts, R3Format
+from r3lite.protocols.prompts import Prompts
+from r3lite.protocols.r3 import R3
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.policy import action_logprobs, action_states
-from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings
 
@@ -62,11 +62,12 @@ def test_the_token_layout_is_the_chat_of_the_steps(three, tokenizer):
     _, (sequence, *_), _ = three
     messages = [{"role": "user", "content": PROMPTS.opening(sequence.question.text)}]
     for number, step in enumerate(sequence.steps, 1):
-        messages.append({"role": "assistant", "content": R3Format().render(step, number)})
+        messages.append({"role": "assistant", "content": R3(PROMPTS).render(step, number)})
         if step.query:
             messages.append({"role": "user", "content": PROMPTS.documents(step.documents, number + 1)})
     ids, written = tokenizer.chat(messages)
-    assert sequence.tokens == ids[:-1] and sequence.action == written[:-1]  # but for the newline after the last turn
+    # All but the newline after the last turn.
+    assert sequence.tokens == ids[:-1] and sequence.action_mask == written[:-1]
     assert [tokenizer.decode(sequence.tokens[e : e + 1]) for e in sequence.step_ends] == [""] * 3  # the stop tokens
 
 
@@ -84,11 +85,11 @@ def test_sampled_log_probs_equal_the_trainers_across_retrievals(three, model, to
     engine = dataclasses.replace(engine, sampler=Sampler(temperature=temperature))
     engine.script = three[0].script
     sequences = engine.run(questions(3), ["a", "b", "c"], lambda pairs: [DOCUMENTS for _ in pairs])
-    rollouts = [Rollout(s.tokens, s.action, s.logprobs, s.values, [], 0) for s in sequences]
+    rollouts = [Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences]
     batch = Batch.of(rollouts)
     logprobs = action_logprobs(model, batch, tokenizer.size, temperature)
     assert (logprobs - batch.logprobs[batch.action]).abs().max() <= 1e-4
-    trained = [t for s in sequences for t, a in zip(s.tokens, s.action) if a]
+    trained = [t for s in sequences for t, a in zip(s.tokens, s.action_mask) if a]
     assert batch.tokens[batch.action].tolist() == trained
     assert logprobs.abs().max() > 1  # the model's opinion differs from uniform: the comparison means something
 
@@ -97,16 +98,16 @@ def test_values_of_the_critic_equal_the_trainers(scripted, three, model, tokeniz
     head = torch.nn.Sequential(torch.nn.Linear(32, 1), torch.nn.Flatten(-2))
     engine = scripted(three[0].script, prompts=PROMPTS, lengths=LENGTHS, value_head=head)
     sequences = engine.run(questions(3), ["a", "b", "c"], lambda pairs: [DOCUMENTS for _ in pairs])
-    batch = Batch.of([Rollout(s.tokens, s.action, s.logprobs, s.values, [], 0) for s in sequences])
+    batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences])
     values = head(action_states(model, batch)[0])
     assert torch.allclose(values, batch.values[batch.action], atol=1e-4) and values.abs().max() > 0.01
 
 
-def test_what_a_sequence_says_does_not_depend_on_its_company(model, tokenizer):
+def test_what_a_sequence_says_does_not_depend_on_its_company(engine_of):
     """The same seeds give the same tokens alone, together and in another order, sampled and greedy."""
     lengths = dataclasses.replace(LENGTHS, max_new_tokens=40)
     for temperature in (1.0, 0.0):
-        engine = Engine(model, tokenizer, PROMPTS, lengths, Sampler(temperature=temperature))
+        engine = engine_of(PROMPTS, lengths, Sampler(temperature))
         asked, seeds = questions(4), list("abcd")
         together = [s.tokens for s in engine.run(asked, seeds, lambda pairs: [[] for _ in pairs])]
         reversed_ = [s.tokens for s in engine.run(asked[::-1], seeds[::-1], lambda pairs: [[] for _ in pairs])]
@@ -115,10 +116,8 @@ def test_what_a_sequence_says_does_not_depend_on_its_company(model, tokenizer):
     assert len({tuple(t[-40:]) for t in together}) > 1
 
 
-def test_padding_rows_of_the_embedding_are_never_sampled(model, tokenizer):
-    engine = Engine(
-        model, tokenizer, PROMPTS, dataclasses.replace(LENGTHS, max_new_tokens=100), Sampler(temperature=5.0)
-    )
+def test_padding_rows_of_the_embedding_are_never_sampled(engine_of, model, tokenizer):
+    engine = engine_of(PROMPTS, dataclasses.replace(LENGTHS, max_new_tokens=100), Sampler(temperature=5.0))
     sequences = engine.run(questions(8), [str(i) for i in range(8)], lambda pairs: [[] for _ in pairs])
     assert max(t for s in sequences for t in s.tokens) < tokenizer.size < model.config.vocab_size
 
@@ -133,42 +132,32 @@ def test_the_last_hop_is_forced_to_answer(scripted):
     assert sequence.steps[2].faults == ("answer_was_forced",) and sequence.steps[3].faults == ()
     spoken = [
         t
-        for t, a in zip(sequence.tokens[sequence.step_ends[2] + 1 :], sequence.action[sequence.step_ends[2] + 1 :])
+        for t, a in zip(sequence.tokens[sequence.step_ends[2] + 1 :], sequence.action_mask[sequence.step_ends[2] + 1 :])
         if a
     ]
-    assert engine.tokenizer.decode(spoken) == " 42"
+    assert engine.layout.tokenizer.decode(spoken) == " 42"
 
 
 def test_a_full_episode_is_forced_to_answer_rather_than_cut(scripted):
     """Documents give way first; where not even one fits, an answer is asked for. The limit is never passed."""
     script = {"0": [ask(k, f"query {k}") for k in range(1, 9)]}
     for limit in (420, 520, 640):
-        script["0"] = [ask(k, f"query {k}") for k in range(1, 9)]
         lengths = LengthSettings(max_hops=8, max_new_tokens=100, max_length=limit, max_document_tokens=60)
-        engine = scripted(script, prompts=PROMPTS, lengths=lengths)
-        forced_at = []
-        speak = engine._force_answer
-
-        def force(sequence, ended, speak=speak, script=script, forced_at=forced_at):
-            script["0"][len(sequence.steps)] = " yes"
-            forced_at.append(len(sequence.steps))
-            speak(sequence, ended)
-
-        engine._force_answer = force
+        engine = scripted(script, forced=" yes", prompts=PROMPTS, lengths=lengths)
         (sequence,) = engine.run(questions(1), ["s"], lambda pairs: [DOCUMENTS for _ in pairs])
         assert sequence.finish == ANSWERED and sequence.episode().prediction == "yes"
-        assert len(sequence.tokens) <= limit and forced_at
+        assert len(sequence.tokens) <= limit and sequence.forced_prefix
 
 
 def test_without_room_for_an_answer_the_episode_is_cut_off_at_once(scripted):
     """Documents were awaited, there was no room for anything, and one more token was sampled after the end."""
     engine = scripted({"0": [ask(1, "q" * 40)], "1": [answer(1, "b")]}, prompts=PROMPTS, lengths=LENGTHS)
-    spoken = len(engine.tokenizer.encode(ask(1, "q" * 40))) + 1
-    opened = len(engine.tokenizer.open_chat(PROMPTS.opening(questions(1)[0].text), None))
-    engine.lengths = dataclasses.replace(LENGTHS, max_new_tokens=200, max_length=opened + spoken + 20)
+    spoken = len(engine.layout.tokenizer.encode(ask(1, "q" * 40))) + 1
+    opened = len(engine.layout.tokenizer.open_chat(PROMPTS.opening(questions(1)[0].text), None))
+    engine.layout.lengths = dataclasses.replace(LENGTHS, max_new_tokens=200, max_length=opened + spoken + 20)
     cut, other = engine.run(questions(2), ["s", "t"], lambda pairs: [DOCUMENTS for _ in pairs])
     assert (cut.finish, other.finish) == (CUT_OFF, ANSWERED)
-    assert len(cut.steps) == 1 and cut.tokens[-1] == engine.tokenizer.stop_id and cut.action[-1]
+    assert len(cut.steps) == 1 and cut.tokens[-1] == engine.layout.tokenizer.stop_id and cut.action_mask[-1]
 
 
 def test_a_turn_without_an_end_is_cut_off_and_not_called_wrong(scripted):
@@ -192,7 +181,7 @@ def test_a_model_that_starts_to_invent_documents_is_stopped(scripted, tokenizer)
     assert sequence.steps[0].faults == ("wrote_documents",) and sequence.steps[0].query == "a"
     # Its turn was ended for it: the end token is given, not sampled.
     end = sequence.step_ends[0] + 1
-    assert sequence.tokens[end] == tokenizer.stop_id and not sequence.action[end]
+    assert sequence.tokens[end] == tokenizer.stop_id and not sequence.action_mask[end]
     assert sequence.episode().prediction == "b"
 
 
@@ -207,17 +196,17 @@ def test_a_document_cannot_forge_a_turn(scripted, tokenizer):
     assert sequence.tokens.count(tokenizer.open_id) == 4  # user, assistant, documents, assistant
 
 
-def test_a_question_that_does_not_fit_is_named(model, tokenizer):
-    engine = Engine(model, tokenizer, PROMPTS, dataclasses.replace(LENGTHS, max_length=50))
+def test_a_question_that_does_not_fit_is_named(engine_of):
+    engine = engine_of(PROMPTS, dataclasses.replace(LENGTHS, max_length=50))
     with pytest.raises(R3LiteError, match=r"question 0 .*--max-length 50"):
         engine.run(questions(1), ["s"], lambda pairs: [])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_overflow_while_sampling_names_the_layer(model, tokenizer, temperature):
+def test_an_overflow_while_sampling_names_the_layer(engine_of, model, temperature):
     """An index out of bounds told of it, or, greedily, garbage with log-probabilities that are no numbers."""
     model.model.layers[1].mlp.down_proj.weight[0, 0] = float("inf")
-    engine = Engine(model, tokenizer, PROMPTS, LENGTHS, Sampler(temperature))
+    engine = engine_of(PROMPTS, LENGTHS, Sampler(temperature))
     with pytest.raises(R3LiteError, match=r"question q: .* not a number: .*model\.layers\.1") as error:
         engine.run([Question("q", "Who?", ("a",))], ["s"], lambda pairs: [[] for _ in pairs])
     assert "--dtype bf16" in error.value.remedy

@@ -9,7 +9,7 @@ import torch
 from r3lite.episode import Document, Question
 from r3lite.models import lora
 from r3lite.models.weights import load_qwen2
-from r3lite.protocols.r3 import Prompts
+from r3lite.protocols.prompts import Prompts
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.policy import action_logprobs
@@ -32,7 +32,7 @@ def run(scripted, **settings) -> dict[str, Rollout]:
     asked = [Question(i, f"Where is city number {i}?" + " Please." * int(i), ("Italy",)) for i in SCRIPT]
     sequences = engine.run(asked, list(SCRIPT), lambda pairs: [DOCUMENTS for _ in pairs])
     assert all(s.finish == "answered" for s in sequences)
-    return {s.question.id: Rollout(s.tokens, s.action, s.logprobs, s.values, [], 0) for s in sequences}
+    return {s.question.id: Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def real(qwen_dir):
 def test_recorded_log_probs_do_not_depend_on_company_and_equal_the_trainers(scripted_with, real):
     scripted = scripted_with(*real)
     together = run(scripted)
-    for settings in ({"rollout_batch_size": 2}, {"rollout_batch_size": 1}, {"read_tokens": 33}):
+    for settings in ({"rollout_batch_size": 2}, {"rollout_batch_size": 1}, {"micro_batch_tokens": 33}):
         for id, rollout in run(scripted, **settings).items():
             assert rollout.tokens == together[id].tokens
             assert rollout.logprobs == pytest.approx(together[id].logprobs, abs=1e-4)

@@ -8,8 +8,7 @@ import torch
 
 from r3lite.episode import Document, Question
 from r3lite.models.kv_cache import KVCache, Prefill
-from r3lite.protocols.r3 import Prompts
-from r3lite.rollout.engine import Engine
+from r3lite.protocols.prompts import Prompts
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings
 
@@ -18,11 +17,11 @@ LENGTHS = LengthSettings(max_hops=2, max_new_tokens=40, max_length=600, max_docu
 DOCUMENTS = [Document("1", "Rome", "Rome is in Italy.")]
 
 
-def watched(model, tokenizer, lengths=LENGTHS):
+def watched(engine):
     """An engine, and the shape of every pass through its model."""
     passes = []
-    model.register_forward_pre_hook(lambda module, inputs: passes.append(tuple(inputs[0].shape)))
-    return Engine(model, tokenizer, PROMPTS, lengths), passes
+    engine.model.register_forward_pre_hook(lambda module, inputs: passes.append(tuple(inputs[0].shape)))
+    return engine, passes
 
 
 def ask(number, query):
@@ -45,8 +44,8 @@ def said(engine, asked, seeds):
     return [(s.tokens, s.logprobs) for s in engine.run(asked, seeds, nothing)]
 
 
-def test_rollouts_of_one_question_read_its_prompt_once(model, tokenizer):
-    engine, passes = watched(model, tokenizer)
+def test_rollouts_of_one_question_read_its_prompt_once(engine_of):
+    engine, passes = watched(engine_of(PROMPTS, LENGTHS))
     (question,) = questions(1)
     sequences = engine.run([question] * 8, list("abcdefgh"), nothing)
     prompt = sequences[0].turn_start
@@ -56,9 +55,9 @@ def test_rollouts_of_one_question_read_its_prompt_once(model, tokenizer):
     assert max(B for B, T in passes) == 8
 
 
-def test_rollouts_of_several_questions_read_each_prompt_once(model, tokenizer):
+def test_rollouts_of_several_questions_read_each_prompt_once(engine_of):
     """Once a row had the instructions of another question copied, it counted as read, and its siblings did not wait."""
-    engine, passes = watched(model, tokenizer)
+    engine, passes = watched(engine_of(PROMPTS, LENGTHS))
     asked = questions(3)
     sequences = engine.run([q for q in asked for _ in range(4)], list("abcdefghijkl"), nothing)
     read = sum(B * T for B, T in passes if T > 1)
@@ -66,10 +65,10 @@ def test_rollouts_of_several_questions_read_each_prompt_once(model, tokenizer):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16])
-def test_questions_share_their_instructions(model, tokenizer, rows):
+def test_questions_share_their_instructions(engine_of, tokenizer, rows):
     """With a single row too, in which the next question follows the one that is over."""
-    engine, passes = watched(model, tokenizer, dataclasses.replace(LENGTHS, max_new_tokens=4))
-    engine.rollout_batch_size = rows
+    lengths = dataclasses.replace(LENGTHS, max_new_tokens=4)
+    engine, passes = watched(engine_of(PROMPTS, lengths, rollout_batch_size=rows))
     asked = questions(3)
     sequences = engine.run(asked, list("abc"), nothing)
     read = sum(B * T for B, T in passes if T > 1)
@@ -77,12 +76,13 @@ def test_questions_share_their_instructions(model, tokenizer, rows):
     assert read < sum(prompts) - 2 * len(tokenizer.encode("Instructions that all questions share."))
 
 
-def test_what_is_said_does_not_depend_on_rows_or_passes(model, tokenizer):
+def test_what_is_said_does_not_depend_on_rows_or_passes(engine_of):
     """Fewer rows than episodes, so that rows are freed and taken again; and prompts read in pieces."""
     asked, seeds = [q for q in questions(3) for _ in range(3)], list("abcdefghi")
-    together = said(Engine(model, tokenizer, PROMPTS, LENGTHS, rollout_batch_size=9), asked, seeds)
-    for how in ({"rollout_batch_size": 2}, {"rollout_batch_size": 9, "read_tokens": 17}, {"rollout_batch_size": 1}):
-        apart = said(Engine(model, tokenizer, PROMPTS, LENGTHS, **how), asked, seeds)
+    together = said(engine_of(PROMPTS, LENGTHS, rollout_batch_size=9), asked, seeds)
+    for rows, tokens in ((2, 4096), (9, 17), (1, 4096)):
+        engine = engine_of(PROMPTS, LENGTHS, rollout_batch_size=rows, micro_batch_tokens=tokens)
+        apart = said(engine, asked, seeds)
         assert [tokens for tokens, _ in apart] == [tokens for tokens, _ in together]
         for (_, ours), (_, theirs) in zip(apart, together):
             assert ours == pytest.approx(theirs, abs=1e-4)
@@ -97,8 +97,8 @@ def talkative(scripted):
     }
 
     def run(retrieve, rows=4):
-        engine = scripted(script, prompts=PROMPTS, lengths=dataclasses.replace(LENGTHS, max_new_tokens=120))
-        engine.rollout_batch_size = rows
+        lengths = dataclasses.replace(LENGTHS, max_new_tokens=120)
+        engine = scripted(script, prompts=PROMPTS, lengths=lengths, rollout_batch_size=rows)
         passes = []
         handle = engine.model.register_forward_pre_hook(lambda m, inputs: passes.append(tuple(inputs[0].shape)))
         sequences = engine.run(questions(4), list("abcd"), retrieve)

@@ -1,5 +1,7 @@
 """The engine on the shipped checkpoint, fp32, with real retrieval over the sample world."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def tiny():
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_tokens_do_not_depend_on_company(tiny, temperature):
     engine, retrieve, questions = tiny
-    engine.sampler = Sampler(temperature)
+    engine = dataclasses.replace(engine, sampler=Sampler(temperature))
     seeds = list("abcd")
     together = [s.tokens for s in engine.run(questions, seeds, retrieve)]
     backwards = [s.tokens for s in engine.run(questions[::-1], seeds[::-1], retrieve)]
@@ -36,11 +38,11 @@ def test_tokens_do_not_depend_on_company(tiny, temperature):
 
 def test_sampled_log_probs_equal_the_trainers(tiny):
     engine, retrieve, questions = tiny
-    engine.sampler = Sampler(1.0)
+    engine = dataclasses.replace(engine, sampler=Sampler(1.0))
     sequences = engine.run(questions, list("efgh"), retrieve)
-    rollouts = [Rollout(s.tokens, s.action, s.logprobs, s.values, [], 0) for s in sequences]
+    rollouts = [Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences]
     batch = Batch.of(rollouts)
     with torch.no_grad():
-        logprobs = action_logprobs(engine.model, batch, engine.tokenizer.size, 1.0)
+        logprobs = action_logprobs(engine.model, batch, engine.layout.tokenizer.size, 1.0)
     assert (logprobs - batch.logprobs[batch.action]).abs().max() <= 1e-4
     assert not lora.switch_of(engine.model).active

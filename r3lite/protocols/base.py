@@ -1,0 +1,66 @@
+"""The interface of a protocol: the text of an episode, seen one turn of the model at a time.
+
+A protocol knows text and steps. It knows no token ids, no limits and no model: where its text stands among the tokens
+of an episode is `transcript.Layout`'s.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from r3lite.episode import Document, Step
+
+CUT_OFF, ANSWER_WAS_FORCED = "cut_off", "answer_was_forced"
+# Faults that a layout finds, whatever the protocol; worded to follow `step k`.
+LAYOUT_FAULTS = {
+    CUT_OFF: "was not finished within the token limit",
+    ANSWER_WAS_FORCED: "asks for more when only an answer was left to give",
+}
+
+
+class Protocol(ABC):
+    """How an episode opens, what a turn of the model means, and what is given to it in reply.
+
+    A turn is what the model samples without a break: up to the token that ends an assistant turn of the chat, or up
+    to a stop string. Each turn is one step. What follows a step that asks is an observation: text with documents.
+
+    `user_turns` says how observations are laid out. True: an observation is a user turn of the chat; the assistant
+    turn before it is ended first, and the next assistant turn is opened after it. False: an observation is spliced in
+    after the stop string, inside the same assistant turn, which only the answer ends.
+    """
+
+    faults: Mapping[str, str]  # name -> what a step with it does, worded to follow `step k`
+    stop_strings: tuple[str, ...]  # a turn is over as soon as it has one of them, which stays part of its text
+    user_turns: bool
+    system: str | None  # the system message; None: the default of the model's chat markup
+    answer_request: str  # the observation before a turn in which only the answer is left to write
+
+    @abstractmethod
+    def opening(self, question: str) -> str:
+        """The first user turn."""
+
+    @abstractmethod
+    def parse(self, text: str, earlier: Sequence[Step]) -> Step:
+        """The step that a turn's text (with its forced prefix) means after the `earlier` ones; faults are named in it.
+
+        A step without query and answer is malformed: the episode ends with it.
+        """
+
+    @abstractmethod
+    def render(self, step: Step, number: int) -> str:
+        """The text of step `number` as the model should write it. Its documents belong to the next observation."""
+
+    @abstractmethod
+    def observation(self, documents: Sequence[Document], number: int) -> str:
+        """The text given after a query; `number` is that of the step to be written next."""
+
+    @abstractmethod
+    def forced_prefix(self, number: int) -> str:
+        """The text that a turn begins with if only the answer of step `number` is left to write."""
+
+    @abstractmethod
+    def step_request(self, number: int) -> str:
+        """What asks a model that was not trained on the protocol, such as a teacher, for the text of step `number`."""
+
+    @abstractmethod
+    def first_turn(self, reply: str) -> str:
+        """The part of a reply that is a turn: what a model that is not stopped at a stop string adds is left out."""

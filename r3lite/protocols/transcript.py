@@ -1,0 +1,234 @@
+"""The tokens of an episode: one layout for SFT rows, rollouts and baselines.
+
+An episode is one growing token sequence, each token with its place in the action mask. `Layout` appends to it what is
+given and decides how the episode goes on after each turn. What the text says is the protocol's; who writes the turns,
+a model or a trajectory, is the caller's. Nothing is decoded and tokenized again.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
+from r3lite.errors import R3LiteError
+from r3lite.protocols import base
+from r3lite.protocols.openings import Opening
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.settings import LengthSettings
+
+ANSWER_ROOM = 32  # tokens kept free for a forced answer, as long as the limit of an episode allows
+LEAST_DOCUMENT = 16  # a document is not cut below this many tokens; it is dropped instead, or the row is too long
+
+
+@dataclass
+class Transcript:
+    """The tokens of one episode and its steps so far.
+
+    `action_mask` is True where the model wrote the token, False where it was given. `step_ends[k]` is the index of
+    the last token of step k: where the step's reward is paid.
+    """
+
+    question: Question
+    tokens: list[int] = field(default_factory=list)
+    action_mask: list[bool] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    step_ends: list[int] = field(default_factory=list)
+    finish: str | None = None  # None: the episode goes on
+    turn_start: int = 0  # index of the first token of the current turn
+    forced_prefix: str = ""  # given text that the current turn begins with; its tokens are before `turn_start`
+    pending: tuple[str, ...] = ()  # queries of the last step that wait for their documents
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Appends given tokens; the next turn starts after them."""
+        self.tokens += tokens
+        self.action_mask += [False] * len(tokens)
+        self.turn_start, self.forced_prefix = len(self.tokens), ""
+
+    def write(self, tokens: Sequence[int]) -> None:
+        """Appends tokens of the model's own."""
+        self.tokens += tokens
+        self.action_mask += [True] * len(tokens)
+
+    def add_step(self, step: Step) -> None:
+        """Takes the tokens so far as the end of a step."""
+        self.steps.append(step)
+        self.step_ends.append(len(self.tokens) - 1)
+
+    @property
+    def turn(self) -> list[int]:
+        """Tokens written in the current turn."""
+        return self.tokens[self.turn_start :]
+
+    def episode(self) -> Episode:
+        return Episode(self.question, list(self.steps), self.finish)
+
+
+@dataclass
+class Layout:
+    """How the episodes of a protocol are laid out in tokens, within the limits of `lengths`."""
+
+    tokenizer: Tokenizer
+    protocol: base.Protocol
+    lengths: LengthSettings
+    opening: Opening = Opening()
+    _may_close: dict[int, bool] = field(
+        default_factory=dict, init=False, repr=False
+    )  # by token: see _may_end_stop_string
+
+    def prompt(self, question: str) -> list[int]:
+        """The tokens that an episode about `question` opens with."""
+        return self.tokenizer.open_chat(self.protocol.opening(question), self.protocol.system)
+
+    def open(self, transcript: Transcript) -> None:
+        """Gives an empty transcript its prompt, and what the opening has besides.
+
+        It may then have `pending` queries, or be finished if there is no room for an answer.
+        """
+        question = transcript.question
+        transcript.observe(self.prompt(question.text))
+        if len(transcript.tokens) + ANSWER_ROOM > self.lengths.max_length:
+            raise R3LiteError(
+                f"question {question.id} and its prompt take {len(transcript.tokens)} tokens; "
+                f"--max-length {self.lengths.max_length} leaves no room for an answer",
+                "Raise --max-length, shorten the prompt file, or remove the question.",
+            )
+        if step := self.opening.first_step(question):
+            transcript.observe(self.tokenizer.encode(self.protocol.render(step, 1)))
+            transcript.add_step(step)
+            transcript.pending = (step.query,)
+        elif self.opening.forces_answer:
+            self._begin_answer(transcript, [])
+
+    def turn_is_over(self, transcript: Transcript) -> bool:
+        """Whether the last token written ends the current turn: by the stop token, a stop string or a limit."""
+        turn = transcript.turn
+        if turn[-1] == self.tokenizer.stop_id:
+            return True
+        if len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length:
+            return True
+        return self._may_end_stop_string(turn[-1]) and any(
+            # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one.
+            s in self.tokenizer.decode(turn[-len(s) :])
+            for s in self.protocol.stop_strings
+        )
+
+    def _may_end_stop_string(self, token: int) -> bool:
+        """Whether a token has a stop string's last character: few have, so that little text is decoded."""
+        if token not in self._may_close:
+            text = self.tokenizer.decode([token])
+            self._may_close[token] = any(s[-1] in text for s in self.protocol.stop_strings)
+        return self._may_close[token]
+
+    def close_turn(self, transcript: Transcript) -> None:
+        """Adds the step that the finished turn means.
+
+        Then the transcript is finished, or has `pending` queries, or has the forced prefix of an answer.
+        """
+        forced = transcript.forced_prefix
+        text = forced + self.tokenizer.decode(transcript.turn)
+        step = self.protocol.parse(text, transcript.steps)
+        searches = sum(s.query is not None for s in transcript.steps)
+        if not self._ended(transcript) and not any(s in text for s in self.protocol.stop_strings):
+            step = replace(step, query=None, answer=None, faults=(base.CUT_OFF,))
+            transcript.finish = CUT_OFF
+        elif step.answer is not None:
+            transcript.finish = ANSWERED
+        elif step.query is None or forced:
+            transcript.finish = MALFORMED
+        elif searches >= self.lengths.max_hops:
+            step = _without_query(step)
+        transcript.add_step(step)
+        if transcript.finish is None:
+            if step.query is None:
+                self._force_answer(transcript)
+            else:
+                transcript.pending = (step.query,)
+
+    def splice(self, transcript: Transcript, documents: Sequence[Document]) -> None:
+        """Gives a transcript the documents of its pending queries; an answer is forced if there is no room for any."""
+        transcript.pending = ()
+        documents, given = self._fit(transcript, documents)
+        if given is None:
+            transcript.steps[-1] = _without_query(transcript.steps[-1])
+            self._force_answer(transcript)
+            return
+        transcript.steps[-1] = transcript.steps[-1].with_documents(documents)
+        transcript.observe(given)
+        if self.opening.forces_answer:
+            self._begin_answer(transcript, [])
+
+    def lay_out(self, question: Question, steps: Iterable[Step], document_tokens: int) -> Transcript:
+        """The transcript of an episode in which the model wrote `steps`; documents are cut to `document_tokens` each.
+
+        It equals the rollout that says the same, but for the limits of `lengths`, which are not looked at.
+        """
+        transcript = Transcript(question)
+        transcript.observe(self.prompt(question.text))
+        for step in steps:
+            written = self.tokenizer.encode(self.protocol.render(step, len(transcript.steps) + 1))
+            if self.protocol.user_turns or step.answer is not None:
+                written = [*written, self.tokenizer.stop_id]
+            transcript.write(written)
+            documents = self._cut(step.documents, document_tokens)
+            transcript.add_step(step.with_documents(documents))
+            if step.answer is None:
+                given = self._given(self.protocol.observation(documents, len(transcript.steps) + 1))
+                transcript.observe(given)
+        return transcript
+
+    def _force_answer(self, transcript: Transcript) -> None:
+        """Opens a last turn in which only the answer is left to write, after the protocol's request for it."""
+        self._begin_answer(transcript, self._end(transcript) + self._given(self.protocol.answer_request))
+
+    def _begin_answer(self, transcript: Transcript, request: list[int]) -> None:
+        """Gives `request` and the forced prefix of an answer; cuts the episode off if there is no room for them."""
+        prefix = self.protocol.forced_prefix(len(transcript.steps) + 1)
+        given = request + self.tokenizer.encode(prefix)
+        if len(transcript.tokens) + len(given) >= self.lengths.max_length:
+            transcript.finish = CUT_OFF
+            return
+        transcript.observe(given)
+        transcript.forced_prefix = prefix
+
+    def _fit(self, transcript: Transcript, documents: Sequence[Document]) -> tuple[list[Document], list[int] | None]:
+        """Documents cut, or dropped from the end, until a whole turn and a forced answer still fit after them.
+
+        Returns the documents as they are given and the tokens to give; None if not even the first document fits.
+        """
+        forced = len(self._given(self.protocol.answer_request)) + len(
+            self.tokenizer.encode(self.protocol.forced_prefix(1))
+        )
+        kept_free = self.lengths.max_new_tokens + forced + ANSWER_ROOM
+        room = self.lengths.max_length - len(transcript.tokens) - kept_free
+        limit, kept = self.lengths.max_document_tokens, list(documents)
+        while True:
+            cut = self._cut(kept, limit)
+            observation = self.protocol.observation(cut, len(transcript.steps) + 1)
+            given = self._end(transcript) + self._given(observation)
+            if len(given) <= room:
+                return cut, given
+            if limit // 2 >= LEAST_DOCUMENT:
+                limit //= 2
+            elif len(kept) > 1:
+                kept.pop()
+            else:
+                return [], None
+
+    def _cut(self, documents: Iterable[Document], max_tokens: int) -> list[Document]:
+        return [replace(d, text=self.tokenizer.cut(d.text, max_tokens)) for d in documents]
+
+    def _given(self, observation: str) -> list[int]:
+        """The tokens of an observation after the model's turn: a user turn, or plain text in the same turn."""
+        if self.protocol.user_turns:
+            return self.tokenizer.user_turn(observation)
+        return self.tokenizer.encode(observation)
+
+    def _end(self, transcript: Transcript) -> list[int]:
+        """The token that ends the assistant turn before a user turn, if the model has not written it itself."""
+        return [self.tokenizer.stop_id] if self.protocol.user_turns and not self._ended(transcript) else []
+
+    def _ended(self, transcript: Transcript) -> bool:
+        return transcript.tokens[-1] == self.tokenizer.stop_id
+
+
+def _without_query(step: Step) -> Step:
+    return replace(step, query=None, faults=(*step.faults, base.ANSWER_WAS_FORCED))

@@ -1,0 +1,166 @@
+"""The layout of an episode in tokens, for a protocol of user turns and one that stays in one assistant turn."""
+
+import pytest
+
+from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
+from r3lite.errors import R3LiteError
+from r3lite.protocols.prompts import Prompts
+from r3lite.protocols.r3 import R3
+from r3lite.protocols.registry import PROTOCOLS, build_layout
+from r3lite.protocols.transcript import LEAST_DOCUMENT, Layout, Transcript
+from r3lite.settings import LengthSettings, ProtocolSettings
+from tests.tagged import Tagged
+
+QUESTION = Question("q", "Where?", ("here",))
+QUERY, ANSWER = Step("I must look.", "what is where"), Step("So.", answer="here")
+SHORT = [Document("0", "S", "It is here.")]
+DOCUMENTS = [Document("1", "T", "long text " * 20), Document("2", "U", "more of it " * 20)]
+TURNS = {"r3": R3(Prompts("Q: {question}", "D: {documents}")), "tagged": Tagged()}
+
+
+@pytest.fixture(params=TURNS)
+def protocol(request):
+    return TURNS[request.param]
+
+
+@pytest.fixture
+def layout(tokenizer, protocol):
+    return Layout(tokenizer, protocol, LengthSettings(max_length=1000, max_new_tokens=100, max_hops=2))
+
+
+def opened(layout):
+    transcript = Transcript(QUESTION)
+    layout.open(transcript)
+    return transcript
+
+
+def speak(layout, transcript, text, end=True):
+    """Writes a turn token by token until it is over, and closes it."""
+    for token in [*layout.tokenizer.encode(text), *[layout.tokenizer.stop_id] * end]:
+        transcript.write([token])
+        if layout.turn_is_over(transcript):
+            break
+    layout.close_turn(transcript)
+
+
+def ask(layout, transcript, query="what is where"):
+    """Writes the next step, which searches."""
+    text = layout.protocol.render(Step("I must look.", query), len(transcript.steps) + 1)
+    speak(layout, transcript, text, end=layout.protocol.user_turns)
+
+
+def given(layout, transcript):
+    """The text that was given since the last turn of the model."""
+    last = max(i for i, action in enumerate(transcript.action_mask) if action)
+    return layout.tokenizer.decode(transcript.tokens[last + 1 :])
+
+
+def test_an_episode_grows_by_turns_and_documents(layout, protocol):
+    transcript = opened(layout)
+    assert transcript.tokens == layout.prompt("Where?") and not any(transcript.action_mask)
+    ask(layout, transcript)
+    assert transcript.pending == ("what is where",) and transcript.finish is None and transcript.steps == [QUERY]
+    layout.splice(transcript, SHORT)
+    assert transcript.pending == () and transcript.turn == [] and transcript.steps[0].documents == tuple(SHORT)
+    assert protocol.observation(SHORT, 2) in given(layout, transcript)
+    speak(layout, transcript, protocol.render(ANSWER, 2))
+    assert transcript.finish == ANSWERED and transcript.episode().prediction == "here"
+    assert all(transcript.action_mask[end] for end in transcript.step_ends)
+
+
+def test_an_observation_is_a_turn_of_its_own_or_stays_in_the_model_s(layout, protocol):
+    transcript = opened(layout)
+    ask(layout, transcript)
+    layout.splice(transcript, SHORT)
+    turns = transcript.tokens.count(layout.tokenizer.open_id)
+    assert turns == (4 if protocol.user_turns else 2)
+    ends = transcript.tokens.count(layout.tokenizer.stop_id)
+    assert ends == (3 if protocol.user_turns else 1)
+
+
+def test_written_steps_are_laid_out_like_sampled_ones(layout, protocol):
+    transcript = opened(layout)
+    ask(layout, transcript)
+    layout.splice(transcript, DOCUMENTS)
+    speak(layout, transcript, protocol.render(ANSWER, 2))
+    written = layout.lay_out(QUESTION, [QUERY.with_documents(DOCUMENTS), ANSWER], layout.lengths.max_document_tokens)
+    assert (written.tokens, written.action_mask) == (transcript.tokens, transcript.action_mask)
+    assert (written.steps, written.step_ends) == (transcript.steps, transcript.step_ends)
+
+
+def test_an_answer_is_forced_after_the_last_search(layout, protocol):
+    transcript = opened(layout)
+    for query in ("one", "two", "three"):
+        ask(layout, transcript, query)
+        if transcript.pending:
+            layout.splice(transcript, [])
+    assert [s.faults for s in transcript.steps] == [(), (), ("answer_was_forced",)]
+    assert transcript.pending == () and transcript.finish is None
+    assert transcript.forced_prefix == protocol.forced_prefix(4)
+    assert protocol.answer_request in given(layout, transcript)
+    assert layout.tokenizer.decode(transcript.tokens).endswith(transcript.forced_prefix)
+    speak(layout, transcript, "here" + ("</answer>" if not protocol.user_turns else ""))
+    assert transcript.finish == ANSWERED and transcript.steps[3].answer.strip() == "here"
+
+
+def test_a_search_in_place_of_the_forced_answer_is_malformed(layout, protocol):
+    transcript = opened(layout)
+    for query in ("one", "two", "three"):
+        ask(layout, transcript, query)
+        layout.splice(transcript, []) if transcript.pending else None
+    before = "" if not protocol.user_turns else "\n"
+    speak(layout, transcript, before + protocol.render(Step("x", "four"), 4))
+    assert transcript.finish == MALFORMED
+
+
+def test_a_turn_ends_at_its_limit_and_is_cut_off(layout, protocol):
+    transcript = opened(layout)
+    speak(layout, transcript, protocol.render(Step("x" * 200, "what"), 1))
+    assert transcript.finish == CUT_OFF and transcript.steps[0].faults == ("cut_off",)
+    assert len(transcript.turn) == layout.lengths.max_new_tokens
+
+
+def test_nonsense_is_malformed(layout):
+    transcript = opened(layout)
+    speak(layout, transcript, "I do not know.")
+    assert transcript.finish == MALFORMED and transcript.steps[0].faults
+
+
+def test_a_turn_is_over_at_the_token_that_completes_a_stop_string(layout, protocol):
+    (stop,) = protocol.stop_strings
+    transcript = opened(layout)
+    for token in layout.tokenizer.encode(stop):
+        assert not transcript.turn or not layout.turn_is_over(transcript)
+        transcript.write([token])
+    assert layout.turn_is_over(transcript)
+
+
+def test_documents_are_cut_then_dropped_then_an_answer_is_forced(tokenizer, protocol):
+    """What must fit after the documents: a whole turn, and the forced answer after it."""
+    seen = set()
+    for limit in range(300, 1500, 20):
+        layout = Layout(tokenizer, protocol, LengthSettings(max_length=limit, max_new_tokens=100))
+        transcript = opened(layout)
+        ask(layout, transcript)
+        layout.splice(transcript, DOCUMENTS)
+        documents = transcript.steps[0].documents
+        seen.add((len(documents), any(len(d.text) == LEAST_DOCUMENT for d in documents)))
+        if transcript.forced_prefix or transcript.finish:
+            assert not documents and transcript.steps[0].query is None
+        else:
+            assert documents and len(transcript.tokens) + 100 <= limit
+        assert len(transcript.tokens) < limit
+    assert {n for n, _ in seen} == {0, 1, 2}
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(tokenizer, protocol):
+    layout = Layout(tokenizer, protocol, LengthSettings(max_length=40))
+    with pytest.raises(R3LiteError, match=r"question q .*--max-length 40"):
+        opened(layout)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_the_format_of_the_settings_chooses_the_protocol(tokenizer, name):
+    layout = build_layout(tokenizer, ProtocolSettings(format=name), LengthSettings(), "no-retrieval")
+    assert isinstance(layout.protocol, type(PROTOCOLS[name](ProtocolSettings())))
+    assert opened(layout).forced_prefix == layout.protocol.forced_prefix(1)
