@@ -115,7 +115,7 @@ def check_output(output: Path, config: CollectConfig) -> None:
 def gold(
     config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
 ) -> Tally:
-    """Writes a trajectory for every question with a decomposition; documents come from the real retriever."""
+    """Writes a trajectory for every question with a decomposition; documents come from the retriever."""
     from r3lite.datasets.gold import obstacle, queries, steps, with_gold
     from r3lite.datasets.trajectories import Trajectory, check_steps
 
@@ -177,7 +177,7 @@ class Teacher:
         self.client = GeminiClient(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
 
     def attempt(self, questions: list[Question], number: int) -> list[Try]:
-        """Attempt `number` (from 0) at each question, all of them step by step together."""
+        """The results of attempt `number` (from 0) at each question; every round of requests asks for one step each."""
         from r3lite.llm.replies import Request
 
         sampling = {"temperature": 0.9, "nonce": f"{self.seed}/{number}"} if number else {}
@@ -303,7 +303,7 @@ def recorded(path: Path, is_ours: Callable[[dict], bool]) -> list[dict]:
         return []
     # Bytes, since an unfinished line may end inside a character.
     *lines, last = path.read_bytes().split(b"\n")
-    torn = _parsed(last) is None and last[:7] == b'{"id": '[: len(last)]  # how every line of ours begins
+    torn = _parsed(last) is None and last[:7] == b'{"id": '[: len(last)]  # how every line of such a file begins
     records = []
     for number, line in enumerate(lines if torn else [*lines, last], 1):
         record = _parsed(line)

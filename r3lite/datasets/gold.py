@@ -1,4 +1,4 @@
-"""Demonstrations from gold decompositions, without any teacher: what to ask, what was found, and when to answer.
+"""Demonstrations from gold decompositions, without a teacher: their queries, analyses and answers.
 
 Texts for n hops with questions q_k and answers a_k:
 
@@ -35,9 +35,9 @@ def queries(question: Question) -> list[str]:
     def fill(match: re.Match) -> str:
         before, earlier = match[1] or "", int(match[2])
         if not 1 <= earlier <= len(filled):
-            return match[0]  # no reference to an earlier hop but part of a name, such as Mambo #5
+            return match[0]  # part of a name, such as Mambo #5
         answer = question.hops[earlier - 1].answer
-        # MuSiQue has answers such as `in New Delhi`: they make no `in in New Delhi`.
+        # MuSiQue has answers such as `in New Delhi`, which must not become `in in New Delhi`.
         return answer if before and answer.lower().startswith(before.lower()) else before + answer
 
     for hop in question.hops:
@@ -48,10 +48,9 @@ def queries(question: Question) -> list[str]:
 def with_gold(
     question: Question, hop: int, documents: Sequence[Document], top_k: int, seed: str
 ) -> tuple[list[Document], bool]:
-    """What the retriever found for a hop, with the hop's gold paragraph in it; and whether it was there before.
+    """The documents of a hop with its gold paragraph among them, and whether the retriever found that itself.
 
-    A missing one takes the place of the last document and stands anywhere among them, or a model would learn to look
-    for the answer where we put it.
+    A missing paragraph replaces the last document and is put at a random place: a model would learn a fixed one.
     """
     gold = question.hops[hop].document
     if any(question.gold_index(d) == question.gold_index(gold) for d in documents):
@@ -64,7 +63,7 @@ def with_gold(
 def steps(question: Question, documents: Sequence[Sequence[Document]], hurried: bool = False) -> tuple[Step, ...]:
     """The steps of a demonstration; `documents[k]` are those of hop k.
 
-    A `hurried` one leaves out the last hop and takes the answer before it for the final one: well-formed, and wrong.
+    A `hurried` one leaves out the last hop and gives the answer before it as the final one: well-formed but wrong.
     """
     hops = question.hops[: len(question.hops) - hurried]
     asked, found = queries(question), ""

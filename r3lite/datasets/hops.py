@@ -1,7 +1,7 @@
 """Sub-questions: MuSiQue's made readable; those that HotpotQA and 2WikiMultiHopQA lack made by rule, without a teacher.
 
-A sub-question may use only what a reader knows by then: the question, and the answers of earlier hops. What the gold
-paragraphs say beyond that must not leak into it, or a model would learn to ask for what it cannot know.
+A sub-question may use only what is known by then: the question, and the answers of earlier hops. Nothing else from
+the gold paragraphs may leak into it, or a model would learn to ask for what it cannot know.
 """
 
 import html
@@ -67,7 +67,7 @@ def relation_question(subject: str, relation: str) -> str:
 
 
 def natural(text: str) -> str:
-    """A MuSiQue sub-question as a person would write it: no `>>`, no stray spaces, a capital and a question mark."""
+    """A MuSiQue sub-question in plain English: no `>>`, no stray spaces, a capital and a question mark."""
     text = " ".join(text.split())
     text = re.sub(r" ([?,.;:)]|'s\b)", r"\1", text)
     subject, arrow, relation = text.partition(" >> ")
@@ -86,7 +86,7 @@ def from_evidences(question: Question, evidences) -> tuple[Hop, ...]:
 
     A subject that is the object of an earlier evidence becomes `#i`. Evidences that share subject and relation are one
     hop with several answers. The paragraph of a hop is the gold one titled like the subject, else the one that names
-    both subject and object. Returns nothing where a hop has no paragraph.
+    both subject and object. Returns nothing if a hop has no paragraph.
     """
     merged: dict[tuple[str, str], list[str]] = {}
     for subject, relation, value in evidences:
@@ -114,7 +114,7 @@ def _paragraph_of(question: Question, subject: str, values: list[str]) -> Docume
 
 
 def from_supporting(question: Question, kind: str, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
-    """HotpotQA: hops from the two paragraphs of the supporting facts; nothing where there are not two.
+    """HotpotQA: hops from the two paragraphs of the supporting facts; nothing if there are not two.
 
     `kind` is the data set's `type`, `supporting` maps a gold title to its supporting sentences.
 
@@ -151,7 +151,7 @@ def _bridge_order(question: Question, sentences: dict[str, str]) -> tuple[Docume
     answer = question.answers[0]
 
     def leads(first: Document, second: Document) -> float:
-        """How well the chain first -> second explains the question."""
+        """A score of how well the chain first -> second explains the question."""
         evidence = 1.5 * (_mentions(sentences[second.title], answer) - _mentions(sentences[first.title], answer))
         evidence += _overlap(name_of(first.title), question.text) - _overlap(name_of(second.title), question.text)
         return evidence + 0.5 * _mentions(sentences[first.title], name_of(second.title))
@@ -160,7 +160,7 @@ def _bridge_order(question: Question, sentences: dict[str, str]) -> tuple[Docume
 
 
 def _bridge(question: Question, first: Document, second: Document, sentences: dict[str, str]) -> str:
-    """The entity that the first hop finds: a title that the other paragraph mentions, better one the question lacks."""
+    """The entity that the first hop finds: a title that the other paragraph mentions, preferably not the question."""
     names = name_of(second.title), name_of(first.title)
     unknown = [n for n in names if _overlap(n, question.text) < 1]
     candidates: list[str] = []
@@ -186,7 +186,7 @@ def name_of(title: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Text in which `#1` is no reference to an earlier answer (`a #1 hit`)."""
+    """Text whose `#1` is not a reference to an earlier answer (`a #1 hit`), written `No. 1`."""
     return re.sub(r"#(?=\d)", "No. ", text)
 
 
@@ -199,7 +199,7 @@ def _mentions(text: str, name: str) -> bool:
 
 
 def _overlap(name: str, text: str) -> float:
-    """Share of the name's words that the text has, 0 to 1."""
+    """Share of the name's words that are in the text, 0 to 1."""
     words = set(_words(name))
     return len(words & set(_words(text))) / max(len(words), 1)
 

@@ -1,6 +1,6 @@
-"""From what `--data` says to files on this disk: paths as they are, hub strings by download.
+"""The files that `--data` names: paths as they are, hub strings by download.
 
-Never unpickles and never runs a data set's own loading script: only JSON, JSON lines and parquet files are taken.
+Never unpickles and never runs a data set's own loading script: only JSON, JSON lines and parquet files are used.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def files_of(data: str) -> list[Path]:
 def _download(name: str, subset: str, split: str) -> list[Path]:
     from huggingface_hub import HfApi, errors, hf_hub_download
 
-    # The HTTP client's own errors, whichever client this version of the hub library is built on.
+    # The errors of the HTTP client, which is another one in other versions of the hub library.
     client_error = errors.HfHubHTTPError.__bases__[0]
     try:
         revision, files = None, _data_files(HfApi(), name, None)

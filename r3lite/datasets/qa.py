@@ -1,7 +1,7 @@
 """Question sets: HotpotQA, 2WikiMultiHopQA, MuSiQue and plain question-and-answer rows, told apart by content.
 
-Owns what a row of each data set means. Knows neither corpora nor retrieval; how sub-questions are made where a data
-set has none is in `hops.py`, how files become rows in `rows.py`.
+Owns what a row of each data set means. Knows neither corpora nor retrieval; `hops.py` makes the sub-questions that a
+data set lacks, `rows.py` makes rows of files.
 """
 
 import json
@@ -65,7 +65,7 @@ def _text(row: dict, key: str) -> str:
 def _answers(row: dict) -> tuple[str, ...]:
     """`answer` (with MuSiQue's `answer_aliases`), `answers` or `golden_answers`: text, a number or a list of them."""
     found = next((row[k] for k in ("answer", "answers", "golden_answers") if row.get(k) is not None), [])
-    # SQuAD and its kin write {"text": [...]}.
+    # SQuAD and its relatives have {"text": [...]}.
     found = found.get("text", []) if isinstance(found, dict) else found
     found = [*(found if isinstance(found, (list, tuple)) else [found]), *(row.get("answer_aliases") or [])]
     texts = [" ".join(str(a).split()) for a in found if isinstance(a, (str, int, float))]
@@ -107,7 +107,7 @@ def _hotpot(row: dict, id: str) -> Question:
     context, facts = _unpacked(row["context"]), _unpacked(row["supporting_facts"])
     context = _pairs(context, "title", "sentences") if isinstance(context, dict) else context
     facts = _pairs(facts, "title", "sent_id") if isinstance(facts, dict) else facts
-    # HotpotQA's sentences bring their own spaces, 2WikiMultiHopQA's do not.
+    # HotpotQA's sentences begin with a space, 2WikiMultiHopQA's do not.
     spaced = any(s[:1].isspace() for _, sentences in context for s in sentences[1:])
     supporting: dict[str, list[int]] = {}
     for title, sentence in facts:
@@ -140,7 +140,7 @@ def _hotpot(row: dict, id: str) -> Question:
 
 
 def _unpacked(value):
-    """Some hub copies keep nested fields as JSON text."""
+    """A nested field, which some hub copies keep as JSON text."""
     if not isinstance(value, str):
         return value
     unpacked = json.loads(value)

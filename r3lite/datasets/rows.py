@@ -1,4 +1,4 @@
-"""Rows of data files: JSON array, JSON lines or parquet, told apart by their first bytes. Knows no row's meaning."""
+"""Rows of data files: JSON array, JSON lines or parquet, told apart by their first bytes. Knows no meaning of a row."""
 
 import json
 import sys
@@ -25,8 +25,8 @@ def converted_rows(
 ) -> list[Item]:
     """The first `limit` rows of a path or hub string as `convert(row, default id)` makes them; None leaves a row out.
 
-    A row for which it raises BadRow raises R3LiteError with file, line (or row) and reason; with `skip_bad_rows` such
-    rows are left out and their number is printed.
+    If `convert` raises BadRow, R3LiteError names file, line (or row) and reason; with `skip_bad_rows` such rows are
+    left out and their number is printed.
     """
     kept: list[Item] = []
     bad: list[R3LiteError] = []
@@ -49,7 +49,7 @@ def converted_rows(
 
 
 def file_rows(path: Path, on_bad: Callable[[R3LiteError], None] | None = None) -> Iterator[tuple[str, dict]]:
-    """Place (`line 3`, `row 7`) and object of each row; what is none raises, or goes to `on_bad` and is left out.
+    """Place (`line 3`, `row 7`) and object of each row. One that is not an object raises, or goes to `on_bad`.
 
     A syntax error in an array raises in any case: nothing after it can be read.
     """
@@ -69,7 +69,7 @@ def file_rows(path: Path, on_bad: Callable[[R3LiteError], None] | None = None) -
 
 
 def _array_rows(path: Path, on_bad: Callable[[R3LiteError], None] | None) -> Iterator[tuple[str, dict]]:
-    """Elements of a JSON array, decoded one at a time: HotpotQA's training file is half a gigabyte."""
+    """Place and object of each element of a JSON array, decoded one at a time: HotpotQA's is half a gigabyte."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""SFT rows: step-by-step trajectories and plain conversations, and the tokens and mask that a model is trained on.
+"""SFT rows: step-by-step trajectories and plain conversations, with the tokens and the mask of their loss.
 
 A trajectory becomes the tokens of the rollout that says the same, laid out by the same code. Loss falls on what the
 assistant wrote and on the token that ends its turn, never on prompts or documents. Knows neither models nor how
@@ -50,11 +50,11 @@ class Conversation:
 
 @dataclass
 class Row:
-    """Token ids of a row, and which of them carry loss."""
+    """Token ids of a row, and which of them have loss."""
 
     tokens: list[int]
     trained: list[bool]
-    shortened: bool = False  # its documents were cut below the usual limit to make it fit
+    shortened: bool = False  # its documents were cut below `max_document_tokens` to make it fit
 
 
 def read_rows(

@@ -1,8 +1,7 @@
 """Text to token ids and back, and the chat markup of Qwen2.5, from a model folder's tokenizer files.
 
-Owns what a turn looks like in tokens. Knows no step format and no prompt. Text that comes from outside (questions,
-documents, what a model wrote) is always encoded as plain text: a document that spells out `<|im_end|>` cannot forge
-a turn.
+Owns what a turn looks like in tokens. Knows no step format and no prompt. Text from outside (questions, documents,
+steps) is always encoded as plain text: a document with `<|im_end|>` in it cannot forge a turn.
 """
 
 import json
@@ -16,7 +15,7 @@ from r3lite.errors import R3LiteError
 
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
-# The system turn that a template writes where the conversation brings none. It is a literal of the template; a turn
+# The system turn that a template writes if the conversation has none. It is a literal of the template; a turn that is
 # put together with `+` or `~` from the conversation breaks off at a quote before its end and does not match.
 DEFAULT_SYSTEM = re.compile(
     re.escape(OPEN) + r"system(?:\\n|\n)((?:(?!<\||['\"]\s*[+~}]).)*)" + re.escape(CLOSE), re.DOTALL
@@ -27,13 +26,13 @@ class Tokenizer:
     """A byte-level BPE tokenizer with the chat markup of Qwen2.5.
 
     `size` is the greatest token id + 1 (embeddings are often padded beyond it), `stop_id` ends a turn, `pad_id`
-    fills rows up, `default_system` is the system message of a chat that brings none, or None.
+    fills rows up, `default_system` is the system message of a chat that has none of its own, or None.
     """
 
     def __init__(self, definition: str, default_system: str | None, pad_token: str | None = None):
-        """From the text of a `tokenizer.json` that knows the markup's tokens."""
+        """From the text of a `tokenizer.json` that has the markup's tokens."""
         self._marked = Backend.from_str(definition)
-        # A second tokenizer without any added token: to it, markup is text like any other.
+        # A second tokenizer without the added tokens, which encodes markup as plain text.
         self._plain = Backend.from_str(json.dumps(json.loads(definition) | {"added_tokens": []}))
         for backend in (self._marked, self._plain):
             backend.no_truncation()
@@ -48,7 +47,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Tokenizer":
-        """From `tokenizer.json` and `tokenizer_config.json` of a model folder; R3LiteError where they are unusable."""
+        """From `tokenizer.json` and `tokenizer_config.json` of a model folder; R3LiteError if they are unusable."""
         folder = Path(folder)
         definition = _read(folder / "tokenizer.json")
         config = _read_json(folder / "tokenizer_config.json")
@@ -73,11 +72,11 @@ class Tokenizer:
         return cls(definition, _unescape(found[1]) if found else None, pad)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text; nothing in it is a special token, whatever it looks like."""
+        """Token ids of plain text, never special tokens: markup in it is text, too."""
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens are left out, and so is an id that no token has."""
+        """Text of token ids, without special tokens and ids that no token has."""
         return self._marked.decode(list(ids), skip_special_tokens=True)
 
     def cut(self, text: str, max_tokens: int) -> str:
@@ -87,28 +86,28 @@ class Tokenizer:
         while len(encoding.ids) > max_tokens:
             if count <= 0:
                 return ""
-            # Cut before token `count`: a character of several tokens goes whole.
+            # Cut before token `count`; a character of several tokens is cut as a whole.
             text = text[: encoding.offsets[count][0]]
             encoding = self._plain.encode(text, add_special_tokens=False)
-            # Usually done. But what a token boundary cuts apart may be encoded differently: then one token less.
+            # Usually that is enough. But the shorter text may be tokenized differently: then one token less.
             count = min(count, len(encoding.ids)) - 1
         return text
 
     def open_chat(self, user: str, system: str | None = None) -> list[int]:
-        """Tokens of a chat up to where the model writes; its system turn is `system`, else the markup's default."""
+        """Tokens of a chat up to the model's first turn; its system message is `system`, else the markup's default."""
         system = self.default_system if system is None else system
         turns = [] if system is None else [*self._open(f"system\n{system}"), self.stop_id, *self._newline]
         return [*turns, *self._open(f"user\n{user}"), self.stop_id, *self._newline, *self._answer]
 
     def user_turn(self, text: str) -> list[int]:
-        """What follows the end of an assistant's turn: a user turn and the opening of the next assistant turn."""
+        """Tokens after the end of an assistant turn: a user turn and the opening of the next assistant turn."""
         return [*self._newline, *self._open(f"user\n{text}"), self.stop_id, *self._newline, *self._answer]
 
     def chat(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[bool]]:
         """Tokens of a whole conversation of `role` and `content`, and which of them the assistant wrote.
 
-        The assistant wrote the contents of its turns and the tokens that end them. They are encoded apart from the
-        opening of the turn, as they are when a model is asked to write on after it.
+        The assistant wrote the contents of its turns and the tokens that end them. Contents are encoded apart from the
+        opening of the turn, as a model samples them after it.
         """
         ids: list[int] = []
         written: list[bool] = []
@@ -136,7 +135,7 @@ class Tokenizer:
 
 
 def _chat_template(folder: Path, config: dict) -> str:
-    """The chat template, from where versions 4 and 5 of transformers put it; empty where there is none."""
+    """The chat template, from where versions 4 and 5 of transformers put it; empty if there is none."""
     if (folder / "chat_template.jinja").is_file():
         return _read(folder / "chat_template.jinja")
     template = config.get("chat_template") or ""
@@ -146,7 +145,7 @@ def _chat_template(folder: Path, config: dict) -> str:
 
 
 def _unescape(literal: str) -> str:
-    """The text of a Jinja string literal's inside."""
+    """The text that the inside of a Jinja string literal stands for."""
     return re.sub(r"\\(.)", lambda m: {"n": "\n", "t": "\t", "r": "\r"}.get(m[1], m[1]), literal)
 
 

@@ -44,7 +44,7 @@ class Sampler:
             probs = probs.where(probs >= kth, 0)
         if self.top_p < 1:
             ordered, order = probs.sort(-1, descending=True)
-            # A token stays if what is likelier than it does not reach top_p yet: the likeliest always stays.
+            # A token stays if the likelier ones together do not reach top_p yet: the likeliest always stays.
             before = ordered.cumsum(-1) - ordered
             keep = before < self.top_p * probs.sum(-1, keepdim=True)
             probs = torch.zeros_like(probs).scatter(-1, order, ordered.where(keep, 0))
@@ -54,8 +54,8 @@ class Sampler:
 def _block_sums(weights: Tensor) -> Tensor:
     """Sums [B, blocks] of BLOCK neighbours each of weights [B, V], the last block shorter.
 
-    In float64: in fp32 the sum over 150,000 tokens is off by more than a rare token's probability. (On the CPU where
-    the device, as Apple's, has no float64.)
+    In float64: in fp32 the sum over 150,000 tokens is off by more than a rare token's probability. (On the CPU if
+    the device has no float64, as Apple's.)
     """
     weights = weights.cpu() if weights.device.type == "mps" else weights
     whole = weights.shape[-1] // BLOCK * BLOCK
@@ -68,11 +68,11 @@ def _block_sums(weights: Tensor) -> Tensor:
 def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
     """The tokens [B, 1] at which the cumulative weights [B, V] pass uniforms [B, 1] of their sum.
 
-    First the block, then the token in it: the running sum of a whole row is never written down.
+    First the block, then the token in it, so that the running sum of a whole row is never in memory.
     """
     cumulative = sums.cumsum(-1)  # [B, blocks]
     target = _below(uniforms * cumulative[:, -1:], cumulative[:, -1:])  # [B, 1]
-    # Past the end only where a number is none: the log-probability will tell, an index out of bounds would not.
+    # Past the end only if there are NaNs: the log-probability will show it, an index error would not.
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[-1] - 1)
     before = (cumulative - sums).gather(-1, block)
     index = block * BLOCK + torch.arange(BLOCK, device=block.device)  # [B, BLOCK]
@@ -83,5 +83,5 @@ def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _below(target: Tensor, total: Tensor) -> Tensor:
-    """The target, but below the total: rounding may reach it, and past it are tokens without probability."""
+    """The target, kept below the total: it may be rounded up to it, and past it are tokens without probability."""
     return torch.minimum(target, total.nextafter(torch.zeros_like(total)))
