@@ -151,8 +151,8 @@ class Ours:
         optimizer = optim.adamw([optim.Group(parameters, 1e-4)], 0.0)
         ids = torch.tensor(prompts(1, tokens), device=self.device)  # [1, T]
 
-        def mean_loss(rows: slice, logprobs: Tensor, _: None) -> Tensor:
-            return -logprobs.sum() / (tokens - 1)
+        def mean_loss(rows: slice, logprobs: Tensor, _: None) -> tuple[Tensor, dict]:
+            return -logprobs.sum() / (tokens - 1), {}
 
         def work() -> None:
             activation_checkpointing.enable(self.model, Grant(memory))
@@ -160,7 +160,7 @@ class Ours:
             with torch.autocast(self.device.type, torch.bfloat16):
                 hidden = self.model(ids)[0, :-1]  # [T-1, C]
                 head = self.model.head_weight[: self.tokenizer.size]
-                loss = token_loss(hidden, head, ids[0, 1:], mean_loss, chunk=memory.loss_chunk)
+                loss, _ = token_loss(hidden, head, ids[0, 1:], mean_loss, chunk=memory.loss_chunk)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

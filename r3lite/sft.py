@@ -124,7 +124,7 @@ class Trainer:
 
     def loss(self, rows: "list[Row]") -> "Tensor":
         """Summed cross-entropy of the rows' trained tokens, each predicted by the hidden state before it."""
-        from r3lite.models.logprobs import token_loss
+        from r3lite.models.logprobs import cross_entropy, token_loss
         from r3lite.models.packing import Pack
 
         with self.precision.autocast():
@@ -133,7 +133,8 @@ class Trainer:
             hidden = self.model(pack.tokens, pack)[0, states]  # [N, C]
             head = self.model.head_weight[: self.tokenizer.size]  # ids beyond the tokenizer are only padding
             chunk = self.grant.memory.loss_chunk
-            return token_loss(hidden, head, targets, lambda rows, logprobs, _: -logprobs.sum(), chunk=chunk)
+            loss, _ = token_loss(hidden, head, targets, cross_entropy, chunk=chunk)
+        return loss
 
     def step(self, number: int) -> tuple[dict, int]:
         """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched."""

@@ -154,7 +154,7 @@ class Learner:
             for name, x in seen.items():
                 sums[name] = sums.get(name, 0.0) + x.detach().sum()
 
-        def policy_loss(rows: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        def policy_loss(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict]:
             advantage = advantages[rows]
             per_token = losses.policy_loss(logprobs, old[rows], advantage, *clips)
             low, high = losses.clipped(logprobs, old[rows], advantage, *clips)
@@ -166,13 +166,15 @@ class Learner:
                 count(kl=kl)
                 if settings.algorithm == "grpo":
                     per_token = per_token + settings.kl_beta * kl
-            return (per_token * share[rows]).sum()
+            return (per_token * share[rows]).sum(), {}
 
         self.last = part
         with self.autocast():
             hidden, tokens = action_states(self.model, part)
             head = self.model.head_weight[: self.vocabulary]
-            loss = token_loss(hidden, head, tokens, policy_loss, self.temperature, self.loss_chunk, with_entropy=True)
+            loss, _ = token_loss(
+                hidden, head, tokens, policy_loss, self.temperature, self.loss_chunk, with_entropy=True
+            )
             values = None if targets is None else self.value_head(hidden)
         if targets is not None:
             value = losses.value_loss(values, old_values, targets, settings.value_clip)

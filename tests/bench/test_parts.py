@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench import parts
 from bench.parts import ADAPTERS, ATTENTION, COPIES, ELEMENTWISE, FROZEN, HEAD, OPTIMIZER, OTHER, SAMPLING
 from r3lite.models import lora
-from r3lite.models.logprobs import token_loss
+from r3lite.models.logprobs import cross_entropy, token_loss
 
 
 def event(name, start, end, parent=None, sequence=-1, scope=0, shapes=()):
@@ -62,7 +62,7 @@ def test_a_real_step_has_every_part_and_nearly_nothing_is_left_over(small_model)
     ids = torch.randint(0, 300, (1, 32))  # [1, T]
     with parts.ranges(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         hidden = model(ids)[0, :-1]  # [T-1, C]
-        token_loss(hidden, model.head_weight, ids[0, 1:], lambda rows, logprobs, _: -logprobs.sum()).backward()
+        token_loss(hidden, model.head_weight, ids[0, 1:], cross_entropy)[0].backward()
         optimizer.step()
     found = parts.seconds_by_part(profiler.events(), lambda e: 1e6, rank=4)  # counts operators
     assert all(found[part] for part in (FROZEN, ADAPTERS, ATTENTION, ELEMENTWISE, HEAD, COPIES, OPTIMIZER))

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3lite.models import logprobs as logprobs_module
-from r3lite.models.logprobs import token_logprobs, token_loss
+from r3lite.models.logprobs import cross_entropy, token_logprobs, token_loss
 
 N, C, V = 37, 16, 101
 
@@ -50,7 +50,8 @@ def losses_of(inputs):
     _, _, _, (weight, bonus) = inputs
 
     def loss(rows, logprobs, entropies):
-        return (logprobs.exp() * weight[rows] - bonus[rows] * entropies).sum()
+        per_token = logprobs.exp() * weight[rows] - bonus[rows] * entropies
+        return per_token.sum(), {"loss": per_token.detach().sum()}
 
     return loss
 
@@ -65,10 +66,10 @@ def test_gradients_against_the_plain_path_in_float64(inputs, dtype, bound, fused
     theirs = ours.detach().double().requires_grad_()
     how = dict(temperature=0.7, chunk=8, with_entropy=True)
     if fused:
-        value = token_loss(ours, head.to(dtype), targets, loss, **how)
+        value, _ = token_loss(ours, head.to(dtype), targets, loss, **how)
     else:
-        value = loss(slice(None), *token_logprobs(ours, head.to(dtype), targets, **how))
-    expected = loss(slice(None), *plain(theirs, head.to(dtype), targets, 0.7))
+        value, _ = loss(slice(None), *token_logprobs(ours, head.to(dtype), targets, **how))
+    expected, _ = loss(slice(None), *plain(theirs, head.to(dtype), targets, 0.7))
     assert value.item() == pytest.approx(expected.item(), rel=10 * bound)
     (value * 3).backward()
     (expected * 3).backward()
@@ -79,7 +80,7 @@ def test_small_shares_of_a_loss_do_not_vanish_in_fp16(inputs):
     """A token's share of a mini-batch is 1e-5, times a probability of 1e-2: below what fp16 can hold."""
     hidden, head, targets, _ = inputs
     hidden, head = hidden.half().requires_grad_(), head.half()
-    token_loss(hidden, head, targets, lambda rows, logprobs, _: -1e-6 * logprobs.sum()).mul(2.0**16).backward()
+    token_loss(hidden, head, targets, lambda rows, logprobs, _: (-1e-6 * logprobs.sum(), {}))[0].mul(2.0**16).backward()
     theirs = hidden.detach().double().requires_grad_()
     (-1e-6 * 2.0**16 * plain(theirs, head, targets, 1.0)[0].sum()).backward()
     assert relative_error(hidden.grad, theirs.grad) <= 2e-3
@@ -89,10 +90,21 @@ def test_a_loss_makes_each_chunk_of_logits_once(inputs, monkeypatch):
     hidden, head, targets, _ = inputs
     made, make = [], logprobs_module._logits
     monkeypatch.setattr(logprobs_module, "_logits", lambda *a: made.append(len(a[0])) or make(*a))
-    token_loss(hidden.requires_grad_(), head, targets, lambda rows, logprobs, _: logprobs.sum(), chunk=8).backward()
+    token_loss(hidden.requires_grad_(), head, targets, cross_entropy, chunk=8)[0].backward()
     assert made == [8, 8, 8, 8, 5]
     with torch.no_grad():
-        assert not token_loss(hidden, head, targets, losses_of(inputs), with_entropy=True).requires_grad
+        assert not token_loss(hidden, head, targets, losses_of(inputs), with_entropy=True)[0].requires_grad
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_metrics_of_each_chunk_come_back_with_the_loss(inputs, trained):
+    hidden, head, targets, _ = inputs
+    loss, metrics = token_loss(
+        hidden.requires_grad_(trained), head, targets, losses_of(inputs), chunk=8, with_entropy=True
+    )
+    assert loss.requires_grad == trained and len(metrics) == 5
+    assert torch.equal(sum(m["loss"] for m in metrics), loss.detach())
+    assert not any(m["loss"].requires_grad for m in metrics)
 
 
 def test_without_entropy_or_gradients(inputs):
@@ -124,7 +136,7 @@ def test_the_logits_are_never_there_as_a_whole(inputs):
     hidden, head, targets, _ = inputs
     hidden.requires_grad_()
     with NoMoreRows(8):
-        token_loss(hidden, head, targets, losses_of(inputs), chunk=8, with_entropy=True).backward()
+        token_loss(hidden, head, targets, losses_of(inputs), chunk=8, with_entropy=True)[0].backward()
     with NoMoreRows(8) as watch:
         logprobs, entropies = token_logprobs(hidden, head, targets, chunk=8, with_entropy=True)
         (logprobs + entropies).sum().backward()
