@@ -33,13 +33,15 @@ def work(config: PlanSftConfig | PlanRlConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.files import write_json
     from r3lite.memory import workloads
+    from r3lite.rl.algorithms import ALGORITHMS
 
     if isinstance(config, PlanSftConfig):
         workload = workloads.sft_workload(config.model, config.sft, config.lora)
         plan = workloads.make_plan(workload, config.memory)
     else:
         shape = config.rl, config.lora, config.lengths, config.retrieval
-        plan = workloads.make_plan(workloads.rl_workload(config.model, *shape), config.memory, config.sampling)
+        workload = workloads.rl_workload(config.model, *shape, critic=ALGORITHMS[config.rl.algorithm].has_critic)
+        plan = workloads.make_plan(workload, config.memory, config.sampling)
     print(plan.table())
     if config.common.output:
         path = Path(config.common.output) / "plan.json"

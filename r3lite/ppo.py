@@ -49,7 +49,7 @@ def train(config: PpoConfig) -> None:
         clock = Clock()
         grant.resume()
         drawn = draw(questions, number, rl.batch_size, rl.num_generations, seed)
-        sequences = grant.attempt(lambda: engine.run(*drawn, retrieve), sampling=True)
+        sequences = grant.attempt("sample", engine.run, *drawn, retrieve)
         clock.lap("rollout")
         episodes = [s.episode() for s in sequences]
         verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
@@ -85,13 +85,12 @@ def build(config: PpoConfig, questions: list[str]) -> tuple:
     from r3lite import grant as granted
     from r3lite.memory import workloads
     from r3lite.models import activation_checkpointing, lora, packing, weights
-    from r3lite.models.hooks import explain_overflow
     from r3lite.models.value_head import ValueHead
     from r3lite.policy import load_base
     from r3lite.protocols.registry import build_layout
     from r3lite.protocols.tokenizer import Tokenizer
-    from r3lite.rl.policy import action_states
-    from r3lite.rl.update import Learner
+    from r3lite.rl.algorithms import ALGORITHMS
+    from r3lite.rl.learner import Learner
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sampling import Sampler
     from r3lite.training import loop, optim
@@ -106,7 +105,8 @@ def build(config: PpoConfig, questions: list[str]) -> tuple:
     model, precision = load_base(folder, config.model, config.memory, plan)
     model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
     reference = add_adapters(model, config)
-    critic = ValueHead(model.config.hidden_size).to(precision.device) if config.rl.algorithm == "ppo" else None
+    algorithm = ALGORITHMS[config.rl.algorithm](config.rl)
+    critic = ValueHead(model.config.hidden_size).to(precision.device) if algorithm.has_critic else None
     groups = [optim.Group(lora.adapter_parameters(model, POLICY), config.optimizer.learning_rate)]
     if critic:
         named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
@@ -120,39 +120,45 @@ def build(config: PpoConfig, questions: list[str]) -> tuple:
     temperature, autocast = config.sampling.temperature, precision.autocast
     memory_now = granted.Grant(plan.memory)
     engine = Engine(model, layout, Sampler(temperature), memory_now, critic, autocast)
-    steps = precision.backward, training.update
-    learner = Learner(model, tokenizer.size, temperature, config.rl, reference, *steps, critic, autocast)
 
     def apply(memory) -> None:
         activation_checkpointing.enable(model, granted.Grant(memory))
         memory_now.memory = memory
-        learner.pass_tokens = memory.micro_batch_tokens
-        learner.loss_chunk = memory.loss_chunk
 
-    def last_pass() -> None:
-        with autocast():
-            action_states(model, learner.last)
-
-    training.explain = lambda: explain_overflow(model, last_pass)
     grant = Grant(plan, workloads.fixed(config.memory, config.sampling), apply, training)
-    learner.attempt = grant.attempt
+    learner = Learner(
+        model,
+        tokenizer.size,
+        temperature,
+        config.rl,
+        algorithm,
+        reference,
+        precision,
+        training.update,
+        grant,
+        critic,
+    )
+    training.explain = learner.explain_overflow
     return engine, learner, training, grant
 
 
 def plan_memory(config: PpoConfig, shared: int = 0):
     """The memory plan of a round whose episodes all reach --max-length, and begin with `shared` tokens alike."""
     from r3lite.memory import workloads
+    from r3lite.rl.algorithms import ALGORITHMS
 
     shape = config.rl, config.lora, config.lengths, config.retrieval, shared
-    return workloads.make_plan(workloads.rl_workload(config.model, *shape), config.memory, config.sampling)
+    workload = workloads.rl_workload(config.model, *shape, critic=ALGORITHMS[config.rl.algorithm].has_critic)
+    return workloads.make_plan(workload, config.memory, config.sampling)
 
 
 def check(config: PpoConfig) -> None:
-    """What the types of the settings cannot say."""
+    """Refuses settings that contradict each other; UsageError says which."""
+    from r3lite.rl.algorithms import ALGORITHMS
+
     if config.sampling.temperature == 0:
         raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
-    if config.rl.algorithm == "grpo" and config.rl.num_generations == 1:
-        raise UsageError("--num-generations is 1; GRPO compares episodes of one question: pass 2 or more, such as 8")
+    ALGORITHMS[config.rl.algorithm](config.rl)
 
 
 def add_adapters(model, config: PpoConfig) -> str | None:

@@ -144,12 +144,12 @@ class Trainer:
         rows = [self.rows[i] for i in chosen]
         self.model.train()
         self.grant.resume()
-        total_loss = self.grant.attempt(lambda: self.add_gradients(rows))
+        total_loss = self.grant.attempt("update", self.add_gradients, rows)
         norm, _ = self.training.update()
         seen = (number - 1) * per_step + len(rows)
         record = {"loss": total_loss, "grad_norm": norm, "epoch": seen / len(self.rows)}
         if self.validation and (number % settings.validate_every == 0 or number == self.total):
-            record["eval_loss"] = self.grant.attempt(self.validation_loss)
+            record["eval_loss"] = self.grant.attempt("update", self.validation_loss)
         return record, sum(len(row.tokens) for row in rows)
 
     def add_gradients(self, rows: "list[Row]") -> float:

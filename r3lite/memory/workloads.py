@@ -124,8 +124,10 @@ def rl_workload(
     lengths: LengthSettings,
     retrieval: RetrievalSettings,
     shared: int = 0,
+    *,
+    critic: bool,
 ) -> Workload:
-    """A round of PPO or GRPO whose episodes all reach --max-length, and begin with `shared` tokens alike."""
+    """A round whose episodes all reach --max-length and begin with `shared` equal tokens, with a critic or without."""
     episodes = rl.batch_size * rl.num_generations
     most = min(rl.micro_batch_size or episodes, episodes)
     return Workload(
@@ -138,7 +140,7 @@ def rl_workload(
         shared=min(shared, lengths.max_length),
         scores=bool(rl.kl_beta),
         adapters=2 if rl.kl_beta and model.adapter else 1,  # without one to start from, the bare base is the reference
-        critic=rl.algorithm == "ppo",
+        critic=critic,
     )
 
 

@@ -20,7 +20,7 @@ UNIT = 1024.0
 
 Metrics = dict[str, Tensor]
 Loss = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Metrics]]
-"""Rows, their log-probabilities [n] and entropies [n] -> the loss that they add, a scalar, and its metrics, detached."""
+"""Rows, their log-probabilities [n] and entropies [n] -> the loss they add, a scalar, and its metrics, detached."""
 
 
 def token_logprobs(

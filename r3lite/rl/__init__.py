@@ -1,1 +1,1 @@
-"""Reinforcement learning: batches, advantages and losses. Handed numbers; knows no judge and no text."""
+"""Reinforcement learning: batches, advantages, losses, algorithms and the learner. Works on numbers; reads no text."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of x where mask holds; both of any one shape."""
+    """Mean of x over the mask; both have one shape, which may be any."""
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
@@ -16,30 +16,30 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     return (x - mean) * torch.rsqrt(variance + 1e-8) * mask
 
 
-def gae(rewards: Tensor, values: Tensor, action: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16) over action tokens only.
 
-    delta_t = r_t + gamma V_t' - V_t and A_t = delta_t + gamma lambda A_t', where t' is the next *action* token after
-    t (V and A are 0 past the last one). Observations are skipped: given V = 0 instead, a step's last action would be
-    told that its future is worth nothing. Takes rewards, values and the mask [B, T]; returns advantages and returns
-    (advantage + value), both [B, T] and 0 at observations.
+    delta_t = r_t + gamma V_t' - V_t and A_t = delta_t + gamma lambda A_t', with t' the next *action* token after t
+    (V and A are 0 past the last one). Observations are skipped: if their V = 0 were used, the last action of a step
+    would look as if nothing good could follow it. Takes rewards, values and the mask [B, T]; returns advantages, and
+    the critic's targets (advantage + value), both [B, T] and 0 at observations.
     """
     advantages = torch.zeros_like(values)
     next_value = next_advantage = torch.zeros_like(values[:, 0])  # [B]
     for t in range(values.shape[1] - 1, -1, -1):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * next_advantage
-        next_value = torch.where(action[:, t], values[:, t], next_value)
-        next_advantage = torch.where(action[:, t], advantage, next_advantage)
-        advantages[:, t] = torch.where(action[:, t], advantage, 0.0)
-    return advantages, (advantages + values) * action
+        next_value = torch.where(action_mask[:, t], values[:, t], next_value)
+        next_advantage = torch.where(action_mask[:, t], advantage, next_advantage)
+        advantages[:, t] = torch.where(action_mask[:, t], advantage, 0.0)
+    return advantages, (advantages + values) * action_mask
 
 
 def group_normalized(returns: Tensor, groups: Tensor, eps: float = 1e-4) -> Tensor:
     """GRPO's advantage (arXiv 2402.03300): (R - mean) / (std + eps) within a group, for returns and groups [B].
 
-    std is the sample standard deviation, as in TRL. A group of one, or one whose returns are all equal, gets 0: it
-    gives no gradient. (Not what rounding leaves of r - mean, either: AdamW would make full steps of that.)
+    std is the sample standard deviation, as in TRL. A group of one, or one whose returns are all equal, gets 0, so it
+    has no gradient. (Nor may the rounding error of r - mean be one: AdamW would turn it into full steps.)
     """
     advantages = torch.zeros_like(returns)
     for group in groups.unique():
@@ -57,5 +57,5 @@ def share_without_variance(returns: Tensor, groups: Tensor) -> float:
 
 
 def _all_equal(returns: Tensor) -> bool:
-    """Whether returns differ by no more than the order in which they were summed explains."""
+    """Whether returns are equal, up to the rounding of sums taken in another order."""
     return bool(returns.max() - returns.min() < 1e-6)

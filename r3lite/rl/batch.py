@@ -1,8 +1,9 @@
-"""Sampled episodes as tensors: what was sampled, with which probability, and what was paid for it where.
+"""Sampled episodes as tensors, with everything that is known about each of their tokens.
 
-They stay in the host's memory, where masks are read without waiting for the device; the model gets packs of them.
-Position t of every [B, T] tensor speaks of token t: whether the model sampled it, its log-probability given the
-tokens before it, the value of the state before it, the reward paid after it.
+A batch stays in host memory, where masks are read without waiting for the device; the model reads packs of its rows,
+and losses get what is known of its action tokens, moved to the device. Position t of every [B, T] tensor belongs to
+token t: whether the model sampled it, its log-probability given the tokens before it, the value of the state before
+it, the reward paid after it.
 """
 
 from dataclasses import dataclass, fields
@@ -16,23 +17,30 @@ class Rollout:
     """One sampled episode, in numbers. `rewards` are (token index, amount); a question's rollouts share a `group`."""
 
     tokens: list[int]
-    action: list[bool]
+    action_mask: list[bool]
     logprobs: list[float]
     values: list[float]
     rewards: list[tuple[int, float]]
     group: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Batch:
-    """Rollouts padded on the right to [B, T]; padding is no action, so nothing reads it."""
+    """Rollouts padded on the right to [B, T]. Padding is never an action, so no loss and no mean reads it.
+
+    The last four fields are filled in while a round is learned from; until then they are None.
+    """
 
     tokens: Tensor  # [B, T] long
-    action: Tensor  # [B, T] bool: sampled by the model; the one mask of all losses, means and denominators
+    action_mask: Tensor  # [B, T] bool: sampled by the model; the one mask of all losses, means and denominators
     logprobs: Tensor  # [B, T] of the sampler, at actions
     values: Tensor  # [B, T] of the critic while sampling, at actions
     rewards: Tensor  # [B, T]
     groups: Tensor  # [B] long
+    reference: Tensor | None = None  # [B, T] log-probabilities under the reference policy, at actions
+    advantages: Tensor | None = None  # [B, T] at actions
+    value_targets: Tensor | None = None  # [B, T] what the critic should have said, at actions
+    weights: Tensor | None = None  # [B, T] of each action token in the loss of its mini-batch
 
     @staticmethod
     def of(rollouts: list[Rollout]) -> "Batch":
@@ -44,27 +52,77 @@ class Batch:
         rewards = torch.zeros(len(rollouts), longest)
         for i, rollout in enumerate(rollouts):
             for position, amount in rollout.rewards:
-                assert rollout.action[position], "a reward is paid at a token that the model sampled"
+                assert rollout.action_mask[position], "a reward is paid at a token that the model sampled"
                 rewards[i, position] += amount
         return Batch(
             tokens=padded((r.tokens for r in rollouts), 0, torch.long),
-            action=padded((r.action for r in rollouts), False, torch.bool),
+            action_mask=padded((r.action_mask for r in rollouts), False, torch.bool),
             logprobs=padded((r.logprobs for r in rollouts), 0.0, torch.float32),
             values=padded((r.values for r in rollouts), 0.0, torch.float32),
             rewards=rewards,
             groups=torch.tensor([r.group for r in rollouts]),
         )
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
     def rows(self, index: list[int]) -> "Batch":
-        """The rollouts `index`."""
-        return Batch(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        """The rollouts `index`, with all that is known of them."""
+        known = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: None if x is None else x[index] for name, x in known.items()})
+
+    @property
+    def returns(self) -> Tensor:
+        """The sum of rewards [B] of each episode."""
+        return self.rewards.sum(-1)
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens [B] up to and including each row's last action; what follows it can teach nothing."""
+        """Tokens [B] up to and including each row's last action; no loss depends on those after it."""
         positions = torch.arange(1, self.tokens.shape[1] + 1)
-        return (positions * self.action).amax(-1)
+        return (positions * self.action_mask).amax(-1)
 
     def read(self) -> list[list[int]]:
-        """The tokens of each row that the model is to read: `lengths` of them."""
+        """The tokens of each row that the model has to read: the first `lengths` of them."""
         return [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
+
+    def at_actions(self, x: Tensor) -> Tensor:
+        """The entries [N] of x [B, T] at the action tokens, in row-major order."""
+        return x[self.action_mask]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The inverse of `at_actions`: a tensor [B, T] with x [N] at the action tokens and 0 elsewhere."""
+        return torch.zeros(self.tokens.shape, dtype=x.dtype).masked_scatter(self.action_mask, x)
+
+
+@dataclass(frozen=True)
+class ActionTokens:
+    """What is known of the N action tokens of a micro-batch, on the device. Every tensor is [N], in row-major order.
+
+    `known[rows]` is the same for a slice of them. A tensor that the batch does not have is None here.
+    """
+
+    old_logprobs: Tensor
+    old_values: Tensor
+    advantages: Tensor
+    weights: Tensor
+    reference: Tensor | None
+    value_targets: Tensor | None
+
+    @staticmethod
+    def of(batch: Batch, device: torch.device) -> "ActionTokens":
+        def moved(x: Tensor | None) -> Tensor | None:
+            return None if x is None else batch.at_actions(x).to(device, non_blocking=True)
+
+        return ActionTokens(
+            old_logprobs=moved(batch.logprobs),
+            old_values=moved(batch.values),
+            advantages=moved(batch.advantages),
+            weights=moved(batch.weights),
+            reference=moved(batch.reference),
+            value_targets=moved(batch.value_targets),
+        )
+
+    def __getitem__(self, rows: slice) -> "ActionTokens":
+        known = (getattr(self, f.name) for f in fields(self))
+        return ActionTokens(*(None if x is None else x[rows] for x in known))

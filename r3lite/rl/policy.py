@@ -1,6 +1,5 @@
-"""The trainer's side of token-in, token-out: states and log-probabilities of the tokens that were sampled."""
+"""States and log-probabilities, in the trainer, of the very tokens that were sampled."""
 
-import torch
 from torch import Tensor
 
 from r3lite.models.logprobs import CHUNK, token_logprobs
@@ -15,24 +14,14 @@ def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
     N counts action tokens in row-major order of the batch's action mask. A token is predicted by the state before it.
     """
     pack = Pack.of(batch.read(), model.head_weight.device, model.head_weight.dtype)
-    states, tokens = pack.predicted(batch.action.tolist())
+    states, tokens = pack.predicted(batch.action_mask.tolist())
     return model(pack.tokens, pack)[0, states], tokens
 
 
 def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
     """Log-probabilities [N] of the action tokens, under the distribution that they were drawn from.
 
-    The head's first `vocabulary` rows are those that may be sampled; the temperature is that of the sampler.
+    The first `vocabulary` rows of the head are the tokens that may be sampled; the temperature is the sampler's.
     """
     hidden, targets = action_states(model, batch)
     return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk)[0]
-
-
-def at_actions(x: Tensor, batch: Batch) -> Tensor:
-    """The entries [N] of x [B, T] at action tokens, in the order of `action_states`."""
-    return x[batch.action]
-
-
-def spread(x: Tensor, batch: Batch) -> Tensor:
-    """The inverse of `at_actions`: x [N] at the action tokens of a [B, T] tensor that is 0 elsewhere."""
-    return torch.zeros(batch.tokens.shape, dtype=x.dtype).masked_scatter(batch.action, x)

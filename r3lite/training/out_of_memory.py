@@ -4,17 +4,19 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
+from r3lite import grant
 from r3lite.errors import R3LiteError
-from r3lite.grant import Memory
+from r3lite.grant import Memory, Phase
 from r3lite.memory.planner import peak
 from r3lite.memory.workloads import Plan
 from r3lite.training import checkpoint
 from r3lite.training.loop import Training
 
+P = ParamSpec("P")
 T = TypeVar("T")
 LEAST_CHUNK, LEAST_TILE = 16, 32
 NAME = "memory"  # in what a checkpoint keeps
@@ -24,15 +26,15 @@ class OutOfMemory(R3LiteError):
     """Nothing is left that could be made smaller."""
 
 
-class Grant:
+class Grant(grant.Grant):
     """The memory settings that a run works with. They shrink when the device runs out, and are part of checkpoints.
 
     `fixed` holds those that the user gave, which stay; `apply` puts changed ones into effect.
     """
 
     def __init__(self, plan: Plan, fixed: dict, apply: Callable[[Memory], None], training: Training):
+        super().__init__(plan.memory)
         self.plan, self.fixed, self.apply, self.training = plan, fixed, apply, training
-        self.memory = plan.memory
         training.kept[NAME] = dataclasses.asdict(self.memory)
         apply(self.memory)
 
@@ -49,15 +51,16 @@ class Grant:
             self.memory = saved
             self.apply(saved)
 
-    def attempt(self, work: Callable[[], T], sampling: bool = False) -> T:
-        """The result of `work`, which samples or adds gradients; where memory runs out, of the same in smaller pieces.
+    def attempt(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
+        """The result of `work(*args)`, which samples or adds gradients; it is repeated in smaller pieces if memory runs
+        out.
 
         Half-made gradients are dropped, and dropout is rewound. Raises OutOfMemory when nothing can be made smaller.
         """
         random_state = checkpoint.random_state()
         while True:
             try:
-                return work()
+                return work(*args)
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
             # Outside the except block, whose traceback holds the tensors of the work that failed.
@@ -65,7 +68,7 @@ class Grant:
             checkpoint.set_random_state(random_state)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            less = self._smaller(sampling)
+            less = self._smaller(phase == "sample")
             if less is None:
                 raise OutOfMemory(
                     f"the device ran out of memory, and nothing is left to make smaller ({reason})",

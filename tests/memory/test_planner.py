@@ -321,7 +321,12 @@ def test_workloads_follow_the_settings():
     ):
         rl = RLSettings(algorithm=algorithm, kl_beta=kl, batch_size=3, num_generations=5, micro_batch_size=2)
         w = workloads.rl_workload(
-            replace(model, adapter=adapter), rl, lora_settings, LengthSettings(), RetrievalSettings()
+            replace(model, adapter=adapter),
+            rl,
+            lora_settings,
+            LengthSettings(),
+            RetrievalSettings(),
+            critic=algorithm == "ppo",
         )
         assert (w.critic, w.scores, w.adapters) == expected
         assert (w.episodes, w.row_tokens, w.rows) == (15, 4096, 2)
@@ -338,7 +343,7 @@ def test_the_adapter_to_start_from_is_planned_for_with_its_own_rank(small_model,
     limits = LengthSettings(), RetrievalSettings()
     for w in (
         workloads.sft_workload(settings, SftSettings(), LoraSettings()),
-        workloads.rl_workload(settings, RLSettings(), LoraSettings(), *limits),
+        workloads.rl_workload(settings, RLSettings(), LoraSettings(), *limits, critic=True),
         workloads.evaluate_workload(settings, *limits, questions=5),
     ):
         assert (w.lora_r, w.targets) == (3, ("q_proj", "down_proj"))

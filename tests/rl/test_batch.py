@@ -1,6 +1,9 @@
-import pytest
+import dataclasses
 
-from r3lite.rl.batch import Batch, Rollout
+import pytest
+import torch
+
+from r3lite.rl.batch import ActionTokens, Batch, Rollout
 
 
 def rollout(tokens, action, rewards=(), group=0):
@@ -10,7 +13,7 @@ def rollout(tokens, action, rewards=(), group=0):
 def test_padding_is_no_action_whatever_the_padding_id():
     """A padding id that is also a real token must not be taken for padding: the mask is made with the tokens."""
     batch = Batch.of([rollout([7, 0, 0], [False, True, True]), rollout([7, 0], [False, True])])
-    assert batch.action.tolist() == [[False, True, True], [False, True, False]]
+    assert batch.action_mask.tolist() == [[False, True, True], [False, True, False]]
     assert batch.tokens.tolist() == [[7, 0, 0], [7, 0, 0]]
     assert batch.read() == [[7, 0, 0], [7, 0]]
 
@@ -20,6 +23,16 @@ def test_rewards_stand_where_they_were_paid():
     assert batch.rewards[0].tolist() == [0.0, 0.5, 0.0, 1.25]
     with pytest.raises(AssertionError):
         Batch.of([rollout([1, 2], [False, True], [(0, 1.0)])])
+
+
+def test_rows_take_along_all_that_is_known():
+    batch = Batch.of([rollout([1, 2, 3], [False, True, True]), rollout([4, 5], [False, True])])
+    known = dataclasses.replace(batch, advantages=torch.tensor([[0.0, 1.0, 2.0], [0.0, 3.0, 0.0]]))
+    assert known.rows([1]).advantages.tolist() == [[0.0, 3.0, 0.0]] and known.rows([1]).reference is None
+    assert torch.equal(known.spread(known.at_actions(known.advantages)), known.advantages)
+    tokens = ActionTokens.of(dataclasses.replace(known, weights=known.action_mask / 3), torch.device("cpu"))
+    assert tokens.advantages.tolist() == [1.0, 2.0, 3.0] and tokens.reference is None
+    assert tokens[1:].advantages.tolist() == [2.0, 3.0] and tokens[1:].old_logprobs.tolist() == [-0.5, -0.5]
 
 
 def test_rows_are_read_up_to_their_last_action():

@@ -88,9 +88,9 @@ def test_sampled_log_probs_equal_the_trainers_across_retrievals(three, model, to
     rollouts = [Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences]
     batch = Batch.of(rollouts)
     logprobs = action_logprobs(model, batch, tokenizer.size, temperature)
-    assert (logprobs - batch.logprobs[batch.action]).abs().max() <= 1e-4
+    assert (logprobs - batch.logprobs[batch.action_mask]).abs().max() <= 1e-4
     trained = [t for s in sequences for t, a in zip(s.tokens, s.action_mask) if a]
-    assert batch.tokens[batch.action].tolist() == trained
+    assert batch.tokens[batch.action_mask].tolist() == trained
     assert logprobs.abs().max() > 1  # the model's opinion differs from uniform: the comparison means something
 
 
@@ -100,7 +100,7 @@ def test_values_of_the_critic_equal_the_trainers(scripted, three, model, tokeniz
     sequences = engine.run(questions(3), ["a", "b", "c"], lambda pairs: [DOCUMENTS for _ in pairs])
     batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in sequences])
     values = head(action_states(model, batch)[0])
-    assert torch.allclose(values, batch.values[batch.action], atol=1e-4) and values.abs().max() > 0.01
+    assert torch.allclose(values, batch.values[batch.action_mask], atol=1e-4) and values.abs().max() > 0.01
 
 
 def test_what_a_sequence_says_does_not_depend_on_its_company(engine_of):

@@ -57,5 +57,5 @@ def test_recorded_log_probs_do_not_depend_on_company_and_equal_the_trainers(scri
     batch = Batch.of(list(together.values()))
     with torch.no_grad():
         logprobs = action_logprobs(real[0], batch, real[1].size, 1.0)
-    assert (logprobs - batch.logprobs[batch.action]).abs().max() <= 1e-4
+    assert (logprobs - batch.logprobs[batch.action_mask]).abs().max() <= 1e-4
     assert len(logprobs) > 100 and logprobs.std() > 0.1

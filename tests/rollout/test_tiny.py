@@ -44,5 +44,5 @@ def test_sampled_log_probs_equal_the_trainers(tiny):
     batch = Batch.of(rollouts)
     with torch.no_grad():
         logprobs = action_logprobs(engine.model, batch, engine.layout.tokenizer.size, 1.0)
-    assert (logprobs - batch.logprobs[batch.action]).abs().max() <= 1e-4
+    assert (logprobs - batch.logprobs[batch.action_mask]).abs().max() <= 1e-4
     assert not lora.switch_of(engine.model).active

@@ -13,7 +13,7 @@ from r3lite.files import write_jsonl
 from r3lite.models.weights import resolve_folder
 from r3lite.rewards import reward
 from r3lite.rl.batch import Batch
-from r3lite.rl.update import Learner
+from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.training import checkpoint, metrics
 from r3lite.training.out_of_memory import NAME
@@ -63,7 +63,7 @@ def out_of_memory() -> None:
 
 def small_card(monkeypatch, room: int) -> list[int]:
     """A card on which the loss of more than so many tokens does not fit; notes what was tried."""
-    seen, loss, loss_in_rl = [], sft.Trainer.loss, Learner._loss
+    seen, loss, loss_in_rl = [], sft.Trainer.loss, Learner.loss
 
     def limited(work):
         def call(self, part, *more):
@@ -76,7 +76,7 @@ def small_card(monkeypatch, room: int) -> list[int]:
         return call
 
     monkeypatch.setattr(sft.Trainer, "loss", limited(loss))
-    monkeypatch.setattr(Learner, "_loss", limited(loss_in_rl))
+    monkeypatch.setattr(Learner, "loss", limited(loss_in_rl))
     return seen
 
 
@@ -156,7 +156,7 @@ def test_half_made_gradients_are_dropped_and_dropout_drops_the_same_again(toy, t
 def test_metrics_of_a_repeated_mini_batch_are_counted_once(toy, tmp_path, monkeypatch, capsys, paid, algorithm):
     alone = ["--algorithm", algorithm, "--micro-batch-tokens", "1"]
     assert run_rl(toy, tmp_path / "whole", *alone) == 0
-    failing(monkeypatch, Learner, "_loss", {2, 10})  # of three passes each: in the first and in a later mini-batch
+    failing(monkeypatch, Learner, "loss", {2, 10})  # of three passes each: in the first and in a later mini-batch
     assert run_rl(toy, tmp_path / "small", *alone) == 0
     assert capsys.readouterr().err.count("the step is repeated") == 2
     assert_same(tmp_path / "small", tmp_path / "whole", 2)
@@ -218,7 +218,7 @@ def test_memory_that_runs_out_without_end_stops_the_run(toy, tmp_path, monkeypat
 
 def test_a_step_whose_weights_have_changed_is_not_saved_half(toy, tmp_path, monkeypatch, paid):
     """The second mini-batch of a round fails when the first has been learned: the round before is what is whole."""
-    failing(monkeypatch, Learner, "_loss", {4})  # two mini-batches of one pass each: the second round's second
+    failing(monkeypatch, Learner, "loss", {4})  # two mini-batches of one pass each: the second round's second
     memory = ["--recompute-layers", "2", "--loss-chunk", "16", "--mlp-tile", "32", "--micro-batch-tokens", "4096"]
     assert run_rl(toy, tmp_path / "run", *memory, "--save-every", "1") == 1
     assert list(checkpoint.all_of(tmp_path / "run")) == [1]

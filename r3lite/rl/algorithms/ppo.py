@@ -1,0 +1,54 @@
+"""Proximal policy optimization (arXiv 1707.06347) of a language model, with the KL penalty of arXiv 2203.02155.
+
+rewards     r_t - beta (log pi_old(a_t) - log pi_ref(a_t)), at every action token      (2203.02155, eq. 2)
+advantages  GAE(gamma, lambda) over action tokens, whitened over the round             (1506.02438, eq. 16)
+loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy              (1707.06347, eq. 7)
+            + c_V 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
+normalizer  mean over the action tokens of the mini-batch
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from r3lite.rl import losses
+from r3lite.rl.advantages import gae, whiten
+from r3lite.rl.algorithms.base import Algorithm
+from r3lite.rl.batch import ActionTokens, Batch
+
+
+class Ppo(Algorithm):
+    has_critic = True
+
+    def with_advantages(self, batch: Batch) -> Batch:
+        s, rewards = self.settings, batch.rewards
+        if batch.reference is not None:
+            rewards = rewards - s.kl_beta * losses.k1_kl(batch.logprobs, batch.reference) * batch.action_mask
+        advantages, targets = gae(rewards, batch.values, batch.action_mask, s.gamma, s.gae_lambda)
+        return replace(batch, advantages=whiten(advantages, batch.action_mask), value_targets=targets)
+
+    def weights(self, batch: Batch) -> Tensor:
+        return batch.action_mask / batch.action_mask.sum()
+
+    def loss(self, known: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        s = self.settings
+        loss, metrics = losses.clipped_surrogate(
+            logprobs, known.old_logprobs, known.advantages, s.clip_low, s.clip_high
+        )
+        if s.entropy_coefficient:
+            loss = loss - s.entropy_coefficient * entropy
+        if known.reference is not None:
+            metrics["kl"] = losses.k3_kl(logprobs, known.reference)
+        return loss, metrics
+
+    def value_loss(self, known: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = losses.clipped_value_loss(values, known.old_values, known.value_targets, self.settings.value_clip)
+        return loss, {"value_loss": loss}
+
+    def statistics(self, batch: Batch) -> dict[str, float]:
+        """Also how much of the targets' variance the critic explained while sampling: 1 - Var(R - V) / Var(R)."""
+        error = batch.at_actions(batch.value_targets - batch.values)
+        variance = batch.at_actions(batch.value_targets).var(correction=0)
+        return super().statistics(batch) | {
+            "explained_variance": float(1 - error.var(correction=0) / (variance + 1e-8))
+        }

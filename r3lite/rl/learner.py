@@ -1,0 +1,150 @@
+"""One round's learning: from rewards to advantages, from advantages to optimizer steps.
+
+Works on a model and a batch of numbers. What is particular to an algorithm is in `rl/algorithms`; this file knows no
+algorithm by name, no text, no retriever and no judge.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from r3lite.devices.precision import Precision
+from r3lite.grant import Grant
+from r3lite.models import hooks
+from r3lite.models.logprobs import token_loss
+from r3lite.models.lora import use_adapter
+from r3lite.models.packing import groups
+from r3lite.models.qwen2 import Qwen2
+from r3lite.rl.algorithms.base import Algorithm
+from r3lite.rl.batch import ActionTokens, Batch
+from r3lite.rl.policy import action_logprobs, action_states
+from r3lite.settings import RLSettings
+
+Metrics = dict[str, Tensor | int]
+
+
+@dataclass
+class Learner:
+    """Improves a policy, which is the model's active adapter, by one algorithm."""
+
+    model: Qwen2
+    vocabulary: int  # number of ids that may be sampled
+    temperature: float  # of the sampler
+    settings: RLSettings
+    algorithm: Algorithm
+    reference: str | None  # name of the reference adapter; None: the bare base
+    precision: Precision
+    optimizer_step: Callable[[], tuple[float, bool]]  # clips and updates; returns (gradient norm, skipped)
+    grant: Grant
+    value_head: nn.Module | None = None  # if the algorithm has a critic
+    _last: Batch | None = field(default=None, init=False)  # the newest micro-batch, to explain an overflow by
+
+    def __post_init__(self):
+        assert (self.value_head is not None) == self.algorithm.has_critic
+
+    def learn(self, batch: Batch, seed: str) -> dict[str, float]:
+        """All optimizer steps of a round; returns its metrics. `seed` orders the mini-batches."""
+        if self.settings.kl_beta:
+            batch = replace(batch, reference=self.grant.attempt("update", self.reference_logprobs, batch))
+        batch = self.algorithm.with_advantages(batch)
+        scaled = self.settings.negative_advantage_scale * batch.advantages
+        batch = replace(batch, advantages=torch.where(batch.advantages < 0, scaled, batch.advantages))
+        measured: list[Metrics] = []
+        norms: list[float] = []
+        for epoch in range(self.settings.update_epochs):
+            for rows in self.mini_batches(batch, f"{seed}/{epoch}"):
+                measured.append(self.grant.attempt("update", self.add_gradients, batch.rows(rows)))
+                norm, _ = self.optimizer_step()
+                norms.append(norm)
+        sums = added(measured)
+        tokens, loss = sums.pop("tokens"), sums.pop("loss")
+        means = {"loss": float(loss) / len(norms)} | {name: float(total) / tokens for name, total in sums.items()}
+        finite = [n for n in norms if math.isfinite(n)]  # a skipped step has none
+        return means | {"grad_norm": statistics.fmean(finite or [math.inf])} | self.algorithm.statistics(batch)
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: Batch) -> Tensor:
+        """Log-probabilities [B, T] of the action tokens under the reference: the same base, another adapter."""
+        found = torch.zeros_like(batch.logprobs)
+        chunk = self.grant.memory.loss_chunk
+        with use_adapter(self.model, self.reference), self.precision.autocast():
+            for rows in self.micro_batches(batch):
+                part = batch.rows(rows)
+                found[rows] = part.spread(
+                    action_logprobs(self.model, part, self.vocabulary, self.temperature, chunk).cpu()
+                )
+        return found
+
+    def mini_batches(self, batch: Batch, seed: str) -> list[list[int]]:
+        """The rows of each optimizer step of an epoch; `seed` shuffles what the algorithm keeps together."""
+        units = self.algorithm.units(batch)
+        random.Random(seed).shuffle(units)
+        order, size = list(chain.from_iterable(units)), self.settings.mini_batch_size
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def micro_batches(self, batch: Batch) -> list[list[int]]:
+        """The rows that go through the model together."""
+        return groups(batch.read(), self.grant.memory.micro_batch_tokens, self.settings.micro_batch_size or len(batch))
+
+    def add_gradients(self, batch: Batch) -> Metrics:
+        """Adds the gradients of a mini-batch's loss, micro-batch by micro-batch; returns sums over its tokens."""
+        batch = replace(batch, weights=self.algorithm.weights(batch))
+        measured: list[Metrics] = []
+        for rows in self.micro_batches(batch):
+            loss, more = self.loss(batch.rows(rows))
+            self.precision.backward(loss)
+            measured += more
+        return added(measured)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, list[Metrics]]:
+        """The loss of a micro-batch, whose tokens have their weights, and sums over its tokens, chunk by chunk.
+
+        The sums of the chunks are not added up here, so that a round adds all of them in one order.
+        """
+        self._last = batch
+        known = ActionTokens.of(batch, self.model.head_weight.device)
+
+        def policy_loss(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+            some = known[rows]
+            per_token, metrics = self.algorithm.loss(some, logprobs, entropy)
+            return (per_token * some.weights).sum(), summed({"entropy": entropy} | metrics)
+
+        with self.precision.autocast():
+            hidden, tokens = action_states(self.model, batch)
+            head = self.model.head_weight[: self.vocabulary]
+            chunk = self.grant.memory.loss_chunk
+            loss, measured = token_loss(hidden, head, tokens, policy_loss, self.temperature, chunk, with_entropy=True)
+            values = None if self.value_head is None else self.value_head(hidden)
+        if values is not None:
+            per_token, metrics = self.algorithm.value_loss(known, values)
+            loss = loss + self.settings.value_coefficient * (per_token * known.weights).sum()
+            measured = [*measured, summed(metrics)]
+        return loss, [*measured, {"loss": loss.detach(), "tokens": len(tokens)}]
+
+    def explain_overflow(self) -> str:
+        """Runs the newest micro-batch once more; says which layer overflowed first, or that none did."""
+        return hooks.explain_overflow(self.model, self._read_last)
+
+    def _read_last(self) -> None:
+        with self.precision.autocast():
+            action_states(self.model, self._last)
+
+
+def summed(metrics: Metrics) -> Metrics:
+    """Sums over tokens, without their gradients."""
+    return {name: x.detach().sum() for name, x in metrics.items()}
+
+
+def added(parts: list[Metrics]) -> Metrics:
+    """Sums of several parts by name, added in their order."""
+    total: Metrics = {}
+    for part in parts:
+        for name, x in part.items():
+            total[name] = total.get(name, 0.0) + x
+    return total

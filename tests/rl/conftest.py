@@ -1,0 +1,123 @@
+"""A small model with a policy and a reference adapter, a batch that it sampled, and learners that note gradients."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from r3lite.devices.precision import Precision
+from r3lite.grant import Grant, Memory
+from r3lite.models import lora
+from r3lite.models.value_head import ValueHead
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.rl.batch import Batch, Rollout
+from r3lite.rl.learner import Learner
+from r3lite.rl.policy import action_logprobs
+from r3lite.settings import RLSettings
+
+VOCABULARY = 290
+# Two rollouts for each of two questions, with retrieved tokens (the gaps) and of different lengths.
+ACTIONS = ["..aa..aaa", "..aaa.aa", "..a....aaaa", "..aaaaa"]
+PAID = [1.0, 0.2, 0.5, 0.0]
+
+
+@pytest.fixture
+def model(small_model):
+    model = small_model().train()
+    for name, seed in (("policy", 1), ("reference", 2)):
+        lora.add_adapter(model, name, r=4, alpha=8, seed=seed)
+        generator = torch.Generator().manual_seed(seed)
+        for key, p in lora.adapter_parameters(model, name).items():
+            if "lora_B" in key:  # else the adapters would change nothing
+                p.data.normal_(0, 0.05, generator=generator)
+    for p in lora.adapter_parameters(model, "reference").values():
+        p.requires_grad_(False)
+    lora.set_adapter(model, "policy")
+    return model
+
+
+@pytest.fixture
+def batch(model):
+    """Random tokens with the log-probs that the model gives them, as an on-policy sampler would record."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for i, (pattern, paid) in enumerate(zip(ACTIONS, PAID)):
+        mask = [c == "a" for c in pattern]
+        tokens = torch.randint(0, VOCABULARY, (len(mask),), generator=generator).tolist()
+        ends = [t for t in range(len(mask)) if mask[t] and mask[t + 1 : t + 2] != [True]]
+        rewards = [(end, 0.1) for end in ends] + [(ends[-1], paid)]
+        made.append(Rollout(tokens, mask, [0.0] * len(mask), [0.3 * a for a in mask], rewards, i // 2))
+    batch = Batch.of(made)
+    with torch.no_grad():
+        return replace(batch, logprobs=batch.spread(action_logprobs(model, batch, VOCABULARY, 1.0)))
+
+
+@pytest.fixture
+def logprobs(model, batch):
+    """The policy's log-probabilities [N] of the batch's action tokens, with gradients."""
+    return action_logprobs(model, batch, VOCABULARY, 1.0)
+
+
+@pytest.fixture
+def reference(model, batch):
+    """Those of the reference, without."""
+    with torch.no_grad(), lora.use_adapter(model, "reference"):
+        return action_logprobs(model, batch, VOCABULARY, 1.0)
+
+
+@pytest.fixture
+def setup(model):
+    """Makes a learner of an algorithm (a name or a class), and the list of gradients that its steps would have used."""
+
+    def make(algorithm="ppo", **settings):
+        settings = RLSettings(**({"kl_beta": 0.05, "mini_batch_size": 4, "micro_batch_size": 4} | settings))
+        algorithm = (ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm)(settings)
+        parameters = list(lora.adapter_parameters(model, "policy").values())
+        head = ValueHead(64) if algorithm.has_critic else None
+        if head is not None:
+            torch.manual_seed(3)
+            head.weight.data.normal_(0, 0.1)
+            parameters += head.parameters()
+        steps = []
+
+        def optimizer_step():
+            steps.append(torch.cat([p.grad.flatten() for p in parameters]))
+            for p in parameters:
+                p.grad = None
+            return float(steps[-1].norm()), False
+
+        learner = Learner(
+            model=model,
+            vocabulary=VOCABULARY,
+            temperature=1.0,
+            settings=settings,
+            algorithm=algorithm,
+            reference="reference",
+            precision=Precision(torch.float32, torch.device("cpu")),
+            optimizer_step=optimizer_step,
+            grant=Grant(Memory()),
+            value_head=head,
+        )
+        return SimpleNamespace(learner=learner, algorithm=algorithm, steps=steps)
+
+    return make
+
+
+@pytest.fixture
+def gradients(setup):
+    """The gradients of a round's optimizer steps, and its metrics."""
+
+    def learn(batch, algorithm="ppo", **settings):
+        made = setup(algorithm, **settings)
+        measured = made.learner.learn(batch, "seed")
+        return made.steps, measured
+
+    return learn
+
+
+@pytest.fixture
+def gradient_of(model):
+    """The gradient of a scalar with respect to the policy's adapter, by autograd alone."""
+    parameters = list(lora.adapter_parameters(model, "policy").values())
+    return lambda loss: torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])

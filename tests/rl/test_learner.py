@@ -1,0 +1,117 @@
+"""A round's learning on a small model: what carries gradient, that batching changes nothing, and any algorithm."""
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+
+from r3lite.rl import learner as learner_module
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.rl.algorithms.base import Algorithm
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_observations_carry_nothing(batch, gradients, algorithm):
+    """Retrieved tokens were once masked in the policy loss alone, and still steered GAE, whitening and the critic."""
+    (expected,), measured = gradients(batch, algorithm)
+
+    def noisy(x):
+        return x + torch.randn(x.shape) * 10 * ~batch.action_mask
+
+    changed = replace(batch, values=noisy(batch.values), logprobs=noisy(batch.logprobs))
+    if algorithm == "ppo":  # GRPO's return is the sum of all rewards, which are paid at actions only
+        changed = replace(changed, rewards=noisy(batch.rewards))
+    (got,), again = gradients(changed, algorithm)
+    assert torch.equal(got, expected) and expected.norm() > 0
+    same = {"loss", "kl", "entropy", "grad_norm"} & measured.keys()
+    assert {k: measured[k] for k in same} == {k: again[k] for k in same}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_micro_batches_change_nothing(batch, gradients, algorithm):
+    """Denominators are those of the mini-batch: splitting it gives the same gradient."""
+    (whole,), measured = gradients(batch, algorithm)
+    (split,), again = gradients(batch, algorithm, micro_batch_size=1)
+    assert torch.allclose(whole, split, atol=1e-6)
+    assert list(measured) == list(again)
+    assert all(measured[k] == pytest.approx(again[k], abs=1e-5) for k in measured)
+
+
+def test_several_epochs_and_mini_batches_take_that_many_steps(batch, gradients):
+    steps, measured = gradients(batch, "ppo", update_epochs=3, mini_batch_size=2)
+    assert len(steps) == 6 and measured["clip_ratio/high_mean"] == 0  # nothing was updated, so nothing moved
+
+
+def test_the_reference_is_read_at_actions_only(setup, batch, reference):
+    found = setup().learner.reference_logprobs(batch)
+    assert torch.allclose(batch.at_actions(found), reference, atol=1e-6) and not found[~batch.action_mask].any()
+    assert (reference - batch.at_actions(batch.logprobs)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("algorithm", "together"), [("grpo", True), ("ppo", False)])
+def test_mini_batches_keep_together_what_the_algorithm_says(batch, setup, algorithm, together):
+    groups = batch.groups.tolist()
+    learner = setup(algorithm, mini_batch_size=groups.count(0)).learner
+    orders = [learner.mini_batches(batch, str(seed)) for seed in range(20)]
+    assert all(sorted(chain(*order)) == list(range(len(groups))) for order in orders)
+    assert len({str(order) for order in orders}) > 1
+    assert all(len({groups[i] for i in rows}) == 1 for order in orders for rows in order) == together
+
+
+def test_negative_advantages_can_weigh_less(batch, setup, gradients, logprobs, gradient_of):
+    """With scale 0 only what was better than expected teaches: the same gradient as with those episodes alone."""
+    (got,), _ = gradients(batch, "grpo", kl_beta=0.0, negative_advantage_scale=0.0)
+    advantages = setup("grpo").algorithm.with_advantages(batch).advantages
+    better = advantages.sum(-1) > 0
+    assert better.tolist() == [True, False, True, False]
+    weights = batch.action_mask / batch.action_mask.sum(-1, keepdim=True) / 4 * better[:, None]
+    loss = -((logprobs - logprobs.detach()).exp() * batch.at_actions(advantages * weights)).sum()
+    assert torch.allclose(got, gradient_of(loss), atol=1e-6) and got.norm() > 0
+
+
+def test_memory_figures_are_read_anew_each_time(batch, setup, monkeypatch):
+    """They shrink in the middle of a round if a device runs out of memory."""
+    made, chunks, token_loss = setup("grpo", micro_batch_size=None), [], learner_module.token_loss
+
+    def noting(hidden, head, targets, loss, temperature, chunk, with_entropy):
+        chunks.append(chunk)
+        return token_loss(hidden, head, targets, loss, temperature, chunk, with_entropy)
+
+    monkeypatch.setattr(learner_module, "token_loss", noting)
+    made.learner.learn(batch, "seed")
+    made.learner.grant.memory = replace(made.learner.grant.memory, micro_batch_tokens=1, loss_chunk=3)
+    made.learner.learn(batch, "seed")
+    assert chunks == [128] + [3] * 4
+    assert torch.allclose(*made.steps, atol=1e-6)
+
+
+def test_an_overflow_is_explained_by_the_newest_micro_batch(batch, setup, model):
+    learner = setup("grpo").learner
+    learner.learn(batch, "seed")
+    assert learner.explain_overflow().startswith("no layer overflowed")
+    model.model.layers[1].post_attention_layernorm.weight[0] = float("inf")
+    assert learner.explain_overflow().startswith("model.layers.1 was the first layer to give inf or nan")
+
+
+class Reinforce(Algorithm):
+    """-R log pi, a mean over the tokens of the mini-batch: REINFORCE without a baseline."""
+
+    def with_advantages(self, batch):
+        return replace(batch, advantages=batch.returns[:, None] * batch.action_mask)
+
+    def weights(self, batch):
+        return batch.action_mask / batch.action_mask.sum()
+
+    def loss(self, known, logprobs, entropy):
+        return -known.advantages * logprobs, {"surprise": -logprobs}
+
+
+def test_another_algorithm_needs_no_change_to_the_learner(batch, gradients, logprobs, gradient_of):
+    (got,), measured = gradients(batch, Reinforce, kl_beta=0.0, micro_batch_size=1)
+    returns = batch.at_actions(batch.returns[:, None].expand_as(batch.rewards))
+    expected = -(returns * logprobs).mean()
+    assert torch.allclose(got, gradient_of(expected), atol=1e-6) and got.norm() > 0
+    assert list(measured) == ["loss", "entropy", "surprise", "grad_norm", "frac_reward_zero_std"]
+    assert measured["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert measured["surprise"] == pytest.approx(-logprobs.mean().item(), rel=1e-5)
