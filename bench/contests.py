@@ -133,20 +133,21 @@ class Ours:
     def sft(self, tokens: int, budget: str) -> Callable[[], None]:
         """One optimizer step on one row, with the memory settings that the planner chooses for the budget."""
         from r3lite.grant import Grant
-        from r3lite.memory import workloads
+        from r3lite.memory.plan import make_plan
+        from r3lite.memory.workloads import sft_workload
         from r3lite.models import activation_checkpointing, lora
         from r3lite.models.logprobs import token_loss
         from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, SftSettings
         from r3lite.training import optim
 
         config = self.model.config
-        workload = workloads.sft_workload(
+        workload = sft_workload(
             ModelSettings(model="qwen/qwen2.5-0.5b", device=self.device.type, dtype="bf16"),
             SftSettings(max_length=tokens, batch_size=1),
             LoraSettings(),
         )
         assert workload.model.hidden_size == config.hidden_size, "the contest is of the 0.5B model"
-        memory = workloads.make_plan(workload, MemorySettings(vram_budget=budget, quantize="none")).memory
+        memory = make_plan(workload, MemorySettings(vram_budget=budget, quantize="none")).memory
         parameters = lora.adapter_parameters(self.model, "policy")
         optimizer = optim.adamw([optim.Group(parameters, 1e-4)], 0.0)
         ids = torch.tensor(prompts(1, tokens), device=self.device)  # [1, T]
@@ -214,7 +215,8 @@ def rl_round(
     flags += f" --max-new-tokens {new} --max-length {turns}"
     with tempfile.TemporaryDirectory() as where:
         question = full_question(folder, Path(where), prompt)
-        engine, learner, _, _ = ppo.build(resolve("ppo", PpoConfig(), [*flags.split(), *question], COMMANDS), ["b"])
+        config = resolve("ppo", PpoConfig(), [*flags.split(), *question], COMMANDS)
+        engine, learner, _ = ppo.build(config, [Question("1", "b", ("x",))])
     layout = FullTurns(engine.layout.tokenizer, engine.layout.protocol, engine.layout.lengths, searches=searches)
     engine = replace(engine, layout=layout)
     corpus = RetrievalSettings(corpus=str(shipped("data", "world", "corpus.jsonl")), encoder="hashing")

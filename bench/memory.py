@@ -105,11 +105,10 @@ def measure(case: Case, root: str | None, device: str) -> dict:
     planned = None
     with tempfile.TemporaryDirectory() as where:
         if case.algorithm in ("sft", "ppo", "grpo"):
-            from r3lite import policy as base
-            from r3lite import ppo, sft
+            from r3lite import policy, ppo, sft
 
-            plans, announce = [], base.announce
-            base.announce = lambda plan: (plans.append(plan), announce(plan))
+            plans, announce = [], policy.announce
+            policy.announce = lambda plan: (plans.append(plan), announce(plan))
             flags = arguments(case, folder, Path(where), device)
             main = sft.main if case.algorithm == "sft" else ppo.main
 

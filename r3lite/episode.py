@@ -51,7 +51,7 @@ class Question:
     """A question with what its data set knows about it.
 
     `documents` are the paragraphs that come with it, `gold` those that the answer needs, `hops` the decomposition
-    where the data set has one. `gold_by` says how a passage of some corpus is recognised as a gold one: by title in
+    if the data set has one. `gold_by` says how a passage of some corpus is recognised as a gold one: by title in
     HotpotQA and 2Wiki, whose titles are unique; by title and text in MuSiQue, where one title has many paragraphs.
     """
 
@@ -134,7 +134,7 @@ class Episode:
 
     @property
     def prediction(self) -> str:
-        """The final answer, empty where there is none."""
+        """The final answer; empty if there is none."""
         return next((s.answer for s in reversed(self.steps) if s.answer is not None), "")
 
     @property

@@ -1,9 +1,10 @@
-"""Answers a question set with retrieval and scores it; scores.json and predictions.jsonl are what comes of it."""
+"""Answers a question set with retrieval and scores it; writes scores.json and predictions.jsonl."""
 
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.config import to_toml
@@ -22,6 +23,10 @@ from r3lite.settings import (
     TruncationSettings,
 )
 
+if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
+    from r3lite.memory.plan import Plan
+    from r3lite.rollout.engine import Engine
+
 TITLES = {
     "em": "exact match",
     "f1": "F1",
@@ -31,8 +36,7 @@ TITLES = {
     "combined": "combined",
     "mean_searches": "searches",
 }
-ADAPTER = "evaluated"
-MANY = 1000  # questions, where a dry run does not count them
+MANY = 1000  # questions of a dry run without --limit, which does not count them
 LEAST_ADHERENCE = 0.5  # below it, scores say little about anything else
 
 
@@ -58,7 +62,7 @@ class EvaluateConfig:
     judge: JudgeSettings = JudgeSettings()
 
 
-def work(config: EvaluateConfig) -> None:
+def evaluate(config: EvaluateConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.datasets.qa import read_questions
     from r3lite.evaluation.scores import Marks, scores, scores_by_hops
@@ -72,12 +76,12 @@ def work(config: EvaluateConfig) -> None:
     # Before the long part, so that a missing key or a folder that cannot be made shows at once.
     judge = build_judge(config.judge, output)
     output.mkdir(parents=True, exist_ok=True)
-    engine = load_engine(config, len(questions))
+    engine = build_engine(config, len(questions))
     retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
     episodes = [s.episode() for s in engine.run(questions, seeds, retrieve, progress="evaluate")]
     verdicts = [None] * len(episodes)
-    # What was said is safe before the judge is asked, who may fail or be capped.
+    # The predictions are written before the judge is asked: its calls may fail or be capped.
     write_text(output / "config.toml", to_toml(config, "evaluate"))
     write_jsonl(output / "predictions.jsonl", records(episodes, verdicts))
     if judge:
@@ -106,33 +110,30 @@ def check(config: EvaluateConfig, output: Path) -> None:
         raise R3LiteError("--baseline single-retrieval retrieves, and --retriever is none", "Choose a retriever.")
 
 
-def load_engine(config: EvaluateConfig, questions: int):
+def build_engine(config: EvaluateConfig, questions: int) -> "Engine":
     """The model with its adapter in an engine that answers so many questions as the settings say."""
-    from r3lite.grant import Grant
-    from r3lite.models import activation_checkpointing, lora, weights
-    from r3lite.policy import load_base
+    from r3lite.models.weights import resolve_folder
+    from r3lite.policy import load_policy
     from r3lite.protocols.registry import build_layout
     from r3lite.protocols.tokenizer import Tokenizer
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sampling import Sampler
 
-    folder, plan = weights.resolve_folder(config.model.model), plan_memory(config, questions)
-    layout = build_layout(Tokenizer.load(folder), config.protocol, config.lengths, config.evaluate.baseline)
-    model, precision = load_base(folder, config.model, config.memory, plan)
-    activation_checkpointing.enable(model, Grant(plan.memory))
-    if config.model.adapter:
-        lora.load_adapter(model, ADAPTER, config.model.adapter, trainable=False)
-        lora.set_adapter(model, ADAPTER)
+    folder = resolve_folder(config.model.model)
+    tokenizer = Tokenizer.load(folder)
+    layout = build_layout(tokenizer, config.protocol, config.lengths, config.evaluate.baseline)
+    policy = load_policy(folder, config.model, config.memory, plan_memory(config, questions))
     sampler = Sampler(config.sampling.temperature, config.truncation.top_k_sampling, config.truncation.top_p)
-    return Engine(model, layout, sampler, Grant(plan.memory), autocast=precision.autocast)
+    return Engine(policy.model, layout, sampler, policy.grant, autocast=policy.precision.autocast)
 
 
-def plan_memory(config: EvaluateConfig, questions: int):
+def plan_memory(config: EvaluateConfig, questions: int) -> "Plan":
     """The memory plan of answering so many questions."""
-    from r3lite.memory import workloads
+    from r3lite.memory.plan import make_plan
+    from r3lite.memory.workloads import evaluate_workload
 
-    shape = config.lengths, config.retrieval, questions
-    return workloads.make_plan(workloads.evaluate_workload(config.model, *shape), config.memory, config.sampling)
+    workload = evaluate_workload(config.model, config.lengths, config.retrieval, questions)
+    return make_plan(workload, config.memory, config.sampling)
 
 
 def records(episodes: list, verdicts: list) -> list[dict]:
@@ -148,7 +149,7 @@ def records(episodes: list, verdicts: list) -> list[dict]:
 
 
 def table(found: dict) -> str:
-    """The scores as text, with those by number of hops below where there are several numbers."""
+    """The scores as text, with those by number of hops below if the questions differ in it."""
 
     def number(value: float | None, width: int = 8) -> str:
         return f"{'-':>{width}}" if value is None else f"{value:>{width}.3f}"
@@ -179,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
         told = plan_memory(config, config.data.limit or MANY)
         return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told.table()}"
 
-    return command.run("evaluate", EvaluateConfig(), work, argv, plan)
+    return command.run("evaluate", EvaluateConfig(), evaluate, argv, plan)
 
 
 if __name__ == "__main__":

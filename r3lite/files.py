@@ -11,9 +11,9 @@ from r3lite.errors import R3LiteError
 
 
 def check_writable(folder: Path) -> None:
-    """Makes a folder, if it is not there, and raises OSError where nothing can be written into it."""
+    """Makes a folder if it does not exist; raises OSError if nothing can be written into it."""
     folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()  # only trying tells
+    tempfile.TemporaryFile(dir=folder).close()  # permissions alone do not tell
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -37,6 +37,16 @@ def write_json(path: str | Path, value) -> None:
 
 def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+
+
+def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
+    """Adds whole lines to a file and waits until they are on the disk."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8", newline="\n") as file:
+        file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_jsonl(path: str | Path, on_bad: Callable[[R3LiteError], None] | None = None) -> Iterator[tuple[int, dict]]:

@@ -20,7 +20,7 @@ class IndexConfig:
     index: IndexSettings = IndexSettings()
 
 
-def work(config: IndexConfig) -> None:
+def build_index(config: IndexConfig) -> None:
     settings = config.index
     from r3lite.devices.precision import resolve_device
     from r3lite.retrieval import index
@@ -45,7 +45,7 @@ def work(config: IndexConfig) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return command.run("index", IndexConfig(), work, argv)
+    return command.run("index", IndexConfig(), build_index, argv)
 
 
 if __name__ == "__main__":

@@ -29,19 +29,19 @@ class PlanRlConfig(PpoConfig):
     data: DataSettings = DataSettings()
 
 
-def work(config: PlanSftConfig | PlanRlConfig) -> None:
+def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.files import write_json
-    from r3lite.memory import workloads
+    from r3lite.memory.plan import make_plan
+    from r3lite.memory.workloads import rl_workload, sft_workload
     from r3lite.rl.algorithms import ALGORITHMS
 
     if isinstance(config, PlanSftConfig):
-        workload = workloads.sft_workload(config.model, config.sft, config.lora)
-        plan = workloads.make_plan(workload, config.memory)
+        plan = make_plan(sft_workload(config.model, config.sft, config.lora), config.memory)
     else:
-        shape = config.rl, config.lora, config.lengths, config.retrieval
-        workload = workloads.rl_workload(config.model, *shape, critic=ALGORITHMS[config.rl.algorithm].has_critic)
-        plan = workloads.make_plan(workload, config.memory, config.sampling)
+        critic = ALGORITHMS[config.rl.algorithm].has_critic
+        workload = rl_workload(config.model, config.rl, config.lora, config.lengths, config.retrieval, critic=critic)
+        plan = make_plan(workload, config.memory, config.sampling)
     print(plan.table())
     if config.common.output:
         path = Path(config.common.output) / "plan.json"
@@ -71,8 +71,8 @@ def learns(argv: list[str]) -> bool:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if learns(argv):
-        return command.run("plan", PlanRlConfig(), work, argv, table="ppo")
-    return command.run("plan", PlanSftConfig(), work, argv, table="sft")
+        return command.run("plan", PlanRlConfig(), print_plan, argv, table="ppo")
+    return command.run("plan", PlanSftConfig(), print_plan, argv, table="sft")
 
 
 if __name__ == "__main__":

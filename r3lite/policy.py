@@ -1,47 +1,126 @@
-"""The frozen base of a run, loaded as its memory plan says."""
+"""A policy ready to run: the frozen base as its memory plan says, with adapters, optimizer and critic as asked for.
+
+`sft`, `ppo` and `evaluate` all set theirs up here.
+"""
 
 import sys
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError
 
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype, warn_of_slow_fp16
-from r3lite.memory.workloads import Plan, announce, enforce
-from r3lite.models import weights
+from r3lite.grant import Grant
+from r3lite.memory.plan import Plan, announce, enforce
+from r3lite.memory.shrinking import ShrinkingGrant
+from r3lite.models import activation_checkpointing, lora, weights
 from r3lite.models.qwen2 import Qwen2
-from r3lite.settings import MemorySettings, ModelSettings
+from r3lite.models.value_head import ValueHead
+from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings
+from r3lite.training import optim
+from r3lite.training.state import TrainState
+
+POLICY, REFERENCE = "policy", "reference"  # names of the adapters
 
 
-class Base(NamedTuple):
+@dataclass(frozen=True)
+class Training:
+    """What a run trains: an adapter, and for algorithms with a critic a value head."""
+
+    fresh: LoraSettings  # shape of the adapter, if --adapter names none to start from
+    optimizer: OptimizerSettings
+    seed: int
+    keep_reference: bool = False  # the adapter to start from is loaded a second time, frozen
+    critic_learning_rate: float | None = None  # None: no critic
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model with its adapter switched on, the memory granted to the run and, if it is trained, what that takes."""
+
     model: Qwen2
     precision: Precision
+    grant: Grant
+    optimizer: torch.optim.AdamW | None = None
+    reference: str | None = None  # adapter that the policy is compared with; None: the bare base
+    critic: ValueHead | None = None
+
+    def train_state(self, settings: OptimizerSettings, base_model: str, data: str, facts: dict) -> TrainState:
+        """What the run's checkpoints hold; `data` is the fingerprint of what is trained on."""
+        assert self.optimizer is not None and isinstance(self.grant, ShrinkingGrant)
+        return TrainState(
+            optimizer=self.optimizer,
+            precision=self.precision,
+            max_grad_norm=settings.max_grad_norm,
+            save_adapter=lambda folder: lora.save_adapter(self.model, POLICY, folder, base_model),
+            data=data,
+            facts=facts,
+            parts={"memory": self.grant},
+        )
 
 
-def load_base(folder: Path, settings: ModelSettings, memory: MemorySettings, plan: Plan) -> Base:
-    """The model of a folder, frozen, in the run's dtype and on its device; in NF4 where the plan says so."""
+def load_policy(
+    folder: Path, settings: ModelSettings, memory: MemorySettings, plan: Plan, training: Training | None = None
+) -> Policy:
+    """The model of a folder with the adapter of --adapter, or else, if it is to be trained, with a fresh one."""
+    model, precision = _load_base(folder, settings, memory, plan)
+    if settings.adapter:
+        lora.load_adapter(model, POLICY, settings.adapter, trainable=training is not None)
+    elif training:
+        _add_fresh_adapter(model, training)
+    if settings.adapter or training:
+        lora.set_adapter(model, POLICY)
+    if training is None:
+        grant = Grant(plan.memory)
+        activation_checkpointing.enable(model, grant)
+        return Policy(model, precision, grant)
+    reference, critic = None, None
+    if training.keep_reference and settings.adapter:
+        lora.load_adapter(model, REFERENCE, settings.adapter, trainable=False)
+        reference = REFERENCE
+    groups = [optim.Group(lora.adapter_parameters(model, POLICY), training.optimizer.learning_rate)]
+    if training.critic_learning_rate is not None:
+        critic = ValueHead(model.config.hidden_size).to(precision.device)
+        named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
+        groups.append(optim.Group(named, training.critic_learning_rate))
+    optimizer = optim.adamw(groups, training.optimizer.weight_decay)
+    grant = ShrinkingGrant(plan, optimizer)
+    activation_checkpointing.enable(model, grant)
+    return Policy(model, precision, grant, optimizer, reference, critic)
+
+
+def _add_fresh_adapter(model: Qwen2, training: Training) -> None:
+    s = training.fresh
+    lora.add_adapter(
+        model, POLICY, s.lora_r, s.lora_alpha, s.lora_dropout, s.lora_targets, s.rslora, seed=training.seed
+    )
+
+
+def _load_base(folder: Path, settings: ModelSettings, memory: MemorySettings, plan: Plan) -> tuple[Qwen2, Precision]:
+    """The frozen model of a folder in the run's dtype and on its device; in NF4 if the plan says so."""
     device = resolve_device(settings.device)
     precision = Precision(resolve_dtype(settings.dtype, device), device)
     announce(plan)
     enforce(plan, device)
     warn_of_slow_fp16(precision)
     if plan.memory.nf4:
-        return Base(_load_nf4(folder, precision, memory.nf4_cache), precision)
-    return Base(weights.load_qwen2(folder, precision.dtype, device), precision)
+        return _load_nf4(folder, precision, memory.nf4_cache), precision
+    return weights.load_qwen2(folder, precision.dtype, device), precision
 
 
 def _load_nf4(folder: Path, precision: Precision, cache: str | None) -> Qwen2:
-    """The model in NF4. What was quantized is kept in the folder `cache` for the next start of the same files."""
-    where = precision.dtype, precision.device
+    """The model in NF4. The quantized weights are kept in the folder `cache` for the next start with the same files."""
+    dtype, device = precision.dtype, precision.device
     if cache is None or weights.is_nf4(folder):
-        return weights.load_qwen2(folder, *where, quantize=True)
+        return weights.load_qwen2(folder, dtype, device, quantize=True)
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))]
-    key = zlib.crc32(repr((str(folder.resolve()), files, str(precision.dtype))).encode())
+    key = zlib.crc32(repr((str(folder.resolve()), files, str(dtype))).encode())
     kept = Path(cache).expanduser() / f"{folder.resolve().name}-nf4-{key:08x}"
     if kept.is_dir():
-        return weights.load_qwen2(kept, *where)
-    model = weights.load_qwen2(folder, *where, quantize=True)
+        return weights.load_qwen2(kept, dtype, device)
+    model = weights.load_qwen2(folder, dtype, device, quantize=True)
     try:
         weights.save_nf4(model, folder, kept)
         print(f"the quantized weights are kept in {kept}", file=sys.stderr)

@@ -66,7 +66,7 @@ def run_stage(title: str, main: Callable[[list[str]], int], name: str, arguments
             raise R3LiteError(f"the stage {name} failed with status {status}", "Its own message stands above.")
 
 
-def work(config: QuickstartConfig) -> None:
+def run_all_stages(config: QuickstartConfig) -> None:
     # The commands themselves load torch; they are imported here so that --help stays instant.
     from r3lite import collect, evaluate, index, ppo, sft
 
@@ -75,7 +75,9 @@ def work(config: QuickstartConfig) -> None:
     out = Path(common.output or time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         # SFT and RL refuse a folder that is in use, but only after the stages before them.
-        raise R3LiteError(f"--output {out} is there and is no empty folder", "Name a new one; every stage starts anew.")
+        raise R3LiteError(
+            f"--output {out} exists and is not an empty folder", "Name a new one; every stage starts anew."
+        )
     world = shipped("data", "world")
     shared = ["--preset", common.preset, "--seed", str(common.seed)]
     search = ["--index", str(out / "index")]
@@ -159,7 +161,7 @@ where to look next
 
 
 def main(argv: list[str] | None = None) -> int:
-    return command.run("quickstart", QuickstartConfig(), work, argv)
+    return command.run("quickstart", QuickstartConfig(), run_all_stages, argv)
 
 
 if __name__ == "__main__":

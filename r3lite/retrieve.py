@@ -24,7 +24,7 @@ class RetrieveConfig:
     retrieval: RetrievalSettings = RetrievalSettings()
 
 
-def work(config: RetrieveConfig) -> None:
+def measure_recall(config: RetrieveConfig) -> None:
     from r3lite.datasets.qa import read_questions
     from r3lite.files import write_json
     from r3lite.retrieval.retriever import build_retriever
@@ -40,7 +40,7 @@ def work(config: RetrieveConfig) -> None:
             "Use a HotpotQA, 2WikiMultiHopQA or MuSiQue file.",
         )
     cuts = sorted({*CUTS, config.retrieval.top_k})
-    # All questions' paragraphs are the corpus where no other is named, those of questions without gold among them.
+    # If no corpus is named, the paragraphs of all questions are, including those of questions without gold.
     settings = dataclasses.replace(config.retrieval, top_k=cuts[-1])
     retrieve = build_retriever(settings, questions, skip_bad_rows=config.data.skip_bad_rows)
     start = time.perf_counter()
@@ -63,7 +63,7 @@ def mean_recall(questions, found, k: int) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return command.run("retrieve", RetrieveConfig(), work, argv)
+    return command.run("retrieve", RetrieveConfig(), measure_recall, argv)
 
 
 if __name__ == "__main__":

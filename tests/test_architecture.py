@@ -22,7 +22,6 @@ ENTRY = {"__main__"}  # `python -m r3lite`: it starts recipes by name
 TEXT_ONLY = {"protocols", "llm"}  # rooms that never import torch
 # A recipe is what `python -m r3lite.X` runs: any other module that stands in the package itself.
 RECIPES = {path.stem for path in PACKAGE.glob("*.py")} - GROUND - FIRST - SHARED - ENTRY
-BEFORE_ITS_MOVE = {("out_of_memory.py", "memory")}
 HEAVY = ("torch", "faiss", "google.genai", "transformers", "tokenizers", "safetensors", "huggingface_hub")
 
 
@@ -64,8 +63,6 @@ def violations(path: Path) -> list[str]:
         top, _, rest = name.partition(".")
         if top == "r3lite":
             target = rest.partition(".")[0] or "__init__"
-            if (path.name, target) in BEFORE_ITS_MOVE:
-                continue
             if target not in allowed(room) and (PACKAGE / target).exists() | (PACKAGE / f"{target}.py").exists():
                 found.append(f"{path.name}:{line}: {room} imports {name}")
         elif room in GROUND and top not in sys.stdlib_module_names:

@@ -15,8 +15,6 @@ import torch
 
 from r3lite import collect, index, ppo, sft
 from r3lite.config import shipped
-from r3lite.episode import Episode, Question, Step
-from r3lite.rewards.reward import Scored
 from r3lite.training import checkpoint, metrics
 
 WORLD = shipped("data", "world")
@@ -207,26 +205,6 @@ def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch
     answered = [bool(e["prediction"]) for e in episodes[1::2]]
     assert record["reward"] == pytest.approx(sum(answered) / 3) and record["missing_rewards"] == 3
     assert record["judge/failures"] == 3
-
-
-def test_means_of_parts_leave_out_what_is_not_known():
-    """A question without gold paragraphs has no recall: no zero in its mean."""
-    episode = Episode(Question("q", "q?", ("a",)), [Step("x", answer="a")], "answered")
-    scored = [Scored([1.0], {"recall": None, "em": 1.0}), Scored([0.0], {"recall": 0.5, "em": 0.0}), None]
-    sequence = type("S", (), {"action_mask": [False, True]})()
-    measured = ppo.describe([sequence] * 3, [episode] * 3, scored)
-    assert measured["rewards/recall/mean"] == 0.5 and measured["rewards/em/mean"] == 0.5
-    assert measured["reward"] == 0.5 and measured["missing_rewards"] == 1
-
-
-def test_rounds_draw_every_question_once_an_epoch_and_need_no_memory():
-    questions = [Question(str(i), "?", ("a",)) for i in range(5)]
-    drawn = [ppo.draw(questions, n, 2, 2, seed=0) for n in range(1, 6)]
-    ids = [q.id for qs, _ in drawn for q in qs[::2]]
-    assert sorted(ids[:5]) == sorted(ids[5:]) == list("01234") and ids[:5] != ids[5:]
-    seeds = [s for _, ss in drawn for s in ss]
-    assert len(set(seeds)) == len(seeds) == 20
-    assert ppo.draw(questions, 3, 2, 2, seed=0) == drawn[2] and ppo.draw(questions, 3, 2, 2, seed=1) != drawn[2]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from r3lite import sft
 from r3lite.config import with_values
-from r3lite.datasets.trajectories import Row, encode_rows, read_rows
+from r3lite.datasets.trajectories import Row, read_rows
 from r3lite.episode import Step
 from r3lite.files import write_jsonl
 from r3lite.models import lora
+from r3lite.policy import POLICY
 from r3lite.protocols.prompts import Prompts
 from r3lite.protocols.r3 import R3
-from r3lite.protocols.registry import build_layout, build_protocol
-from r3lite.protocols.tokenizer import Tokenizer as ChatTokenizer
-from r3lite.settings import LengthSettings, ProtocolSettings
+from r3lite.protocols.registry import build_protocol
+from r3lite.settings import ProtocolSettings
 from r3lite.training import checkpoint, metrics
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -82,56 +81,54 @@ def log(output: Path) -> list[dict]:
     return metrics.read(output / metrics.FILE)
 
 
-def trainer(toy: list[str], **settings) -> sft.Trainer:
+def trainer(toy: list[str], **settings) -> sft.SFTTrainer:
     """The recipe's trainer on the toy, its LoRA's B no longer zero."""
     config = with_values(sft.SftConfig(), dict(zip((a[2:].replace("-", "_") for a in toy[::2]), toy[1::2])) | settings)
-    folder = Path(config.model.model)
-    tokenizer = ChatTokenizer.load(folder)
-    rows, validation = sft.read(config)
-    lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
-    layout = build_layout(tokenizer, config.protocol, lengths)
-    made = sft.Trainer(config, folder, tokenizer, encode_rows(rows, layout), encode_rows(validation, layout))
+    made = sft.build_trainer(config, *sft.read_data(config))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in lora.adapter_parameters(made.model, sft.ADAPTER).values():
+        for parameter in lora.adapter_parameters(made.policy.model, POLICY).values():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     return made
 
 
-def by_hand(made: sft.Trainer, rows: list[Row]) -> float:
+def by_hand(made: sft.SFTTrainer, rows: list[Row]) -> float:
     """Mean cross-entropy of the trained tokens, row by row, from all logits."""
     losses = []
     with torch.no_grad():
         for row in rows:
-            logits = made.model.logits(made.model(torch.tensor([row.tokens])))[0, :, : made.tokenizer.size]
+            logits = made.policy.model.logits(made.policy.model(torch.tensor([row.tokens])))[0, :, : made.vocabulary]
             logprobs = logits.log_softmax(-1)
-            losses += [-logprobs[t - 1, row.tokens[t]].item() for t in range(1, len(row.tokens)) if row.trained[t]]
+            losses += [-logprobs[t - 1, row.tokens[t]].item() for t in range(1, len(row.tokens)) if row.loss_mask[t]]
     return sum(losses) / len(losses)
 
 
 def test_the_loss_by_hand_over_rows_of_different_lengths(toy):
     """A mean of the micro-batches' means would weigh the tokens of short rows more."""
     made = trainer(toy, batch_size=3, gradient_accumulation=3)
-    made.model.eval()
+    made.policy.model.eval()
     rows = made.rows[:8]  # the last micro-batch is smaller
-    assert len({sum(row.trained) for row in rows}) > 1
-    count = sft.trained_tokens(rows)
+    assert len({sum(row.loss_mask) for row in rows}) > 1
+    count = sum(row.loss_tokens for row in rows)
     groups = made.micro_batches(rows)
     assert [len(g) for g in groups] == [3, 3, 2]
     with torch.no_grad():
         loss = sum(made.loss(g).item() for g in groups) / count
     assert loss == pytest.approx(by_hand(made, rows), abs=1e-5)
-    assert made.validation_loss() == pytest.approx(by_hand(made, made.validation), abs=1e-5)
+    assert made.validation_loss() == pytest.approx(by_hand(made, made.held_out), abs=1e-5)
 
 
-def gradients(made: sft.Trainer, rows: list[Row], together: int) -> list[torch.Tensor]:
+def gradients(made: sft.SFTTrainer, rows: list[Row], together: int) -> list[torch.Tensor]:
     """A step's gradients, its rows taken so many at a time."""
-    count, parameters = sft.trained_tokens(rows), lora.adapter_parameters(made.model, sft.ADAPTER).values()
+    count, parameters = (
+        sum(row.loss_tokens for row in rows),
+        lora.adapter_parameters(made.policy.model, POLICY).values(),
+    )
     for parameter in parameters:
         parameter.grad = None
-    made.model.train()
+    made.policy.model.train()
     for start in range(0, len(rows), together):
-        made.precision.backward(made.loss(rows[start : start + together]) / count)
+        made.policy.precision.backward(made.loss(rows[start : start + together]) / count)
     return [parameter.grad.clone() for parameter in parameters]
 
 
@@ -150,49 +147,39 @@ def test_loss_falls_on_what_the_assistant_wrote_and_never_on_documents(toy):
     made = trainer(toy)
     assert any("SECRET" in made.tokenizer.decode(row.tokens) for row in made.rows)
     for row in made.rows:
-        trained = made.tokenizer.decode([t for t, on in zip(row.tokens, row.trained) if on])
+        trained = made.tokenizer.decode([t for t, on in zip(row.tokens, row.loss_mask) if on])
         assert "SECRET" not in trained
         assert "was born in" not in trained
         assert trained.startswith("Step 1:\nThe problem analysis: I need to find out")
         assert "Step 2:" in trained
-        assert sum(t == made.tokenizer.stop_id and on for t, on in zip(row.tokens, row.trained)) == 2
+        assert sum(t == made.tokenizer.stop_id and on for t, on in zip(row.tokens, row.loss_mask)) == 2
     # Other words after the last trained token change no gradient; other words before it are read, but not predicted.
     row = made.rows[0]
-    longer = Row([*row.tokens, 7, 8, 9], [*row.trained, False, False, False])
+    longer = Row([*row.tokens, 7, 8, 9], [*row.loss_mask, False, False, False])
     for one, other in zip(gradients(made, [row], 1), gradients(made, [longer], 1)):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
 
 
 def test_ids_beyond_the_tokenizer_have_no_probability(toy):
     made = trainer(toy)
-    made.model.eval()
-    assert made.tokenizer.size < made.model.config.vocab_size
+    made.policy.model.eval()
+    assert made.vocabulary < made.policy.model.config.vocab_size
     with torch.no_grad():
         before = made.loss(made.rows[:2]).item()
-        made.model.head_weight[made.tokenizer.size :] = 100.0
+        made.policy.model.head_weight[made.vocabulary :] = 100.0
         assert made.loss(made.rows[:2]).item() == before
-
-
-def test_every_epoch_reads_every_row_once_and_the_last_step_may_be_smaller():
-    steps = [sft.rows_of_step(step, 7, 4, seed=0, last=14) for step in range(1, 5)]
-    assert [len(s) for s in steps] == [4, 4, 4, 2]
-    flat = [i for step in steps for i in step]
-    assert sorted(flat[:7]) == sorted(flat[7:]) == list(range(7))
-    assert flat[:7] != flat[7:]
-    assert flat[:7] != sft.rows_of_step(1, 7, 7, seed=1, last=None)
-    assert Counter(sft.rows_of_step(1, 3, 9, seed=0, last=None)) == {0: 3, 1: 3, 2: 3}  # a step of several epochs
 
 
 def test_rows_of_one_question_are_not_split_between_training_and_validation(toy, tmp_path):
     """Sampled trajectories of one question share its answer: a model is not validated on what it was shown."""
     write_jsonl(tmp_path / "twice.jsonl", [trajectory(i) for i in range(20)] * 2)
     settings = {"data": str(tmp_path / "twice.jsonl"), "validation_fraction": 0.25}
-    rows, validation = sft.read(with_values(sft.SftConfig(), settings))
+    rows, validation = sft.read_data(with_values(sft.SftConfig(), settings))
     assert (len(rows), len(validation)) == (30, 10)
     assert not {r.id for r in rows} & {r.id for r in validation}
-    _, capped = sft.read(with_values(sft.SftConfig(), settings | {"validation_rows": 5}))
+    _, capped = sft.read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 5}))
     assert len(capped) == 4
-    rows, none = sft.read(with_values(sft.SftConfig(), settings | {"validation_rows": 0}))
+    rows, none = sft.read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 0}))
     assert (len(rows), len(none)) == (40, 0)
 
 

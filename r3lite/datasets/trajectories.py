@@ -6,6 +6,7 @@ trajectories were made.
 """
 
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,8 +54,13 @@ class Row:
     """Token ids of a row, and which of them have loss."""
 
     tokens: list[int]
-    trained: list[bool]
+    loss_mask: list[bool]
     shortened: bool = False  # its documents were cut below `max_document_tokens` to make it fit
+
+    @property
+    def loss_tokens(self) -> int:
+        """How many tokens have loss. The first token of a row has none before it that could predict it."""
+        return sum(self.loss_mask[1:])
 
 
 def read_rows(
@@ -144,8 +150,8 @@ def encode_row(row: Trajectory | Conversation, layout: Layout) -> Row | None:
     """
     lengths = layout.lengths
     if isinstance(row, Conversation):
-        tokens, trained = layout.tokenizer.chat(row.messages)
-        return Row(tokens, trained) if len(tokens) <= lengths.max_length else None
+        tokens, loss_mask = layout.tokenizer.chat(row.messages)
+        return Row(tokens, loss_mask) if len(tokens) <= lengths.max_length else None
     question, limit = Question(row.id, row.question, row.answers), lengths.max_document_tokens
     while True:
         transcript = layout.lay_out(question, row.steps, limit)
@@ -169,5 +175,13 @@ def encode_rows(rows: Sequence[Trajectory | Conversation], layout: Layout) -> li
         print(f"{skipped} of {len(rows)} rows are longer than {max_length} tokens: left out", file=sys.stderr)
     if not kept:
         raise R3LiteError(f"no row fits into {max_length} tokens", "Raise --max-length.")
-    assert all(any(row.trained) for row in kept)
+    assert all(any(row.loss_mask) for row in kept)
     return kept
+
+
+def fingerprint(rows: Sequence[Row]) -> str:
+    """CRC-32 of tokens and masks, so that a run is not resumed on other data under the same name."""
+    value = 0
+    for row in rows:
+        value = zlib.crc32(repr((row.tokens, row.loss_mask)).encode(), value)
+    return f"{value:08x}"

@@ -19,7 +19,7 @@ LARGEST_BLOCK = 4_000_000  # numbers drawn at once
 
 @dataclass(frozen=True)
 class Marks:
-    """What is counted of one episode. `recall` and `judged` are None where nobody knows."""
+    """What is counted of one episode. `recall` and `judged` are None if they are unknown."""
 
     em: float
     f1: float
@@ -51,7 +51,7 @@ def hop_weight(hops: int) -> float:
 
 
 def combined(marks: Marks) -> float | None:
-    """0.8 (0.6 EM + 0.3 F1) + 0.2 recall, times the hop weight: up to 1.84. None where recall is not known."""
+    """0.8 (0.6 EM + 0.3 F1) + 0.2 recall, times the hop weight: up to 1.84. None if recall is unknown."""
     if marks.recall is None:
         return None
     return (0.8 * (0.6 * marks.em + 0.3 * marks.f1) + 0.2 * marks.recall) * hop_weight(marks.hops)
@@ -60,8 +60,8 @@ def combined(marks: Marks) -> float | None:
 def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
     """`n` and each metric as {"value", "low", "high"} with a 95 % bootstrap interval over questions.
 
-    Every metric is a mean over questions that leaves out those where it is not known (None where it is known of
-    none), except that format adherence is a mean over steps. `judge_accuracy` is there where anything was judged.
+    Every metric is a mean over the questions for which it is known (None if there are none), except that format
+    adherence is a mean over steps. `judge_accuracy` is included if anything was judged.
     """
     parts = {  # metric -> (what is summed up, what it is divided by), one entry per question
         "em": [(m.em, 1) for m in marks],
@@ -76,7 +76,7 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
     table = np.array(list(parts.values()), dtype=np.float64)  # [metrics, n, 2]
     sums = np.concatenate([table.sum(1)[None], _resampled_sums(table, seed)])  # [1 + resamples, metrics, 2]
     with np.errstate(invalid="ignore"):
-        ratios = sums[..., 0] / sums[..., 1]  # nan where a resample holds no question that knows
+        ratios = sums[..., 0] / sums[..., 1]  # nan if a resample holds no question for which it is known
     return {"n": len(marks)} | {name: _interval(ratios[:, i]) for i, name in enumerate(parts)}
 
 

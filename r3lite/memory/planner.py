@@ -17,7 +17,7 @@ from r3lite.models.qwen2 import Qwen2Config
 
 MIB = 1 << 20
 GRAIN = 512  # bytes that an allocation is rounded up to, on CUDA as in our count
-SLACK = {False: 0.02, True: 0.06}  # of a budget, left free: what formulas do not know; on CUDA, fragments of blocks
+SLACK = {False: 0.02, True: 0.06}  # of a budget, left free: for what the formulas leave out; on CUDA, fragmentation
 CUDA_CONTEXT = 450 * MIB  # of the driver and cuBLAS, before the first tensor; 300 to 500 are reported
 Parts = dict[str, int]
 
@@ -42,7 +42,7 @@ class Workload:
     reads: int = 0  # tokens given to a row at once at most: a prompt, or documents
     retrieves: bool = False  # documents are read when the cache is nearly full; a prompt, when it is empty
     scores: bool = False  # under a reference policy
-    adapters: int = 1  # the policy's, and the reference's where it has one
+    adapters: int = 1  # the policy's, and the reference's if it has one of its own
     critic: bool = False
     on_cuda: bool = False
 
@@ -86,7 +86,7 @@ def adapter_bytes(w: Workload) -> int:
 
 
 def standing(w: Workload, memory: Memory) -> Parts:
-    """What is there from the first step to the last."""
+    """What the run holds from its first step to its last, by part."""
     adapter = adapter_bytes(w)
     tensors = w.model.num_hidden_layers * len(w.targets) * 2
     parts = {"weights": weight_bytes(w, memory.nf4), "adapters": adapter * w.adapters}
@@ -116,7 +116,7 @@ def peak(w: Workload, memory: Memory) -> int:
 
 
 def _load(w: Workload, memory: Memory) -> Parts:
-    """The embedding comes first, beside its view of the file; the last linear comes beside all else."""
+    """The peak of loading: the embedding beside its view of the file, or the last linear beside all other weights."""
     m, e = w.model, w.element
     table = rounded(m.vocab_size * m.hidden_size * e)
     last = max(out * into * e for out, into in linears(m).values())
@@ -128,7 +128,7 @@ def _load(w: Workload, memory: Memory) -> Parts:
 
 
 def _dense(w: Workload, memory: Memory) -> int:
-    """The widest weight, dequantized, and the temporaries of that."""
+    """Bytes of the widest weight, dequantized, with the temporaries of dequantization."""
     if not memory.nf4:
         return 0
     widest = w.model.hidden_size * w.model.intermediate_size
@@ -137,7 +137,7 @@ def _dense(w: Workload, memory: Memory) -> int:
 
 
 def _forward(w: Workload, memory: Memory, tokens: int) -> int:
-    """A pass without gradients over so many tokens, one layer at a time."""
+    """Bytes of a pass without gradients over so many tokens, one layer at a time."""
     C, wide, e = w.model.hidden_size, w.model.intermediate_size, w.element
     tile = min(tokens, memory.mlp_tile)
     attention = tokens * 6 * C * e
@@ -146,7 +146,7 @@ def _forward(w: Workload, memory: Memory, tokens: int) -> int:
 
 
 def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool) -> int:
-    """Logits of one chunk in the head's dtype, a few rows of them in fp32, and the gradient of the hidden states."""
+    """Bytes of a chunk's logits in the head's dtype, a few rows of them in fp32, and the gradient of hidden states."""
     rows = min(memory.loss_chunk, tokens)
     wide = min(rows, logprobs.wide_rows("cuda" if w.on_cuda else "cpu")) * w.vocabulary * 4 * 3
     return rows * w.vocabulary * w.element + wide + (tokens * w.model.hidden_size * 4 if gradients else 0)
@@ -207,7 +207,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     recomputed = min(memory.recompute_layers, L)
     state, gradients = tokens * C * e, adapter_bytes(w)
     accumulated = gradients if w.step_rows * w.row_tokens > tokens else 0
-    offload = memory.offload and w.on_cuda  # on a CPU there is nowhere else
+    offload = memory.offload and w.on_cuda  # on a CPU host and device are the same memory
     held = (2 if recomputed else 0) if offload else recomputed
     inputs, rotary = (held + 1) * state, 2 * tokens * m.head_dim * e
     kept = (L - recomputed) * (tokens * _kept(w) + state + again + joined)
@@ -276,8 +276,8 @@ def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:
 def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, Qwen2Config]] = ()) -> Memory:
     """The fastest settings whose peak is within the budget (bytes); `fixed` holds those that the user gave.
 
-    Raises R3LiteError with the changes that would make it fit, where nothing does; a smaller one of `models`, which
-    are in falling order of size, may be one of them.
+    If none fits, raises R3LiteError with the changes that would help; a smaller one of `models`, which are in
+    falling order of size, may be one of them.
     """
     least = None
     for memory in candidates(w, fixed):

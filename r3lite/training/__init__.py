@@ -1,1 +1,1 @@
-"""The machinery of a training run: precision, optimizer, checkpoints, metrics and the loop around a step."""
+"""A training run around its steps: run folder, checkpoints, optimizer, metrics, interruptions and the loop."""

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from r3lite.errors import R3LiteError
@@ -32,7 +31,7 @@ from r3lite.files import write_json
 
 NAME = re.compile(r"checkpoint-(\d+)")
 MANIFEST, STATE, ADAPTER = "manifest.json", "state.json", "adapter"
-GROUPS = ("weights", "optimizer", "random")  # of tensors, a file each
+GROUPS = ("weights", "optimizer", "random")  # of tensors; each is one file
 FORMAT = 1
 PART = ".part"  # suffix of what is being written; a leftover of a kill is swept at the next start
 
@@ -44,27 +43,6 @@ class Checkpoint:
     step: int
     tensors: dict[str, dict[str, Tensor]]
     state: dict
-
-
-def random_state() -> dict[str, Tensor]:
-    """States of PyTorch's default generators, by device, as bytes."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # else asking would start CUDA in a run on the CPU
-        states |= {f"cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
-    if torch.backends.mps.is_available():
-        states["mps"] = torch.mps.get_rng_state()
-    return states
-
-
-def set_random_state(states: dict[str, Tensor]) -> None:
-    """The inverse of `random_state`; devices that are not here are left out."""
-    torch.set_rng_state(states["cpu"])
-    if torch.cuda.is_initialized():
-        for i in range(torch.cuda.device_count()):
-            if f"cuda.{i}" in states:
-                torch.cuda.set_rng_state(states[f"cuda.{i}"], i)
-    if "mps" in states and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(states["mps"])
 
 
 def sync(path: Path) -> None:
@@ -99,7 +77,7 @@ def _hidden(folder: Path, which: str) -> Path:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Takes a folder out of sight in one go; where it is now."""
+    """Renames a folder to a hidden name, which is one operation of the file system; returns the new path."""
     old = _hidden(folder, "old")
     shutil.rmtree(old, ignore_errors=True)
     os.replace(folder, old)
@@ -136,7 +114,7 @@ def write(output: Path, checkpoint: Checkpoint, save_adapter: Callable[[Path], N
 
 
 def fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint on disk, or None: it is sound when every file is as the manifest says."""
+    """What is wrong with a checkpoint on disk, or None if every file is as the manifest says."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, entry in manifest["files"].items():
@@ -169,7 +147,7 @@ def all_of(output: Path) -> dict[int, Path]:
 
 
 def newest_sound(output: Path) -> Path | None:
-    """The newest checkpoint that is whole; says on stderr which ones it passed over, and why."""
+    """The newest checkpoint that is whole. Those that are not are named on stderr with the reason."""
     for folder in reversed(all_of(output).values()):
         problem = fault(folder)
         if problem is None:
@@ -179,7 +157,7 @@ def newest_sound(output: Path) -> Path | None:
 
 
 def prune(output: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints; one that cannot be removed is no reason to end a run."""
+    """Removes all but the newest `keep` checkpoints; one that cannot be removed is told, and the run goes on."""
     for folder in list(all_of(output).values())[:-keep]:
         try:
             remove(folder)
@@ -188,7 +166,7 @@ def prune(output: Path, keep: int) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint; it goes out of sight first, so that a kill midway leaves no half of one."""
+    """Removes a checkpoint. It is renamed first, so that a kill midway leaves no half of one under its name."""
     try:
         old = _set_aside(folder)
     except OSError as error:  # on Windows, while a program has one of its files open

@@ -10,7 +10,7 @@ from r3lite.devices.precision import Precision
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt or Terminated at once while a step has changed no weight; else remembers it.
+    """Raises KeyboardInterrupt or Terminated at once while a step has changed no weight; else later.
 
     A step cut in half could not be resumed exactly, so one that has begun to change weights is completed, and the
     loop then finds the interruption in `pending`. A second Ctrl-C raises at once, whatever is lost.

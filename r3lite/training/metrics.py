@@ -1,12 +1,13 @@
 """The run's log: one record a step in `metrics.jsonl`, and the same record as one progress line.
 
-Names are TRL's where it has one (loss, grad_norm, learning_rate, num_tokens, epoch, eval_loss, kl, reward, ...).
+Metrics that TRL has too bear its names (loss, grad_norm, learning_rate, num_tokens, epoch, eval_loss, kl, reward, ...).
 """
 
 import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,8 +16,8 @@ from tqdm import tqdm
 from r3lite.files import write_text
 
 FILE = "metrics.jsonl"
-# What depends on the machine's mood: everything else in a record is equal to the bit in a repeated run. (`judge/` are
-# one process's calls and cost; what was judged before it was resumed comes from the cache.)
+# Metrics that differ from run to run; all others are equal to the bit in a repeated run. (`judge/` counts the calls and
+# the cost of one process; verdicts from before a resume come from the cache.)
 MEASURED = ("step_time", "tokens_per_second", "peak_memory_mib")
 MEASURED_GROUPS = ("time/", "judge/")
 LINES = 20  # progress lines of a run whose stderr is a file
@@ -24,12 +25,12 @@ MIB = 1 << 20
 
 
 def repeatable(record: dict) -> dict:
-    """A record without what was measured with a clock, a memory gauge or a bill."""
+    """A record without times, memory and cost."""
     return {k: v for k, v in record.items() if k not in MEASURED and not k.startswith(MEASURED_GROUPS)}
 
 
 def peak_memory_mib(device: torch.device) -> float | None:
-    """Peak memory of this process so far: of PyTorch's allocator on CUDA, else resident; None where it is not told."""
+    """Peak memory of this process so far: of PyTorch's allocator on CUDA, else resident; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / MIB
     status = Path("/proc/self/status")
@@ -77,7 +78,7 @@ SHOWN = {
 
 
 def progress_line(record: dict) -> str:
-    """The part of a record that a reader follows while it runs."""
+    """The metrics that are shown while a run goes on, as one line."""
     return "  ".join(form.format(record[k]) for k, form in SHOWN.items() if record.get(k) is not None)
 
 
@@ -89,7 +90,7 @@ def _plain(value):
 class MetricsLog:
     """`metrics.jsonl` of a run that stands at `start` of `total` steps, and its progress bar.
 
-    On a terminal the bar stands still; elsewhere about LINES lines are printed over the run.
+    On a terminal one bar is updated in place; if stderr is a file, about LINES lines are printed over the run.
     """
 
     def __init__(self, output: Path, start: int, total: int, label: str):
@@ -109,7 +110,7 @@ class MetricsLog:
             print(f"{self.label} {record['step']}/{self.total}  {progress_line(record)}", file=sys.stderr, flush=True)
 
     def sync(self) -> None:
-        """Flushes the file to the disk, so that a checkpoint never knows of steps that the log lost."""
+        """Flushes the file to the disk, so that no checkpoint is newer than the log."""
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
@@ -133,3 +134,16 @@ def cut(source: Path, target: Path, step: int) -> None:
     """Writes a log anew: the records of `source` up to a step."""
     kept = [r for r in read(source) if r["step"] <= step]
     write_text(target, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+
+
+class Stopwatch:
+    """Seconds of each stage of a step, as `time/<stage>`."""
+
+    def __init__(self):
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, stage: str) -> None:
+        """Ends a stage."""
+        now = time.perf_counter()
+        self.laps[f"time/{stage}"], self._last = now - self._last, now

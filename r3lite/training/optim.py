@@ -21,7 +21,7 @@ class Group:
 
 
 def adamw(groups: list[Group], weight_decay: float) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101). The fused kernel keeps no temporary copies of the moments; Apple's lacks it."""
+    """AdamW (arXiv 1711.05101). The fused kernel, which MPS lacks, makes no temporary copies of the moments."""
     described = [
         {"params": list(g.parameters.items()), "lr": g.learning_rate, "peak_lr": g.learning_rate} for g in groups
     ]
@@ -55,7 +55,7 @@ def set_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The moments as `<parameter>.<moment>`; nothing for a parameter that was never updated."""
+    """The moments as `<parameter>.<moment>`; a parameter that was never updated has none."""
     return {
         f"{name}.{moment}": optimizer.state[parameter][moment]
         for name, parameter in parameters(optimizer).items()

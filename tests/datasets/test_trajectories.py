@@ -85,12 +85,12 @@ def test_a_trajectory_is_the_episode_that_a_rollout_would_sample(tokenizer, name
     (sequence,) = engine.run([question], ["0"], retrieve)
     assert sequence.finish == "answered" and asked == [s.query for s in TRAJECTORY.steps if s.query]
     assert sequence.tokens == row.tokens
-    assert sequence.action_mask == row.trained
+    assert sequence.action_mask == row.loss_mask
     assert [t for t, action in zip(sequence.tokens, sequence.action_mask) if action] == script
 
 
 def test_loss_falls_on_the_steps_and_the_ends_of_their_turns_only(tokenizer, encoded):
-    ids = [t for t, trained in zip(encoded.tokens, encoded.trained, strict=True) if trained]
+    ids = [t for t, trained in zip(encoded.tokens, encoded.loss_mask, strict=True) if trained]
     turns, turn = [], []
     for token in ids:
         if token == tokenizer.stop_id:
@@ -124,7 +124,7 @@ def test_long_documents_are_cut_and_the_rest_never_is(tokenizer, encoded):
     for max_length in (len(encoded.tokens) - 1, len(short.tokens)):
         row = encode_row(TRAJECTORY, layout_of(tokenizer, max_length=max_length))
         assert row.shortened and len(row.tokens) <= max_length
-        assert sum(row.trained) == sum(encoded.trained)
+        assert sum(row.loss_mask) == sum(encoded.loss_mask)
         assert f"The question: {TRAJECTORY.question}" in tokenizer.decode(row.tokens)
         assert tokenizer.decode(row.tokens).endswith("The final answer: Oslo")
     assert encode_row(TRAJECTORY, layout_of(tokenizer, max_length=200)) is None
@@ -150,7 +150,7 @@ def test_conversations_train_every_assistant_turn(tokenizer):
     ]
     conversation = row_from_json({"messages": messages}, FORMAT, "m-1")
     row = encode_row(conversation, layout_of(tokenizer))
-    trained = [t for t, m in zip(row.tokens, row.trained, strict=True) if m]
+    trained = [t for t, m in zip(row.tokens, row.loss_mask, strict=True) if m]
     assert tokenizer.decode(trained) == "Hello.Bye."
     assert trained.count(tokenizer.stop_id) == 2
     assert encode_row(conversation, layout_of(tokenizer, max_length=10)) is None

@@ -12,18 +12,18 @@ import torch
 
 from bench.live_tensors import LiveTensors
 from bench.memory import full_question, full_rows
-from r3lite import policy as base
-from r3lite import ppo, sft
+from r3lite import policy, ppo, sft
 from r3lite.config import UsageError
 from r3lite.errors import R3LiteError
 from r3lite.grant import Memory
-from r3lite.memory import planner, workloads
+from r3lite.memory import plan, planner, workloads
 from r3lite.memory.planner import MIB, Workload, choose, peak
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.models import lora, nf4
 from r3lite.models.kv_cache import KVCache
 from r3lite.models.weights import load_qwen2, resolve_folder
 from r3lite.protocols.transcript import Layout
+from r3lite.rewards import rounds
 from r3lite.settings import (
     LengthSettings,
     LoraSettings,
@@ -52,7 +52,7 @@ def folder(tmp_path, small_model, write_folder):
 def plans(monkeypatch):
     """The plans of the runs that were started."""
     seen = []
-    monkeypatch.setattr(base, "announce", seen.append)
+    monkeypatch.setattr(policy, "announce", seen.append)
     return seen
 
 
@@ -128,14 +128,16 @@ def test_thirty_rounds_hold_no_more_than_three(tmp_path, small_model, write_fold
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions), encoding="utf-8")
     (tmp_path / "init.txt").write_text("{question}", encoding="utf-8")
     ends, counter = [], LiveTensors()
-    run_round = ppo.log_episodes
+    records = rounds.episode_records
 
-    def count(*arguments) -> None:  # called once a round, when only what lasts and the episodes' numbers are there
+    def count(
+        *arguments,
+    ) -> list[dict]:  # called once a round, when only what lasts and the episodes' numbers are there
         gc.collect()
         ends.append(counter.live)
-        run_round(*arguments)
+        return records(*arguments)
 
-    monkeypatch.setattr(ppo, "log_episodes", count)
+    monkeypatch.setattr(rounds, "episode_records", count)
     sizes = ["--retriever", "none", "--max-hops", "1", "--max-new-tokens", "4", "--max-length", "128"]
     more = ["--num-generations", "2", "--init-prompt", str(tmp_path / "init.txt"), "--dtype", "fp32"]
     with counter:
@@ -358,8 +360,8 @@ def test_the_default_budget_has_our_own_context_in_it(monkeypatch):
     """What a card says is free no longer has the context in it; it was taken from the budget once more."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3000 * MIB, 4000 * MIB))
-    granted = workloads.budget(MemorySettings(), on_cuda=True)
-    assert granted - planner.CUDA_CONTEXT == 3000 * MIB - workloads.MARGIN
+    granted = plan._budget(MemorySettings(), on_cuda=True)
+    assert granted - planner.CUDA_CONTEXT == 3000 * MIB - plan.MARGIN
 
 
 @pytest.mark.gpu

@@ -15,6 +15,8 @@ from r3lite.devices.precision import NonFiniteGradients, Precision
 from r3lite.errors import R3LiteError
 from r3lite.settings import Common, OptimizerSettings, RLSettings, Schedule
 from r3lite.training import checkpoint, loop, metrics, optim
+from r3lite.training.run_folder import RunFolder
+from r3lite.training.state import TrainState
 
 TOTAL = 8
 
@@ -29,6 +31,19 @@ class ToyConfig:
     rl: RLSettings = RLSettings()
 
 
+class Seen:
+    """Which steps were begun: state of the trainer's own."""
+
+    def __init__(self):
+        self.steps: list[int] = []
+
+    def state_dict(self) -> dict:
+        return {"steps": list(self.steps)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.steps = list(state["steps"])
+
+
 class Toy:
     """Two groups of parameters, several optimizer steps a step, global random numbers, state of its own: as PPO has."""
 
@@ -37,21 +52,23 @@ class Toy:
         self.policy, self.value = torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.zeros(4))
         groups = [optim.Group({"policy": self.policy}, 1e-2), optim.Group({"value": self.value}, 1e-3)]
         precision = Precision(dtype, torch.device("cpu"))
-        self.training = loop.Training(optim.adamw(groups, 0.01), precision, 1.0, self.save_adapter, kept={"seen": []})
+        self.seen = Seen()
+        self.state = TrainState(optim.adamw(groups, 0.01), precision, 1.0, self.save_adapter, parts={"seen": self.seen})
+        self.total = TOTAL
         self.before_update = self.after_update = self.at_end = lambda number: None
 
     def save_adapter(self, folder: Path) -> None:
         (folder / "adapter_config.json").write_text(json.dumps({"sum": self.policy.sum().item()}))
 
     def step(self, number: int) -> tuple[dict, int]:
-        self.training.kept["seen"].append(number)
+        self.seen.steps.append(number)
         x = torch.randn(3, 4)
         self.before_update(number)
         for _ in range(2):
-            with self.training.precision.autocast():
+            with self.state.precision.autocast():
                 loss = ((torch.nn.functional.dropout(x) @ self.policy + self.value).float() - 1).pow(2).mean()
-            self.training.precision.backward(loss)
-            norm, _ = self.training.update()
+            self.state.precision.backward(loss)
+            norm, _ = self.state.update()
             self.after_update(number)
         self.at_end(number)
         return {"loss": loss.item(), "grad_norm": norm}, 12
@@ -59,7 +76,7 @@ class Toy:
 
 def run(toy: Toy, command: str = "sft", default_output: str = "unused", **settings) -> bool:
     config = with_values(ToyConfig(), settings)
-    return loop.train(loop.Run(command, config, default_output), toy.training, TOTAL, toy.step)
+    return loop.train(RunFolder(command, config, default_output), toy)
 
 
 def assert_same(toy: Toy, output: Path, other: Toy, other_output: Path) -> None:
@@ -67,12 +84,12 @@ def assert_same(toy: Toy, output: Path, other: Toy, other_output: Path) -> None:
     for one, two in ((toy, other),):
         assert torch.equal(one.policy, two.policy)
         assert torch.equal(one.value, two.value)
-        mine, theirs = (optim.state_tensors(t.training.optimizer) for t in (one, two))
+        mine, theirs = (optim.state_tensors(t.state.optimizer) for t in (one, two))
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[k], theirs[k]) for k in mine)
-        assert one.training.kept == two.training.kept
-        assert one.training.num_tokens == two.training.num_tokens
-        assert one.training.precision.state_dict() == two.training.precision.state_dict()
+        assert one.seen.steps == two.seen.steps
+        assert one.state.num_tokens == two.state.num_tokens
+        assert one.state.precision.state_dict() == two.state.precision.state_dict()
     logs = [[metrics.repeatable(r) for r in metrics.read(o / metrics.FILE)] for o in (output, other_output)]
     assert logs[0] == logs[1]
     assert [r["step"] for r in logs[0]] == list(range(1, TOTAL + 1))
@@ -105,7 +122,7 @@ def test_the_scaler_of_fp16_is_resumed_too(tmp_path):
     run(Toy(torch.float16), output=str(tmp_path / "parts"), stop_after=3)
     resumed = Toy(torch.float16)
     run(resumed, output=str(tmp_path / "parts"), resume="auto")
-    assert resumed.training.precision.skipped > 0  # the first scale is too large: a step has been skipped
+    assert resumed.state.precision.skipped > 0  # the first scale is too large: a step has been skipped
     assert_same(whole, tmp_path / "whole", resumed, tmp_path / "parts")
 
 
@@ -196,7 +213,7 @@ def test_other_data_command_dtype_or_weights_are_refused(tmp_path):
     run(Toy(), output=str(tmp_path), stop_after=2)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     other = Toy()
-    other.training.data = "other rows"
+    other.state.data = "other rows"
     with pytest.raises(R3LiteError, match="data are not those"):
         run(other, output=str(tmp_path), resume="auto")
     with pytest.raises(R3LiteError, match="checkpoint of sft, not of ppo"):
@@ -204,7 +221,7 @@ def test_other_data_command_dtype_or_weights_are_refused(tmp_path):
     with pytest.raises(R3LiteError, match="dtype"):
         run(Toy(torch.bfloat16), output=str(tmp_path), resume="auto")
     smaller = Toy()
-    smaller.training.optimizer = optim.adamw([optim.Group({"policy": smaller.policy}, 1.0)], 0.0)
+    smaller.state.optimizer = optim.adamw([optim.Group({"policy": smaller.policy}, 1.0)], 0.0)
     with pytest.raises(R3LiteError, match=r"other weights .* value"):
         run(smaller, output=str(tmp_path), resume="auto")
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}  # a refusal touches nothing
@@ -279,7 +296,7 @@ def test_interrupted_in_its_first_step_a_run_has_nothing_to_save(tmp_path):
 
 def test_gradients_that_are_not_finite_are_explained(tmp_path):
     toy = Toy()
-    toy.training.explain = lambda: "model.layers.1 was the first layer to give inf or nan"
+    toy.explain_overflow = lambda: "model.layers.1 was the first layer to give inf or nan"
 
     def spoil(number):
         if number == 2:
@@ -297,7 +314,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_with_a_remedy(tmp_path):
     def full(folder):
         raise OSError(28, "No space left on device")
 
-    toy.training.save_adapter = full
+    toy.state.save_adapter = full
     with pytest.raises(R3LiteError, match=r"step 3 cannot be written.*No space left") as error:
         run(toy, output=str(tmp_path))
     assert "--resume auto" in error.value.remedy

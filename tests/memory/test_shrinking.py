@@ -16,7 +16,6 @@ from r3lite.rl.batch import Batch
 from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.training import checkpoint, metrics
-from r3lite.training.out_of_memory import NAME
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def out_of_memory() -> None:
 
 def small_card(monkeypatch, room: int) -> list[int]:
     """A card on which the loss of more than so many tokens does not fit; notes what was tried."""
-    seen, loss, loss_in_rl = [], sft.Trainer.loss, Learner.loss
+    seen, loss, loss_in_rl = [], sft.SFTTrainer.loss, Learner.loss
 
     def limited(work):
         def call(self, part, *more):
@@ -75,7 +74,7 @@ def small_card(monkeypatch, room: int) -> list[int]:
 
         return call
 
-    monkeypatch.setattr(sft.Trainer, "loss", limited(loss))
+    monkeypatch.setattr(sft.SFTTrainer, "loss", limited(loss))
     monkeypatch.setattr(Learner, "loss", limited(loss_in_rl))
     return seen
 
@@ -96,7 +95,7 @@ def assert_same(output, other, step: int, rtol: float = 1e-3, atol: float = 1e-4
 
 
 def memory_of(output, step: int) -> dict:
-    return checkpoint.read(output / f"checkpoint-{step}").state["kept"][NAME]
+    return checkpoint.read(output / f"checkpoint-{step}").state["kept"]["memory"]
 
 
 def test_a_step_of_sft_is_repeated_with_smaller_passes(toy, tmp_path, monkeypatch, capsys):
@@ -142,7 +141,7 @@ TWO_PASSES = ["--micro-batch-tokens", "1", "--lora-dropout", "0.3"]  # each row 
 def test_half_made_gradients_are_dropped_and_dropout_drops_the_same_again(toy, tmp_path, monkeypatch, capsys):
     """Two rows' gradients are there when memory runs out: counted twice, they would steer the step."""
     assert run_sft(toy, tmp_path / "whole", *TWO_PASSES) == 0
-    failing(monkeypatch, sft.Trainer, "loss", {3, 6, 16})  # in the first step, in its second try, and in the third
+    failing(monkeypatch, sft.SFTTrainer, "loss", {3, 6, 16})  # in the first step, in its second try, and in the third
     assert run_sft(toy, tmp_path / "small", *TWO_PASSES) == 0
     told = capsys.readouterr().err
     assert "recompute_layers 0 -> 1" in told and "recompute_layers 1 -> 2" in told and "loss_chunk 128 -> 64" in told
@@ -183,7 +182,7 @@ FIXED = ["--recompute-layers", "1", "--loss-chunk", "64", "--mlp-tile", "256", "
 
 
 def test_what_the_user_fixed_stays(toy, tmp_path, monkeypatch, capsys):
-    failing(monkeypatch, sft.Trainer, "loss", {1})
+    failing(monkeypatch, sft.SFTTrainer, "loss", {1})
     assert run_sft(toy, tmp_path / "run", *FIXED[:4], "--micro-batch-tokens", "2000") == 0
     assert "is repeated with mlp_tile 1024 -> 512\n" in capsys.readouterr().err
     kept = memory_of(tmp_path / "run", 3)
@@ -194,7 +193,7 @@ def test_what_the_user_fixed_stays(toy, tmp_path, monkeypatch, capsys):
 def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_path, monkeypatch, capsys, failed):
     assert run_sft(toy, tmp_path / "whole", *FIXED) == 0
     with monkeypatch.context() as patch:
-        failing(patch, sft.Trainer, "loss", {failed})
+        failing(patch, sft.SFTTrainer, "loss", {failed})
         assert run_sft(toy, tmp_path / "run", *FIXED) == 1
     told = capsys.readouterr().err
     assert "r3lite.sft stopped: the device ran out of memory, and nothing is left to make smaller" in told
@@ -209,7 +208,7 @@ def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_
 
 def test_memory_that_runs_out_without_end_stops_the_run(toy, tmp_path, monkeypatch, capsys):
     """Every setting is halved down to its least, and then there is an end."""
-    monkeypatch.setattr(sft.Trainer, "loss", lambda *_: out_of_memory())
+    monkeypatch.setattr(sft.SFTTrainer, "loss", lambda *_: out_of_memory())
     assert run_sft(toy, tmp_path / "run") == 1
     told = capsys.readouterr().err
     assert "loss_chunk 32 -> 16" in told and "mlp_tile 64 -> 32" in told
@@ -256,7 +255,7 @@ def test_in_fp16_the_loss_scale_is_as_if_nothing_had_happened(toy, tmp_path, mon
     """An attempt that failed is no skipped step: it must not touch the scaler."""
     half = [*TWO_PASSES, "--dtype", "fp16"]
     assert run_sft(toy, tmp_path / "whole", *half) == 0
-    failing(monkeypatch, sft.Trainer, "loss", {3, 10})
+    failing(monkeypatch, sft.SFTTrainer, "loss", {3, 10})
     assert run_sft(toy, tmp_path / "small", *half) == 0
     assert_same(tmp_path / "small", tmp_path / "whole", 3, rtol=0.05, atol=2e-3)
     states = [checkpoint.read(tmp_path / run / "checkpoint-3").state["precision"] for run in ("small", "whole")]

@@ -1,0 +1,68 @@
+"""Which rows or questions a step takes: functions of the seed and the step's number, so that a resumed run needs no
+position in the data."""
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from r3lite.episode import Question
+
+
+class HasId(Protocol):
+    """A row that knows which question it belongs to."""
+
+    id: str
+
+
+Row = TypeVar("Row", bound=HasId)
+
+
+def rows_of_step(step: int, count: int, per_step: int, seed: int, last: int | None) -> list[int]:
+    """Indices of the rows of step 1, 2, ...: passes over all `count` rows, each shuffled anew, up to row `last`."""
+    stop = step * per_step if last is None else min(step * per_step, last)
+    chosen = []
+    for epoch in range((step - 1) * per_step // count, (stop - 1) // count + 1):
+        order = _shuffled(count, f"{seed}/sft/{epoch}")
+        chosen += order[max(0, (step - 1) * per_step - epoch * count) : stop - epoch * count]
+    return chosen
+
+
+def questions_of_round(
+    questions: Sequence[Question], number: int, size: int, generations: int, seed: int
+) -> tuple[list[Question], list[str]]:
+    """The questions of round 1, 2, ..., each `generations` times, and for each of these episodes the seed of its
+    random stream. The questions come in an order that is shuffled anew in each epoch."""
+    drawn, seeds = [], []
+    for i in range((number - 1) * size, number * size):
+        epoch, place = divmod(i, len(questions))
+        question = questions[_shuffled(len(questions), f"{seed}/epoch {epoch}")[place]]
+        drawn += [question] * generations
+        seeds += [f"{seed}/{i}/{k}" for k in range(generations)]
+    return drawn, seeds
+
+
+def hold_out(rows: Sequence[Row], fraction: float, most: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to train on, and rows held out: at most `fraction` of them and at most `most`.
+
+    Rows of one question stay together, since a held-out question's answer must not be known. At least one question is
+    trained on.
+    """
+    of_id = Counter(row.id for row in rows)
+    ids = sorted(of_id)
+    random.Random(f"{seed}/sft/validation").shuffle(ids)
+    room, held_out = min(int(fraction * len(rows)), most), set()
+    for id in ids:
+        if of_id[id] <= room and len(held_out) < len(ids) - 1:
+            held_out.add(id)
+            room -= of_id[id]
+    return [row for row in rows if row.id not in held_out], [row for row in rows if row.id in held_out]
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffled(count: int, seed: str) -> tuple[int, ...]:
+    """The numbers below `count`, shuffled. A step asks for the same order several times: the last two are kept."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return tuple(order)

@@ -1,0 +1,25 @@
+"""The states of PyTorch's default generators, which dropout draws from: taken, and put back."""
+
+import torch
+from torch import Tensor
+
+
+def random_state() -> dict[str, Tensor]:
+    """States of PyTorch's default generators, by device, as bytes."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # else asking would start CUDA in a run on the CPU
+        states |= {f"cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_random_state(states: dict[str, Tensor]) -> None:
+    """The inverse of `random_state`; states of devices that this machine lacks are ignored."""
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_initialized():
+        for i in range(torch.cuda.device_count()):
+            if f"cuda.{i}" in states:
+                torch.cuda.set_rng_state(states[f"cuda.{i}"], i)
+    if "mps" in states and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(states["mps"])

@@ -1,0 +1,108 @@
+"""A memory plan: the budget that a run has, what was chosen for it, and what the run will hold, phase by phase."""
+
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+
+from r3lite.grant import Memory
+from r3lite.memory import planner
+from r3lite.memory.planner import MIB, Workload
+from r3lite.memory.workloads import KNOWN
+from r3lite.settings import MemorySettings, SamplingSettings
+
+DEFAULT_BUDGET = 4 << 30
+MARGIN = 256 << 20  # of a card's free memory, left to the desktop and to fragmentation
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will hold, and what was chosen for it."""
+
+    workload: Workload
+    memory: Memory
+    budget: int  # bytes
+    fixed: dict  # the figures of `memory` that the user gave
+
+    @property
+    def peak(self) -> int:
+        return planner.peak(self.workload, self.memory)
+
+    def table(self) -> str:
+        """For people: MiB by phase and part, the peak, and what was chosen."""
+        found = planner.phases(self.workload, self.memory)
+        parts = list(dict.fromkeys(name for phase in found.values() for name in phase))
+        lines = ["MiB".ljust(16) + "".join(f"{name:>10}" for name in found)]
+        for part in parts:
+            cells = (f"{phase[part] / MIB:>10,.0f}" if part in phase else f"{'':>10}" for phase in found.values())
+            lines.append(part.ljust(16) + "".join(cells))
+        lines.append("all".ljust(16) + "".join(f"{sum(p.values()) / MIB:>10,.0f}" for p in found.values()))
+        top = max(found, key=lambda name: sum(found[name].values()))
+        lines.append(f"peak {self.peak / MIB:,.0f} MiB ({top}) of a budget of {self.budget / MIB:,.0f} MiB")
+        lines.append("chosen: " + ", ".join(f"{k} {v}" for k, v in asdict(self.memory).items()))
+        return "\n".join(lines)
+
+    def report(self) -> dict:
+        """As JSON."""
+
+        def mib(size: int) -> float:
+            return round(size / MIB, 1)
+
+        found = planner.phases(self.workload, self.memory)
+        return {
+            "budget_mib": mib(self.budget),
+            "peak_mib": mib(self.peak),
+            "fits": self.peak <= self.budget,
+            "phases": {name: {k: mib(v) for k, v in parts.items()} for name, parts in found.items()},
+            "chosen": asdict(self.memory),
+        }
+
+    def line(self) -> str:
+        """One line for the start of a run."""
+        m, w = self.memory, self.workload
+        parts = [f"{self.peak / MIB:,.0f} of {self.budget / MIB:,.0f} MiB"]
+        parts += ["NF4"] if m.nf4 else []
+        if w.trains:
+            parts += [f"{m.recompute_layers} of {w.model.num_hidden_layers} layers recomputed"]
+            parts += [f"{m.micro_batch_tokens} tokens a pass"]
+        parts += [f"{min(m.rollout_batch_size, w.episodes)} episodes at a time"] if w.episodes else []
+        return "memory plan: " + ", ".join(parts + (["offload"] if m.offload else []))
+
+
+def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
+    """The fastest settings that fit into the budget; R3LiteError with what would help if none do."""
+    given, room = _given(settings, sampling), _budget(settings, workload.on_cuda)
+    return Plan(workload, planner.choose(workload, given, room, list(KNOWN.items())), room, given)
+
+
+def _given(settings: MemorySettings, sampling: SamplingSettings | None = None) -> dict:
+    """The figures of `Memory` that the user gave, by name."""
+    names = ("recompute_layers", "micro_batch_tokens", "loss_chunk", "mlp_tile")
+    given = {name: getattr(settings, name) for name in names}
+    given["rollout_batch_size"] = sampling.rollout_batch_size if sampling else None
+    given["nf4"] = {"auto": None, "none": False, "nf4": True}[settings.quantize]
+    given["offload"] = {"auto": None, "off": False, "on": True}[settings.offload]
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _budget(settings: MemorySettings, on_cuda: bool) -> int:
+    """Bytes of --vram-budget; by default 4 GiB, or what is free on the card less a margin if that is less."""
+    if settings.vram_budget:
+        return planner.budget_bytes(settings.vram_budget)
+    if on_cuda and torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        # What is free no longer has our own context in it, which is in the budget.
+        return min(DEFAULT_BUDGET, free + planner.CUDA_CONTEXT - MARGIN)
+    return DEFAULT_BUDGET
+
+
+def enforce(plan: Plan, device: torch.device) -> None:
+    """On CUDA, the process gets no more than its budget, so that "fits" can be shown on a larger card."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = (plan.budget - planner.CUDA_CONTEXT) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+
+
+def announce(plan: Plan) -> None:
+    print(plan.line(), file=sys.stderr)

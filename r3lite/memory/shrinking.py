@@ -1,0 +1,102 @@
+"""What happens when a device runs out of memory in spite of the plan: the same work again, in smaller pieces."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+
+from r3lite.devices.random_state import random_state, set_random_state
+from r3lite.errors import R3LiteError
+from r3lite.grant import Grant, Memory, P, Phase, T
+from r3lite.memory.planner import peak
+from r3lite.memory.plan import Plan
+
+LEAST_CHUNK, LEAST_TILE = 16, 32
+
+
+class OutOfMemory(R3LiteError):
+    """Nothing is left that could be made smaller."""
+
+
+class ShrinkingGrant(Grant):
+    """A grant whose figures become smaller when the device runs out of memory. They are part of checkpoints.
+
+    Figures that the user gave (`plan.fixed`) stay. `optimizer` is that of the parameters whose gradients are added.
+    """
+
+    def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer):
+        super().__init__(plan.memory)
+        self.plan, self.optimizer = plan, optimizer
+
+    def attempt(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
+        """The result of `work(*args)`; if memory runs out, of the same again with smaller figures.
+
+        Gradients of a failed attempt are dropped, and dropout is rewound. Raises OutOfMemory if nothing can be made
+        smaller.
+        """
+        before = random_state()
+        while True:
+            try:
+                return work(*args)
+            except torch.OutOfMemoryError as error:
+                reason = str(error).splitlines()[0]
+            # Outside the except block, whose traceback holds the tensors of the work that failed.
+            self.optimizer.zero_grad(set_to_none=True)
+            set_random_state(before)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._shrink(phase, reason)
+
+    def state_dict(self) -> dict:
+        """The figures, as JSON."""
+        return asdict(self.memory)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes over the figures of a checkpoint, so that work is divided as it was, if they fit into today's budget.
+
+        Raises R3LiteError if the checkpoint's base was in NF4 and this one is not, or the other way round.
+        """
+        saved = Memory(**state)
+        if saved.nf4 != self.memory.nf4:
+            was = "nf4" if saved.nf4 else "none"
+            raise R3LiteError("the checkpoint is of a run with another base", f"Resume with --quantize {was}.")
+        if peak(self.plan.workload, saved) <= self.plan.budget:
+            self.memory = saved
+
+    def _shrink(self, phase: Phase, reason: str) -> None:
+        """Makes one figure smaller and says so."""
+        less = self._smaller(phase)
+        if less is None:
+            raise OutOfMemory(
+                f"the device ran out of memory, and nothing is left to make smaller ({reason})",
+                "Close what else uses the card and go on with --resume auto; or start anew, with this run as "
+                "--adapter, and --quantize nf4 or a smaller --max-length.",
+            )
+        old, new = asdict(self.memory), asdict(less)
+        told = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in new if new[name] != old[name])
+        print(f"warning: out of memory; the step is repeated with {told}", file=sys.stderr)
+        self.memory = less
+
+    def _smaller(self, phase: Phase) -> Memory | None:
+        """The next smaller figures, the cheapest change first; None if there are none."""
+        m, w = self.memory, self.plan.workload
+        changes: list[tuple[str, object]] = []
+        if phase == "sample":
+            changes.append(("rollout_batch_size", min(m.rollout_batch_size, w.episodes) // 2))
+        if m.micro_batch_tokens > w.row_tokens:
+            changes.append(("micro_batch_tokens", max(w.row_tokens, m.micro_batch_tokens // 2)))
+        if phase == "update":
+            L = w.model.num_hidden_layers
+            if m.recompute_layers < L:
+                changes.append(("recompute_layers", (m.recompute_layers + L + 1) // 2))
+            if m.loss_chunk > LEAST_CHUNK:
+                changes.append(("loss_chunk", m.loss_chunk // 2))
+        if m.mlp_tile > LEAST_TILE:
+            changes.append(("mlp_tile", m.mlp_tile // 2))
+        if w.on_cuda and not m.offload and phase == "update":
+            changes.append(("offload", True))
+        for name, value in changes:
+            if name not in self.plan.fixed and value:
+                return replace(m, **{name: value})
+        return None

@@ -1,0 +1,92 @@
+"""What a training run changes from step to step, and what its checkpoints therefore hold."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from r3lite.devices.precision import Precision
+from r3lite.devices.random_state import random_state, set_random_state
+from r3lite.errors import R3LiteError
+from r3lite.training import optim
+from r3lite.training.checkpoint import Checkpoint
+
+
+class Stateful(Protocol):
+    """A part of a run that a checkpoint keeps, as JSON."""
+
+    def state_dict(self) -> dict: ...
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
+@dataclass
+class TrainState:
+    """Optimizer, precision and whatever else a resumed run must find again."""
+
+    optimizer: torch.optim.AdamW  # made by optim.adamw
+    precision: Precision
+    max_grad_norm: float
+    save_adapter: Callable[[Path], None]  # writes the adapter in PEFT's form into a folder
+    data: str = ""  # fingerprint of what is trained on: a run is resumed on the same data only
+    facts: dict = field(default_factory=dict)  # about the run, for summary.json
+    parts: dict[str, Stateful] = field(default_factory=dict)  # what else checkpoints keep, by name
+    num_tokens: int = 0  # processed so far, padding not counted
+    seconds: float = 0.0  # spent in steps so far
+
+    def update(self) -> tuple[float, bool]:
+        """One optimizer step with all parameters clipped together; see Precision.step."""
+        return self.precision.step(self.optimizer, optim.parameters(self.optimizer).values(), self.max_grad_norm)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a step may change before it changes a weight; for `rewind`."""
+        kept = {name: part.state_dict() for name, part in self.parts.items()}
+        return {"random": random_state(), "kept": kept, "num_tokens": self.num_tokens, "seconds": self.seconds}
+
+    def rewind(self, snapshot: dict[str, Any]) -> None:
+        """Undoes a step that changed no weight."""
+        set_random_state(snapshot["random"])
+        self._load_parts(snapshot["kept"])
+        self.num_tokens, self.seconds = snapshot["num_tokens"], snapshot["seconds"]
+
+    def checkpoint(self, step: int, command: str, settings: dict) -> Checkpoint:
+        """All that an exact resume needs, after step `step`."""
+        snapshot = self.snapshot()
+        tensors = {
+            "weights": optim.parameters(self.optimizer),
+            "optimizer": optim.state_tensors(self.optimizer),
+            "random": snapshot.pop("random"),
+        }
+        run = {"step": step, "command": command, "settings": settings}
+        return Checkpoint(step, tensors, run | {"precision": self.precision.state_dict(), "data": self.data} | snapshot)
+
+    def restore(self, loaded: Checkpoint) -> None:
+        """Goes on from a checkpoint; raises R3LiteError if it is of another model, other data or another precision."""
+        self.precision.load_state_dict(loaded.state["precision"])
+        parameters, weights = optim.parameters(self.optimizer), loaded.tensors["weights"]
+        ours, theirs = ({name: tuple(t.shape) for name, t in x.items()} for x in (parameters, weights))
+        wrong = {name for name, _ in ours.items() ^ theirs.items()}
+        if wrong:
+            raise R3LiteError(
+                f"the checkpoint holds other weights than this run trains: {len(wrong)} differ, such as {min(wrong)}",
+                "Resume with the --model, --adapter and LoRA settings that the run was started with.",
+            )
+        if loaded.state["data"] != self.data:
+            raise R3LiteError(
+                "the data are not those that the run was started with",
+                "Resume with the first run's --data, tokenizer and prompts, or start anew from its adapter with "
+                "--adapter.",
+            )
+        self._load_parts(loaded.state["kept"])
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+        optim.load_state_tensors(self.optimizer, loaded.tensors["optimizer"])
+        set_random_state(loaded.tensors["random"])
+        self.num_tokens, self.seconds = loaded.state["num_tokens"], loaded.state["seconds"]
+
+    def _load_parts(self, kept: dict[str, dict]) -> None:
+        for name, part in self.parts.items():
+            part.load_state_dict(kept[name])

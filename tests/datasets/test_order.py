@@ -1,0 +1,29 @@
+"""Which rows and questions a step takes: every one once an epoch, with no memory of the steps before."""
+
+from collections import Counter
+
+from r3lite.datasets.order import questions_of_round, rows_of_step
+from r3lite.episode import Question
+
+
+def test_every_epoch_reads_every_row_once_and_the_last_step_may_be_smaller():
+    steps = [rows_of_step(step, 7, 4, seed=0, last=14) for step in range(1, 5)]
+    assert [len(s) for s in steps] == [4, 4, 4, 2]
+    flat = [i for step in steps for i in step]
+    assert sorted(flat[:7]) == sorted(flat[7:]) == list(range(7))
+    assert flat[:7] != flat[7:]
+    assert flat[:7] != rows_of_step(1, 7, 7, seed=1, last=None)
+    assert Counter(rows_of_step(1, 3, 9, seed=0, last=None)) == {0: 3, 1: 3, 2: 3}  # a step of several epochs
+
+
+def test_rounds_draw_every_question_once_an_epoch_and_need_no_memory():
+    questions = [Question(str(i), "?", ("a",)) for i in range(5)]
+    drawn = [questions_of_round(questions, n, 2, 2, seed=0) for n in range(1, 6)]
+    ids = [q.id for qs, _ in drawn for q in qs[::2]]
+    assert sorted(ids[:5]) == sorted(ids[5:]) == list("01234") and ids[:5] != ids[5:]
+    seeds = [s for _, ss in drawn for s in ss]
+    assert len(set(seeds)) == len(seeds) == 20
+    assert (
+        questions_of_round(questions, 3, 2, 2, seed=0) == drawn[2]
+        and questions_of_round(questions, 3, 2, 2, seed=1) != drawn[2]
+    )

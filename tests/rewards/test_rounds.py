@@ -1,0 +1,22 @@
+"""The metrics of a round of rollouts, and the records of its episodes."""
+
+from r3lite.episode import Episode, Question, Step
+from r3lite.rewards.reward import Scored
+from r3lite.rewards.rounds import episode_records, round_metrics
+
+
+def test_means_of_parts_leave_out_what_is_not_known():
+    """A question without gold paragraphs has no recall: no zero in its mean."""
+    episode = Episode(Question("q", "q?", ("a",)), [Step("x", answer="a")], "answered")
+    scored = [Scored([1.0], {"recall": None, "em": 1.0}), Scored([0.0], {"recall": 0.5, "em": 0.0}), None]
+    measured = round_metrics([episode] * 3, scored, sampled_tokens=[1, 1, 4])
+    assert measured["rewards/recall/mean"] == 0.5 and measured["rewards/em/mean"] == 0.5
+    assert measured["reward"] == 0.5 and measured["missing_rewards"] == 1
+    assert measured["completions/mean_length"] == 2
+
+
+def test_an_episode_is_recorded_with_what_it_was_paid():
+    episode = Episode(Question("q", "q?", ("a",)), [Step("x", answer="a")], "answered")
+    paid, missing = episode_records(7, [episode] * 2, [Scored([1.0], {"em": 1.0}), None])
+    assert (paid["step"], paid["id"], paid["rewards"], paid["step_rewards"]) == (7, "q", {"em": 1.0}, [1.0])
+    assert missing["rewards"] is None and missing["step_rewards"] is None
