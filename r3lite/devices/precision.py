@@ -1,6 +1,6 @@
 """Which device and number format a run uses, and the steps that depend on it: autocast, loss scaling, clipping.
 
-Knows no model and no loss. The frozen base is in the run's dtype; trainable weights are fp32 whatever it is.
+Knows no model and no loss. The frozen base is in the run's dtype; trainable weights are always fp32.
 """
 
 import platform
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from r3lite.errors import R3LiteError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The scale starts at 2^16 and halves at each overflow: after this many in a row it is below 1 and is no remedy.
+# The scale starts at 2^16 and halves at each overflow: after this many in a row it is below 1 and no longer helps.
 MAX_SKIPS_IN_A_ROW = 20
 
 
 class NonFiniteGradients(R3LiteError):
-    """Gradients were inf or nan where no smaller loss scale can help; nothing was updated."""
+    """Gradients were inf or nan, and no smaller loss scale can help; nothing was updated."""
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device of `--device`; `auto` is CUDA where there is one, else Apple's, else the CPU."""
+    """The device of `--device`; `auto` is a CUDA card if there is one, else Apple's GPU, else the CPU."""
     found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
         device = next(name for name, here in found.items() if here)
@@ -40,7 +40,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def _warn_of_unused_card() -> None:
-    """The commonest mishap on Windows: pip installs a PyTorch for the CPU, and the card stands idle unnoticed."""
+    """Warns if there is an NVIDIA card that this PyTorch cannot use: on Windows pip installs a build for the CPU."""
     card = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()
     if card and torch.version.cuda is None:
         print(
@@ -52,10 +52,10 @@ def _warn_of_unused_card() -> None:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether the processor multiplies bf16 natively; elsewhere it is emulated, and slower than fp32."""
+    """Whether the processor multiplies bf16 natively; if not, it is emulated, and slower than fp32."""
     if platform.machine().lower() not in ("x86_64", "amd64", "arm64", "aarch64"):
         return False
-    # On one of the tested versions this is missing; Linux says the same in a file.
+    # One of the tested versions lacks this function; on Linux the same is in a file.
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     if not capabilities and Path("/proc/cpuinfo").exists():
         words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
@@ -64,7 +64,7 @@ def _cpu_has_bf16() -> bool:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of `--dtype`. `auto` is bf16 where the device has it, else fp16, on a CPU fp32."""
+    """The dtype of `--dtype`. `auto` is bf16 if the device has it, else fp16, or fp32 on a CPU."""
     if dtype != "auto":
         return DTYPES[dtype]
     if device.type == "cuda":  # cards before Ampere emulate bf16, slowly
@@ -75,7 +75,10 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def warn_of_slow_fp16(precision: "Precision") -> None:
-    """GTX 16xx cards have been reported to multiply fp16 more slowly than fp32: both are timed once, on CUDA."""
+    """Warns if a CUDA card multiplies fp16 more slowly than fp32, as GTX 16xx cards have been reported to do.
+
+    Both are timed once.
+    """
     if precision.device.type != "cuda" or precision.dtype != torch.float16:
         return
     fast, slow = (_product_seconds(dtype, precision.device) for dtype in (torch.float16, torch.float32))
@@ -105,18 +108,18 @@ class Precision:
     """Forward, backward and optimizer step in one dtype: `with p.autocast(): loss`, `p.backward(loss)`, `p.step(...)`.
 
     fp16 runs with a gradient scaler, on the CPU too: a step whose gradients overflow is skipped and counted, and the
-    scale is halved. Without a scaler such gradients stop the run before they reach a weight.
+    scale is halved. In other dtypes such gradients raise NonFiniteGradients before a weight is changed.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype, self.device = dtype, device
         self.scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
         self.skipped = self.skipped_in_a_row = 0
-        # Set once weights may have changed since the loop last cleared it; see interrupts.py.
+        # Whether weights may have changed since the loop last cleared this; see interrupts.py.
         self.changed_weights = False
 
     def autocast(self) -> AbstractContextManager:
-        """Matrix products in the run's dtype; a null context in fp32."""
+        """A context in which matrix products are in the run's dtype; in fp32 one that does nothing."""
         return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
 
     def backward(self, loss: Tensor) -> None:
@@ -162,7 +165,7 @@ class Precision:
             )
 
     def state_dict(self) -> dict:
-        """All that a checkpoint needs, as JSON."""
+        """What a checkpoint keeps, as JSON values."""
         return {
             "dtype": str(self.dtype),
             "device": self.device.type,
@@ -172,7 +175,7 @@ class Precision:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Goes on from a checkpoint, which must be of the same dtype and kind of device."""
+        """Restores `state_dict`; raises R3LiteError if it is of another dtype or kind of device."""
         for what, flag in (("dtype", "--dtype"), ("device", "--device")):
             here = self.state_dict()[what]
             if state[what] != here:

@@ -1,4 +1,4 @@
-"""BERT (arXiv 1810.04805) as an encoder of text, in plain PyTorch, and reading it from a model folder.
+"""BERT (arXiv 1810.04805) as an encoder of text, in plain PyTorch, and how it is loaded from a model folder.
 
 Owns the network and the spellings of its published checkpoints; knows nothing of tokens, pooling or prefixes.
 Parameter names are those of the published checkpoints. Shape legend: models/qwen2.py.
@@ -32,7 +32,7 @@ class BertConfig:
 
 
 class Embeddings(nn.Module):
-    """Word, position and segment embeddings. All text is of the first segment."""
+    """The sum of word, position and segment embeddings, normalized. All text belongs to the first segment."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -100,7 +100,7 @@ class Bert(nn.Module):
     def forward(self, input_ids: Tensor, real: Tensor | None = None) -> Tensor:
         """Hidden states [B, T, C] of token ids [B, T], padded on the right; `real` [B, T] is False at padding.
 
-        Rows of `real` have at least one True. What comes out at padding means nothing.
+        Rows of `real` have at least one True. Hidden states at padding have no meaning.
         """
         mask = None if real is None or bool(real.all()) else real[:, None, None, :].bool()  # [B, 1, 1, T]
         x = self.embeddings(input_ids)
@@ -165,7 +165,7 @@ def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: st
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise R3LiteError(f"{path}: {wrong[0]}{more}", "config.json and the weights are not of the same model.")
-    # Copied, or they would stay views of the mapped file.
+    # Copied, because the tensors that were read are views of the mapped file.
     model.load_state_dict({n: t.to(device, dtype, copy=True) for n, t in found.items()}, assign=True)
     return model.requires_grad_(False)
 

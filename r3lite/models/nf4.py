@@ -1,11 +1,11 @@
-"""NF4, the 4-bit format of QLoRA (arXiv 2305.14314): weights as codes, and a linear layer that computes with them.
+"""NF4, the 4-bit format of QLoRA (arXiv 2305.14314): weights as 4-bit codes, and a linear layer that uses them.
 
 Owns the arithmetic of the format and its layout on disk; knows nothing of model folders or adapters.
 
 A weight [out, in] is cut into blocks of 64 neighbours of a row. A block is its largest magnitude (absmax) times 64 of
 the 16 code points, two codes a byte. The absmax values are quantized as well ("double quantization"): less the mean of
-them all, in groups of 256, to whole numbers in [-127, 127] times one fp32 scale a group. (The paper has an 8-bit float
-there. Centred absmax values are no wider than a few standard deviations, and evenly spaced steps serve them as well.)
+them all, in groups of 256, to whole numbers in [-127, 127] times one fp32 scale a group. (The paper uses an 8-bit
+float. Centred absmax values lie within a few standard deviations, so evenly spaced steps are as accurate.)
 A weight takes 1/2 + 1/64 + 4/16384 = 0.516 bytes.
 
 In a model folder, `config.json` has LAYOUT as its `quantization_config`, and each linear of the layers has in place of
@@ -34,7 +34,7 @@ POINTS = (
 )  # fmt: skip
 BLOCK, GROUP = 64, 256  # weights of one absmax; absmax values of one scale
 LAYOUT = {"quant_method": "r3lite_nf4", "block_size": BLOCK, "double_block_size": GROUP}
-TILE = 2**19  # weights in work at once: 5 to 7 MiB of temporaries. Smaller tiles are slower, larger ones no faster.
+TILE = 2**19  # weights converted at once: 5 to 7 MiB of temporaries. Smaller tiles are slower, larger ones no faster.
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Nf4Weight:
 
 @torch.no_grad()
 def quantize(weight: Tensor) -> Nf4Weight:
-    """The NF4 form of a weight [out, in] of any float dtype: of each weight / absmax the nearest code point.
+    """The NF4 form of a weight [out, in] of any float dtype: for each weight the code point nearest to weight / absmax.
 
-    Temporaries are of one tile's size. Raises R3LiteError unless `in` is a multiple of 64.
+    Temporaries have the size of one tile. Raises R3LiteError unless `in` is a multiple of 64.
     """
     rows, columns = weight.shape
     if columns % BLOCK:
@@ -74,7 +74,7 @@ def quantize(weight: Tensor) -> Nf4Weight:
     for tile, tile_codes, tile_absmax in zip(weight.split(height), codes.split(height), absmax.split(height)):
         blocks = tile.float().reshape(len(tile), -1, BLOCK)  # [rows, in / 64, 64]
         torch.amax(blocks.abs(), dim=-1, out=tile_absmax)
-        # A block of zeros is zero times anything.
+        # The absmax of a block of zeros is 0; any divisor leaves its weights 0.
         blocks = blocks / tile_absmax.masked_fill(tile_absmax == 0, 1)[..., None]
         nearest = torch.zeros_like(blocks, dtype=torch.uint8)
         for low, high in itertools.pairwise(POINTS):  # three times as fast as torch.bucketize
@@ -85,13 +85,13 @@ def quantize(weight: Tensor) -> Nf4Weight:
     centred = absmax.view(-1).sub_(mean)
     groups = F.pad(centred, (0, -len(centred) % GROUP)).view(-1, GROUP)
     scale = groups.abs().amax(dim=-1) / 127
-    steps = groups / scale.masked_fill(scale == 0, 1)[:, None]  # a scale is 0 where all absmax values are the mean
+    steps = groups / scale.masked_fill(scale == 0, 1)[:, None]  # a scale is 0 if all its absmax values are the mean
     return Nf4Weight(codes, steps.round().to(torch.int8), scale, mean)
 
 
 @torch.no_grad()
 def dequantize(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in], computed in fp32 and rounded once to `dtype`. Temporaries are of one tile's size."""
+    """The weight [out, in], computed in fp32 and rounded once to `dtype`. Temporaries have the size of one tile."""
     rows, columns = weight.shape
     absmax = (weight.absmax * weight.absmax_scale[:, None]).add_(weight.absmax_mean)  # [groups, 256]
     absmax = absmax.view(-1)[: rows * columns // BLOCK].view(rows, -1, 1)  # [out, in / 64, 1]
@@ -107,16 +107,16 @@ def dequantize(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two code points that each of the 256 bytes stands for, int64 [256].
+    """The two code points of each of the 256 bytes, int64 [256].
 
-    Two fp32 numbers travel as one int64: that takes a third of the time of selecting rows of two.
+    The two fp32 numbers are stored as one int64: selecting these takes a third of the time of selecting rows of two.
     """
     points = torch.tensor(POINTS, device=device)
     return torch.stack((points.repeat_interleave(16), points.repeat(16)), dim=1).view(torch.int64).view(-1)
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + b with a frozen W in NF4. Backward dequantizes W again, so that autograd keeps none of it meanwhile."""
+    """x W^T + b with a frozen W in NF4. Backward dequantizes W again, so that no dense W is kept for it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Nf4Weight, bias: Tensor | None) -> Tensor:
@@ -132,7 +132,7 @@ class _Linear(torch.autograd.Function):
 class Nf4Linear(nn.Module):
     """A frozen linear layer whose weight is in NF4.
 
-    Products are computed in x's dtype, or autocast's. `dtype` is that of the dense layer that this one stands for.
+    Products are computed in x's dtype, or autocast's. `dtype` is that of the dense layer that this one replaces.
     """
 
     def __init__(self, weight: Nf4Weight, bias: nn.Parameter | None, dtype: torch.dtype):

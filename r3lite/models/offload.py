@@ -1,7 +1,7 @@
-"""The host's memory as a stack for activations: what is put last is taken first, as a backward pass needs it.
+"""A stack for activations in the host's memory: the last one put is the first one taken, as a backward pass needs it.
 
-Copies run beside the computation, on a stream of their own. The memory is pinned where the system allows it; WSL and
-containers may not, and then it is pageable, which is slower and otherwise the same.
+Copies run beside the computation, on a stream of their own. The memory is pinned if the system allows it; WSL and
+containers may refuse, and then it is pageable: copies are slower, results the same.
 """
 
 import sys
@@ -11,18 +11,18 @@ from torch import Tensor
 
 
 class Offload:
-    """A stack of tensors of one device in the host's memory. While one is used, the next one is already on its way."""
+    """A stack of tensors of one device in the host's memory. While one is used, the next one is copied back."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.pinned = device.type == "cuda"
         self.stack: list[Tensor] = []
-        self.coming: Tensor | None = None  # the one before the last taken, on the device or on its way there
+        self.coming: Tensor | None = None  # the next one to be taken, on the device or being copied there
 
     def put(self, x: Tensor) -> None:
-        """Copies x to the host; its memory on the device is free as soon as its other owners let go."""
-        assert self.coming is None, "what was put is taken before more is put"
+        """Copies x to the host; its memory on the device is freed when nothing else refers to x."""
+        assert self.coming is None, "all that was put must be taken before more is put"
         host = self._host_memory(x)
         if self.stream is None:
             host.copy_(x)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class ValueHead(nn.Module):
-    """V(s) = w h + b, in fp32 and zero at the start, so that a fresh critic says what is true of no reward yet."""
+    """V(s) = w h + b. The weights are fp32 and zero at the start, so a new critic values every state at 0."""
 
     def __init__(self, hidden_size: int):
         super().__init__()

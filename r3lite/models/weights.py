@@ -1,7 +1,7 @@
 """Model folders: where they are, reading `config.json` and safetensors into a Qwen2, writing merged and NF4 ones.
 
-Owns the names and spellings of published checkpoints; knows nothing of adapters but that their tensors are not part
-of a checkpoint.
+Owns the names and spellings of published checkpoints. All it knows of adapters is that their tensors do not belong to
+a checkpoint.
 """
 
 import json
@@ -49,7 +49,7 @@ def resolve_folder(model: str) -> Path:
             f"there is no model folder {model}", "Name a folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or tiny."
         )
     import huggingface_hub
-    from huggingface_hub.errors import HTTPError  # of the HTTP library that it uses, whichever that is
+    from huggingface_hub.errors import HTTPError  # that of the HTTP library which it uses
 
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(HUB_FILES)))
@@ -66,7 +66,7 @@ def read_config(folder: str | Path) -> Qwen2Config:
     """Sizes from a folder's `config.json`, as transformers 4 or 5 spells it; R3LiteError names what is unsupported."""
     path = Path(folder) / "config.json"
     raw = _read_json(path)
-    # transformers 5 has `rope_parameters`, 4 has `rope_theta` and, where it is scaled, `rope_scaling`.
+    # transformers 5 has `rope_parameters`; 4 has `rope_theta` and, if it is scaled, `rope_scaling`.
     rope = (raw.get("rope_parameters") or {}) | (raw.get("rope_scaling") or {})
     _check_supported(raw, rope, path)
     config = Qwen2Config(
@@ -90,7 +90,7 @@ def read_config(folder: str | Path) -> Qwen2Config:
 
 
 def _check_supported(raw: dict, rope: dict, path: Path) -> None:
-    """Refuses a config that asks for what `Qwen2` does not compute."""
+    """Raises R3LiteError if a config asks for something that `Qwen2` does not compute."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     sliding = raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ())
     for wrong, what, remedy in (
@@ -149,8 +149,8 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
 
     With `quantize` the linears of the layers are in NF4; those of a folder of `save_nf4` are so anyway. Tensors are
     read, and quantized, one by one into a model that has no memory of its own yet, so that beside the finished weights
-    never more than one tensor is held. Raises R3LiteError naming a tensor that is missing, unexpected or of the wrong
-    shape or type.
+    only one tensor is in memory at a time. Raises R3LiteError naming a tensor that is missing, unexpected or of the
+    wrong shape or type.
     """
     folder = Path(folder)
     with torch.device("meta"):
@@ -172,7 +172,7 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
                 tensor = file.get_tensor(name)
                 _check_tensor(path, name, tensor, expected[name])
                 linear, _, kind = name.rpartition(".")
-                # Copied, or it would stay a view of the mapped file and change, or crash, with it.
+                # Copied, because a view of the mapped file would change, or crash, with the file.
                 if quantize and linear in linears and kind == "weight":
                     bias = model.get_submodule(linear).bias
                     _set(model, linear, Nf4Linear(nf4.quantize(tensor.to(device)), bias, dtype))
@@ -190,7 +190,7 @@ def is_nf4(folder: str | Path) -> bool:
 
 
 def _layer_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The dense linears of the layers: all but the head, which stays dense like the embedding."""
+    """The dense linears of the layers, by path; the head is not one of them and stays dense like the embedding."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -199,7 +199,10 @@ def _layer_linears(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _check_tensor(path: Path, name: str, tensor: Tensor, expected: Tensor) -> None:
-    """Refuses a tensor of the wrong shape or type. Parameters may be of any wide float type, buffers are exact."""
+    """Raises R3LiteError if a tensor has the wrong shape or type.
+
+    A parameter may be of any float type of 16 bits or more, a buffer only of the expected type.
+    """
     if tensor.shape != expected.shape:
         raise R3LiteError(
             f"{path}: {name} has the shape {list(tensor.shape)}, config.json asks for {list(expected.shape)}",
@@ -247,7 +250,7 @@ def _tensor_places(folder: Path) -> dict[str, Path]:
 
 def _check_names(folder: Path, expected, found, tied: bool) -> None:
     missing = [name for name in expected if name not in found]
-    # A tied model's head is its embedding; some exporters write it all the same.
+    # A tied model's head is its embedding; some exporters write it nevertheless.
     unexpected = [
         n for n in found if n not in expected and not COMPUTED.fullmatch(n) and not (tied and n == "lm_head.weight")
     ]
@@ -260,7 +263,7 @@ def _check_names(folder: Path, expected, found, tied: bool) -> None:
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The base weights, dense, under their published names, whatever is wrapped around them; without adapters."""
+    """The base weights, dense, under their published names and without adapters, also while adapters are attached."""
     tensors = _base_tensors(dict(model.named_parameters()))
     dense = {
         f"{path}.weight": nf4.dequantize(module.weight, module.dtype)
@@ -271,7 +274,7 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _base_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those that are not an adapter's, under the names that they have without adapters."""
+    """The tensors that do not belong to an adapter, under the names that they have without adapters."""
     return {
         name.replace(".base.", "."): tensor.detach()
         for name, tensor in tensors.items()
@@ -282,8 +285,8 @@ def _base_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def save_merged(model: Qwen2, source_folder: str | Path, out_folder: str | Path) -> None:
     """Writes the base weights as a checkpoint that transformers reads, with config and tokenizer files of the source.
 
-    Adapters are merged before (`lora.merge_adapter`); those that still hang on the model are left out. NF4 weights are
-    written dense. The folder appears whole or not at all; one that is there already and not empty is refused.
+    An adapter to be included is merged before (`lora.merge_adapter`); those still attached are left out. NF4 weights
+    are written dense. The folder appears whole or not at all. Raises R3LiteError if it exists and is not empty.
     """
     _write_folder(Path(source_folder), Path(out_folder), lambda: checkpoint_tensors(model), {})
 
@@ -291,7 +294,7 @@ def save_merged(model: Qwen2, source_folder: str | Path, out_folder: str | Path)
 def save_nf4(model: Qwen2, source_folder: str | Path, out_folder: str | Path) -> None:
     """Writes a model loaded with `quantize` in the layout of `models.nf4`, so that it need not be quantized again.
 
-    Adapters are left out. The folder has what that of `save_merged` has, and appears as that does.
+    Adapters are left out. The folder has the same files as that of `save_merged`, and appears in the same way.
     """
     assert not _layer_linears(model), "a layer has dense linears"
     extra = {"quantization_config": nf4.LAYOUT}
@@ -299,7 +302,10 @@ def save_nf4(model: Qwen2, source_folder: str | Path, out_folder: str | Path) ->
 
 
 def _write_folder(source: Path, out: Path, tensors: Callable[[], dict[str, Tensor]], extra: dict) -> None:
-    """Writes a model folder: files of the source, whose quantization gives way to `extra` keys, and the tensors."""
+    """Writes a model folder: the source's files, and the tensors.
+
+    In `config.json` the keys of `extra` take the place of the source's quantization.
+    """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise R3LiteError(f"{out} is there already", "Name a new folder for the checkpoint.")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -322,7 +328,7 @@ def _write_folder(source: Path, out: Path, tensors: Callable[[], dict[str, Tenso
 
 
 def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file by way of a temporary one beside it: a crash leaves the old file or the new one."""
+    """Writes a safetensors file via a temporary one beside it, so that a crash leaves the old file or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
