@@ -3,20 +3,17 @@
 The teacher is given the student's prompts and the documents that its own queries brought, never the answer.
 """
 
-import json
-import os
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3lite import command
-from r3lite.episode import Document, Question, Retrieve, Step
+from r3lite.episode import Document, Question, Retrieve
 from r3lite.errors import R3LiteError
-from r3lite.files import check_writable, write_jsonl
+from r3lite.files import append_jsonl, check_writable, recover_jsonl, write_jsonl
 from r3lite.protocols.base import Protocol
 from r3lite.settings import (
     CollectSettings,
@@ -27,8 +24,7 @@ from r3lite.settings import (
     RetrievalSettings,
 )
 
-# Failures of a reply that asking again would not mend: they come from the question, not from network or account.
-FINAL = ("blocked", "cut", "empty")
+WRITER = "collect"  # as files that it goes on writing name it
 
 
 @dataclass(frozen=True)
@@ -103,9 +99,9 @@ def check_output(output: Path, config: CollectConfig) -> None:
         check_writable(output.parent)
         if output.exists():
             open(output, "ab").close()
-        before = recorded(output, is_trajectory)
+        before = recover_jsonl(output, is_trajectory, WRITER)
         if config.collect.source == "teacher":
-            recorded(rejections_of(output), is_rejection)
+            recover_jsonl(rejections_of(output), is_rejection, WRITER)
     except OSError as error:
         raise R3LiteError(f"--output {output} cannot be written: {error}", "Name another file.") from error
     if config.collect.source == "gold" and any(r["source"] == "teacher" for r in before):
@@ -151,81 +147,6 @@ def gold(
     return tally
 
 
-@dataclass
-class Try:
-    """One attempt of the teacher at a question: its steps so far, and how it failed if it did."""
-
-    question: Question
-    steps: list[Step] = field(default_factory=list)
-    failure: str | None = None  # what is wrong with the teacher's reply
-    missing: str | None = None  # why there is no reply; another run asks again
-
-    @property
-    def goes_on(self) -> bool:
-        answered = bool(self.steps) and self.steps[-1].answer is not None
-        return not (answered or self.failure or self.missing)
-
-
-class Teacher:
-    """Samples trajectories step by step, many questions at a time."""
-
-    def __init__(self, config: CollectConfig, protocol: Protocol, retrieve: Retrieve, output: Path):
-        from r3lite.llm.gemini import GeminiClient
-
-        self.settings, self.seed, self.retrieve = config.collect, config.common.seed, retrieve
-        self.protocol = protocol
-        self.client = GeminiClient(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
-
-    def attempt(self, questions: list[Question], number: int) -> list[Try]:
-        """The results of attempt `number` (from 0) at each question; every round of requests asks for one step each."""
-        from r3lite.llm.replies import Request
-
-        sampling = {"temperature": 0.9, "nonce": f"{self.seed}/{number}"} if number else {}
-        tries = [Try(q) for q in questions]
-        while live := [t for t in tries if t.goes_on]:
-            requests = [Request(self.prompt(t), self.protocol.system, **sampling) for t in live]
-            for this, reply in zip(live, self.client.generate_all(requests), strict=True):
-                self.add_step(this, reply)
-            searching = [t for t in live if t.goes_on]
-            found = self.retrieve([(t.question, t.steps[-1].query) for t in searching]) if searching else []
-            for this, documents in zip(searching, found, strict=True):
-                this.steps[-1] = this.steps[-1].with_documents(documents)
-        return tries
-
-    def prompt(self, this: Try) -> str:
-        """The episode so far, and the request for the next step."""
-        parts = [self.protocol.opening(this.question.text)]
-        for number, step in enumerate(this.steps, 1):
-            parts += [self.protocol.render(step, number), self.protocol.observation(step.documents, number + 1)]
-        if len(this.steps) == self.settings.max_hops:
-            parts.append(self.protocol.answer_request)
-        return "\n\n".join([*parts, self.protocol.step_request(len(this.steps) + 1)])
-
-    def add_step(self, this: Try, reply) -> None:
-        """Adds the step of a reply, or records why the attempt fails."""
-        if reply.failure in FINAL:
-            this.failure = f"reply {reply.failure}"
-            return
-        if reply.failure:
-            this.missing = f"{reply.failure}: {reply.detail}"
-            return
-        step = self.protocol.parse(self.protocol.first_turn(reply.text), this.steps)
-        if step.faults:
-            this.failure = f"malformed step ({step.faults[0]})"
-        elif step.query is not None and len(this.steps) == self.settings.max_hops:
-            this.failure = f"no answer after {self.settings.max_hops} queries"
-        else:
-            this.steps.append(step)
-            if step.answer is not None and not self.is_right(this.question, step.answer):
-                this.failure = "wrong answer"
-
-    def is_right(self, question: Question, answer: str) -> bool:
-        from r3lite.answer_match import exact_match, f1, rule_of
-
-        right = exact_match(answer, question.answers) == 1
-        return right or f1(answer, question.answers, rule_of(question)) >= self.settings.min_f1
-
-
 def teacher(
     config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
 ) -> Tally:
@@ -236,31 +157,37 @@ def teacher(
     """
     from tqdm import tqdm
 
+    from r3lite.datasets.teacher import Teacher, Try
     from r3lite.datasets.trajectories import Trajectory
+    from r3lite.llm.gemini import GeminiClient
 
     rejected = rejections_of(output)
-    kept_before = {str(r.get("id")) for r in recorded(output, is_trajectory)}
-    rejected_before = {str(r["id"]) for r in recorded(rejected, is_rejection)}
+    kept_before = {str(r.get("id")) for r in recover_jsonl(output, is_trajectory, WRITER)}
+    rejected_before = {str(r["id"]) for r in recover_jsonl(rejected, is_rejection, WRITER)}
     waiting = [q for q in questions if q.id not in kept_before | rejected_before]
     tally = Tally(len(questions))
     if len(waiting) < len(questions):
         tally.extra["kept by earlier runs"] = sum(q.id in kept_before for q in questions)
         tally.extra["rejected by earlier runs"] = sum(q.id in rejected_before for q in questions)
-    master, size = Teacher(config, protocol, retrieve, output), 4 * config.judge.judge_concurrency
+    client = GeminiClient(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
+    sampler, size = (
+        Teacher(config.collect, client, protocol, retrieve, config.common.seed),
+        4 * config.judge.judge_concurrency,
+    )
     bar = tqdm(total=len(waiting), desc="teacher", unit="question", disable=None)
     for start in range(0, len(waiting), size):
         block = waiting[start : start + size]
         last = {q.id: Try(q, failure="not tried") for q in block}
         for number in range(config.collect.attempts):
             failed = [t.question for t in last.values() if t.failure]
-            last |= {t.question.id: t for t in master.attempt(failed, number)}
+            last |= {t.question.id: t for t in sampler.attempt(failed, number)}
         right = [t for t in last.values() if not (t.failure or t.missing)]
         wrong = [t for t in last.values() if t.failure]
         made = [
             Trajectory(t.question.id, t.question.text, t.question.answers, tuple(t.steps), "teacher") for t in right
         ]
-        append(output, [t.to_json() for t in made])
-        append(rejected, [{"id": t.question.id, "reason": t.failure} for t in wrong])
+        append_jsonl(output, [t.to_json() for t in made])
+        append_jsonl(rejected, [{"id": t.question.id, "reason": t.failure} for t in wrong])
         for this in right:
             documents = [d for s in this.steps for d in s.documents]
             tally.keep(len(this.steps), len(this.question.gold), len(this.question.gold_found(documents)))
@@ -276,7 +203,7 @@ def teacher(
             remedy = "What was kept is in the file; run the same command again to go on."
             raise R3LiteError(f"the teacher does not reply: {missing[0]}", remedy)
     bar.close()
-    counts = master.client.counts()
+    counts = client.counts()
     tally.extra |= {"requests": counts["calls"], "replies from the cache": counts["cache_hits"]}
     tally.extra["US dollars"] = f"{counts['cost']:.4f}"
     return tally
@@ -292,47 +219,6 @@ def is_trajectory(record: dict) -> bool:
 
 def is_rejection(record: dict) -> bool:
     return record.keys() == {"id", "reason"}
-
-
-def recorded(path: Path, is_ours: Callable[[dict], bool]) -> list[dict]:
-    """The records of a file that an earlier run wrote line by line; an unfinished last line is removed.
-
-    A file with any other content is refused and left as it is.
-    """
-    if not path.exists():
-        return []
-    # Bytes, since an unfinished line may end inside a character.
-    *lines, last = path.read_bytes().split(b"\n")
-    torn = _parsed(last) is None and last[:7] == b'{"id": '[: len(last)]  # how every line of such a file begins
-    records = []
-    for number, line in enumerate(lines if torn else [*lines, last], 1):
-        record = _parsed(line)
-        if line.strip() and (record is None or not is_ours(record)):
-            cause = f"{path} is there, and its line {number} is none that collect wrote"
-            raise R3LiteError(cause, "Name another --output, or move the file away.")
-        records += [] if record is None else [record]
-    if last:
-        if torn:
-            print(f"{path}: the last line is torn and was removed", file=sys.stderr)
-        write_jsonl(path, records)
-    return records
-
-
-def _parsed(line: bytes) -> dict | None:
-    try:
-        record = json.loads(line)
-    except ValueError:  # neither JSON nor UTF-8
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def append(path: Path, records: list[dict]) -> None:
-    """Adds whole lines and waits until they are on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8", newline="\n") as file:
-        file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -47,6 +48,40 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
         file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
         file.flush()
         os.fsync(file.fileno())
+
+
+def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str) -> list[dict]:
+    """The records of a file that an earlier run wrote by `append_jsonl`; an unfinished last line is removed from it.
+
+    `is_ours` tells such records by their keys, of which `id` is the first. A file with any other content is refused,
+    naming the command `writer`, and left as it is.
+    """
+    if not path.exists():
+        return []
+    # Bytes, since an unfinished line may end inside a character.
+    *lines, last = path.read_bytes().split(b"\n")
+    torn = _object(last) is None and last[:7] == b'{"id": '[: len(last)]  # how every line of such a file begins
+    records = []
+    for number, line in enumerate(lines if torn else [*lines, last], 1):
+        record = _object(line)
+        if line.strip() and (record is None or not is_ours(record)):
+            cause = f"{path} exists, and its line {number} was not written by {writer}"
+            raise R3LiteError(cause, "Name another --output, or move the file away.")
+        records += [] if record is None else [record]
+    if last:
+        if torn:
+            print(f"{path}: the last line is torn and was removed", file=sys.stderr)
+        write_jsonl(path, records)
+    return records
+
+
+def _object(line: bytes) -> dict | None:
+    """The JSON object of a line, or None if it is something else."""
+    try:
+        value = json.loads(line)
+    except ValueError:  # neither JSON nor UTF-8
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def read_jsonl(path: str | Path, on_bad: Callable[[R3LiteError], None] | None = None) -> Iterator[tuple[int, dict]]:

@@ -161,7 +161,7 @@ def test_a_file_of_other_things_is_refused_and_left_as_it_is(tmp_path, capsys, s
     output = tmp_path / "out.jsonl"
     output.write_bytes(content)
     data = write(tmp_path / "data.jsonl", [row(1)])
-    assert_refused(capsys, {output: content}, run(data, output, "--source", source), "none that collect wrote")
+    assert_refused(capsys, {output: content}, run(data, output, "--source", source), "was not written by collect")
 
 
 def test_rejections_that_are_none_are_refused(tmp_path, capsys):
@@ -169,7 +169,7 @@ def test_rejections_that_are_none_are_refused(tmp_path, capsys):
     rejected.write_text("hello")
     data = write(tmp_path / "data.jsonl", [row(1)])
     status = run(data, tmp_path / "out.jsonl", "--source", "teacher")
-    assert_refused(capsys, {rejected: b"hello"}, status, "none that collect wrote")
+    assert_refused(capsys, {rejected: b"hello"}, status, "was not written by collect")
 
 
 def test_gold_replaces_what_gold_wrote(tmp_path):

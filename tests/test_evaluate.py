@@ -204,7 +204,7 @@ def test_a_training_run_is_not_written_over(toy, tmp_path, capsys, holds):
 
 def test_an_output_that_cannot_be_made_shows_before_the_questions_are_answered(toy, tmp_path, monkeypatch, capsys):
     """It showed when the answers were to be written, and they were lost."""
-    monkeypatch.setattr(evaluate, "load_engine", lambda *_: pytest.fail("the long part began"))
+    monkeypatch.setattr(evaluate, "build_engine", lambda *_: pytest.fail("the long part began"))
     (tmp_path / "file").write_text("")
     assert evaluate.main([*toy, "--output", str(tmp_path / "file" / "x")]) == 1
     assert "stopped: [Errno" in capsys.readouterr().err

@@ -9,8 +9,8 @@ import torch
 from r3lite.devices.random_state import random_state, set_random_state
 from r3lite.errors import R3LiteError
 from r3lite.grant import Grant, Memory, P, Phase, T
-from r3lite.memory.planner import peak
 from r3lite.memory.plan import Plan
+from r3lite.memory.planner import peak
 
 LEAST_CHUNK, LEAST_TILE = 16, 32
 

@@ -94,8 +94,7 @@ def read_grade(data: Any, steps: int) -> Grade:
     if not isinstance(entries, list):
         raise ValueError(f"steps is {entries!r}; it must be a list")
     numbers = [_entry(entry, "step") for entry in entries]
-    # The type is compared too, as True and 1.0 are equal to 1.
-    if numbers != list(range(1, steps + 1)) or any(type(number) is not int for number in numbers):
+    if numbers != list(range(1, steps + 1)) or any(isinstance(number, bool) for number in numbers):  # True == 1
         raise ValueError(f"the steps are {numbers}; they must be those from 1 to {steps}, in order")
     return Grade(right, tuple(StepGrade(_share(entry, "relevance"), _share(entry, "coherence")) for entry in entries))
 

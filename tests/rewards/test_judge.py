@@ -79,7 +79,6 @@ def test_grades_are_tenths_and_need_documents_and_an_answer(gemini, judge, answe
         grade(right=1),
         grade(right="true"),
         grade(steps=((True, 0.8, 0.9), (2, 0.0, 1.0))),
-        grade(steps=((1.0, 0.8, 0.9), (2, 0.0, 1.0))),
         grade(steps=((1, True, 0.9), (2, 0.0, 1.0))),
         grade(steps=((1, "0.8", 0.9), (2, 0.0, 1.0))),
         grade(steps=((1, 0.8, float("nan")), (2, 0.0, 1.0))),

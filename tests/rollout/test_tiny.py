@@ -8,7 +8,7 @@ import torch
 from r3lite.command import COMMANDS
 from r3lite.config import resolve, shipped
 from r3lite.datasets.qa import read_questions
-from r3lite.evaluate import EvaluateConfig, load_engine
+from r3lite.evaluate import EvaluateConfig, build_engine
 from r3lite.models import lora
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.rl.batch import Batch, Rollout
@@ -22,7 +22,7 @@ def tiny():
     arguments = ["--preset", "tiny", "--dtype", "fp32", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
     config = resolve("evaluate", EvaluateConfig(), arguments, COMMANDS)
     questions = read_questions(shipped("data", "world", "test.jsonl"), 4)
-    return load_engine(config, len(questions)), build_retriever(config.retrieval, questions, progress=False), questions
+    return build_engine(config, len(questions)), build_retriever(config.retrieval, questions, progress=False), questions
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

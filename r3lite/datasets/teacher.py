@@ -1,0 +1,87 @@
+"""Trajectories sampled from a teacher, a remote model, and checked as they are written.
+
+The teacher is given what a student is given: the same prompts, and the documents that its own queries bring. It is
+never given the answer.
+"""
+
+from dataclasses import dataclass, field
+
+from r3lite.answer_match import exact_match, f1, rule_of
+from r3lite.episode import Question, Retrieve, Step
+from r3lite.llm.gemini import GeminiClient
+from r3lite.llm.replies import Reply, Request
+from r3lite.protocols.base import Protocol
+from r3lite.settings import CollectSettings
+
+# Failures of a reply that asking again would not mend: they come from the question, not from network or account.
+FINAL = ("blocked", "cut", "empty")
+
+
+@dataclass
+class Try:
+    """One attempt of the teacher at a question: its steps so far, and how it failed if it did."""
+
+    question: Question
+    steps: list[Step] = field(default_factory=list)
+    failure: str | None = None  # what is wrong with the teacher's reply
+    missing: str | None = None  # why there is no reply; another run asks again
+
+    @property
+    def goes_on(self) -> bool:
+        answered = bool(self.steps) and self.steps[-1].answer is not None
+        return not (answered or self.failure or self.missing)
+
+
+class Teacher:
+    """Samples trajectories step by step, many questions at a time."""
+
+    def __init__(
+        self, settings: CollectSettings, client: GeminiClient, protocol: Protocol, retrieve: Retrieve, seed: int
+    ):
+        self.settings, self.client, self.protocol = settings, client, protocol
+        self.retrieve, self.seed = retrieve, seed
+
+    def attempt(self, questions: list[Question], number: int) -> list[Try]:
+        """The results of attempt `number` (from 0) at each question; every round of requests asks for one step each."""
+        sampling = {"temperature": 0.9, "nonce": f"{self.seed}/{number}"} if number else {}
+        tries = [Try(q) for q in questions]
+        while live := [t for t in tries if t.goes_on]:
+            requests = [Request(self.prompt(t), self.protocol.system, **sampling) for t in live]
+            for this, reply in zip(live, self.client.generate_all(requests), strict=True):
+                self.add_step(this, reply)
+            searching = [t for t in live if t.goes_on]
+            found = self.retrieve([(t.question, t.steps[-1].query) for t in searching]) if searching else []
+            for this, documents in zip(searching, found, strict=True):
+                this.steps[-1] = this.steps[-1].with_documents(documents)
+        return tries
+
+    def prompt(self, this: Try) -> str:
+        """The episode so far, and the request for the next step."""
+        parts = [self.protocol.opening(this.question.text)]
+        for number, step in enumerate(this.steps, 1):
+            parts += [self.protocol.render(step, number), self.protocol.observation(step.documents, number + 1)]
+        if len(this.steps) == self.settings.max_hops:
+            parts.append(self.protocol.answer_request)
+        return "\n\n".join([*parts, self.protocol.step_request(len(this.steps) + 1)])
+
+    def add_step(self, this: Try, reply: Reply) -> None:
+        """Adds the step of a reply, or records why the attempt fails."""
+        if reply.failure in FINAL:
+            this.failure = f"reply {reply.failure}"
+            return
+        if reply.failure:
+            this.missing = f"{reply.failure}: {reply.detail}"
+            return
+        step = self.protocol.parse(self.protocol.first_turn(reply.text), this.steps)
+        if step.faults:
+            this.failure = f"malformed step ({step.faults[0]})"
+        elif step.query is not None and len(this.steps) == self.settings.max_hops:
+            this.failure = f"no answer after {self.settings.max_hops} queries"
+        else:
+            this.steps.append(step)
+            if step.answer is not None and not self.is_right(this.question, step.answer):
+                this.failure = "wrong answer"
+
+    def is_right(self, question: Question, answer: str) -> bool:
+        right = exact_match(answer, question.answers) == 1
+        return right or f1(answer, question.answers, rule_of(question)) >= self.settings.min_f1
