@@ -110,12 +110,11 @@ class Ours:
 
     def decode(self, batch: int, new: int, prompt: int = PROMPT) -> Callable[[], None]:
         """Sampling of `new` tokens after `prompt` others, with the engine of the rollouts."""
-        from r3lite.protocols.prompts import Prompts
         from r3lite.protocols.r3 import R3
         from r3lite.settings import LengthSettings
 
         lengths = LengthSettings(max_new_tokens=new, max_length=prompt + new + 1)
-        layout = Layout(self.tokenizer, R3(Prompts("{question}", "{documents}")), lengths)
+        layout = Layout(self.tokenizer, R3("{question}", "{documents}"), lengths)
         engine = Engine(self.model, layout, Sampler(), Grant(Memory(rollout_batch_size=batch)))
 
         @torch.no_grad()

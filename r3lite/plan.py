@@ -5,10 +5,12 @@ import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from r3lite import command
 from r3lite.config import UsageError, load_toml
 from r3lite.settings import DataSettings, PlanSettings, PpoConfig, SftConfig
+from r3lite.settings.rl import Algorithm
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def learns(argv: list[str]) -> bool:
     algorithm = given.algorithm or tables.get("algorithm")
     if algorithm is None:  # the config.toml of a run has one table
         return "ppo" in tables and "sft" not in tables
-    return algorithm in ("ppo", "grpo")
+    return algorithm in get_args(Algorithm)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -90,7 +90,7 @@ class SFTTrainer:
 
     def loss(self, rows: "list[Row]") -> "Tensor":
         """Summed cross-entropy of the rows' trained tokens, each predicted by the hidden state before it."""
-        from r3lite.models.logprobs import token_loss
+        from r3lite.models.logprobs import cross_entropy, token_loss
         from r3lite.models.packing import Pack
 
         model = self.policy.model
@@ -127,11 +127,6 @@ class SFTTrainer:
         from r3lite.models.hooks import explain_overflow
 
         return explain_overflow(self.policy.model, lambda: self.loss(self.last_micro_batch))
-
-
-def cross_entropy(rows: slice, logprobs: "Tensor", entropies: None) -> "tuple[Tensor, dict]":
-    """Summed over a chunk's rows; it has no further metrics."""
-    return -logprobs.sum(), {}
 
 
 def train(config: SftConfig) -> None:

@@ -19,9 +19,9 @@ from r3lite.episode import Step
 from r3lite.files import write_jsonl
 from r3lite.models import lora
 from r3lite.policy import POLICY
-from r3lite.protocols.prompts import Prompts
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.tokenizer import Tokenizer as ChatTokenizer
 from r3lite.settings import ProtocolSettings
 from r3lite.training import checkpoint, metrics
 
@@ -53,7 +53,7 @@ def write_tokenizer(folder: Path) -> None:
     trainer = trainers.BpeTrainer(vocab_size=380, initial_alphabet=alphabet, show_progress=False)
     written = [step for i in range(20) for step in trajectory(i)["steps"]]
     tokenizer.train_from_iterator(
-        [R3(Prompts("{question}", "{documents}")).render(Step.from_json(step), 1) for step in written], trainer
+        [R3("{question}", "{documents}").render(Step.from_json(step), 1) for step in written], trainer
     )
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -144,10 +144,10 @@ def test_accumulation_equals_one_big_batch(toy, layers):
 
 
 def test_loss_falls_on_what_the_assistant_wrote_and_never_on_documents(toy):
-    made = trainer(toy)
-    assert any("SECRET" in made.tokenizer.decode(row.tokens) for row in made.rows)
+    made, tokenizer = trainer(toy), ChatTokenizer.load(toy[toy.index("--model") + 1])
+    assert any("SECRET" in tokenizer.decode(row.tokens) for row in made.rows)
     for row in made.rows:
-        trained = made.tokenizer.decode([t for t, on in zip(row.tokens, row.loss_mask) if on])
+        trained = tokenizer.decode([t for t, on in zip(row.tokens, row.loss_mask) if on])
         assert "SECRET" not in trained
         assert "was born in" not in trained
         assert trained.startswith("Step 1:\nThe problem analysis: I need to find out")

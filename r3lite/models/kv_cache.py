@@ -16,11 +16,14 @@ BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes lit
 
 
 class Prefill:
-    """Tokens given to several rows of a cache, laid end to end so that none is padded; a pass's attention context."""
+    """Tokens given to several rows of a cache, laid end to end so that none is padded; a pass's attention context.
+
+    The rows' lengths count them from now on; the pass writes their keys and values.
+    """
 
     def __init__(self, cache: "KVCache", given: Sequence[tuple[int, list[int]]]):
         """`given`: rows, and the tokens that each row is given after those that it has."""
-        self.cache, self.given, device = cache, given, cache.device
+        self.cache, device = cache, cache.device
         starts = [cache.lengths[row] for row, _ in given]
         self.tokens = torch.tensor([[t for _, tokens in given for t in tokens]], device=device)  # [1, N]
         positions = [start + i for start, (_, tokens) in zip(starts, given) for i in range(len(tokens))]
@@ -32,6 +35,7 @@ class Prefill:
         first = 0
         for (row, _), (start, T), mask in zip(given, stretches, masks):
             self.parts.append((row, slice(first, first + T), start + T, mask))
+            cache.lengths[row] = start + T
             first += T
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -44,11 +48,6 @@ class Prefill:
             keys[:, :, -T:], values[:, :, -T:] = k[:, :, own], v[:, :, own]
             parts.append(grouped_attention(q[:, :, own], keys, values, mask))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def end(self) -> None:
-        """Counts the tokens, once all layers have run."""
-        for row, tokens in self.given:
-            self.cache.lengths[row] += len(tokens)
 
 
 class Decode:
@@ -76,11 +75,6 @@ class Decode:
         q, k, v = q.reshape(B, K, -1, D), keys[:B, :, :used], values[:B, :, :used]  # [B, K, H / K, D], [B, K, S, D]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).reshape(B, 1, -1)
 
-    def end(self) -> None:
-        """Counts the tokens, once all layers have run."""
-        for row in range(len(self.positions)):
-            self.cache.lengths[row] += 1
-
 
 class KVCache:
     """KV cache of `rows` sequences for `num_layers` layers; its capacity grows as tokens are added."""
@@ -106,11 +100,12 @@ class KVCache:
                     blocks[i] = F.pad(block, (0, 0, 0, more))
 
     def decode(self, rows: int) -> Decode:
-        """The context of one more token in each of the first `rows` rows."""
-        lengths = self.lengths[:rows]
-        used = max(lengths) + 1
+        """The context of one more token in each of the first `rows` rows, whose lengths count it from now on."""
+        positions = self.lengths[:rows]
+        used = max(positions) + 1
         self.reserve(used)
-        return Decode(self, torch.tensor(lengths, device=self.device)[:, None], used)
+        self.lengths[:rows] = [position + 1 for position in positions]
+        return Decode(self, torch.tensor(positions, device=self.device)[:, None], used)
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Makes the row `target` hold the first `count` tokens of the row `source`."""

@@ -14,10 +14,12 @@ one assistant turn at a time, so the example in the prompt is never read as a st
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from r3lite.config import shipped
 from r3lite.episode import Document, Step
+from r3lite.errors import R3LiteError
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol
-from r3lite.protocols.prompts import Prompts
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -54,7 +56,9 @@ def same_query(a: str, b: str) -> bool:
 class R3(Protocol):
     """Parsing and rendering of R3 steps. `parse(render(step, k), earlier) == step` for every well-formed step."""
 
-    prompts: Prompts
+    init_prompt: str  # opens an episode; has {question}
+    step_prompt: str  # answers a query; has {documents} and may have {step}, the number of the step to be written next
+    system: str | None = None
 
     faults = FAULTS
     # A model that goes on past its query would invent the documents; its turn is over when it starts to.
@@ -64,22 +68,22 @@ class R3(Protocol):
 
     @staticmethod
     def load(settings: ProtocolSettings) -> "R3":
-        """With the prompts that the settings name."""
-        return R3(Prompts.load(settings))
-
-    @property
-    def system(self) -> str | None:
-        return self.prompts.system
+        """With the prompt files that the settings name; a relative path is looked up here, then among the shipped."""
+        init = _template(settings.init_prompt or "prompts/init_prompt.txt", "question")
+        step = _template(settings.step_prompt or "prompts/step_prompt.txt", "documents", optional="step")
+        return R3(init, step, settings.system_prompt)
 
     def opening(self, question: str) -> str:
-        return self.prompts.opening(question)
+        return self.init_prompt.replace("{question}", question)
 
     def render(self, step: Step, number: int) -> str:
         last = f"{QUERY} {step.query}" if step.answer is None else f"{ANSWER} {step.answer}"
         return f"Step {number}:\n{ANALYSIS} {step.analysis}\n{last}"
 
     def observation(self, documents: Sequence[Document], number: int) -> str:
-        return self.prompts.documents(documents, number)
+        filled = {"documents": render_documents(documents), "step": str(number)}
+        # One pass, so that a document that has a placeholder in it stays as it is.
+        return re.sub(r"\{(documents|step)\}", lambda m: filled[m[1]], self.step_prompt)
 
     def forced_prefix(self, number: int) -> str:
         return f"Step {number}:\n{ANALYSIS} No further retrieval is possible.\n{ANSWER}"
@@ -140,3 +144,29 @@ def _line(section: str | None, what: str, faults: list[str]) -> str | None:
     if not line.strip():
         faults.append(f"blank_{what}")
     return line.strip() or None
+
+
+def render_documents(documents: Sequence[Document]) -> str:
+    """Numbered passages, one a line."""
+    if not documents:
+        return "(nothing was found)"
+    return "\n".join(f"[{i}] {d.title}: {' '.join(d.text.split())}" for i, d in enumerate(documents, 1))
+
+
+def _template(name: str, placeholder: str, optional: str | None = None) -> str:
+    """The text of a prompt file that has `placeholder` once and no other but `optional`."""
+    path = Path(name) if Path(name).exists() else shipped(name)
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Name a UTF-8 text file.") from error
+    found = re.findall(r"\{(\w+)\}", text)
+    if found.count(placeholder) != 1 or set(found) - {placeholder, optional}:
+        raise R3LiteError(
+            f"prompt file {path} has the placeholders {found or 'none'}",
+            f"It must hold {{{placeholder}}} exactly once"
+            + (f", may hold {{{optional}}}," if optional else "")
+            + " and no other word in braces.",
+        )
+    return text

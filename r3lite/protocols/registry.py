@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 from r3lite.protocols.base import Protocol
-from r3lite.protocols.openings import OPENINGS
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.settings import LengthSettings, ProtocolSettings
 
 # By the values of --format.

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
 from r3lite.errors import R3LiteError
 from r3lite.protocols import base
-from r3lite.protocols.openings import Opening
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import LengthSettings
 
@@ -62,6 +61,25 @@ class Transcript:
         return Episode(self.question, list(self.steps), self.finish)
 
 
+@dataclass(frozen=True)
+class Opening:
+    """What an episode holds after its prompt, before the model's first turn: nothing, or what a baseline gives it.
+
+    A baseline gives the model all of an episode but the answer, in the layout that it was trained on.
+    """
+
+    searches: bool = False  # a first step with the question itself as its query, and the documents that it brings
+    forces_answer: bool = False  # the forced prefix of an answer, so that the model's first turn is the answer
+
+
+# By the values of --baseline.
+OPENINGS = {
+    "none": Opening(),
+    "no-retrieval": Opening(forces_answer=True),
+    "single-retrieval": Opening(searches=True, forces_answer=True),
+}
+
+
 @dataclass
 class Layout:
     """How the episodes of a protocol are laid out in tokens, within the limits of `lengths`."""
@@ -91,7 +109,8 @@ class Layout:
                 f"--max-length {self.lengths.max_length} leaves no room for an answer",
                 "Raise --max-length, shorten the prompt file, or remove the question.",
             )
-        if step := self.opening.first_step(question):
+        if self.opening.searches:
+            step = Step(f"I need to find out: {question.text}", " ".join(question.text.split()))
             transcript.observe(self.tokenizer.encode(self.protocol.render(step, 1)))
             transcript.add_step(step)
             transcript.pending = (step.query,)

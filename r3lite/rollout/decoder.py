@@ -30,7 +30,6 @@ class Decoder:
         # The base is in the run's dtype anyway; functions.adapted_linear chooses the dtype of an adapter's products.
         with torch.autocast(ids.device.type, enabled=False):
             hidden = self.model(ids, context)[:, 0]
-        context.end()
         return hidden
 
 

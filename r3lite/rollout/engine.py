@@ -60,8 +60,9 @@ class Engine:
         bar = tqdm(total=len(sequences), desc=progress, unit="episode", disable=None if progress else True)
         try:
             with self.autocast(), Fetcher(retrieve) as fetcher, bar:
-                for sequence, documents in fetcher.fetch([s for s in sequences if s.pending]):
-                    self.layout.splice(sequence, documents)
+                if pending := [s for s in sequences if s.pending]:  # a baseline's
+                    for sequence, documents in fetcher.fetch(pending):
+                        self.layout.splice(sequence, documents)
                 self.run_sequences([s for s in sequences if s.finish is None], fetcher, bar.update)
         finally:
             self.model.train(training)
@@ -111,7 +112,6 @@ class Engine:
         for given in self._passes([s.tokens[s.cached : -1] for s in scheduler.at_work]):
             prefill = Prefill(scheduler.cache, given)
             self.model(prefill.tokens, prefill)
-            prefill.end()
             for row, tokens in given:
                 scheduler.rows[row].cached += len(tokens)
 

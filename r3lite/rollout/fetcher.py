@@ -32,9 +32,7 @@ class Fetcher:
         self.worker.shutdown(cancel_futures=True)
 
     def fetch(self, sequences: list[Sequence]) -> list[tuple[Sequence, list[Document]]]:
-        """Each sequence with the documents of its pending queries, by one call of `retrieve` if there are any."""
-        if not sequences:
-            return []
+        """Each sequence with the documents of its pending queries, by one call of `retrieve`."""
         pairs = [(s.question, query) for s in sequences for query in s.pending]
         found = self.retrieve(pairs)
         assert len(found) == len(pairs), "one list of documents per query"

@@ -16,7 +16,7 @@ from r3lite.settings.model import LoraSettings, ModelSettings
 from r3lite.settings.protocol import ProtocolSettings
 from r3lite.settings.retrieval import RetrievalSettings
 from r3lite.settings.rewards import RewardSettings
-from r3lite.settings.rl import RLSettings
+from r3lite.settings.rl import Algorithm, RLSettings
 from r3lite.settings.rollout import LengthSettings, SamplingSettings
 from r3lite.settings.sft import SftSettings
 from r3lite.settings.training import OptimizerSettings, Schedule
@@ -52,7 +52,7 @@ class EvaluateSettings(Section):
 class PlanSettings(Section):
     """Plan."""
 
-    algorithm: Literal["sft", "ppo", "grpo"] = "sft"
+    algorithm: Literal["sft", Algorithm] = "sft"
     """the run that is planned: sft takes the flags of sft, ppo and grpo those of ppo"""
 
 
@@ -60,7 +60,7 @@ class PlanSettings(Section):
 class QuickstartSettings(Section):
     """Quickstart."""
 
-    algorithm: Literal["ppo", "grpo"] = "ppo"
+    algorithm: Algorithm = "ppo"
     """reinforcement-learning algorithm of the second training stage"""
     quick: bool = False
     """a few steps and questions only: shows that everything runs, teaches next to nothing"""

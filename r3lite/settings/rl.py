@@ -5,12 +5,14 @@ from typing import Literal
 
 from r3lite.config import Count, Fraction, NonNegative, Positive, Section
 
+Algorithm = Literal["ppo", "grpo"]  # the keys of rl.algorithms.ALGORITHMS; a test holds them to it
+
 
 @dataclass(frozen=True)
 class RLSettings(Section):
     """Reinforcement learning."""
 
-    algorithm: Literal["ppo", "grpo"] = "ppo"
+    algorithm: Algorithm = "ppo"
     """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (arXiv 2402.03300)"""
     batch_size: Count = 8
     """questions of one round"""

@@ -92,7 +92,6 @@ def test_passes_without_gradients_and_with_a_cache_are_as_before(adapted):
         for part in (slice(0, 11), slice(11, None)):
             prefill = Prefill(cache, [(row, IDS[row, part].tolist()) for row in range(2)])
             parts.append(model(prefill.tokens, prefill).view(2, -1, whole.shape[-1]))
-            prefill.end()
     assert not whole.requires_grad and torch.allclose(whole, torch.cat(parts, dim=1), atol=1e-5)
 
 

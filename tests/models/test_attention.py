@@ -54,7 +54,6 @@ def in_a_cache(model, rows) -> list[torch.Tensor]:
         given = [(i, part) for i, part in enumerate(parts) if part]
         context = Prefill(cache, given)
         hidden = model(context.tokens, context)[0].split([len(part) for _, part in given])
-        context.end()
         for (i, _), states in zip(given, hidden):
             found[i].append(states)
 
@@ -62,7 +61,6 @@ def in_a_cache(model, rows) -> list[torch.Tensor]:
     for step in range(3):
         context = cache.decode(len(rows))
         hidden = model(torch.tensor([[row[len(row) // 2 + step]] for row in rows]), context)
-        context.end()
         for states, own in zip(hidden, found):
             own.append(states)
     prefill([row[len(row) // 2 + 3 :] for row in rows])

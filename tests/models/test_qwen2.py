@@ -24,7 +24,6 @@ def prefilled(model, cache, parts) -> list[torch.Tensor]:
     """Gives the first rows of a cache their parts, of any lengths; the hidden states of each."""
     prefill = Prefill(cache, [(row, part.tolist()) for row, part in enumerate(parts)])
     hidden = model(prefill.tokens, prefill)[0]
-    prefill.end()
     return list(hidden.split([len(part) for part in parts]))
 
 
@@ -32,7 +31,6 @@ def step(model, cache, ids) -> torch.Tensor:
     """Hidden states of one more token [B, 1] in each of the first rows."""
     decode = cache.decode(len(ids))
     hidden = model(ids, decode)
-    decode.end()
     return hidden
 
 

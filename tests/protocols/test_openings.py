@@ -8,15 +8,13 @@ import torch
 from r3lite.episode import ANSWERED, CUT_OFF, Document, Question
 from r3lite.grant import Grant, Memory
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
-from r3lite.protocols.openings import OPENINGS
-from r3lite.protocols.prompts import Prompts
 from r3lite.protocols.r3 import R3
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.rollout.engine import Engine
 from r3lite.settings import EvaluateSettings, LengthSettings
 from tests.tagged import Tagged
 
-PROTOCOL = R3(Prompts("Q: {question}", "D: {documents}"))
+PROTOCOL = R3("Q: {question}", "D: {documents}")
 QUESTIONS = [Question("a", "Who wrote it?", ("Ada",)), Question("b", "Where\nis it?", ("Rome",))]
 DOCUMENT = Document("1", "Ada", "Ada wrote it.")
 

@@ -5,10 +5,9 @@ import itertools
 import pytest
 
 from r3lite.episode import Document, Step
-from r3lite.protocols.prompts import Prompts
 from r3lite.protocols.r3 import FAULTS, R3, same_query
 
-FORMAT = R3(Prompts("Q: {question}", "D: {documents} {step}", "Be brief."))
+FORMAT = R3("Q: {question}", "D: {documents} {step}", "Be brief.")
 QUERY = "Step 2:\nThe problem analysis: I need the mayor.\nThe retrieval query: Who is mayor of London"
 ANSWER = "Step 2:\nThe problem analysis: All is known.\nThe final answer: London"
 

@@ -4,7 +4,6 @@ import pytest
 
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
 from r3lite.errors import R3LiteError
-from r3lite.protocols.prompts import Prompts
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import PROTOCOLS, build_layout
 from r3lite.protocols.transcript import LEAST_DOCUMENT, Layout, Transcript
@@ -15,7 +14,7 @@ QUESTION = Question("q", "Where?", ("here",))
 QUERY, ANSWER = Step("I must look.", "what is where"), Step("So.", answer="here")
 SHORT = [Document("0", "S", "It is here.")]
 DOCUMENTS = [Document("1", "T", "long text " * 20), Document("2", "U", "more of it " * 20)]
-TURNS = {"r3": R3(Prompts("Q: {question}", "D: {documents}")), "tagged": Tagged()}
+TURNS = {"r3": R3("Q: {question}", "D: {documents}"), "tagged": Tagged()}
 
 
 @pytest.fixture(params=TURNS)

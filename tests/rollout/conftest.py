@@ -5,9 +5,7 @@ import torch
 
 from r3lite.grant import Grant, Memory
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
-from r3lite.protocols.openings import OPENINGS
-from r3lite.protocols.r3 import R3
-from r3lite.protocols.transcript import Layout
+from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 
@@ -62,8 +60,8 @@ def scripted(model, tokenizer):
 def maker(kind, model, tokenizer):
     """Makes engines of one kind and model; what is not an engine's own setting is one of its memory figures."""
 
-    def make(prompts, lengths, sampler=SAMPLER, baseline="none", value_head=None, **memory):
-        layout = Layout(tokenizer, R3(prompts), lengths, OPENINGS[baseline])
+    def make(protocol, lengths, sampler=SAMPLER, baseline="none", value_head=None, **memory):
+        layout = Layout(tokenizer, protocol, lengths, OPENINGS[baseline])
         return kind(model, layout, sampler, Grant(Memory(**memory)), value_head)
 
     return make

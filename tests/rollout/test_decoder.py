@@ -36,7 +36,6 @@ def filled(model, decoder_of):
     ids = torch.randint(0, model.config.vocab_size, (ROWS, BLOCK - 3), generator=torch.Generator().manual_seed(0))
     prefill = Prefill(cache, [(row, ids[row, :n].tolist()) for row, n in enumerate([5, 40, BLOCK - 3, 17, 2, 9])])
     model(prefill.tokens, prefill)
-    prefill.end()
     return decoder
 
 
@@ -92,10 +91,10 @@ def test_on_a_card_captured_graphs_give_what_the_model_gives(model, dtype):
 
 @pytest.mark.gpu
 def test_on_a_card_episodes_are_the_same_with_graphs_and_without(engine_of, model, monkeypatch):
-    from tests.rollout.test_scheduler import LENGTHS, PROMPTS, nothing, questions
+    from tests.rollout.test_scheduler import LENGTHS, PROTOCOL, nothing, questions
 
     model.to("cuda")
-    engine = engine_of(PROMPTS, dataclasses.replace(LENGTHS, max_new_tokens=40))
+    engine = engine_of(PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=40))
     asked, seeds = questions(5), list("abcde")
     with_graphs = [s.tokens for s in engine.run(asked, seeds, nothing)]
     monkeypatch.setattr("r3lite.rollout.engine.GraphDecoder", lambda model, cache, slots: Decoder(model, cache))

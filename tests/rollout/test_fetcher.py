@@ -25,7 +25,6 @@ def test_all_queries_of_all_sequences_are_one_call():
 
     one, two = waiting("1", "a", "b"), waiting("2", "c")
     with Fetcher(retrieve) as fetcher:
-        assert fetcher.fetch([]) == [] and not calls
         fetched = fetcher.fetch([one, two])
     assert calls == [[("1", "a"), ("1", "b"), ("2", "c")]]
     assert fetched == [(one, documents(["a", "a!", "b", "b!"])), (two, documents(["c", "c!"]))]

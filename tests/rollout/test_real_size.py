@@ -9,13 +9,13 @@ import torch
 from r3lite.episode import Document, Question
 from r3lite.models import lora
 from r3lite.models.weights import load_qwen2
-from r3lite.protocols.prompts import Prompts
+from r3lite.protocols.r3 import R3
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.policy import action_logprobs
 from r3lite.settings import LengthSettings
 
-PROMPTS = Prompts("Answer the question step by step. Question: {question}", "{documents}")
+PROTOCOL = R3("Answer the question step by step. Question: {question}", "{documents}")
 DOCUMENTS = [Document("1", "Rome", "Rome is the capital of Italy, on the Tiber. " * 4)]
 SCRIPT = {
     str(i): [
@@ -28,7 +28,7 @@ SCRIPT = {
 
 def run(scripted, **settings) -> dict[str, Rollout]:
     lengths = LengthSettings(max_new_tokens=64, max_length=512, max_hops=2)
-    engine = scripted(SCRIPT, prompts=PROMPTS, lengths=lengths, **settings)
+    engine = scripted(SCRIPT, protocol=PROTOCOL, lengths=lengths, **settings)
     asked = [Question(i, f"Where is city number {i}?" + " Please." * int(i), ("Italy",)) for i in SCRIPT]
     sequences = engine.run(asked, list(SCRIPT), lambda pairs: [DOCUMENTS for _ in pairs])
     assert all(s.finish == "answered" for s in sequences)

@@ -8,11 +8,11 @@ import torch
 
 from r3lite.episode import Document, Question
 from r3lite.models.kv_cache import KVCache, Prefill
-from r3lite.protocols.prompts import Prompts
+from r3lite.protocols.r3 import R3
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings
 
-PROMPTS = Prompts("Instructions that all questions share. Q: {question}", "D: {documents}")
+PROTOCOL = R3("Instructions that all questions share. Q: {question}", "D: {documents}")
 LENGTHS = LengthSettings(max_hops=2, max_new_tokens=40, max_length=600, max_document_tokens=30)
 DOCUMENTS = [Document("1", "Rome", "Rome is in Italy.")]
 
@@ -45,7 +45,7 @@ def said(engine, asked, seeds):
 
 
 def test_rollouts_of_one_question_read_its_prompt_once(engine_of):
-    engine, passes = watched(engine_of(PROMPTS, LENGTHS))
+    engine, passes = watched(engine_of(PROTOCOL, LENGTHS))
     (question,) = questions(1)
     sequences = engine.run([question] * 8, list("abcdefgh"), nothing)
     prompt = sequences[0].turn_start
@@ -57,7 +57,7 @@ def test_rollouts_of_one_question_read_its_prompt_once(engine_of):
 
 def test_rollouts_of_several_questions_read_each_prompt_once(engine_of):
     """Once a row had the instructions of another question copied, it counted as read, and its siblings did not wait."""
-    engine, passes = watched(engine_of(PROMPTS, LENGTHS))
+    engine, passes = watched(engine_of(PROTOCOL, LENGTHS))
     asked = questions(3)
     sequences = engine.run([q for q in asked for _ in range(4)], list("abcdefghijkl"), nothing)
     read = sum(B * T for B, T in passes if T > 1)
@@ -68,7 +68,7 @@ def test_rollouts_of_several_questions_read_each_prompt_once(engine_of):
 def test_questions_share_their_instructions(engine_of, tokenizer, rows):
     """With a single row too, in which the next question follows the one that is over."""
     lengths = dataclasses.replace(LENGTHS, max_new_tokens=4)
-    engine, passes = watched(engine_of(PROMPTS, lengths, rollout_batch_size=rows))
+    engine, passes = watched(engine_of(PROTOCOL, lengths, rollout_batch_size=rows))
     asked = questions(3)
     sequences = engine.run(asked, list("abc"), nothing)
     read = sum(B * T for B, T in passes if T > 1)
@@ -79,9 +79,9 @@ def test_questions_share_their_instructions(engine_of, tokenizer, rows):
 def test_what_is_said_does_not_depend_on_rows_or_passes(engine_of):
     """Fewer rows than episodes, so that rows are freed and taken again; and prompts read in pieces."""
     asked, seeds = [q for q in questions(3) for _ in range(3)], list("abcdefghi")
-    together = said(engine_of(PROMPTS, LENGTHS, rollout_batch_size=9), asked, seeds)
+    together = said(engine_of(PROTOCOL, LENGTHS, rollout_batch_size=9), asked, seeds)
     for rows, tokens in ((2, 4096), (9, 17), (1, 4096)):
-        engine = engine_of(PROMPTS, LENGTHS, rollout_batch_size=rows, micro_batch_tokens=tokens)
+        engine = engine_of(PROTOCOL, LENGTHS, rollout_batch_size=rows, micro_batch_tokens=tokens)
         apart = said(engine, asked, seeds)
         assert [tokens for tokens, _ in apart] == [tokens for tokens, _ in together]
         for (_, ours), (_, theirs) in zip(apart, together):
@@ -98,7 +98,7 @@ def talkative(scripted):
 
     def run(retrieve, rows=4):
         lengths = dataclasses.replace(LENGTHS, max_new_tokens=120)
-        engine = scripted(script, prompts=PROMPTS, lengths=lengths, rollout_batch_size=rows)
+        engine = scripted(script, protocol=PROTOCOL, lengths=lengths, rollout_batch_size=rows)
         passes = []
         handle = engine.model.register_forward_pre_hook(lambda m, inputs: passes.append(tuple(inputs[0].shape)))
         sequences = engine.run(questions(4), list("abcd"), retrieve)
@@ -142,7 +142,6 @@ def test_copied_and_exchanged_rows():
     for layer in range(2):
         k, v = torch.randn(1, 2, 16, 4), torch.randn(1, 2, 16, 4)
         prefill.attend(layer, torch.randn(1, 2, 16, 4), k, v)
-    prefill.end()
     before = [block.clone() for block in (*cache.keys, *cache.values)]
     cache.swap(0, 1)
     assert cache.lengths == [9, 5, 2]

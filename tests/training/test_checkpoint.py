@@ -133,12 +133,13 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch, 
 WRITER = """
 import sys, torch
 from pathlib import Path
+from r3lite.devices.random_state import random_state
 from r3lite.training import checkpoint
 output, step = Path(sys.argv[1]), 0
 while True:
     step += 1
     weights = {"w": torch.full((1 << 18,), float(step))}
-    whole = {"weights": weights, "optimizer": {"w.exp_avg": weights["w"] + 1}, "random": checkpoint.random_state()}
+    whole = {"weights": weights, "optimizer": {"w.exp_avg": weights["w"] + 1}, "random": random_state()}
     adapter = lambda folder: (folder / "x.json").write_text("{}")
     checkpoint.write(output, checkpoint.Checkpoint(step, whole, {"step": step}), adapter)
     checkpoint.prune(output, 2)

@@ -4,7 +4,7 @@ import pytest
 
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
-from r3lite.protocols.prompts import Prompts, render_documents
+from r3lite.protocols.r3 import R3, render_documents
 from r3lite.settings import ProtocolSettings
 
 
@@ -16,17 +16,17 @@ def test_documents_are_numbered_one_a_line():
 
 def test_prompts_are_filled_once():
     """A document or a question that holds a placeholder must not be filled in its turn."""
-    prompts = Prompts("Q: {question}", "D:\n{documents} {step}")
+    prompts = R3("Q: {question}", "D:\n{documents} {step}")
     assert prompts.opening("is {question} {documents}?") == "Q: is {question} {documents}?"
-    assert prompts.documents([Document("a", "T", "{documents} {step}")], 2) == "D:\n[1] T: {documents} {step} 2"
+    assert prompts.observation([Document("a", "T", "{documents} {step}")], 2) == "D:\n[1] T: {documents} {step} 2"
 
 
 def test_shipped_prompts_load():
-    prompts = Prompts.load(ProtocolSettings())
-    assert "Step k:" in prompts.init and prompts.init.endswith("{question}")
-    assert prompts.documents([Document("a", "T", "x")], 2).startswith("The retrieval documents:")
+    prompts = R3.load(ProtocolSettings())
+    assert "Step k:" in prompts.init_prompt and prompts.init_prompt.endswith("{question}")
+    assert prompts.observation([Document("a", "T", "x")], 2).startswith("The retrieval documents:")
     tiny = ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", step_prompt="prompts/tiny/step_prompt.txt")
-    assert "{question}" in Prompts.load(tiny).init
+    assert "{question}" in R3.load(tiny).init_prompt
 
 
 @pytest.mark.parametrize(
@@ -42,19 +42,19 @@ def test_a_template_without_its_placeholder_is_refused(tmp_path, text, message):
     path = tmp_path / "init.txt"
     path.write_text(text)
     with pytest.raises(R3LiteError, match=message):
-        Prompts.load(ProtocolSettings(init_prompt=str(path)))
+        R3.load(ProtocolSettings(init_prompt=str(path)))
 
 
 def test_a_user_s_template_may_have_braces_of_its_own(tmp_path):
     path = tmp_path / "init.txt"
     path.write_text('Reply as {"a": {}} to {question}', encoding="utf-8")
-    assert Prompts.load(ProtocolSettings(init_prompt=str(path))).opening("x") == 'Reply as {"a": {}} to x'
+    assert R3.load(ProtocolSettings(init_prompt=str(path))).opening("x") == 'Reply as {"a": {}} to x'
     with pytest.raises(R3LiteError, match="cannot be read"):
-        Prompts.load(ProtocolSettings(step_prompt=str(tmp_path / "gone.txt")))
+        R3.load(ProtocolSettings(step_prompt=str(tmp_path / "gone.txt")))
 
 
 def test_a_template_that_is_not_there_is_named_as_the_user_did():
     """The error named the place among the shipped files where it was looked for last."""
     with pytest.raises(R3LiteError) as error:
-        Prompts.load(ProtocolSettings(init_prompt="nope.txt"))
+        R3.load(ProtocolSettings(init_prompt="nope.txt"))
     assert error.value.cause == "prompt file nope.txt cannot be read: there is no such file"
