@@ -7,6 +7,7 @@ it, the reward paid after it.
 """
 
 from dataclasses import dataclass, fields
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,14 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled episode, in numbers. `rewards` are (token index, amount); a question's rollouts share a `group`."""
+    """One sampled episode, in numbers."""
 
     tokens: list[int]
-    action_mask: list[bool]
-    logprobs: list[float]
-    values: list[float]
-    rewards: list[tuple[int, float]]
-    group: int
+    action_mask: list[bool]  # of each token, whether the model sampled it
+    logprobs: list[float]  # of the action tokens
+    values: list[float]  # of the states before the action tokens
+    rewards: list[tuple[int, float]]  # (index of an action token, amount)
+    group: int  # the rollouts of one question share it
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class Batch:
         def padded(rows, fill, dtype):
             return torch.tensor([row + [fill] * (longest - len(row)) for row in rows], dtype=dtype)
 
+        def at_actions(rows):
+            flat = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32)  # [N]
+            return torch.zeros(mask.shape).masked_scatter(mask, flat)
+
+        mask = padded((r.action_mask for r in rollouts), False, torch.bool)
         rewards = torch.zeros(len(rollouts), longest)
         for i, rollout in enumerate(rollouts):
             for position, amount in rollout.rewards:
@@ -56,9 +62,9 @@ class Batch:
                 rewards[i, position] += amount
         return Batch(
             tokens=padded((r.tokens for r in rollouts), 0, torch.long),
-            action_mask=padded((r.action_mask for r in rollouts), False, torch.bool),
-            logprobs=padded((r.logprobs for r in rollouts), 0.0, torch.float32),
-            values=padded((r.values for r in rollouts), 0.0, torch.float32),
+            action_mask=mask,
+            logprobs=at_actions(r.logprobs for r in rollouts),
+            values=at_actions(r.values for r in rollouts),
             rewards=rewards,
             groups=torch.tensor([r.group for r in rollouts]),
         )

@@ -144,7 +144,9 @@ class Engine:
                 self._explain_overflow(sequence)
         for sequence, token, logprob, value in zip(rows, tokens, logprobs, values, strict=True):
             sequence.cached += 1
-            sequence.act(token, logprob, value)
+            sequence.write([token])
+            sequence.logprobs.append(logprob)
+            sequence.values.append(value)
 
     def _explain_overflow(self, sequence: Sequence) -> NoReturn:
         with ActivationWatch(self.model) as watch:

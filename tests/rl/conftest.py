@@ -47,7 +47,7 @@ def batch(model):
         tokens = torch.randint(0, VOCABULARY, (len(mask),), generator=generator).tolist()
         ends = [t for t in range(len(mask)) if mask[t] and mask[t + 1 : t + 2] != [True]]
         rewards = [(end, 0.1) for end in ends] + [(ends[-1], paid)]
-        made.append(Rollout(tokens, mask, [0.0] * len(mask), [0.3 * a for a in mask], rewards, i // 2))
+        made.append(Rollout(tokens, mask, [0.0] * sum(mask), [0.3] * sum(mask), rewards, i // 2))
     batch = Batch.of(made)
     with torch.no_grad():
         return replace(batch, logprobs=batch.spread(action_logprobs(model, batch, VOCABULARY, 1.0)))

@@ -7,7 +7,7 @@ from r3lite.rl.batch import ActionTokens, Batch, Rollout
 
 
 def rollout(tokens, action, rewards=(), group=0):
-    return Rollout(tokens, action, [-0.5 * a for a in action], [0.25 * a for a in action], list(rewards), group)
+    return Rollout(tokens, action, [-0.5] * sum(action), [0.25] * sum(action), list(rewards), group)
 
 
 def test_padding_is_no_action_whatever_the_padding_id():

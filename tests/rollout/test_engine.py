@@ -63,7 +63,7 @@ def test_the_token_layout_is_the_chat_of_the_steps(three, tokenizer):
     for number, step in enumerate(sequence.steps, 1):
         messages.append({"role": "assistant", "content": PROTOCOL.render(step, number)})
         if step.query:
-            messages.append({"role": "user", "content": PROTOCOL.documents(step.documents, number + 1)})
+            messages.append({"role": "user", "content": PROTOCOL.observation(step.documents, number + 1)})
     ids, written = tokenizer.chat(messages)
     # All but the newline after the last turn.
     assert sequence.tokens == ids[:-1] and sequence.action_mask == written[:-1]

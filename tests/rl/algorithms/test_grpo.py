@@ -14,8 +14,8 @@ def test_advantages_and_weights_by_hand():
     """Two episodes of one question, paid 1 and 0, with two action tokens and one."""
     batch = Batch.of(
         [
-            Rollout([1, 2, 3], [False, True, True], [0.0] * 3, [0.0] * 3, [(2, 1.0)], 0),
-            Rollout([1, 4], [False, True], [0.0] * 2, [0.0] * 2, [], 0),
+            Rollout([1, 2, 3], [False, True, True], [0.0] * 2, [0.0] * 2, [(2, 1.0)], 0),
+            Rollout([1, 4], [False, True], [0.0], [0.0], [], 0),
         ]
     )
     algorithm = Grpo(RLSettings(algorithm="grpo"))
@@ -60,7 +60,7 @@ def test_equal_returns_teach_nothing(batch, gradients):
 
 
 def test_groups_are_units():
-    made = [Rollout([1, 2], [False, True], [0.0] * 2, [0.0] * 2, [], group) for group in (0, 1, 0, 1, 2)]
+    made = [Rollout([1, 2], [False, True], [0.0], [0.0], [], group) for group in (0, 1, 0, 1, 2)]
     assert Grpo(RLSettings(algorithm="grpo")).units(Batch.of(made)) == [[0, 2], [1, 3], [4]]
 
 

@@ -9,7 +9,7 @@ from r3lite.settings import RLSettings
 
 
 def test_advantages_weights_and_statistics_by_hand():
-    batch = Batch.of([Rollout([1, 2, 9, 3], [False, True, False, True], [0.0] * 4, [0, 0.5, 0, 0.2], [(3, 1.0)], 0)])
+    batch = Batch.of([Rollout([1, 2, 9, 3], [False, True, False, True], [0.0] * 2, [0.5, 0.2], [(3, 1.0)], 0)])
     algorithm = Ppo(RLSettings(kl_beta=0.0, gamma=0.9, gae_lambda=0.5))
     known = algorithm.with_advantages(batch)
     # delta_1 = 1 - 0.2 = 0.8; delta_0 = 0.9 * 0.2 - 0.5 = -0.32; A_0 = -0.32 + 0.9 * 0.5 * 0.8 = 0.04
