@@ -1,4 +1,4 @@
-"""The memory that a run is granted: how its work is divided so that it fits, in one object that everybody reads.
+"""The memory that a run is granted: how its work is divided so that it fits, in one object that all rooms read.
 
 The room `memory/` plans these figures, and makes them smaller when a device runs out in spite of the plan.
 """
@@ -26,7 +26,7 @@ class Memory:
 
 
 class Grant:
-    """The memory figures that a run works with now: whoever divides work reads them here, each time anew."""
+    """The memory figures that a run works with now. Code that divides work reads them here each time."""
 
     def __init__(self, memory: Memory):
         self.memory = memory

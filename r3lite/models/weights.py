@@ -1,4 +1,4 @@
-"""Model folders: where they are, reading `config.json` and safetensors into a Qwen2, writing merged and NF4 ones.
+"""Model folders: found or downloaded, read into a Qwen2 (`config.json` and safetensors), written merged or in NF4.
 
 Owns the names and spellings of published checkpoints. All it knows of adapters is that their tensors do not belong to
 a checkpoint.

@@ -1,7 +1,7 @@
 """The interface of a protocol: the text of an episode, seen one turn of the model at a time.
 
-A protocol knows text and steps. It knows no token ids, no limits and no model: where its text stands among the tokens
-of an episode is `transcript.Layout`'s.
+A protocol knows text and steps. It knows no token ids, no limits and no model: `transcript.Layout` decides where its
+text stands among the tokens of an episode.
 """
 
 from abc import ABC, abstractmethod

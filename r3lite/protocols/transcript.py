@@ -22,7 +22,7 @@ LEAST_DOCUMENT = 16  # a document is not cut below this many tokens; it is dropp
 class Transcript:
     """The tokens of one episode and its steps so far.
 
-    `action_mask` is True where the model wrote the token, False where it was given. `step_ends[k]` is the index of
+    `action_mask` is True if the model wrote the token and False if it was given. `step_ends[k]` is the index of
     the last token of step k: where the step's reward is paid.
     """
 
@@ -178,7 +178,7 @@ class Layout:
     def lay_out(self, question: Question, steps: Iterable[Step], document_tokens: int) -> Transcript:
         """The transcript of an episode in which the model wrote `steps`; documents are cut to `document_tokens` each.
 
-        It equals the rollout that says the same, but for the limits of `lengths`, which are not looked at.
+        It equals the rollout of the same text, except that the limits of `lengths` are not applied.
         """
         transcript = Transcript(question)
         transcript.observe(self.prompt(question.text))

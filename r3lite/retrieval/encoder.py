@@ -1,4 +1,4 @@
-"""Encoders: what turns queries and passages into vectors whose inner product is their likeness.
+"""Encoders: they turn queries and passages into vectors whose inner product is the similarity.
 
 Owns the conventions of published encoders (prefixes, pooling, lengths) and the hashing TF-IDF encoder; knows nothing of
 FAISS. Vectors are float32 [N, dimension] of length 1.
@@ -24,7 +24,7 @@ from r3lite.models.weights import resolve_folder
 
 HASHING = "hashing"
 PREFIXES = {"e5": ("query: ", "passage: "), "plain": ("", "")}
-LONGEST = 512  # tokens, where the folder does not say
+LONGEST = 512  # tokens, if the folder does not say
 
 
 class Encoder(Protocol):
@@ -44,7 +44,7 @@ class Encoder(Protocol):
 def make_encoder(
     name: str, style: str, documents: Iterable[Document], device: str = "cpu", batch_size: int = 32
 ) -> Encoder:
-    """The encoder for a new index of `documents`. `style` is e5, plain or auto (e5 where the name says so)."""
+    """The encoder for a new index of `documents`. `style` is e5, plain or auto (e5 if the name says so)."""
     if name == HASHING:
         return HashingEncoder.fit(map(passage_text, documents))
     return BertEncoder(name, style_of(name) if style == "auto" else style, device, batch_size)

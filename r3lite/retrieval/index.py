@@ -35,7 +35,7 @@ class PassageIndex:
     vectors: faiss.Index
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """The `k` nearest passages of each query, nearest first; fewer where the corpus is smaller."""
+        """The `k` nearest passages of each query, nearest first; fewer if the corpus is smaller."""
         if not queries:
             return []
         _, found = self.vectors.search(_float32(self.encoder.encode_queries(queries)), min(k, len(self.documents)))
@@ -102,8 +102,8 @@ def build(encoder: Encoder, documents: list[Document], progress: bool = True) ->
 def load(folder: str | Path, encoder_name: str, style: str = "auto") -> PassageIndex:
     """The index of a folder, for queries on the CPU.
 
-    R3LiteError where it was made by another encoder or style than is asked for (style auto takes the index's own),
-    or where its parts do not belong together.
+    Raises R3LiteError if it was made by another encoder or style than is asked for (style auto takes the index's own),
+    or if its parts do not belong together.
     """
     folder = Path(folder)
     manifest = _read_manifest(folder)

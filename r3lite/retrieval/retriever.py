@@ -1,6 +1,6 @@
-"""The function that a rollout is handed: documents for pairs of a question and a query about it.
+"""The retrievers by name: each is a function from pairs of a question and a query about it to documents.
 
-Owns the choice of corpus and retriever from the settings; knows nothing of who asks.
+Owns the choice of corpus and retriever from the settings. Knows no rollout.
 """
 
 from pathlib import Path
@@ -15,21 +15,33 @@ from r3lite.settings import RetrievalSettings
 def build_retriever(
     settings: RetrievalSettings, questions: list[Question], progress: bool = True, skip_bad_rows: bool = False
 ) -> Retrieve:
-    """The retriever of the settings. It works on the CPU; `questions` give the corpus where no other is named.
+    """The retriever of the settings: a function from pairs (question, query) to the documents of each, best first.
 
-    Returns a function from pairs (question, query) to the documents of each, best first. `skip_bad_rows` leaves out
-    bad lines of --corpus.
+    It works on the CPU. `questions` are the corpus if no other is named. `skip_bad_rows` leaves out bad lines of
+    --corpus; `progress` shows a bar while an index is built.
     """
-    if settings.retriever == "none":
-        return lambda pairs: [[] for _ in pairs]
-    if settings.retriever == "golden":
-        if not any(q.gold for q in questions):
-            raise R3LiteError(
-                "--retriever golden needs gold paragraphs, and no question in --data has any",
-                "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another retriever.",
-            )
-        return lambda pairs: [list(question.gold) for question, _ in pairs]
+    return RETRIEVERS[settings.retriever](settings, questions, progress, skip_bad_rows)
+
+
+def _none(settings: RetrievalSettings, questions: list[Question], progress: bool, skip_bad_rows: bool) -> Retrieve:
+    return lambda pairs: [[] for _ in pairs]
+
+
+def _golden(settings: RetrievalSettings, questions: list[Question], progress: bool, skip_bad_rows: bool) -> Retrieve:
+    if not any(q.gold for q in questions):
+        raise R3LiteError(
+            "--retriever golden needs gold paragraphs, and no question in --data has any",
+            "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another retriever.",
+        )
+    return lambda pairs: [list(question.gold) for question, _ in pairs]
+
+
+def _semantic(settings: RetrievalSettings, questions: list[Question], progress: bool, skip_bad_rows: bool) -> Retrieve:
     return Semantic(open_index(settings, questions, progress, skip_bad_rows), settings.top_k)
+
+
+# By the values of --retriever.
+RETRIEVERS = {"semantic": _semantic, "golden": _golden, "none": _none}
 
 
 class Semantic:

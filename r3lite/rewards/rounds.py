@@ -10,7 +10,7 @@ from r3lite.rewards.reward import Scored
 def round_metrics(
     episodes: Sequence[Episode], scored: Sequence[Scored | None], sampled_tokens: Sequence[int]
 ) -> dict[str, float | None]:
-    """Metrics under TRL's names where it has one. A missing reward (None) is left out of the means."""
+    """Metrics of a round, under TRL's names if it has them. A missing reward (None) is left out of the means."""
     steps = [step for e in episodes for step in e.steps]
     paid = [p for p in scored if p is not None]
     totals = [sum(p.steps) for p in paid]

@@ -1,6 +1,7 @@
 """The function that rollouts are handed, for every choice of retriever and corpus."""
 
 import json
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -8,7 +9,7 @@ from r3lite.episode import Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import index
 from r3lite.retrieval.encoder import make_encoder
-from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.retriever import RETRIEVERS, build_retriever
 from r3lite.settings import RetrievalSettings
 
 HARBOR = Document("q1/0", "Blue Harbor", "Blue Harbor is a film directed by Ann Lee.")
@@ -93,3 +94,7 @@ def test_without_any_passages_it_says_what_to_pass():
     with pytest.raises(R3LiteError, match="come without paragraphs") as error:
         retriever([Question("q", "?", ("a",))])
     assert "--corpus FILE.jsonl" in error.value.remedy
+
+
+def test_every_retriever_can_be_chosen():
+    assert set(RETRIEVERS) == set(get_args(get_type_hints(RetrievalSettings)["retriever"]))

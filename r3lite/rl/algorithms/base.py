@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from r3lite.rl import losses
 from r3lite.rl.advantages import share_without_variance
 from r3lite.rl.batch import ActionTokens, Batch
 from r3lite.settings import RLSettings
@@ -41,9 +42,21 @@ class Algorithm(ABC):
         `logprobs` [n] are the policy's now, `entropy` [n] that of its distributions; both have gradients.
         """
 
+    def clipped_surrogate(
+        self, known: ActionTokens, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """PPO's clipped loss [n] (arXiv 1707.06347, eq. 7) less the entropy bonus, with its metrics: for `loss`."""
+        s = self.settings
+        loss, metrics = losses.clipped_surrogate(
+            logprobs, known.old_logprobs, known.advantages, s.clip_low, s.clip_high
+        )
+        if s.entropy_coefficient:
+            loss = loss - s.entropy_coefficient * entropy
+        return loss, metrics
+
     def value_loss(self, known: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The same for the critic's values [N], which have gradients. Needed if `has_critic`."""
-        raise NotImplementedError
+        raise AssertionError("an algorithm with a critic needs a value loss")
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Metrics of the whole round, whose advantages are known."""

@@ -38,13 +38,8 @@ class Grpo(Algorithm):
         return batch.action_mask / (batch.action_mask.sum(-1, keepdim=True) * len(batch))
 
     def loss(self, known: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        s = self.settings
-        loss, metrics = losses.clipped_surrogate(
-            logprobs, known.old_logprobs, known.advantages, s.clip_low, s.clip_high
-        )
-        if s.entropy_coefficient:
-            loss = loss - s.entropy_coefficient * entropy
+        loss, metrics = self.clipped_surrogate(known, logprobs, entropy)
         if known.reference is not None:
             kl = losses.k3_kl(logprobs, known.reference)
-            loss, metrics = loss + s.kl_beta * kl, metrics | {"kl": kl}
+            loss, metrics = loss + self.settings.kl_beta * kl, metrics | {"kl": kl}
         return loss, metrics
