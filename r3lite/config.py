@@ -138,7 +138,7 @@ class _Kind:
             return dataclasses.replace(_Kind.of(typing.get_args(annotation)[0]), many=True)
         return _Kind(annotation)
 
-    def read(self, name: str, value: Any) -> Any:
+    def convert(self, name: str, value: Any) -> Any:
         """A value from text or TOML as the field's type; raises UsageError."""
         if value is None or (self.optional and value == "none" and "none" not in self.choices):
             return None
@@ -148,7 +148,7 @@ class _Kind:
                 raise UsageError(f"{name} is {value!r}; it must be a list")
             if not items:
                 raise UsageError(f"{name} is empty; it must name at least one")
-            return tuple(dataclasses.replace(self, many=False).read(name, v) for v in items)
+            return tuple(dataclasses.replace(self, many=False).convert(name, v) for v in items)
         if self.choices:
             if value not in self.choices:
                 raise UsageError(
@@ -221,7 +221,7 @@ def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
     changed = {}
     for name, section in sections(config).items():
         kinds = _kinds(type(section))
-        mine = {k: kinds[k].read(f"{where}{k}", v) for k, v in values.items() if k in kinds}
+        mine = {k: kinds[k].convert(f"{where}{k}", v) for k, v in values.items() if k in kinds}
         changed[name] = dataclasses.replace(section, **mine)
     return dataclasses.replace(config, **changed)
 

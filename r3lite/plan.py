@@ -64,10 +64,10 @@ def learns(argv: list[str]) -> bool:
     if given.config and not given.algorithm:
         with contextlib.suppress(UsageError):  # it is raised again when the settings are read
             tables = load_toml(Path(given.config))
-    algorithm = given.algorithm or tables.get("algorithm")
-    if algorithm is None:  # the config.toml of a run has one table
+    chosen = given.algorithm or tables.get("algorithm")
+    if chosen is None:  # the config.toml of a run has one table
         return "ppo" in tables and "sft" not in tables
-    return algorithm in get_args(Algorithm)
+    return chosen in get_args(Algorithm)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -261,10 +261,10 @@ def test_a_trait_stands_beside_bounds_and_leaves_them():
 
     assert settings_with(Some(), Trait.FREE) == ["free", "maybe", "choice"]
     kinds = _kinds(Some)
-    assert kinds["maybe"].read("maybe", "none") is None and kinds["choice"].choices == ("a", "b")
+    assert kinds["maybe"].convert("maybe", "none") is None and kinds["choice"].choices == ("a", "b")
     for name in ("free", "maybe"):
         with pytest.raises(UsageError, match=f"{name} is 0; it must be at least 1"):
-            kinds[name].read(name, "0")
+            kinds[name].convert(name, "0")
 
 
 def test_what_a_resumed_run_may_change():

@@ -170,7 +170,7 @@ class GeminiClient:
             self.limiter.wait()
             response = self._send(request, thinking, limit)
             cost = self._count_tokens(response.usage_metadata)
-            return self._read(response, request), 0.0
+            return self._reply_of(response, request), 0.0
         except self._genai.errors.APIError as error:
             return self._refusal(error)
         except self._timeouts as error:
@@ -199,7 +199,7 @@ class GeminiClient:
         except (AttributeError, KeyError, TypeError) as error:  # the library's errors for JSON that is not a reply
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
-    def _read(self, response: Any, request: Request) -> Reply:
+    def _reply_of(self, response: Any, request: Request) -> Reply:
         """The reply in a response, or what is wrong with it; the library would only leave `parsed` empty."""
         candidate = response.candidates[0] if response.candidates else None
         if candidate is None:

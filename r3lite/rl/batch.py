@@ -88,8 +88,8 @@ class Batch:
         positions = torch.arange(1, self.tokens.shape[1] + 1)
         return (positions * self.action_mask).amax(-1)
 
-    def read(self) -> list[list[int]]:
-        """The tokens of each row that the model has to read: the first `lengths` of them."""
+    def token_rows(self) -> list[list[int]]:
+        """The tokens of each row that the model is run on: the first `lengths` of them."""
         return [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
 
     def at_actions(self, x: Tensor) -> Tensor:

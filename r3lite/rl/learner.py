@@ -90,7 +90,9 @@ class Learner:
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         """The rows that go through the model together."""
-        return groups(batch.read(), self.grant.memory.micro_batch_tokens, self.settings.micro_batch_size or len(batch))
+        return groups(
+            batch.token_rows(), self.grant.memory.micro_batch_tokens, self.settings.micro_batch_size or len(batch)
+        )
 
     def add_gradients(self, batch: Batch) -> Metrics:
         """Adds the gradients of a mini-batch's loss, micro-batch by micro-batch; returns sums over its tokens."""
@@ -129,9 +131,9 @@ class Learner:
 
     def explain_overflow(self) -> str:
         """Runs the newest micro-batch once more; says which layer overflowed first, or that none did."""
-        return hooks.explain_overflow(self.model, self._read_last)
+        return hooks.explain_overflow(self.model, self._run_last)
 
-    def _read_last(self) -> None:
+    def _run_last(self) -> None:
         with self.precision.autocast():
             action_states(self.model, self._last)
 

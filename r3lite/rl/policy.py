@@ -13,7 +13,7 @@ def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
 
     N counts action tokens in row-major order of the batch's action mask. A token is predicted by the state before it.
     """
-    pack = Pack.of(batch.read(), model.head_weight.device, model.head_weight.dtype)
+    pack = Pack.of(batch.token_rows(), model.head_weight.device, model.head_weight.dtype)
     states, tokens = pack.predicted(batch.action_mask.tolist())
     return model(pack.tokens, pack)[0, states], tokens
 

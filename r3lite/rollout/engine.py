@@ -104,8 +104,8 @@ class Engine:
 
     def _cache(self, rows: int) -> KVCache:
         config, weight = self.model.config, self.model.head_weight
-        shape = config.num_hidden_layers, rows, config.num_key_value_heads, config.head_dim
-        return KVCache(*shape, weight.dtype, weight.device)
+        layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
+        return KVCache(layers, rows, kv_heads, config.head_dim, weight.dtype, weight.device)
 
     def _prefill(self, scheduler: Scheduler) -> None:
         """Runs the given tokens of the rows at work, except the last one of each, which `_decode` runs."""

@@ -66,7 +66,7 @@ def small_card(monkeypatch, room: int) -> list[int]:
 
     def limited(work):
         def call(self, part, *more):
-            rows = part.read() if isinstance(part, Batch) else [row.tokens for row in part]
+            rows = part.token_rows() if isinstance(part, Batch) else [row.tokens for row in part]
             seen.append(sum(map(len, rows)))
             if seen[-1] > room:
                 out_of_memory()

@@ -15,7 +15,7 @@ def test_padding_is_no_action_whatever_the_padding_id():
     batch = Batch.of([rollout([7, 0, 0], [False, True, True]), rollout([7, 0], [False, True])])
     assert batch.action_mask.tolist() == [[False, True, True], [False, True, False]]
     assert batch.tokens.tolist() == [[7, 0, 0], [7, 0, 0]]
-    assert batch.read() == [[7, 0, 0], [7, 0]]
+    assert batch.token_rows() == [[7, 0, 0], [7, 0]]
 
 
 def test_rewards_stand_where_they_were_paid():
@@ -40,6 +40,6 @@ def test_rows_are_read_up_to_their_last_action():
     short = rollout([1, 2, 3, 4], [False, True, False, False])
     long = rollout([5] * 90, [False] + [True] * 39 + [False] * 50, group=1)
     batch = Batch.of([short, long])
-    assert batch.lengths.tolist() == [2, 40] and [len(row) for row in batch.read()] == [2, 40]
+    assert batch.lengths.tolist() == [2, 40] and [len(row) for row in batch.token_rows()] == [2, 40]
     part = batch.rows([1, 0])
-    assert part.read() == [[5] * 40, [1, 2]] and part.groups.tolist() == [1, 0]
+    assert part.token_rows() == [[5] * 40, [1, 2]] and part.groups.tolist() == [1, 0]
