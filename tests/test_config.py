@@ -1,18 +1,13 @@
 """Settings: where a value comes from, what is refused and how, and that what is saved is read back."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 
 import r3lite.settings as settings
 from r3lite import command
-from r3lite.collect import CollectConfig
 from r3lite.config import (
     Bounds,
     Free,
@@ -35,41 +30,10 @@ from r3lite.config import (
     to_toml,
     with_values,
 )
-from r3lite.errors import R3LiteError
-from r3lite.evaluate import EvaluateConfig
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
-from r3lite.plan import PlanRlConfig, PlanSftConfig
-from r3lite.quickstart import QuickstartConfig
-from r3lite.retrieve import RetrieveConfig
+from tests.commands import CONFIGS, Everything
 
-
-@dataclass(frozen=True)
-class Everything:
-    """All sections, as one command."""
-
-    common: settings.Common = settings.Common()
-    schedule: settings.Schedule = settings.Schedule()
-    model: settings.ModelSettings = settings.ModelSettings()
-    lora: settings.LoraSettings = settings.LoraSettings()
-    optimizer: settings.OptimizerSettings = settings.OptimizerSettings(learning_rate=3e-4)
-    data: settings.DataSettings = settings.DataSettings()
-    truncation: settings.TruncationSettings = settings.TruncationSettings()
-    judge: settings.JudgeSettings = settings.JudgeSettings()
-
-
-# Settings of each command, with the table of a TOML file that they are read from.
-CONFIGS = {
-    "sft": (settings.SftConfig(), "sft"),
-    "ppo": (settings.PpoConfig(), "ppo"),
-    "evaluate": (EvaluateConfig(), "evaluate"),
-    "collect": (CollectConfig(), "collect"),
-    "index": (IndexConfig(), "index"),
-    "retrieve": (RetrieveConfig(), "retrieve"),
-    "quickstart": (QuickstartConfig(), "quickstart"),
-    "plan": (PlanSftConfig(), "sft"),
-    "plan of RL": (PlanRlConfig(), "ppo"),
-}
 SECTIONS = [cls for cls in vars(settings).values() if isinstance(cls, type) and issubclass(cls, Section)]
 
 
@@ -276,24 +240,6 @@ def test_what_a_resumed_run_may_change():
     assert free_settings(settings.PpoConfig()) == anywhere | judge
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("sft", "--data is missing: a file of trajectories (see `python -m r3lite.collect`) or conversations"),
-        *(
-            (name, "--data is missing: a question file of any supported format, or name,subset,split")
-            for name in ("ppo", "evaluate", "collect", "retrieve")
-        ),
-        ("index", "--corpus is missing: a JSONL file with one passage (id, title, text) a line"),
-    ],
-)
-def test_what_must_be_given_is_asked_for_before_the_work_and_not_for_a_dry_run(capsys, name, message):
-    default, table = CONFIGS[name]
-    assert command.run(name, default, raising(AssertionError()), [], table=table) == 2
-    assert capsys.readouterr().err == f"r3lite.{name}: {message}\n"
-    assert command.run(name, default, raising(AssertionError()), ["--dry-run"], table=table) == 0
-
-
 @pytest.mark.parametrize("name", ["plan", "plan of RL", "quickstart"])
 def test_what_needs_no_data_does_not_ask_for_them(name):
     check_required(CONFIGS[name][0])
@@ -323,93 +269,3 @@ def test_help_has_groups_and_defaults():
 def test_nearest_name():
     assert nearest("lerning_rate", ["learning_rate", "limit"]) == " (did you mean learning_rate?)"
     assert nearest("xyz", ["learning_rate"]) == ""
-
-
-# How a command starts and ends.
-
-
-def run(work, *argv: str) -> int:
-    return command.run("sft", Everything(), work, list(argv))
-
-
-def raising(error):
-    def work(config):
-        raise error
-
-    return work
-
-
-@pytest.fixture(autouse=True)
-def signals():
-    """`command.run` takes SIGTERM over; give it back."""
-    import signal
-
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def test_exit_codes(capsys):
-    assert run(lambda config: None) == 0
-    assert run(raising(R3LiteError("the disk is full", "Make room."))) == 1
-    assert run(raising(KeyboardInterrupt())) == 130
-    assert run(raising(command.Terminated())) == 143
-    assert run(lambda config: None, "--lora-r", "x") == 2
-    error = capsys.readouterr().err
-    assert "r3lite.sft stopped: the disk is full\n  Make room.\n" in error and "Traceback" not in error
-    assert error.splitlines()[-1] == "r3lite.sft: lora_r is 'x'; it must be a whole number"
-
-
-def test_sigterm_reaches_the_work_as_an_exception():
-    import os
-    import signal
-
-    def work(config):
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("SIGTERM did not arrive")
-
-    if os.name != "posix":
-        pytest.skip("needs POSIX signals")
-    assert run(work) == 143
-
-
-def test_a_dry_run_prints_what_was_resolved_and_does_nothing(capsys):
-    assert run(raising(AssertionError()), "--dry-run", "--lora-r", "3") == 0
-    out = capsys.readouterr().out
-    assert "LoRA adapter" in out
-    assert any(line.split() == ["lora_r", "3"] for line in out.splitlines())
-
-
-@pytest.mark.parametrize("name", ["collect", "evaluate", "index", "plan", "quickstart", "retrieve"])
-def test_an_output_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path, capsys, name):
-    """`--output FILE/x` was a traceback."""
-    (tmp_path / "file").write_text("")
-
-    def work(config):
-        (Path(config.common.output) / "scores.json").parent.mkdir(parents=True)
-
-    default, table = CONFIGS[name]
-    needs = {"collect": ["--data", "x"], "evaluate": ["--data", "x"], "retrieve": ["--data", "x"]}
-    needs["index"] = ["--corpus", "x"]
-    argv = ["--output", str(tmp_path / "file" / "x"), *needs.get(name, [])]
-    assert command.run(name, default, work, argv, table=table) == 1
-    first, second = capsys.readouterr().err.strip().splitlines()
-    assert first.startswith(f"r3lite.{name} stopped: ") and str(tmp_path / "file") in first
-    assert "--output" in second
-
-
-def test_an_error_of_the_network_is_not_taken_for_one_of_a_path():
-    with pytest.raises(ConnectionError):
-        run(raising(ConnectionError("the server hung up")))
-
-
-def test_a_reader_that_leaves_early_is_no_traceback():
-    """`sft --dry-run | head -1` ended in a BrokenPipeError."""
-    if os.name != "posix":
-        pytest.skip("needs POSIX pipes")
-    reading, writing = os.pipe()
-    os.close(reading)
-    argv = [sys.executable, "-m", "r3lite.collect", "--dry-run"]
-    done = subprocess.run(argv, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (1, "")

@@ -1,65 +1,14 @@
-"""Question readers: formats by content, bad rows by place, sub-questions by rule, hub strings without a network."""
+"""Question readers: formats by content, sub-questions from their facts, bad rows by place."""
 
 import json
-import os
-import subprocess
 import sys
-import types
 
 import pytest
 
-from r3lite.datasets import hub
-from r3lite.datasets.hops import natural, relation_question
 from r3lite.datasets.qa import read_questions
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
-
-HOTPOT = {
-    "_id": "h1",
-    "question": "Kate Ramsay is a character of a soap opera created by who?",
-    "answer": "Reg Watson",
-    "type": "bridge",
-    "supporting_facts": [["Neighbours", 1], ["Kate Ramsay", 0], ["Kate Ramsay", 9]],
-    "context": [
-        ["Neighbours", ["Neighbours is a soap opera.", " It was created by Reg Watson."]],
-        ["Ramsay Street", ["A street."]],
-        ["Kate Ramsay", ["Kate Ramsay is a character of \"Neighbours\".", " She was played by Ashleigh Brewer."]],
-    ],
-}  # fmt: skip
-TWO_WIKI = {
-    "_id": "w1",
-    "question": "Where was the director of Brenn born?",
-    "answer": "Oslo",
-    "type": "compositional",
-    "supporting_facts": [["Brenn (film)", 0], ["Ann Dahl", 0]],
-    "context": [
-        ["Brenn (film)", ["Brenn is a film.", "It was directed by Ann Dahl."]],
-        ["Ann Dahl", ["Ann Dahl was born in Oslo.", "She made films."]],
-    ],
-    "evidences": [["Brenn", "director", "Ann Dahl"], ["Ann Dahl", "place of birth", "Oslo"]],
-}
-MUSIQUE = {
-    "id": "2hop__1",
-    "question": "Where was the director of Brenn born?",
-    "answer": "Oslo",
-    "answer_aliases": ["Kristiania", "Oslo"],
-    "answerable": True,
-    "paragraphs": [
-        {"idx": 0, "title": "Ann Dahl", "paragraph_text": "Ann Dahl was born in Oslo.", "is_supporting": True},
-        {"idx": 1, "title": "Ann Dahl", "paragraph_text": "Another one.", "is_supporting": False},
-        {"idx": 2, "title": "Brenn", "paragraph_text": "A film by Ann Dahl.", "is_supporting": True},
-    ],
-    "question_decomposition": [
-        {"id": 7, "question": "Brenn >> director", "answer": "Ann Dahl", "paragraph_support_idx": 2},
-        {"id": 8, "question": "where was #1 born", "answer": "Oslo", "paragraph_support_idx": 0},
-    ],
-}
-
-
-def write(path, rows, array=False):
-    lines = [r if isinstance(r, str) else json.dumps(r) for r in rows]
-    path.write_text(f"[{', '.join(lines)}]" if array else "\n".join(lines) + "\n", encoding="utf-8")
-    return path
+from tests.question_rows import HOTPOT, MUSIQUE, TWO_WIKI, write
 
 
 def paragraph(**changes):
@@ -234,28 +183,6 @@ def test_a_file_without_questions_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("written", "natural_form"),
-    [
-        ("Hello Love >> performer", "Who is the performer of Hello Love?"),
-        ("#1 >> located in or next to body of water", "Which body of water is #1 located in or next to?"),
-        ("Midway, #2 , #1 >> country", "What is the country of Midway, #2, #1?"),
-        ("#1 >> capital of", "What is #1 the capital of?"),
-        ("X >> owned by", "What is X owned by?"),
-        ("X >> record label", "What is the record label of X?"),
-        ("Who is #3 's mother?", "Who is #3's mother?"),
-        ("how many publix stores are in #3", "How many publix stores are in #3?"),
-        ("Who was the first president of #1 ?", "Who was the first president of #1?"),
-    ],
-)  # fmt: skip
-def test_musique_sub_questions_read_naturally(written, natural_form):
-    assert natural(written) == natural_form
-
-
-def test_relations_with_a_preposition_stay_readable():
-    assert relation_question("Kant", "influenced by") == "What is Kant influenced by?"
-
-
-@pytest.mark.parametrize(
     ("data", "corpus"),
     [
         ("hotpotqa/train_100.json", "hotpotqa/corpus_994.jsonl"),
@@ -295,62 +222,3 @@ def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
 def test_a_missing_file_is_named():
     with pytest.raises(R3LiteError, match="there is no such file"):
         read_questions("no/such/file.json")
-
-
-@pytest.mark.parametrize(
-    ("files", "subset", "split", "picked"),
-    [
-        (["distractor/train-00000-of-00002.parquet", "distractor/train-00001-of-00002.parquet",
-          "fullwiki/train-00000-of-00001.parquet"], "distractor", "train",
-         ["distractor/train-00000-of-00002.parquet", "distractor/train-00001-of-00002.parquet"]),
-        (["hotpotqa/dev.jsonl", "hotpotqa/train.jsonl", "nq/dev.jsonl"], "hotpotqa", "dev", ["hotpotqa/dev.jsonl"]),
-        (["musique_ans_v1.0_train.jsonl", "musique_full_v1.0_train.jsonl"], "musique_ans", "train",
-         ["musique_ans_v1.0_train.jsonl"]),
-        (["data/train-0.parquet", "data/train.json"], "", "train", ["data/train.json"]),
-        (["x/validation/0000.parquet", "x/train/0000.parquet"], "", "train", ["x/train/0000.parquet"]),
-    ],
-)  # fmt: skip
-def test_files_of_a_hub_split(files, subset, split, picked):
-    assert hub.pick(files, "name", subset, split) == picked
-
-
-def test_a_split_in_several_subsets_or_in_none_is_refused():
-    with pytest.raises(R3LiteError, match="several subsets: a, b"):
-        hub.pick(["a/train.json", "b/train.json"], "name", "", "train")
-    with pytest.raises(R3LiteError, match="there is a/train"):
-        hub.pick(["a/train.json"], "name", "a", "test")
-    with pytest.raises(R3LiteError, match="a loading script is never run"):
-        hub.pick([], "name", "a", "test")
-
-
-@pytest.mark.parametrize("revision", [None, hub.CONVERTED])
-def test_a_hub_string_downloads_and_reads(tmp_path, monkeypatch, revision):
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    write(tmp_path / "train.jsonl", [HOTPOT])
-    asked = []
-
-    def dataset_info(self, repo_id, revision=None, timeout=None):
-        names = ["README.md", "evil.pkl", "load.py"]
-        names += ["sub/train.jsonl", "sub/test.jsonl"] if revision == wanted else []
-        return types.SimpleNamespace(siblings=[types.SimpleNamespace(rfilename=n) for n in names])
-
-    def download(repo_id, filename, repo_type, revision, etag_timeout):
-        asked.append((repo_id, filename, repo_type, revision))
-        return str(tmp_path / "train.jsonl")
-
-    wanted = revision
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert [q.id for q in read_questions("owner/set,sub,train")] == ["h1"]
-    assert asked == [("owner/set", "sub/train.jsonl", "dataset", revision)]
-
-
-def test_a_hub_string_without_a_network_says_what_to_put_where():
-    """A server that is not there stands for a machine without a network; the variable is read at import."""
-    code = "from r3lite.datasets.qa import read_questions; read_questions('hotpotqa/hotpot_qa,distractor,train')"
-    for setting in ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | setting, capture_output=True, text=True, timeout=60
-        )
-        assert "R3LiteError: the data set 'hotpotqa/hotpot_qa' cannot be fetched" in done.stderr
-        assert "hotpot_train_v1.1.json" in done.stderr and "--data" in done.stderr

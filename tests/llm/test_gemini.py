@@ -1,47 +1,17 @@
+"""The Gemini client: what it sends, what it makes of each reply, when it tries again and when it stops."""
+
 import copy
 import json
 import logging
 import threading
 import time
-from dataclasses import dataclass
 
 import pytest
 
 from r3lite.errors import R3LiteError
 from r3lite.llm.gemini import GeminiClient, Request
-from r3lite.llm.limits import Budget, RateLimiter
 from r3lite.settings import JudgeSettings
-
-MARK = {"type": "object", "properties": {"mark": {"type": "number"}}, "required": ["mark"]}
-
-
-@dataclass(frozen=True)
-class Mark:
-    mark: float
-
-
-def read_mark(data):
-    if not isinstance(data, dict) or not isinstance(data.get("mark"), (int, float)):
-        raise ValueError(f"{data} has no mark")
-    return Mark(data["mark"])
-
-
-def ask(prompt, **more):
-    """A request for a mark."""
-    return Request(prompt, schema=MARK, read=read_mark, **more)
-
-
-@pytest.fixture
-def said(request):
-    return request.getfixturevalue("answers").said
-
-
-@pytest.fixture
-def failed(request):
-    return request.getfixturevalue("answers").failed
-
-
-ASK = ask("How good?")
+from tests.marks import ASK, MARK, Mark, ask, read_mark
 
 
 def test_structured_output(gemini, client, said):
@@ -239,40 +209,6 @@ def test_the_key_shows_nowhere(gemini, client, said, failed, tmp_path, caplog, a
         assert text and answers.KEY not in text
 
 
-def test_a_second_run_is_served_from_the_cache(gemini, client, said, tmp_path):
-    gemini.script = [said('{"mark": 0.25}')]
-    client(tmp_path).generate(ASK)
-    second = client(tmp_path)
-    reply = second.generate(ASK)
-    assert reply.cached and reply.value.mark == 0.25
-    assert len(gemini.requests) == 1
-    assert second.counts()["cache_hits"] == 1 and second.counts()["calls"] == 0 and second.counts()["cost"] == 0
-
-
-def test_what_changes_a_reply_misses_the_cache(gemini, client, said, tmp_path):
-    other = MARK | {"title": "Other"}
-    gemini.script = [said('{"mark": 1}')]
-    asked = client(tmp_path)
-    requests = [ASK, ask("How bad?"), Request("How good?", schema=other, read=read_mark), Request("How good?")]
-    changes = ({"temperature": 1.0}, {"nonce": "2"}, {"system": "s"})
-    requests += [ask("How good?", **change) for change in changes]
-    for request in requests:
-        asked.generate(request)
-    client(tmp_path, judge_model="gemini-x").generate(ASK)
-    assert len(gemini.requests) == len(requests) + 1
-
-
-def test_failures_are_not_cached_and_a_broken_file_is_no_reply(gemini, client, said, tmp_path):
-    gemini.script = [said("oops"), said('{"mark": 1}'), said('{"mark": 0}')]
-    asked = client(tmp_path)
-    assert asked.generate(ASK).failure == "malformed"
-    assert list(tmp_path.iterdir()) == []
-    assert asked.generate(ASK).value.mark == 1
-    (file,) = tmp_path.iterdir()
-    file.write_text(file.read_text()[:10])
-    assert asked.generate(ASK).value.mark == 0
-
-
 def test_a_value_that_the_caller_refuses_is_a_failure(gemini, client, said, tmp_path):
     def read(data):
         raise ValueError("7 is too much")
@@ -310,73 +246,6 @@ def test_equal_requests_are_sent_once(gemini, client, said):
     replies = client().generate_all([ASK, ASK, ASK, ask("How good?", nonce="2")])
     assert [r.value.mark for r in replies] == [1] * 4
     assert len(gemini.requests) == 2
-
-
-def test_requests_a_minute(gemini, client, clock, said):
-    gemini.script = [said('{"mark": 1}')]
-    client(judge_rpm=5, judge_concurrency=1).generate_all([ask(str(i)) for i in range(12)])
-    assert clock.now - 1000 == pytest.approx(120)  # 5 now, 5 after a minute, 2 after another
-
-
-def test_the_limiter_under_threads(clock):
-    limiter, lock, sent = RateLimiter(3, clock, clock.sleep), threading.Lock(), []
-
-    def work():
-        for _ in range(4):
-            limiter.wait()
-            with lock:
-                sent.append(clock.now)
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    counted = sorted(limiter._sent)
-    assert len(sent) == 12 and len(counted) <= 3
-    assert clock.now - 1000 >= 180
-
-
-def test_one_429_holds_everybody(clock):
-    limiter = RateLimiter(100, clock, clock.sleep)
-    limiter.hold(30)
-    limiter.wait()
-    assert clock.slept == [30]
-
-
-def test_the_cap_on_requests(gemini, client, said):
-    gemini.script = [said('{"mark": 1}')]
-    asked = client(judge_max_calls=2, judge_concurrency=3)
-    replies = asked.generate_all([ask(str(i)) for i in range(5)])
-    assert sorted(r.failure or "" for r in replies) == ["", "", "capped", "capped", "capped"]
-    assert len(gemini.requests) == 2
-
-
-def test_retries_count_towards_the_cap(gemini, client, failed):
-    gemini.script = [failed(503)]
-    assert client(judge_max_calls=2).generate(ASK).failure == "capped"
-    assert len(gemini.requests) == 2
-
-
-def test_the_cap_on_cost_is_never_passed(gemini, client, said):
-    # Each reply costs 0.0012 dollars, and may cost 0.0025 and the prompt by its output limit of 1,000 tokens.
-    gemini.script = [said('{"mark": 1}', tokens=(4, 480))]
-    asked = client(judge_max_cost=0.01, judge_concurrency=4)
-    requests = [ask(str(i), max_output_tokens=1000) for i in range(20)]
-    replies = asked.generate_all(requests)
-    done = sum(r.failure is None for r in replies)
-    assert asked.counts()["cost"] == pytest.approx(done * (4 * 0.3e-6 + 480 * 2.5e-6))
-    assert asked.counts()["cost"] <= 0.01
-    assert done == 7  # after seven, an eighth might cost more than is left
-    assert {r.failure for r in replies} == {None, "capped"}
-
-
-def test_reservations_leave_no_rest():
-    budget = Budget(max_cost=1.0)
-    for _ in range(1000):
-        assert budget.reserve(0.1) is None
-        budget.settle(0.1, 0.0)
-    assert budget.reserve(1.0) is None
 
 
 def test_threads_that_wait_give_up_when_the_run_stops(gemini, failed):

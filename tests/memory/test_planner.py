@@ -16,23 +16,15 @@ from r3lite import policy, ppo, sft
 from r3lite.config import UsageError
 from r3lite.errors import R3LiteError
 from r3lite.grant import Memory
-from r3lite.memory import plan, planner, workloads
+from r3lite.memory import planner
 from r3lite.memory.planner import MIB, Workload, choose, peak
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
-from r3lite.models import lora, nf4
+from r3lite.models import lora
 from r3lite.models.kv_cache import KVCache
 from r3lite.models.weights import load_qwen2, resolve_folder
 from r3lite.protocols.transcript import Layout
 from r3lite.rewards import rounds
-from r3lite.settings import (
-    LengthSettings,
-    LoraSettings,
-    MemorySettings,
-    ModelSettings,
-    RetrievalSettings,
-    RLSettings,
-    SftSettings,
-)
+from r3lite.settings import LoraSettings
 
 TARGETS = LoraSettings().lora_targets
 LAYERS = 6
@@ -310,58 +302,9 @@ def test_a_budget_that_is_no_amount_of_memory_is_refused(text):
         planner.budget_bytes(text)
 
 
-def test_workloads_follow_the_settings():
-    model, lora_settings = ModelSettings(dtype="bf16", device="cpu"), LoraSettings(lora_r=4)
-    w = workloads.sft_workload(model, SftSettings(max_length=1000, batch_size=3), lora_settings, longest=700)
-    assert (w.row_tokens, w.rows, w.lora_r, w.element, w.episodes, w.vocabulary) == (700, 3, 4, 2, 0, QWEN_TOKENS)
-    assert workloads.sft_workload(model, SftSettings(max_length=1000), lora_settings, longest=7000).row_tokens == 1000
-    for algorithm, kl, adapter, expected in (
-        ("ppo", 0.1, "run", (True, True, 2)),
-        ("grpo", 0.1, "run", (False, True, 2)),
-        ("grpo", 0.1, None, (False, True, 1)),  # the reference is the bare base
-        ("ppo", 0.0, "run", (True, False, 1)),
-    ):
-        rl = RLSettings(algorithm=algorithm, kl_beta=kl, batch_size=3, num_generations=5, micro_batch_size=2)
-        w = workloads.rl_workload(
-            replace(model, adapter=adapter),
-            rl,
-            lora_settings,
-            LengthSettings(),
-            RetrievalSettings(),
-            critic=algorithm == "ppo",
-        )
-        assert (w.critic, w.scores, w.adapters) == expected
-        assert (w.episodes, w.row_tokens, w.rows) == (15, 4096, 2)
-        assert w.reads == 5 * (160 + workloads.MARKUP)
-    assert nf4.BLOCK == 64 and not planner.weight_bytes(w, True) > planner.weight_bytes(w, False)
-
-
-def test_the_adapter_to_start_from_is_planned_for_with_its_own_rank(small_model, tmp_path):
-    """`ppo --adapter` after `sft --lora-r 64` was planned with the default rank, and ran out of memory."""
-    model = small_model()
-    lora.add_adapter(model, "policy", 3, 6, targets=("q_proj", "down_proj"))
-    lora.save_adapter(model, "policy", tmp_path / "run" / "adapter", "x")
-    settings = ModelSettings(dtype="bf16", device="cpu", adapter=str(tmp_path / "run"))
-    limits = LengthSettings(), RetrievalSettings()
-    for w in (
-        workloads.sft_workload(settings, SftSettings(), LoraSettings()),
-        workloads.rl_workload(settings, RLSettings(), LoraSettings(), *limits, critic=True),
-        workloads.evaluate_workload(settings, *limits, questions=5),
-    ):
-        assert (w.lora_r, w.targets) == (3, ("q_proj", "down_proj"))
-
-
 def test_on_a_cpu_offload_is_not_counted_on():
     w = qwen("0.5b", **WORKLOADS["sft"])
     assert peak(w, Memory(offload=True, recompute_layers=24)) == peak(w, Memory(recompute_layers=24))
-
-
-def test_the_default_budget_has_our_own_context_in_it(monkeypatch):
-    """What a card says is free no longer has the context in it; it was taken from the budget once more."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3000 * MIB, 4000 * MIB))
-    granted = plan._budget(MemorySettings(), on_cuda=True)
-    assert granted - planner.CUDA_CONTEXT == 3000 * MIB - plan.MARGIN
 
 
 @pytest.mark.gpu

@@ -1,0 +1,39 @@
+"""The settings of every command, and of one that has nearly all sections."""
+
+from dataclasses import dataclass
+
+import r3lite.settings as settings
+from r3lite.collect import CollectConfig
+from r3lite.evaluate import EvaluateConfig
+from r3lite.index import IndexConfig
+from r3lite.plan import PlanRlConfig, PlanSftConfig
+from r3lite.quickstart import QuickstartConfig
+from r3lite.retrieve import RetrieveConfig
+
+
+@dataclass(frozen=True)
+class Everything:
+    """All sections, as one command."""
+
+    common: settings.Common = settings.Common()
+    schedule: settings.Schedule = settings.Schedule()
+    model: settings.ModelSettings = settings.ModelSettings()
+    lora: settings.LoraSettings = settings.LoraSettings()
+    optimizer: settings.OptimizerSettings = settings.OptimizerSettings(learning_rate=3e-4)
+    data: settings.DataSettings = settings.DataSettings()
+    truncation: settings.TruncationSettings = settings.TruncationSettings()
+    judge: settings.JudgeSettings = settings.JudgeSettings()
+
+
+# Settings of each command, with the table of a TOML file that they are read from.
+CONFIGS = {
+    "sft": (settings.SftConfig(), "sft"),
+    "ppo": (settings.PpoConfig(), "ppo"),
+    "evaluate": (EvaluateConfig(), "evaluate"),
+    "collect": (CollectConfig(), "collect"),
+    "index": (IndexConfig(), "index"),
+    "retrieve": (RetrieveConfig(), "retrieve"),
+    "quickstart": (QuickstartConfig(), "quickstart"),
+    "plan": (PlanSftConfig(), "sft"),
+    "plan of RL": (PlanRlConfig(), "ppo"),
+}

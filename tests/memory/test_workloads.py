@@ -1,0 +1,49 @@
+"""Workloads: what the planner is told of a command's settings and of the adapter it starts from."""
+
+from dataclasses import replace
+
+from r3lite.memory import planner, workloads
+from r3lite.memory.workloads import QWEN_TOKENS
+from r3lite.models import lora, nf4
+from r3lite.settings import LengthSettings, LoraSettings, ModelSettings, RetrievalSettings, RLSettings, SftSettings
+
+
+def test_workloads_follow_the_settings():
+    model, lora_settings = ModelSettings(dtype="bf16", device="cpu"), LoraSettings(lora_r=4)
+    w = workloads.sft_workload(model, SftSettings(max_length=1000, batch_size=3), lora_settings, longest=700)
+    assert (w.row_tokens, w.rows, w.lora_r, w.element, w.episodes, w.vocabulary) == (700, 3, 4, 2, 0, QWEN_TOKENS)
+    assert workloads.sft_workload(model, SftSettings(max_length=1000), lora_settings, longest=7000).row_tokens == 1000
+    for algorithm, kl, adapter, expected in (
+        ("ppo", 0.1, "run", (True, True, 2)),
+        ("grpo", 0.1, "run", (False, True, 2)),
+        ("grpo", 0.1, None, (False, True, 1)),  # the reference is the bare base
+        ("ppo", 0.0, "run", (True, False, 1)),
+    ):
+        rl = RLSettings(algorithm=algorithm, kl_beta=kl, batch_size=3, num_generations=5, micro_batch_size=2)
+        w = workloads.rl_workload(
+            replace(model, adapter=adapter),
+            rl,
+            lora_settings,
+            LengthSettings(),
+            RetrievalSettings(),
+            critic=algorithm == "ppo",
+        )
+        assert (w.critic, w.scores, w.adapters) == expected
+        assert (w.episodes, w.row_tokens, w.rows) == (15, 4096, 2)
+        assert w.reads == 5 * (160 + workloads.MARKUP)
+    assert nf4.BLOCK == 64 and not planner.weight_bytes(w, True) > planner.weight_bytes(w, False)
+
+
+def test_the_adapter_to_start_from_is_planned_for_with_its_own_rank(small_model, tmp_path):
+    """`ppo --adapter` after `sft --lora-r 64` was planned with the default rank, and ran out of memory."""
+    model = small_model()
+    lora.add_adapter(model, "policy", 3, 6, targets=("q_proj", "down_proj"))
+    lora.save_adapter(model, "policy", tmp_path / "run" / "adapter", "x")
+    settings = ModelSettings(dtype="bf16", device="cpu", adapter=str(tmp_path / "run"))
+    limits = LengthSettings(), RetrievalSettings()
+    for w in (
+        workloads.sft_workload(settings, SftSettings(), LoraSettings()),
+        workloads.rl_workload(settings, RLSettings(), LoraSettings(), *limits, critic=True),
+        workloads.evaluate_workload(settings, *limits, questions=5),
+    ):
+        assert (w.lora_r, w.targets) == (3, ("q_proj", "down_proj"))

@@ -1,0 +1,182 @@
+"""`collect --source teacher` against a local server: filtered, resumed, capped."""
+
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.collecting import lines, read_rows, row, run, write
+
+
+class Server:
+    """Answers as Gemini does: `reply(prompt, temperature)` is the text, or a status code."""
+
+    def __init__(self, reply):
+        self.prompts, self.reply, server = [], reply, self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                prompt = body["contents"][0]["parts"][0]["text"]
+                server.prompts.append(prompt)
+                told = server.reply(prompt, body["generationConfig"]["temperature"])
+                answer, status = {"error": {"code": told, "message": "no"}}, told
+                if isinstance(told, str):
+                    usage = {"promptTokenCount": 1000, "candidatesTokenCount": 100}
+                    candidate = {"content": {"parts": [{"text": told}]}, "finishReason": "STOP"}
+                    answer, status = {"candidates": [candidate], "usageMetadata": usage}, 200
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("content-type", "application/json")
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *arguments):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@pytest.fixture
+def teach(tmp_path, monkeypatch):
+    """Runs `collect --source teacher` against a server; `teach.server.prompts` are the requests it got."""
+    pytest.importorskip("google.genai")
+    monkeypatch.setenv("GOOGLE_API_KEY", "key")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    server = Server(good)
+
+    def teach(data, *arguments):
+        address = f"http://127.0.0.1:{server.http.server_port}"
+        options = ["--source", "teacher", "--judge-base-url", address, "--judge-rpm", "100000", "--judge-retries", "0"]
+        return run(data, tmp_path / "out.jsonl", *options, *arguments)
+
+    teach.server, teach.output = server, tmp_path / "out.jsonl"
+    teach.rejected = tmp_path / "out.jsonl.rejected.jsonl"
+    yield teach
+    server.http.shutdown()
+    server.http.server_close()
+
+
+def good(prompt, temperature, answer="Oslo"):
+    """A teacher that asks for the film, then for the person, then answers."""
+    number = int(re.findall(r"Write Step (\d+) now", prompt)[-1])
+    film = re.search(r"director of (Film \d+)", prompt)[1]
+    head = f"Step {number}:\nThe problem analysis: I look.\n"
+    if number == 1:
+        return f"{head}The retrieval query: Who directed {film}?\n"
+    if number == 2:
+        person = film.replace("Film", "Person")
+        assert f"{film} is by {person}." in prompt  # what the first query brought
+        return f"{head}The retrieval query: Where was {person} born?\nThe retrieval documents:\n[1] invented"
+    return f"{head}The final answer: {answer}"
+
+
+def test_a_teacher_s_trajectory_holds_what_it_wrote_and_what_was_retrieved(tmp_path, teach, capsys):
+    assert teach(write(tmp_path / "data.jsonl", [row(1), row(2)])) == 0
+    first, second = read_rows(teach.output)
+    assert (first.id, first.source, second.id) == ("q1", "teacher", "q2")
+    assert [s.query for s in first.steps] == ["Who directed Film 1?", "Where was Person 1 born?", None]
+    assert "Person 1" in {d.title for d in first.steps[1].documents}  # not what the teacher invented
+    assert first.steps[-1].answer == "Oslo"
+    assert not any(
+        "invented" in p or "Oslo" in p.partition("The retrieval documents:")[0] for p in teach.server.prompts
+    )
+    table = capsys.readouterr().out
+    assert re.search(r"kept +2\n", table) and re.search(r"requests +6\n", table) and "US dollars" in table
+    assert not lines(teach.rejected)
+
+
+def test_wrong_and_malformed_attempts_are_tried_again_and_then_rejected(tmp_path, teach, capsys):
+    def reply(prompt, temperature):
+        if "director of Film 1 " in prompt:
+            return good(prompt, temperature, "Oslo" if temperature else "Rome")  # right only when sampled
+        if "director of Film 2 " in prompt:
+            return good(prompt, temperature, "Rome")
+        return "The answer is Oslo."
+
+    teach.server.reply = reply
+    data = write(tmp_path / "data.jsonl", [row(1), row(2), row(3)])
+    assert teach(data, "--attempts", "2") == 0
+    assert [r["id"] for r in lines(teach.output)] == ["q1"]
+    assert {(r["id"], r["reason"]) for r in lines(teach.rejected)} == {
+        ("q2", "wrong answer"),
+        ("q3", "malformed step (no_step_heading)"),
+    }
+    table = capsys.readouterr().out
+    assert re.search(r"rejected: wrong answer +1\n", table)
+    # Attempts are samples of their own, not one reply from the cache.
+    assert sum("director of Film 3" in p for p in teach.server.prompts) == 2
+
+
+def test_an_answer_is_demanded_after_the_last_query(tmp_path, teach):
+    def reply(prompt, temperature):
+        number = int(re.findall(r"Write Step (\d+) now", prompt)[-1])
+        return f"Step {number}:\nThe problem analysis: hm\nThe retrieval query: what about {number}?"
+
+    teach.server.reply = reply
+    assert teach(write(tmp_path / "data.jsonl", [row(1)]), "--max-hops", "2", "--attempts", "1") == 1
+    assert lines(teach.rejected) == [{"id": "q1", "reason": "no answer after 2 queries"}]
+    assert ["No further retrieval is possible" in p for p in teach.server.prompts] == [False, False, True]
+
+
+def test_a_second_run_asks_only_what_is_left(tmp_path, teach, capsys):
+    rows = [row(1), row(2, answer="Rome")]
+    assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
+    asked, kept = len(teach.server.prompts), teach.output.read_bytes()
+    assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
+    assert len(teach.server.prompts) == asked and teach.output.read_bytes() == kept
+    table = capsys.readouterr().out
+    assert re.search(r"kept by earlier runs +1\n", table) and re.search(r"rejected by earlier runs +1\n", table)
+    # A crash in the middle of a line: what is torn is collected again, from the cache.
+    teach.output.write_bytes(kept[:-20])
+    assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
+    assert len(teach.server.prompts) == asked and teach.output.read_bytes() == kept
+    assert "torn" in capsys.readouterr().err
+    # It may be torn inside a character, too.
+    teach.output.write_bytes(kept + '{"id": "q2", "question": "é'.encode()[:-1])
+    assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
+    assert teach.output.read_bytes() == kept
+
+
+def test_caps_stop_the_run_with_whole_lines_and_a_later_run_goes_on(tmp_path, teach, capsys):
+    data = write(tmp_path / "data.jsonl", [row(n) for n in range(1, 8)])
+    assert teach(data, "--judge-max-calls", "15", "--judge-concurrency", "1") == 0
+    table = capsys.readouterr().out
+    assert "the cap of 15 requests is reached" in table and re.search(r"questions left +3\n", table)
+    assert len(teach.server.prompts) == 15 and len(read_rows(teach.output)) == 4
+    assert teach(data, "--judge-concurrency", "1") == 0
+    assert [r.id for r in read_rows(teach.output)] == [f"q{n}" for n in range(1, 8)]
+    assert len(teach.server.prompts) == 21  # what was paid for is not paid for again
+
+
+def test_a_cap_on_cost_stops_the_run(tmp_path, teach, capsys):
+    data = write(tmp_path / "data.jsonl", [row(n) for n in range(1, 8)])
+    assert teach(data, "--judge-max-cost", "0.012", "--judge-concurrency", "1") == 0
+    assert "US dollars is reached" in capsys.readouterr().out
+    assert 0 < len(read_rows(teach.output)) < 7
+
+
+def test_a_server_that_fails_stops_the_run_and_rejects_nobody(tmp_path, teach, capsys):
+    teach.server.reply = lambda prompt, temperature: 500
+    assert teach(write(tmp_path / "data.jsonl", [row(1)])) == 1
+    assert "the teacher does not reply: server" in capsys.readouterr().err
+    assert lines(teach.rejected) == []
+
+
+def test_without_a_key_the_teacher_is_not_asked(tmp_path, teach, monkeypatch, capsys):
+    monkeypatch.delenv("GOOGLE_API_KEY")
+    monkeypatch.delenv("GEMINI_API_KEY", raising=False)
+    assert teach(write(tmp_path / "data.jsonl", [row(1)])) == 1
+    assert "there is no key for Gemini" in capsys.readouterr().err
+
+
+def test_gold_does_not_overwrite_what_a_teacher_was_paid_for(tmp_path, teach, capsys):
+    data = write(tmp_path / "data.jsonl", [row(1)])
+    assert teach(data) == 0
+    assert run(data, teach.output) == 1
+    assert "holds a teacher's trajectories" in capsys.readouterr().err
