@@ -1,4 +1,4 @@
-"""Reinforcement learning with retrieval in the loop: PPO, GRPO and their variants.
+"""Reinforcement learning with retrieval in the loop: PPO and GRPO.
 
 `RLTrainer.step` reads as the algorithm: rollout -> score -> advantages and update -> log. What an algorithm computes
 is in `rl/algorithms`, a file each.

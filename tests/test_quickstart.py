@@ -13,4 +13,4 @@ def test_an_output_that_is_in_use_is_refused_at_once(tmp_path, monkeypatch, caps
     monkeypatch.setattr(quickstart, "run_stage", lambda *_: pytest.fail("a stage began"))
     assert quickstart.main(["--output", str(tmp_path / name)]) == 1
     error = capsys.readouterr().err
-    assert f"--output {tmp_path / name} is there" in error and "Name a new one" in error
+    assert f"--output {tmp_path / name} exists and is not an empty folder" in error and "Name a new one" in error
