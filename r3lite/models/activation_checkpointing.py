@@ -45,8 +45,8 @@ class _LayerRunner:
             if not x.requires_grad:
                 # With a frozen base the first layer's input requires no gradient, and autograd would leave it out.
                 x.requires_grad_()
-            how = _How(layer, context, self.switch, memory.mlp_tile, self._offload(memory))
-            return _Recomputed.apply(x, cos, sin, how)
+            run = _LayerRun(layer, context, self.switch, memory.mlp_tile, self._offload(memory))
+            return _Recomputed.apply(x, cos, sin, run)
         return layer(x, cos, sin, context, memory.mlp_tile)
 
     def _offload(self, memory: Memory) -> Offload | None:
@@ -59,7 +59,7 @@ class _LayerRunner:
 
 
 @dataclass(frozen=True)
-class _How:
+class _LayerRun:
     """What both runs of a layer have in common, besides tensors."""
 
     layer: Layer
@@ -73,29 +73,29 @@ class _Recomputed(torch.autograd.Function):
     """One layer that keeps only its input. Its backward runs it again and adds to its adapter's gradients."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, how: _How) -> Tensor:
-        ctx.how = how
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, run: _LayerRun) -> Tensor:
+        ctx.run = run
         # `backward` may be called when another adapter is on: the second run must use the one of the first.
-        ctx.adapter = how.switch.active
+        ctx.adapter = run.switch.active
         ctx.autocast = _autocast(x.device.type)
-        drops = how.layer.training and ctx.adapter is not None and how.switch.configs[ctx.adapter].dropout > 0
+        drops = run.layer.training and ctx.adapter is not None and run.switch.configs[ctx.adapter].dropout > 0
         ctx.random = _random_state(x.device) if drops else None
-        if how.host is None:
+        if run.host is None:
             ctx.save_for_backward(cos, sin, x)
         else:
             ctx.save_for_backward(cos, sin)
-            how.host.put(x)
-        return how.layer(x, cos, sin, how.context, how.tile)
+            run.host.put(x)
+        return run.layer(x, cos, sin, run.context, run.tile)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        how, (cos, sin, *x) = ctx.how, ctx.saved_tensors
-        x = (x[0] if how.host is None else how.host.take()).detach().requires_grad_()
+        run, (cos, sin, *x) = ctx.run, ctx.saved_tensors
+        x = (x[0] if run.host is None else run.host.take()).detach().requires_grad_()
         random = contextlib.nullcontext() if ctx.random is None else _replayed(*ctx.random)
-        with torch.enable_grad(), ctx.autocast, how.switch.to(ctx.adapter), random:
-            middle = how.layer.attend(x, cos, sin, how.context)  # [B, T, C]
-            grad = _feed_forward_backward(how.layer, middle.detach(), grad, how.tile)
+        with torch.enable_grad(), ctx.autocast, run.switch.to(ctx.adapter), random:
+            middle = run.layer.attend(x, cos, sin, run.context)  # [B, T, C]
+            grad = _feed_forward_backward(run.layer, middle.detach(), grad, run.tile)
         middle.backward(grad)
         return x.grad, None, None, None
 
