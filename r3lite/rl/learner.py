@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from r3lite.devices.precision import Precision
 from r3lite.grant import Grant
 from r3lite.models import hooks
-from r3lite.models.logprobs import token_loss
+from r3lite.models.logprobs import CHUNK, token_logprobs, token_loss
 from r3lite.models.lora import use_adapter
-from r3lite.models.packing import groups
+from r3lite.models.packing import Pack, groups
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import ActionTokens, Batch
-from r3lite.rl.policy import action_logprobs, action_states
 from r3lite.settings import RLSettings
 
 Metrics = dict[str, Tensor | int]
@@ -150,3 +149,22 @@ def added(parts: list[Metrics]) -> Metrics:
         for name, x in part.items():
             total[name] = total.get(name, 0.0) + x
     return total
+
+
+def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Runs the model over whole episodes: hidden states [N, C] before the action tokens, and these tokens [N].
+
+    N counts action tokens in row-major order of the batch's action mask. A token is predicted by the state before it.
+    """
+    pack = Pack.of(batch.token_rows(), model.head_weight.device, model.head_weight.dtype)
+    states, tokens = pack.predicted(batch.action_mask.tolist())
+    return model(pack.tokens, pack)[0, states], tokens
+
+
+def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
+    """Log-probabilities [N] of the action tokens, under the distribution that they were drawn from.
+
+    The first `vocabulary` rows of the head are the tokens that may be sampled; the temperature is the sampler's.
+    """
+    hidden, targets = action_states(model, batch)
+    return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk)[0]

@@ -12,8 +12,7 @@ from r3lite.models import lora
 from r3lite.models.value_head import ValueHead
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.learner import Learner
-from r3lite.rl.policy import action_logprobs
+from r3lite.rl.learner import Learner, action_logprobs
 from r3lite.settings import RLSettings
 
 VOCABULARY = 290
