@@ -152,7 +152,7 @@ def test_loss_falls_on_what_the_assistant_wrote_and_never_on_documents(toy):
         assert "was born in" not in trained
         assert trained.startswith("Step 1:\nThe problem analysis: I need to find out")
         assert "Step 2:" in trained
-        assert sum(t == made.tokenizer.stop_id and on for t, on in zip(row.tokens, row.loss_mask)) == 2
+        assert sum(t == tokenizer.stop_id and on for t, on in zip(row.tokens, row.loss_mask)) == 2
     # Other words after the last trained token change no gradient; other words before it are read, but not predicted.
     row = made.rows[0]
     longer = Row([*row.tokens, 7, 8, 9], [*row.loss_mask, False, False, False])
