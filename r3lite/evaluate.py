@@ -114,15 +114,17 @@ def build_engine(config: EvaluateConfig, questions: int) -> "Engine":
     """The model with its adapter in an engine that answers so many questions as the settings say."""
     from r3lite.models.weights import resolve_folder
     from r3lite.policy import load_policy
-    from r3lite.protocols.registry import build_layout
+    from r3lite.protocols.registry import build_protocol
     from r3lite.protocols.tokenizer import Tokenizer
+    from r3lite.protocols.transcript import OPENINGS, Layout
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sampling import Sampler
 
+    # Prompts and plan come first: what is wrong with them is told before a model is downloaded.
+    protocol, plan = build_protocol(config.protocol), plan_memory(config, questions)
     folder = resolve_folder(config.model.model)
-    tokenizer = Tokenizer.load(folder)
-    layout = build_layout(tokenizer, config.protocol, config.lengths, config.evaluate.baseline)
-    policy = load_policy(folder, config.model, config.memory, plan_memory(config, questions))
+    layout = Layout(Tokenizer.load(folder), protocol, config.lengths, OPENINGS[config.evaluate.baseline])
+    policy = load_policy(folder, config.model, config.memory, plan)
     sampler = Sampler(config.sampling.temperature, config.truncation.top_k_sampling, config.truncation.top_p)
     return Engine(policy.model, layout, sampler, policy.grant, autocast=policy.precision.autocast)
 

@@ -121,17 +121,19 @@ def build(config: PpoConfig, questions: list[Question]) -> "tuple[Engine, Learne
     from r3lite.models.packing import common_prefix
     from r3lite.models.weights import resolve_folder
     from r3lite.policy import Training, load_policy
-    from r3lite.protocols.registry import build_layout
+    from r3lite.protocols.registry import build_protocol
     from r3lite.protocols.tokenizer import Tokenizer
+    from r3lite.protocols.transcript import Layout
     from r3lite.rl.algorithms import ALGORITHMS
     from r3lite.rl.learner import Learner
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sampling import Sampler
 
     rl, temperature = config.rl, config.sampling.temperature
+    protocol = build_protocol(config.protocol)  # a bad prompt file is refused before a model is downloaded
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
-    layout = build_layout(tokenizer, config.protocol, config.lengths)
+    layout = Layout(tokenizer, protocol, config.lengths)
     texts = [question.text for question in questions]
     # What the first and the last in alphabetical order have in common, all have.
     first, last = (layout.prompt(text) for text in (min(texts), max(texts)))

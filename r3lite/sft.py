@@ -153,13 +153,14 @@ def build_trainer(
     from r3lite.models.packing import common_prefix
     from r3lite.models.weights import resolve_folder
     from r3lite.policy import Training, load_policy
-    from r3lite.protocols.registry import build_layout
+    from r3lite.protocols.registry import build_protocol
     from r3lite.protocols.tokenizer import Tokenizer
+    from r3lite.protocols.transcript import Layout
 
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
-    layout = build_layout(tokenizer, config.protocol, lengths)
+    layout = Layout(tokenizer, build_protocol(config.protocol), lengths)
     trained = encode_rows(rows, layout)
     held_out = [encoded for row in validation if (encoded := encode_row(row, layout))]
     tokens = [row.tokens for row in [*trained, *held_out]]

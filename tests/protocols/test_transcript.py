@@ -5,8 +5,8 @@ import pytest
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
 from r3lite.errors import R3LiteError
 from r3lite.protocols.r3 import R3
-from r3lite.protocols.registry import PROTOCOLS, build_layout
-from r3lite.protocols.transcript import LEAST_DOCUMENT, Layout, Transcript
+from r3lite.protocols.registry import PROTOCOLS, build_protocol
+from r3lite.protocols.transcript import LEAST_DOCUMENT, OPENINGS, Layout, Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.tagged import Tagged
 
@@ -160,6 +160,8 @@ def test_a_prompt_that_leaves_no_room_is_refused(tokenizer, protocol):
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_the_format_of_the_settings_chooses_the_protocol(tokenizer, name):
-    layout = build_layout(tokenizer, ProtocolSettings(format=name), LengthSettings(), "no-retrieval")
+    layout = Layout(
+        tokenizer, build_protocol(ProtocolSettings(format=name)), LengthSettings(), OPENINGS["no-retrieval"]
+    )
     assert isinstance(layout.protocol, type(PROTOCOLS[name](ProtocolSettings())))
     assert opened(layout).forced_prefix == layout.protocol.forced_prefix(1)
