@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from r3lite.records import Record
+
 ANSWERED, CUT_OFF, MALFORMED = "answered", "cut_off", "malformed"  # the values of Episode.finish
 
 
@@ -19,18 +21,12 @@ class Document:
     title: str
     text: str
 
-    def __post_init__(self):
-        # Documents come from many kinds of rows; their readers name file and line of the TypeError.
-        for name in ("title", "text"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"the {name} of document {self.id} is not text")
-
     def to_json(self) -> dict:
         return {"id": self.id, "title": self.title, "text": self.text}
 
     @staticmethod
-    def from_json(record: dict) -> "Document":
-        return Document(str(record["id"]), record["title"], record["text"])
+    def from_json(record: Record) -> "Document":
+        return Document(record.identifier("id"), record.text("title", blank=True), record.text("text", blank=True))
 
 
 @dataclass(frozen=True)
@@ -114,13 +110,13 @@ class Step:
         return record
 
     @staticmethod
-    def from_json(record: dict) -> "Step":
+    def from_json(record: Record) -> "Step":
         return Step(
-            analysis=record.get("analysis", ""),
-            query=record.get("query"),
-            documents=tuple(Document.from_json(d) for d in record.get("documents", ())),
-            answer=record.get("answer"),
-            faults=tuple(record.get("faults", ())),
+            analysis=record.text("analysis", "", blank=True),
+            query=record.text("query", None, blank=True),
+            documents=tuple(map(Document.from_json, record.records("documents", ()))),
+            answer=record.text("answer", None, blank=True),
+            faults=record.texts("faults", ()),
         )
 
 

@@ -1,14 +1,20 @@
-"""Files written whole or not at all, and JSON lines read with errors that name the line."""
+"""Files written whole or not at all, and JSON files read with errors that name file and line."""
 
+import itertools
 import json
 import os
-import re
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from r3lite.errors import R3LiteError
+from r3lite.records import InvalidRecord, Record, Source, parse
+
+MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
+MEND_LINE = "Mend or remove the line, or pass --skip-bad-rows."
 
 
 def check_writable(folder: Path) -> None:
@@ -78,43 +84,74 @@ def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str) -> l
 def _object(line: bytes) -> dict | None:
     """The JSON object of a line, or None if it is something else."""
     try:
-        value = json.loads(line)
+        value = parse(line.decode())
     except ValueError:  # neither JSON nor UTF-8
         return None
     return value if isinstance(value, dict) else None
 
 
-def read_jsonl(path: str | Path, on_bad: Callable[[R3LiteError], None] | None = None) -> Iterator[tuple[int, dict]]:
-    """Line number and object of each line that is not blank; a bad line raises, or goes to `on_bad` and is left out."""
+def open_regular(path: str | Path, remedy: str) -> BinaryIO:
+    """A file opened for reading. A pipe or a device, which may never end, is refused without waiting for it."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # editors on Windows write a mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise R3LiteError(f"{path} cannot be read: {error}", "Name a UTF-8 file of JSON lines.") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+        if not stat.S_ISREG(os.stat(path).st_mode) and not Path(path).is_dir():
+            raise R3LiteError(f"{path} is a pipe or a device, not a file", remedy)
+        return open(path, "rb")
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
+
+
+def read_text(path: str | Path, remedy: str) -> str:
+    """The text of a UTF-8 file of at most MAX_TEXT bytes, without the byte order mark that editors on Windows write."""
+    with open_regular(path, remedy) as file:
         try:
-            record = json.loads(line)
-            problem = half_pair(line, record) if isinstance(record, dict) else "not a JSON object"
-        except json.JSONDecodeError as error:
-            problem = f"not JSON: {error}"
-        if problem is None:
-            yield number, record
-            continue
-        bad = R3LiteError(f"{path}, line {number}: {problem}", "Mend or remove the line, or pass --skip-bad-rows.")
-        if on_bad is None:
-            raise bad
-        on_bad(bad)
+            content = file.read(MAX_TEXT + 1)
+            if len(content) > MAX_TEXT:
+                raise R3LiteError(f"{path} is larger than {MAX_TEXT >> 20} MiB", remedy)
+            return content.decode("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
 
 
-def half_pair(text: str, value) -> str | None:
-    """What is wrong with the `value` of a JSON `text` that holds half of a surrogate pair, or None.
+def read_record(path: str | Path, remedy: str) -> Record:
+    """The JSON object that a file holds; InvalidRecord names the file and what is wrong."""
+    return Record(within(path, remedy, read_text(path, remedy)), Source(str(path), remedy))
 
-    Only an escape such as "\\ud83d" can bring one in, and nothing takes it later: neither a tokenizer nor a UTF-8 file.
-    """
-    if re.search(r"\\u[dD]", text):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            return f"it holds half of a surrogate pair ({error.object[error.start]!a})"
-    return None
+
+def within(where: str | Path, remedy: str, text: str) -> Any:
+    """The value of a JSON text; an error names the place that the text is from."""
+    try:
+        return parse(text)
+    except InvalidRecord as error:
+        raise InvalidRecord(f"{where}: {error.cause}", remedy) from error
+
+
+def read_jsonl(
+    path: str | Path, remedy: str = MEND_LINE, on_bad: Callable[[InvalidRecord], None] | None = None
+) -> Iterator[Record]:
+    """The object of each line that is not blank; a bad line raises, or goes to `on_bad` and is left out."""
+    with open_regular(path, remedy) as file:
+        for number in itertools.count(1):
+            try:
+                line = file.readline(MAX_TEXT)
+            except OSError as error:
+                raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
+            if not line:
+                return
+            if not line.strip():
+                continue
+            source = Source(f"{path}, line {number}", remedy)
+            try:
+                if len(line) == MAX_TEXT:  # what follows is not the next line
+                    raise R3LiteError(f"{source.where}: it is longer than {MAX_TEXT >> 20} MiB", remedy)
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                record = Record(within(source.where, remedy, text), source)
+            except UnicodeDecodeError as error:
+                bad = InvalidRecord(f"{source.where}: not UTF-8: {error}", remedy)
+            except InvalidRecord as error:
+                bad = error
+            else:
+                yield record
+                continue
+            if on_bad is None:
+                raise bad
+            on_bad(bad)

@@ -39,7 +39,10 @@ def test_a_hundred_real_questions_become_a_hundred_trajectories(shared, tmp_path
 def test_questions_that_give_no_trajectory_are_counted_by_reason(tmp_path, capsys):
     twice = [("Who directed it?", "A", 0), ("who directed it", "B", 1)]
     plain = {"id": "p", "question": "Q?", "answer": "a"}
-    data = write(tmp_path / "data.jsonl", [row(1), plain, row(2, hops=twice), row(3, hops=[("Q?", "a", None)]), plain])
+    data = write(
+        tmp_path / "data.jsonl",
+        [row(1), plain, row(2, hops=twice), row(3, hops=[("Q?", "a", None)]), plain | {"id": "p2"}],
+    )
     assert run(data, tmp_path / "out.jsonl", "--retriever", "golden") == 0
     assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1"]
     table = capsys.readouterr().out

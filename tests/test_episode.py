@@ -5,6 +5,7 @@ import json
 import pytest
 
 from r3lite.episode import ANSWERED, Document, Episode, Hop, Question, Step
+from r3lite.records import Record, Source
 
 PARIS = Document("1", "Paris", "Paris is the capital of France. It lies on the Seine.")
 OTHER_PARIS = Document("2", "Paris", "Paris is a prince of Troy.")
@@ -56,7 +57,7 @@ def test_hop_count():
     ],
 )
 def test_a_step_survives_json(step):
-    assert Step.from_json(json.loads(json.dumps(step.to_json()))) == step
+    assert Step.from_json(Record(json.loads(json.dumps(step.to_json())), Source(""))) == step
 
 
 def test_keys_of_a_step_s_record():

@@ -22,6 +22,7 @@ from r3lite.policy import POLICY
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer as ChatTokenizer
+from r3lite.records import Record, Source
 from r3lite.settings import ProtocolSettings
 from r3lite.training import checkpoint, metrics
 
@@ -51,9 +52,10 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=380, initial_alphabet=alphabet, show_progress=False)
-    written = [step for i in range(20) for step in trajectory(i)["steps"]]
+    written = [Step.from_json(Record(step, Source(""))) for i in range(20) for step in trajectory(i)["steps"]]
     tokenizer.train_from_iterator(
-        [R3("{question}", "{documents}").render(Step.from_json(step), 1) for step in written], trainer
+        [R3("{question}", "{documents}").render(step, 1) for step in written],
+        trainer,
     )
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
     tokenizer.save(str(folder / "tokenizer.json"))

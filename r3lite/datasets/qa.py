@@ -4,15 +4,16 @@ Owns what a row of each data set means. Knows neither corpora nor retrieval; `ho
 data set lacks, `rows.py` makes rows of files.
 """
 
-import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from r3lite.datasets import hops
-from r3lite.datasets.rows import BadRow, converted_rows
+from r3lite.datasets.rows import converted_rows
 from r3lite.episode import Document, Hop, Question
 from r3lite.errors import R3LiteError
-from r3lite.files import half_pair
+from r3lite.records import InvalidRecord, Record, parse
 
 
 def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bool = False) -> list[Question]:
@@ -22,13 +23,18 @@ def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bo
     their number is printed. MuSiQue's unanswerable questions are left out too, and counted.
     """
     unanswerable = 0
+    ids: dict[str, str] = {}
 
-    def convert(row: dict, default_id: str) -> Question | None:
+    def convert(row: Record, default_id: str) -> Question | None:
         nonlocal unanswerable
-        if row.get("answerable") is False:
+        if not row.flag("answerable", True):
             unanswerable += 1
             return None
-        return question_from_json(row, default_id)
+        question = question_from_row(row, default_id)
+        where = row.source.where
+        if ids.setdefault(question.id, where) != where:
+            raise row.error(f"its id {question.id!r} is that of {ids[question.id]}, too")
+        return question
 
     questions = converted_rows(data, convert, limit, skip_bad_rows)
     if unanswerable:
@@ -39,57 +45,62 @@ def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bo
     return questions
 
 
-def question_from_json(row: dict, default_id: str = "") -> Question:
-    """The question of one row of any supported data set; raises BadRow."""
+def question_from_row(row: Record, default_id: str = "") -> Question:
+    """The question of one row of any supported data set; raises InvalidRecord."""
     reader = _plain
     if "paragraphs" in row and "question_decomposition" in row:
         reader = _musique
     elif "context" in row and "supporting_facts" in row:
         reader = _hotpot
-    try:
-        return reader(row, str(row.get("_id") or row.get("id") or default_id))
-    except BadRow:
-        raise
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        name = {_plain: "question-and-answer", _musique: "MuSiQue", _hotpot: "HotpotQA"}[reader]
-        raise BadRow(f"not a row in {name} format: {type(error).__name__}: {error}") from error
+    return reader(row, row.identifier(row.first("_id", "id"), default_id))
 
 
-def _text(row: dict, key: str) -> str:
-    value = row.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise BadRow(f"{key!r} is missing or blank")
-    return " ".join(value.split())
+def _text(row: Record, key: str) -> str:
+    return " ".join(row.text(key).split())
 
 
-def _answers(row: dict) -> tuple[str, ...]:
+def _answers(row: Record) -> tuple[str, ...]:
     """`answer` (with MuSiQue's `answer_aliases`), `answers` or `golden_answers`: text, a number or a list of them."""
-    found = next((row[k] for k in ("answer", "answers", "golden_answers") if row.get(k) is not None), [])
+    key = row.first("answer", "answers", "golden_answers")
+    found = row.values.get(key)
     # SQuAD and its relatives have {"text": [...]}.
-    found = found.get("text", []) if isinstance(found, dict) else found
-    found = [*(found if isinstance(found, (list, tuple)) else [found]), *(row.get("answer_aliases") or [])]
-    texts = [" ".join(str(a).split()) for a in found if isinstance(a, (str, int, float))]
+    found = found.get("text") if isinstance(found, dict) else found
+    texts = []
+    for answer in found if isinstance(found, list) else [] if found is None else [found]:
+        if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+            raise row.wrong(key, "text, a number or a list of them")
+        if isinstance(answer, float) and not math.isfinite(answer):
+            raise row.wrong(key, "a finite number")
+        texts.append(" ".join(str(answer).split()))
+    texts += [" ".join(alias.split()) for alias in row.texts("answer_aliases", ())]
     texts = list(dict.fromkeys(t for t in texts if t))
     if not texts:
-        raise BadRow("it has no answer ('answer', 'answers' or 'golden_answers')")
+        raise row.error("it has no answer ('answer', 'answers' or 'golden_answers')")
     return tuple(texts)
 
 
-def _plain(row: dict, id: str) -> Question:
+def _plain(row: Record, id: str) -> Question:
     return Question(id=id, text=_text(row, "question"), answers=_answers(row))
 
 
-def _musique(row: dict, id: str) -> Question:
+def _musique(row: Record, id: str) -> Question:
     """MuSiQue: the supporting paragraphs are named by the decomposition; one title has many paragraphs."""
-    documents = {p["idx"]: Document(f"{id}/{p['idx']}", p["title"], p["paragraph_text"]) for p in row["paragraphs"]}
+    documents: dict[int, Document] = {}
+    gold = []
+    for paragraph in row.records("paragraphs"):
+        index = paragraph.whole("idx")
+        if index in documents:
+            raise row.error(f"two paragraphs have the idx {index}")
+        title, text = paragraph.text("title", blank=True), paragraph.text("paragraph_text", blank=True)
+        documents[index] = Document(f"{id}/{index}", title, text)
+        gold += [documents[index]] * paragraph.flag("is_supporting", False)
     found = []
-    for hop in row["question_decomposition"]:
-        support = hop.get("paragraph_support_idx")
+    for hop in row.records("question_decomposition"):
+        support = hop.whole("paragraph_support_idx", None)
         if support is not None and support not in documents:
-            raise BadRow(f"a hop is supported by paragraph {support}, which is not there")
+            raise row.error(f"a hop is supported by paragraph {support}, which is not there")
         document = documents[support] if support is not None else None
-        found.append(Hop(hops.natural(hop["question"]), " ".join(str(hop["answer"]).split()), document))
-    gold = [documents[p["idx"]] for p in row["paragraphs"] if p.get("is_supporting")]
+        found.append(Hop(hops.natural(hop.text("question")), " ".join(_spoken(hop, "answer").split()), document))
     gold = [h.document for h in found if h.document] or gold
     return Question(
         id=id,
@@ -102,16 +113,28 @@ def _musique(row: dict, id: str) -> Question:
     )
 
 
-def _hotpot(row: dict, id: str) -> Question:
+def _spoken(row: Record, key: str) -> str:
+    """Text, or a number as text."""
+    value = row.values.get(key)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value}" if is_number and math.isfinite(row.number(key)) else row.text(key)
+
+
+def _hotpot(row: Record, id: str) -> Question:
     """HotpotQA and 2WikiMultiHopQA, official or columnar: gold are the paragraphs that supporting facts name."""
-    context, facts = _unpacked(row["context"]), _unpacked(row["supporting_facts"])
-    context = _pairs(context, "title", "sentences") if isinstance(context, dict) else context
-    facts = _pairs(facts, "title", "sent_id") if isinstance(facts, dict) else facts
+    context = _pairs(row, "context", "title", "sentences")
+    for title, sentences in context:
+        if not isinstance(title, str) or not isinstance(sentences, list):
+            raise row.error("context is not a list of titles with their lists of sentences")
+        if not all(isinstance(sentence, str) for sentence in sentences):
+            raise row.error("a sentence in context is not text")
     # HotpotQA's sentences begin with a space, 2WikiMultiHopQA's do not.
     spaced = any(s[:1].isspace() for _, sentences in context for s in sentences[1:])
     supporting: dict[str, list[int]] = {}
-    for title, sentence in facts:
-        supporting.setdefault(title, []).append(int(sentence))
+    for title, sentence in _pairs(row, "supporting_facts", "title", "sent_id"):
+        if not isinstance(title, str) or isinstance(sentence, bool) or not isinstance(sentence, int):
+            raise row.error("supporting_facts is not a list of titles with the number of a sentence")
+        supporting.setdefault(title, []).append(sentence)
     documents, gold = [], []
     sentences_of: dict[str, list[str]] = {}
     for index, (title, sentences) in enumerate(context):
@@ -130,24 +153,27 @@ def _hotpot(row: dict, id: str) -> Question:
         gold=tuple(gold),
         gold_by="title",
     )
-    evidences = _unpacked(row.get("evidences") or [])
-    if isinstance(evidences, dict):
-        evidences = list(zip(*evidences.values()))
-    found = hops.from_evidences(question, evidences) or hops.from_supporting(
-        question, str(row.get("type")), sentences_of
-    )
-    return Question(**{**vars(question), "hops": found})
+    evidences = _pairs(row, "evidences", "fact", "relation", "entity") if "evidences" in row else []
+    if not all(isinstance(subject, str) and isinstance(relation, str) for subject, relation, _ in evidences):
+        raise row.error("evidences is not a list of subject, relation and object")
+    kind = row.text("type", "", blank=True)
+    found = hops.from_evidences(question, evidences) or hops.from_supporting(question, kind, sentences_of)
+    return replace(question, hops=found)
 
 
-def _unpacked(value):
-    """A nested field, which some hub copies keep as JSON text."""
-    if not isinstance(value, str):
-        return value
-    unpacked = json.loads(value)
-    if problem := half_pair(value, unpacked):
-        raise BadRow(problem)
-    return unpacked
-
-
-def _pairs(columns: dict, *names: str) -> list[tuple]:
-    return list(zip(*(columns[n] for n in names), strict=True))
+def _pairs(row: Record, key: str, *columns: str) -> list[list]:
+    """A list of short lists, which some hub copies keep as columns, and some as JSON text."""
+    value = row.values.get(key)
+    if isinstance(value, str):
+        try:
+            value = parse(value)
+        except InvalidRecord as error:
+            raise row.error(f"{key}: {error.cause}") from error
+    if isinstance(value, dict):
+        lists = [value.get(column) for column in columns]
+        if not all(isinstance(column, list) and len(column) == len(lists[0] or []) for column in lists):
+            raise row.error(f"the columns of {key} are not lists of one length: {', '.join(columns)}")
+        return [list(entry) for entry in zip(*lists, strict=True)]
+    if not isinstance(value, list) or not all(isinstance(v, list) and len(v) == len(columns) for v in value):
+        raise row.error(f"{key} is not a list of lists of {len(columns)}: {', '.join(columns)}")
+    return value

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from r3lite.datasets.rows import BadRow, converted_rows
+from r3lite.datasets.rows import converted_rows
 from r3lite.episode import Question, Step
 from r3lite.errors import R3LiteError
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import ROLES
 from r3lite.protocols.transcript import LEAST_DOCUMENT, Layout
+from r3lite.records import Record
 
 
 @dataclass(frozen=True)
@@ -76,47 +77,41 @@ def read_rows(
     return rows
 
 
-def row_from_json(row: dict, protocol: Protocol, default_id: str = "") -> Trajectory | Conversation:
-    """The trajectory or conversation of a JSON object; raises BadRow."""
-    id = str(row.get("id") or default_id)
-    try:
-        if "messages" in row:
-            return _conversation(row, id)
-        if "steps" in row:
-            return _trajectory(row, id, protocol)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, BadRow):
-            raise
-        raise BadRow(f"not a well-formed row: {type(error).__name__}: {error}") from error
+def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Trajectory | Conversation:
+    """The trajectory or conversation of a row; raises InvalidRecord."""
+    id = row.identifier("id", default_id)
+    if "messages" in row and "steps" in row:
+        raise row.error("it has both 'steps' (a trajectory) and 'messages' (a conversation): which is meant?")
+    if "messages" in row:
+        return _conversation(row, id)
+    if "steps" in row:
+        return _trajectory(row, id, protocol)
     hint = "; a question file becomes trajectories by `python -m r3lite.collect`" if "question" in row else ""
-    raise BadRow(f"it has neither 'steps' (a trajectory) nor 'messages' (a conversation){hint}")
+    raise row.error(f"it has neither 'steps' (a trajectory) nor 'messages' (a conversation){hint}")
 
 
-def _conversation(row: dict, id: str) -> Conversation:
-    messages = tuple({"role": m["role"], "content": m["content"]} for m in row["messages"])
-    for number, message in enumerate(messages, 1):
-        if message["role"] not in ROLES:
-            raise BadRow(f"message {number} has the role {message['role']!r}; the roles are {', '.join(ROLES)}")
-        if not isinstance(message["content"], str):
-            raise BadRow(f"the content of message {number} is not text")
-        if message["role"] == "system" and number > 1:
-            raise BadRow(f"message {number} is a system message; only the first may be one")
-    if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
-        raise BadRow("no assistant message: there is nothing to train on")
-    return Conversation(id, messages)
+def _conversation(row: Record, id: str) -> Conversation:
+    messages = []
+    for number, message in enumerate(row.records("messages"), 1):
+        role, content = message.choice("role", ROLES), message.text("content", blank=True)
+        if role == "system" and number > 1:
+            raise row.error(f"message {number} is a system message; only the first may be one")
+        if role == "assistant" and not content.strip():
+            raise row.error(f"message {number} is an empty one of the assistant's: there is nothing to train on")
+        messages.append({"role": role, "content": content})
+    if not any(m["role"] == "assistant" for m in messages):
+        raise row.error("no assistant message: there is nothing to train on")
+    return Conversation(id, tuple(messages))
 
 
-def _trajectory(row: dict, id: str, protocol: Protocol) -> Trajectory:
-    question = row.get("question")
-    if not isinstance(question, str) or not question.strip():
-        raise BadRow("'question' is missing or blank")
-    steps = tuple(_stripped(Step.from_json(s)) for s in row["steps"])
+def _trajectory(row: Record, id: str, protocol: Protocol) -> Trajectory:
+    steps = tuple(_stripped(Step.from_json(s)) for s in row.records("steps"))
     problem = check_steps(steps, protocol)
     if problem:
-        raise BadRow(problem)
-    answers = row.get("answers") or ()
-    answers = (answers,) if isinstance(answers, str) else answers
-    return Trajectory(id, question.strip(), tuple(map(str, answers)), steps, str(row.get("source", "")))
+        raise row.error(problem)
+    # One text is one answer.
+    answers = (row.text("answers"),) if isinstance(row.values.get("answers"), str) else row.texts("answers", ())
+    return Trajectory(id, row.text("question").strip(), answers, steps, row.text("source", "", blank=True))
 
 
 def _stripped(step: Step) -> Step:

@@ -12,6 +12,7 @@ from pathlib import Path
 from r3lite.episode import Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.files import read_jsonl
+from r3lite.records import InvalidRecord, Record
 
 REMEDY = 'Each line is an object such as {"id": "7", "title": "Blue Harbor", "text": "Blue Harbor is a film ..."}.'
 
@@ -23,44 +24,36 @@ def read_corpus(path: str | Path, skip_bad_rows: bool = False) -> list[Document]
     number is printed. Besides `id`, `title`, `text`, it reads BEIR's `_id` and Pyserini's `contents`, whose first line
     is the title.
     """
-    bad: list[R3LiteError] = []
-
-    def refuse(error: R3LiteError) -> None:
-        bad.append(error)
-        if not skip_bad_rows:
-            raise R3LiteError(error.cause, f"{REMEDY} --skip-bad-rows leaves bad ones out.")
-
-    documents, lines = [], {}
-    for number, record in read_jsonl(path, on_bad=refuse):
-        document, problem = _document(record)
-        if not problem and document.id in lines:
-            problem = f"the id {document.id!r} is that of line {lines[document.id]}, too"
-        if problem:
-            refuse(R3LiteError(f"{path}, line {number}: {problem}"))
+    documents: dict[str, Document] = {}
+    bad: list[InvalidRecord] = []
+    on_bad = bad.append if skip_bad_rows else None
+    for record in read_jsonl(path, f"{REMEDY} --skip-bad-rows leaves bad ones out.", on_bad):
+        try:
+            document = _document(record)
+            if document.id in documents:
+                raise record.error(f"an earlier line has the id {document.id!r}, too")
+        except InvalidRecord as error:
+            bad.append(error)
+            if not skip_bad_rows:
+                raise
             continue
-        lines[document.id] = number
-        documents.append(document)
+        documents[document.id] = document
     if bad:
         print(f"{path}: {len(bad)} bad lines skipped; the first: {bad[0].cause}", file=sys.stderr)
     if not documents:
         raise R3LiteError(f"{path} holds no passage", REMEDY)
-    return documents
+    return list(documents.values())
 
 
-def _document(record: dict) -> tuple[Document | None, str]:
-    """The passage of a JSON object, or what is wrong with it."""
-    id, title = record.get("id", record.get("_id")), record.get("title") or ""
-    text = record.get("text", record.get("contents"))
-    if isinstance(id, bool) or not isinstance(id, (str, int)) or id == "":
-        return None, "'id' is missing or neither text nor a whole number"
-    if not isinstance(title, str):
-        return None, "'title' is not text"
-    if not isinstance(text, str) or not text.strip():
-        return None, "'text' is missing or blank"
+def _document(record: Record) -> Document:
+    id, text = record.identifier(record.first("id", "_id")), record.text(record.first("text", "contents"))
+    title = record.text("title", "", blank=True)
     if "text" not in record and not title and "\n" in text:
         first, _, text = text.partition("\n")
         title = first.strip().strip('"')
-    return Document(str(id), title, text), ""
+        if not text.strip():
+            raise record.error("nothing follows the title in contents")
+    return Document(id, title, text)
 
 
 def from_questions(questions: Iterable[Question]) -> list[Document]:

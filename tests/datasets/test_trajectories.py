@@ -14,6 +14,7 @@ from r3lite.models.qwen2 import Qwen2, Qwen2Config
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
+from r3lite.records import Record, Source
 from r3lite.rollout.engine import Engine
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.tagged import Tagged
@@ -148,7 +149,7 @@ def test_conversations_train_every_assistant_turn(tokenizer):
         {"role": "user", "content": "Bye"},
         {"role": "assistant", "content": "Bye."},
     ]
-    conversation = row_from_json({"messages": messages}, FORMAT, "m-1")
+    conversation = row_from_json(Record({"messages": messages}, Source("")), FORMAT, "m-1")
     row = encode_row(conversation, layout_of(tokenizer))
     trained = [t for t, m in zip(row.tokens, row.loss_mask, strict=True) if m]
     assert tokenizer.decode(trained) == "Hello.Bye."
@@ -179,7 +180,7 @@ def changed(number, **fields):
     ("row", "reason"),
     [
         (TRAJECTORY.to_json() | {"steps": []}, "it has no steps"),
-        (TRAJECTORY.to_json() | {"question": ""}, "'question' is missing or blank"),
+        (TRAJECTORY.to_json() | {"question": ""}, "question is blank"),
         (TRAJECTORY.to_json() | {"steps": TRAJECTORY.to_json()["steps"][:2]}, "its last step does not answer"),
         (changed(0, analysis=" "), "step 1 has no problem analysis"),
         (changed(1, query="who directed Brenn"), "step 2 asks again what an earlier step asked"),
@@ -188,16 +189,16 @@ def changed(number, **fields):
         (changed(1, answer="Oslo"), "step 2 has both a query and an answer"),
         (changed(1, answer="Oslo", query=None), "step 2 answers, but steps follow it"),
         (changed(2, answer=""), "step 3 answers nothing"),
-        (changed(0, documents=[{"id": 1}]), "not a well-formed row: KeyError: 'title'"),
+        (changed(0, documents=[{"id": 1}]), "title is missing"),
         # These two were found out by the tokenizer, with a traceback.
-        (changed(0, documents=[{"id": 1, "title": None, "text": "x"}]), "the title of document 1 is not text"),
-        (changed(0, documents=[{"id": 1, "title": "T", "text": None}]), "the text of document 1 is not text"),
+        (changed(0, documents=[{"id": 1, "title": None, "text": "x"}]), "steps[0].documents[0].title is missing"),
+        (changed(0, documents=[{"id": 1, "title": "T", "text": None}]), "documents[0].text is missing"),
         (changed(0, query="\ud83d"), "half of a surrogate pair"),
         ({"messages": [{"role": "assistant", "content": "\ud83d"}]}, "half of a surrogate pair"),
-        (changed(0, analysis=7), "not a well-formed row: AttributeError"),
+        (changed(0, analysis=7), "steps[0].analysis is 7, not text"),
         ({"messages": [{"role": "user", "content": "Hi"}]}, "nothing to train on"),
-        ({"messages": [{"role": "bot", "content": "Hi"}]}, "message 1 has the role 'bot'"),
-        ({"messages": [{"role": "user", "content": None}]}, "the content of message 1 is not text"),
+        ({"messages": [{"role": "bot", "content": "Hi"}]}, "messages[0].role is 'bot'"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is missing"),
         ({"question": "Q?", "answer": "a"}, "by `python -m r3lite.collect`"),
         ({"text": "a"}, "neither 'steps'"),
     ],

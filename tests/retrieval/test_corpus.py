@@ -34,12 +34,12 @@ def test_reads_the_common_spellings(tmp_path):
     [
         ('{"id": 1, ', "not JSON"),
         ("[1]", "not a JSON object"),
-        ({"title": "T", "text": "x"}, "'id' is missing"),
-        ({"id": True, "text": "x"}, "'id' is missing"),
-        ({"id": "b", "title": ["T"], "text": "x"}, "'title' is not text"),
-        ({"id": "b", "title": "T"}, "'text' is missing or blank"),
-        ({"id": "b", "text": "  "}, "'text' is missing or blank"),
-        ({"id": "a", "text": "x"}, "that of line 1, too"),
+        ({"title": "T", "text": "x"}, "id is missing"),
+        ({"id": True, "text": "x"}, "id is True"),
+        ({"id": "b", "title": ["T"], "text": "x"}, "title is ['T'], not text"),
+        ({"id": "b", "title": "T"}, "text is missing"),
+        ({"id": "b", "text": "  "}, "text is blank"),
+        ({"id": "a", "text": "x"}, "an earlier line has the id"),
         ('{"id": "b", "text": "\\ud83d"}', "half of a surrogate pair"),
     ],
 )

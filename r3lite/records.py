@@ -1,0 +1,243 @@
+"""JSON of any origin made into typed values: the one place that decides what a field may be.
+
+`parse` reads JSON text within bounds, and a `Record` gives the fields of an object one by one, each by its type and
+range. Whatever is wrong raises InvalidRecord, which names the place and the field, such as
+`data.jsonl, line 3: steps[1].documents[0].title is 7, not text`. Knows no data set and no file.
+"""
+
+import json
+import math
+import re
+import reprlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from r3lite.errors import R3LiteError
+
+MAX_DEPTH = 100  # of nested lists and objects: recursive code such as json.dumps fails at about 1,000
+WHOLE = 2**63 - 1  # the largest whole number that tensors, FAISS and other programs' JSON take
+REQUIRED: Any = object()  # the default of a field that must be there
+
+
+class InvalidRecord(R3LiteError, ValueError):
+    """JSON that is not what its reader needs."""
+
+
+def shown(value: Any) -> str:
+    """A value as an error message quotes it: on one line, and not long."""
+    form = reprlib.Repr()
+    form.maxstring = form.maxother = 60
+    form.maxlist = form.maxdict = 3
+    form.maxlevel = 2
+    return form.repr(value)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise InvalidRecord(f"the key {shown(twice)} is there twice in one object")
+    return made
+
+
+def _constant(name: str) -> NoReturn:
+    raise InvalidRecord(f"{name} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+
+
+def parse(text: str) -> Any:
+    """The value of a JSON text; raises InvalidRecord if it is not JSON, or beyond what `parse_at` takes."""
+    start = len(text) - len(text.lstrip(" \t\r\n"))
+    value, end = parse_at(text, start)
+    if text[end:].strip(" \t\r\n"):
+        raise InvalidRecord(f"not JSON: something follows its end at character {end}")
+    return value
+
+
+def parse_at(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at a character, and where it ends.
+
+    Raises InvalidRecord if there is none, or if it repeats a key, is nested more than MAX_DEPTH deep, or holds NaN,
+    Infinity, a whole number of thousands of digits or half of a surrogate pair (which no tokenizer and no UTF-8 file
+    takes; only an escape such as "\\ud83d" can bring one in).
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except InvalidRecord:
+        raise
+    except RecursionError:
+        raise InvalidRecord(f"it is nested more than {MAX_DEPTH} deep") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRecord(f"not JSON: {error}") from error
+    except ValueError:  # Python's limit on the digits of a whole number
+        raise InvalidRecord("a number has too many digits") from None
+    if text.count("[", start, end) + text.count("{", start, end) > MAX_DEPTH and _is_deep(value):
+        raise InvalidRecord(f"it is nested more than {MAX_DEPTH} deep")
+    if text.find("\\u", start, end) >= 0 and re.search(r"\\u[dD]", text[start:end]):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRecord(f"it holds half of a surrogate pair ({error.object[error.start]!a})") from None
+    return value, end
+
+
+def end_of(text: str, start: int) -> int | None:
+    """Where the JSON value ends that begins at a character, whatever it holds; None if that cannot be told."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for parent in level
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a record is from, such as `data.jsonl, line 3`, and what its user can do if it is wrong."""
+
+    where: str
+    remedy: str = ""
+
+
+class Record:
+    """A JSON object whose fields are taken by type.
+
+    A field that is absent or null is the `default`, or an error if none is given. Keys that nobody takes are ignored
+    unless `only` forbids them: data sets carry many that a reader does not need.
+    """
+
+    __slots__ = ("path", "source", "values")
+
+    def __init__(self, values: Any, source: Source, path: str = ""):
+        self.values, self.source, self.path = values, source, path
+        if not isinstance(values, dict):
+            raise self.error(f"{path[:-1]} is {shown(values)}, not a JSON object" if path else "not a JSON object")
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def error(self, problem: str) -> InvalidRecord:
+        """The exception that says what is wrong with this record."""
+        return InvalidRecord(f"{self.source.where}: {problem}" if self.source.where else problem, self.source.remedy)
+
+    def wrong(self, key: str, wanted: str) -> InvalidRecord:
+        """The exception for a field that is not what is wanted, such as `text`."""
+        value = self.values.get(key)
+        if value is None:
+            return self.error(f"{self.path}{key} is missing")
+        return self.error(f"{self.path}{key} is {shown(value)}, not {wanted}")
+
+    def only(self, *keys: str) -> None:
+        """Refuses any other key."""
+        if extra := [key for key in self.values if key not in keys]:
+            raise self.error(f"{self.path}{extra[0]} is not a known key")
+
+    def first(self, *keys: str) -> str:
+        """The first of several spellings of a key that is there; if none is, the first spelling."""
+        return next((key for key in keys if self.values.get(key) is not None), keys[0])
+
+    def text(self, key: str, default: Any = REQUIRED, blank: bool = False) -> str:
+        """A text that is not blank, unless `blank` allows that."""
+        value = self.values.get(key)
+        if value is None and default is not REQUIRED:
+            return default
+        if not isinstance(value, str):
+            raise self.wrong(key, "text")
+        if not blank and not value.strip():
+            raise self.error(f"{self.path}{key} is blank")
+        return value
+
+    def identifier(self, key: str, default: Any = REQUIRED) -> str:
+        """A name: text that is not blank, or a whole number."""
+        value = self.values.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(self.whole(key, low=-WHOLE))
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, "text or a whole number")
+        return self.text(key, default)
+
+    def flag(self, key: str, default: Any = REQUIRED) -> bool:
+        value = self.values.get(key)
+        if value is None and default is not REQUIRED:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def whole(self, key: str, default: Any = REQUIRED, low: int = 0, high: int = WHOLE) -> int:
+        value = self.values.get(key)
+        if value is None and default is not REQUIRED:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            limits = f"from {low} to {high:,}" if high < WHOLE else f"of at least {low}"
+            raise self.wrong(key, f"a whole number {limits}" if low > -WHOLE else "a whole number")
+        return value
+
+    def number(
+        self, key: str, default: Any = REQUIRED, low: float = -math.inf, high: float = math.inf, above: bool = False
+    ) -> float:
+        """A finite number from `low` to `high`; with `above`, greater than `low`."""
+        value = self.values.get(key)
+        if value is None and default is not REQUIRED:
+            return default
+        try:
+            found = math.nan if isinstance(value, (bool, str)) else float(value)
+        except (TypeError, OverflowError):
+            found = math.nan
+        if not math.isfinite(found) or not low <= found <= high or (above and found == low):
+            bounds = [f"{'above' if above else 'of at least'} {low:g}"] * (low > -math.inf)
+            bounds += [f"of at most {high:g}"] * (high < math.inf)
+            raise self.wrong(key, " ".join(["a finite number", " and ".join(bounds)]).strip())
+        return found
+
+    def choice(self, key: str, among: Iterable[str], default: Any = REQUIRED) -> str:
+        value = self.values.get(key)
+        if value is None and default is not REQUIRED:
+            return default
+        if not isinstance(value, str) or value not in among:
+            raise self.wrong(key, f"one of {', '.join(among)}")
+        return value
+
+    def items(self, key: str, default: Any = REQUIRED) -> list:
+        """A list of anything."""
+        value = self.values.get(key)
+        if value is None and default is not REQUIRED:
+            return default
+        if not isinstance(value, list):
+            raise self.wrong(key, "a list")
+        return value
+
+    def texts(self, key: str, default: Any = REQUIRED) -> tuple[str, ...]:
+        """A list of texts; one text is not taken for a list of its letters."""
+        value = self.values.get(key)
+        if value is None and default is not REQUIRED:
+            return default
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(key, "a list of texts")
+        return tuple(value)
+
+    def record(self, key: str) -> "Record":
+        """An object in this one; an absent one is empty."""
+        value = self.values.get(key)
+        return Record({} if value is None else value, self.source, f"{self.path}{key}.")
+
+    def records(self, key: str, default: Any = REQUIRED) -> list["Record"]:
+        """A list of objects."""
+        found = self.items(key, default)
+        return [Record(value, self.source, f"{self.path}{key}[{i}].") for i, value in enumerate(found)]
