@@ -43,7 +43,7 @@ def test_failures_name_cause_and_remedy(tmp_path, capsys):
     corpus = str(shipped("data", "world", "corpus.jsonl"))
     output = ["--output", str(tmp_path / "out")]
     for main, arguments, words in (
-        (index.main, ["--corpus", str(bad), "--encoder", "hashing"], f"{bad}, line 2: 'text' is missing"),
+        (index.main, ["--corpus", str(bad), "--encoder", "hashing"], f"{bad}, line 2: text is missing"),
         (index.main, ["--corpus", corpus, "--encoder", str(tmp_path / "none")], "--encoder hashing needs no download"),
         (retrieve.main, ["--data", str(plain), "--encoder", "hashing"], "has gold paragraphs"),
     ):
