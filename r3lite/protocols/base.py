@@ -17,6 +17,11 @@ LAYOUT_FAULTS = {
 }
 
 
+def one_line(text: str) -> str:
+    """A question, title or passage as it stands in a prompt: its line breaks would begin lines of the prompt's own."""
+    return " ".join(text.split())
+
+
 class Protocol(ABC):
     """How an episode opens, what a turn of the model means, and what is given to it in reply.
 
@@ -51,7 +56,10 @@ class Protocol(ABC):
 
     @abstractmethod
     def observation(self, documents: Sequence[Document], number: int) -> str:
-        """The text given after a query; `number` is that of the step to be written next."""
+        """The text given after a query; `number` is that of the step to be written next.
+
+        Nothing in a document may look like the end of it, or like another one: see `one_line`.
+        """
 
     @abstractmethod
     def forced_prefix(self, number: int) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from r3lite.config import shipped
 from r3lite.episode import Document, Step
 from r3lite.errors import R3LiteError
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, one_line
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -150,7 +150,7 @@ def render_documents(documents: Sequence[Document]) -> str:
     """Numbered passages, one a line."""
     if not documents:
         return "(nothing was found)"
-    return "\n".join(f"[{i}] {d.title}: {' '.join(d.text.split())}" for i, d in enumerate(documents, 1))
+    return "\n".join(f"[{i}] {one_line(d.title)}: {one_line(d.text)}" for i, d in enumerate(documents, 1))
 
 
 def _template(name: str, placeholder: str, optional: str | None = None) -> str:

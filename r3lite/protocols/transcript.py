@@ -94,7 +94,7 @@ class Layout:
 
     def prompt(self, question: str) -> list[int]:
         """The tokens that an episode about `question` opens with."""
-        return self.tokenizer.open_chat(self.protocol.opening(question), self.protocol.system)
+        return self.tokenizer.open_chat(self.protocol.opening(base.one_line(question)), self.protocol.system)
 
     def open(self, transcript: Transcript) -> None:
         """Gives an empty transcript its prompt, and what the opening has besides.
@@ -110,7 +110,8 @@ class Layout:
                 "Raise --max-length, shorten the prompt file, or remove the question.",
             )
         if self.opening.searches:
-            step = Step(f"I need to find out: {question.text}", " ".join(question.text.split()))
+            asked = base.one_line(question.text)
+            step = Step(f"I need to find out: {asked}", asked)
             transcript.observe(self.tokenizer.encode(self.protocol.render(step, 1)))
             transcript.add_step(step)
             transcript.pending = (step.query,)
