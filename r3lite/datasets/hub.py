@@ -18,7 +18,7 @@ CONVERTED = "refs/convert/parquet"
 def files_of(data: str) -> list[Path]:
     """The files behind a path or a hub string `name,subset,split` (subset may be empty: `name,,split`)."""
     path = Path(data)
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return [path]
     parts = [p.strip() for p in data.split(",")]
     if len(parts) == 3 and parts[0] and parts[2]:

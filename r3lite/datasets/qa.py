@@ -13,7 +13,7 @@ from r3lite.datasets import hops
 from r3lite.datasets.rows import converted_rows
 from r3lite.episode import Document, Hop, Question
 from r3lite.errors import R3LiteError
-from r3lite.records import InvalidRecord, Record, parse
+from r3lite.records import WHOLE, InvalidRecord, Record, parse
 
 
 def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bool = False) -> list[Question]:
@@ -63,8 +63,8 @@ def _answers(row: Record) -> tuple[str, ...]:
     """`answer` (with MuSiQue's `answer_aliases`), `answers` or `golden_answers`: text, a number or a list of them."""
     key = row.first("answer", "answers", "golden_answers")
     found = row.values.get(key)
-    # SQuAD and its relatives have {"text": [...]}.
-    found = found.get("text") if isinstance(found, dict) else found
+    if isinstance(found, dict):  # SQuAD and its relatives have {"text": [...]}
+        found = row.record(key).items("text")
     texts = []
     for answer in found if isinstance(found, list) else [] if found is None else [found]:
         if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
@@ -72,11 +72,10 @@ def _answers(row: Record) -> tuple[str, ...]:
         if isinstance(answer, float) and not math.isfinite(answer):
             raise row.wrong(key, "a finite number")
         texts.append(" ".join(str(answer).split()))
-    texts += [" ".join(alias.split()) for alias in row.texts("answer_aliases", ())]
-    texts = list(dict.fromkeys(t for t in texts if t))
-    if not texts:
+    if not any(texts):
         raise row.error("it has no answer ('answer', 'answers' or 'golden_answers')")
-    return tuple(texts)
+    texts += [" ".join(alias.split()) for alias in row.texts("answer_aliases", ())]
+    return tuple(dict.fromkeys(t for t in texts if t))
 
 
 def _plain(row: Record, id: str) -> Question:
@@ -132,7 +131,7 @@ def _hotpot(row: Record, id: str) -> Question:
     spaced = any(s[:1].isspace() for _, sentences in context for s in sentences[1:])
     supporting: dict[str, list[int]] = {}
     for title, sentence in _pairs(row, "supporting_facts", "title", "sent_id"):
-        if not isinstance(title, str) or isinstance(sentence, bool) or not isinstance(sentence, int):
+        if not isinstance(title, str) or type(sentence) is not int or not 0 <= sentence <= WHOLE:
             raise row.error("supporting_facts is not a list of titles with the number of a sentence")
         supporting.setdefault(title, []).append(sentence)
     documents, gold = [], []
@@ -154,8 +153,9 @@ def _hotpot(row: Record, id: str) -> Question:
         gold_by="title",
     )
     evidences = _pairs(row, "evidences", "fact", "relation", "entity") if "evidences" in row else []
-    if not all(isinstance(subject, str) and isinstance(relation, str) for subject, relation, _ in evidences):
-        raise row.error("evidences is not a list of subject, relation and object")
+    if not all(isinstance(part, str) or type(part) in (int, float) for evidence in evidences for part in evidence):
+        raise row.error("evidences is not a list of subject, relation and object, as text or numbers")
+    evidences = [tuple(map(str, evidence)) for evidence in evidences]
     kind = row.text("type", "", blank=True)
     found = hops.from_evidences(question, evidences) or hops.from_supporting(question, kind, sentences_of)
     return replace(question, hops=found)
