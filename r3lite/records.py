@@ -35,7 +35,7 @@ def shown(value: Any) -> str:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
     made = dict(pairs)
-    if len(made) < len(pairs):
+    if len(made) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise InvalidRecord(f"the key {shown(twice)} is there twice in one object")
@@ -155,39 +155,39 @@ class Record:
     def text(self, key: str, default: Any = REQUIRED, blank: bool = False) -> str:
         """A text that is not blank, unless `blank` allows that."""
         value = self.values.get(key)
+        if isinstance(value, str):
+            if not blank and not value.strip():
+                raise self.error(f"{self.path}{key} is blank")
+            return value
         if value is None and default is not REQUIRED:
             return default
-        if not isinstance(value, str):
-            raise self.wrong(key, "text")
-        if not blank and not value.strip():
-            raise self.error(f"{self.path}{key} is blank")
-        return value
+        raise self.wrong(key, "text")
 
     def identifier(self, key: str, default: Any = REQUIRED) -> str:
         """A name: text that is not blank, or a whole number."""
         value = self.values.get(key)
+        if value is None or isinstance(value, str):
+            return self.text(key, default)
         if isinstance(value, int) and not isinstance(value, bool):
             return str(self.whole(key, low=-WHOLE))
-        if value is not None and not isinstance(value, str):
-            raise self.wrong(key, "text or a whole number")
-        return self.text(key, default)
+        raise self.wrong(key, "text or a whole number")
 
     def flag(self, key: str, default: Any = REQUIRED) -> bool:
         value = self.values.get(key)
+        if value is True or value is False:
+            return value
         if value is None and default is not REQUIRED:
             return default
-        if not isinstance(value, bool):
-            raise self.wrong(key, "true or false")
-        return value
+        raise self.wrong(key, "true or false")
 
     def whole(self, key: str, default: Any = REQUIRED, low: int = 0, high: int = WHOLE) -> int:
         value = self.values.get(key)
+        if type(value) is int and low <= value <= high:  # True is an int to isinstance
+            return value
         if value is None and default is not REQUIRED:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            limits = f"from {low} to {high:,}" if high < WHOLE else f"of at least {low}"
-            raise self.wrong(key, f"a whole number {limits}" if low > -WHOLE else "a whole number")
-        return value
+        limits = f"from {low} to {high:,}" if high < WHOLE else f"of at least {low}"
+        raise self.wrong(key, f"a whole number {limits}" if low > -WHOLE else "a whole number")
 
     def number(
         self, key: str, default: Any = REQUIRED, low: float = -math.inf, high: float = math.inf, above: bool = False

@@ -67,10 +67,8 @@ def _answers(row: Record) -> tuple[str, ...]:
         found = row.record(key).items("text")
     texts = []
     for answer in found if isinstance(found, list) else [] if found is None else [found]:
-        if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+        if type(answer) not in (str, int, float) or (type(answer) is float and not math.isfinite(answer)):
             raise row.wrong(key, "text, a number or a list of them")
-        if isinstance(answer, float) and not math.isfinite(answer):
-            raise row.wrong(key, "a finite number")
         texts.append(" ".join(str(answer).split()))
     if not any(texts):
         raise row.error("it has no answer ('answer', 'answers' or 'golden_answers')")
@@ -115,8 +113,7 @@ def _musique(row: Record, id: str) -> Question:
 def _spoken(row: Record, key: str) -> str:
     """Text, or a number as text."""
     value = row.values.get(key)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return f"{value}" if is_number and math.isfinite(row.number(key)) else row.text(key)
+    return str(value) if type(value) in (int, float) and math.isfinite(row.number(key)) else row.text(key)
 
 
 def _hotpot(row: Record, id: str) -> Question:
