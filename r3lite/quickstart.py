@@ -13,6 +13,7 @@ from pathlib import Path
 from r3lite import command
 from r3lite.config import shipped
 from r3lite.errors import R3LiteError
+from r3lite.files import read_jsonl
 from r3lite.settings import Common, QuickstartSettings
 
 # The cold start's teacher is hasty: half of its trajectories leave out the last hop, so that there is something left
@@ -49,6 +50,15 @@ class Stage:
         """The metric of every question, in the order of the test file."""
         lines = (self.folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line)[metric] for line in lines]
+
+
+def teacher(trajectories: Path) -> dict:
+    """How often the teacher of the cold start answers right: what SFT is asked to imitate."""
+    from r3lite.answer_match import exact_match, f1
+
+    rows = [(row.values["steps"][-1]["answer"], row.values["answers"]) for row in read_jsonl(trajectories)]
+    scores = {"em": sum(exact_match(*r) for r in rows) / len(rows), "f1": sum(f1(*r) for r in rows) / len(rows)}
+    return {"n": len(rows), **scores, "hurried_share": HURRIED}
 
 
 def run_stage(title: str, main: Callable[[list[str]], int], name: str, arguments: list[str]) -> float:
@@ -116,10 +126,10 @@ def run_all_stages(config: QuickstartConfig) -> None:
         f"{name.upper()}: learn from rewards, with questions and answers only", ppo.main, "ppo", arguments
     )
     stages.append(evaluated(name.upper(), out / name, minutes))
-    report(stages, out, (time.monotonic() - start) / 60, config)
+    report(stages, teacher(trajectories), out, (time.monotonic() - start) / 60, config)
 
 
-def report(stages: list[Stage], out: Path, minutes: float, config: QuickstartConfig) -> None:
+def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, config: QuickstartConfig) -> None:
     """The table, what RL changed with its paired interval, and where to look next; `quickstart.json` has the same."""
     from r3lite.evaluation.scores import paired_difference
     from r3lite.files import write_json
@@ -138,6 +148,8 @@ def report(stages: list[Stage], out: Path, minutes: float, config: QuickstartCon
         + f"{'minutes':>10}"
     )
     rows = []
+    about = f"   the {taught_by['n']} trajectories for SFT; hasty on purpose"
+    print(f"{'teacher':<7}{taught_by['em']:>10.3f}{taught_by['f1']:>10.3f}{about}")
     for stage in stages:
         values = {key: stage.scores[key]["value"] for key in columns.values()}
         rows.append({"stage": stage.name, "n": n, **values, "minutes": round(stage.minutes, 2)})
@@ -150,7 +162,9 @@ def report(stages: list[Stage], out: Path, minutes: float, config: QuickstartCon
     if config.quickstart.quick:
         print("--quick shows that everything runs; leave it out to see the model learn")
     gain = {"value": value, "low": low, "high": high}
-    write_json(out / "quickstart.json", {"stages": rows, "em_gain": gain, "minutes": round(minutes, 2)})
+    write_json(
+        out / "quickstart.json", {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
+    )
     print(f"""
 where to look next
   what it says:     {after.folder / "predictions.jsonl"}

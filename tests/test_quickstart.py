@@ -1,8 +1,12 @@
-"""`quickstart`: what it refuses before the first stage."""
+"""`quickstart`: what it refuses before the first stage, and its table."""
+
+import json
+import re
 
 import pytest
 
 from r3lite import quickstart
+from r3lite.files import write_json, write_jsonl
 
 
 @pytest.mark.parametrize("name", ["used", "used/file"])
@@ -14,3 +18,22 @@ def test_an_output_that_is_in_use_is_refused_at_once(tmp_path, monkeypatch, caps
     assert quickstart.main(["--output", str(tmp_path / name)]) == 1
     error = capsys.readouterr().err
     assert f"--output {tmp_path / name} exists and is not an empty folder" in error and "Name a new one" in error
+
+
+def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, capsys):
+    """Without it, what RL adds looks like more than it is: flawless trajectories need no RL to reach 0.9."""
+    rows = [{"answers": ["a"], "steps": [{"answer": answer}]} for answer in ("a", "A.", "b", "c")]
+    write_jsonl(tmp_path / "trajectories.jsonl", rows)
+    taught_by = quickstart.teacher(tmp_path / "trajectories.jsonl")
+    assert taught_by == {"n": 4, "em": 0.5, "f1": 0.5, "hurried_share": quickstart.HURRIED}
+    stages = []
+    for name in ("SFT", "PPO"):
+        (tmp_path / name).mkdir()
+        keys = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")
+        write_json(tmp_path / name / "scores.json", {"n": 2, **{key: {"value": 0.5} for key in keys}})
+        write_jsonl(tmp_path / name / "predictions.jsonl", [{"em": 0.0}, {"em": 1.0}])
+        stages.append(quickstart.Stage(name, tmp_path / name, 1.0))
+    quickstart.report(stages, taught_by, tmp_path, 2.0, quickstart.QuickstartConfig())
+    assert re.search(r"teacher +0\.500 +0\.500 +the 4 trajectories for SFT; hasty on purpose", capsys.readouterr().out)
+    written = json.loads((tmp_path / "quickstart.json").read_text(encoding="utf-8"))
+    assert written["teacher"] == taught_by and [s["stage"] for s in written["stages"]] == ["SFT", "PPO"]
