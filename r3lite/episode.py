@@ -3,7 +3,6 @@
 Knows no text format, no tokens and no model.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -39,7 +38,7 @@ class Hop:
 
 
 def _folded(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip().casefold()
+    return " ".join(text.split()).casefold()
 
 
 @dataclass(frozen=True)
