@@ -112,7 +112,13 @@ def train(config: PpoConfig) -> None:
     torch.manual_seed(config.common.seed)  # its state is in checkpoints, though all that is drawn has its own streams
     engine, learner, state = build(config, questions)
     trainer = RLTrainer(config, questions, engine, retrieve, judge, learner, state, run.output / EPISODES)
-    if loop.train(run, trainer):
+    done = loop.train(run, trainer)
+    if judge and judge.missing:
+        print(
+            f"{judge.missing} verdicts of the judge are missing: episodes that needed one taught nothing",
+            file=sys.stderr,
+        )
+    if done:
         print(f"done: {run.output / 'adapter'}; what it said: {run.output / EPISODES}")
 
 
