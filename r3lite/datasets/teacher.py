@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # its libraries take long to load
     from r3lite.llm.gemini import GeminiClient
 
 # Failures of a reply that asking again would not mend: they come from the question, not from network or account.
-FINAL = ("blocked", "cut", "empty", "too_large")
+FINAL = ("blocked", "cut", "empty")
 # Attempts must differ, and newer models are not told a temperature. The text must not show in what the teacher writes.
 OTHER_WAY = (
     "This is attempt {number} of {all} at this question. Take a way of your own: other queries, in other words or "

@@ -200,7 +200,7 @@ class GeminiClient:
             return self._failure("too_large", str(error)), 0.0
         except InvalidRecord as error:
             return self._failure("malformed", error.cause), 0.0
-        except (httpx2.InvalidURL, UnicodeError) as error:
+        except httpx2.InvalidURL as error:
             remedy = "Check --judge-model and --judge-base-url."
             raise R3LiteError(f"no request can be sent to this address: {error}", remedy) from error
         finally:

@@ -212,6 +212,11 @@ class Judge:
         )
 
 
+def note_on(judge: Judge | None) -> str:
+    """What the end of a run adds about verdicts that are missing; nothing if none is."""
+    return f"\n{judge.missing} verdicts of the judge are missing" if judge and judge.missing else ""
+
+
 def build_judge(settings: JudgeSettings, output: str | Path, reward: RewardSettings | None = None) -> Judge | None:
     """The judge that the settings ask for, or None; its cache is in the run folder `output` unless they name another.
 

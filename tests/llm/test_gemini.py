@@ -3,14 +3,12 @@
 import copy
 import json
 import logging
-import threading
 import time
 
 import pytest
 
 from r3lite.errors import R3LiteError
-from r3lite.llm.gemini import GeminiClient, Request
-from r3lite.settings import JudgeSettings
+from r3lite.llm.gemini import Request
 from tests.marks import ASK, MARK, Mark, ask, read_mark
 
 
@@ -215,6 +213,25 @@ def test_a_missing_key_stops_at_once(client, monkeypatch):
         client()
 
 
+def test_a_key_that_cannot_be_sent_is_refused_unshown(client, monkeypatch):
+    """The error of a header that cannot be sent would show it."""
+    monkeypatch.setenv("GOOGLE_API_KEY", "secret\nkey")
+    with pytest.raises(R3LiteError, match="holds characters that no key has") as error:
+        client()
+    assert "secret" not in str(error.value)
+
+
+def test_a_key_in_a_reply_is_kept_nowhere(gemini, client, said, answers, tmp_path):
+    gemini.script = [said(f"The key is {answers.KEY}.")]
+    assert client(tmp_path).generate(Request("Which?")).text == "The key is ***."
+    assert answers.KEY not in "".join(p.read_text() for p in tmp_path.iterdir())
+
+
+def test_an_address_that_cannot_be_reached_by_any_request_stops_at_once(client):
+    with pytest.raises(R3LiteError, match="no request can be sent to this address"):
+        client(judge_base_url="http://\u2603\ufe0f\u2764.x").generate(ASK)
+
+
 @pytest.mark.parametrize(
     "status, message, told",
     [
@@ -271,8 +288,9 @@ def test_many_at_once_come_back_in_order(gemini, client, said):
 
     gemini.script = script
     requests = [ask(str(i)) for i in range(12)]
+    asked = client(judge_concurrency=4)
     start = time.monotonic()
-    replies = client(judge_concurrency=4).generate_all(requests)
+    replies = asked.generate_all(requests)
     assert [r.value.mark for r in replies] == list(range(12))
     assert 2 <= gemini.at_once <= 4
     assert time.monotonic() - start < 1.2
