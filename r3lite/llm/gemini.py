@@ -206,8 +206,11 @@ class GeminiClient:
         finally:
             self.budget.settle(most, cost)
 
-    async def _send(self, request: Request, thinking: dict, limit: int) -> str:
-        """The body of the server's reply, which is not taken apart by the library: it trusts what it reads."""
+    async def _send(self, request: Request, fields: dict, limit: int) -> str:
+        """The body of the server's reply; `fields` say whether to think.
+
+        The library does not take the body apart, as it trusts what it reads.
+        """
         roles = [("user", "model")[i % 2] for i in range(len(request.earlier))]
         turns = zip([*roles, "user"], [*request.earlier, request.prompt], strict=True)
         config = types.GenerateContentConfig(
@@ -216,7 +219,7 @@ class GeminiClient:
             max_output_tokens=limit,
             response_mime_type="application/json" if request.schema else None,
             response_schema=copy.deepcopy(request.schema),  # the library changes it
-            thinking_config=types.ThinkingConfig(**thinking) if thinking else None,
+            thinking_config=types.ThinkingConfig(**fields) if fields else None,
             automatic_function_calling=types.AutomaticFunctionCallingConfig(disable=True),
             should_return_http_response=True,
         )
