@@ -205,7 +205,8 @@ def teacher(
     bar.close()
     counts = client.counts()
     tally.extra |= {"requests": counts["calls"], "replies from the cache": counts["cache_hits"]}
-    tally.extra["US dollars"] = f"{counts['cost']:.4f}"
+    unknown = "unknown: pass --judge-input-price and --judge-output-price"
+    tally.extra["US dollars"] = f"{counts['cost']:.4f}" if "cost" in counts else unknown
     return tally
 
 

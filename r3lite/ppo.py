@@ -100,7 +100,7 @@ def train(config: PpoConfig) -> None:
 
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.retriever import build_retriever
-    from r3lite.rewards.judge import build_judge
+    from r3lite.rewards.judge import build_judge, note_on
     from r3lite.training import loop
     from r3lite.training.run_folder import RunFolder
 
@@ -113,7 +113,7 @@ def train(config: PpoConfig) -> None:
     engine, learner, state = build(config, questions)
     trainer = RLTrainer(config, questions, engine, retrieve, judge, learner, state, run.output / EPISODES)
     if loop.train(run, trainer):
-        print(f"done: {run.output / 'adapter'}; what it said: {run.output / EPISODES}")
+        print(f"done: {run.output / 'adapter'}; what it said: {run.output / EPISODES}{note_on(judge)}")
 
 
 def build(config: PpoConfig, questions: list[Question]) -> "tuple[Engine, Learner, TrainState]":

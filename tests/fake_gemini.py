@@ -21,6 +21,8 @@ class Answer:
     status: int = 200
     headers: dict = field(default_factory=dict)
     delay: float = 0.0
+    drip: str = ""  # "body" or "headers" come a byte at a time
+    endless: bool = False  # the body has no end
 
 
 def said(text, finish="STOP", tokens=(100, 10), **more):
@@ -40,6 +42,7 @@ class FakeGemini:
 
     def __init__(self):
         self.script, self.requests, self.at_once, self._now = [], [], 0, 0
+        self.given_up = self.sent = 0  # replies that the client did not wait for; bytes of endless bodies
         self._lock = threading.Lock()
         fake = self
 
@@ -52,14 +55,30 @@ class FakeGemini:
                     fake._now -= 1
                 data = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
                 try:
-                    self.send_response(answer.status)
-                    for name, value in {"content-type": "application/json", **answer.headers}.items():
-                        self.send_header(name, value)
-                    self.send_header("content-length", str(len(data)))
-                    self.end_headers()
-                    self.wfile.write(data)
+                    self.answer(answer, data)
                 except OSError:
-                    pass  # the client has given up
+                    fake.given_up += 1  # the client has
+                    self.close_connection = True
+
+            def answer(self, answer, data):
+                if answer.drip == "headers":
+                    self.drip(b"HTTP/1.1 200 OK\r\nx-slow: " + b"x" * 1000)
+                self.send_response(answer.status)
+                for name, value in {"content-type": "application/json", **answer.headers}.items():
+                    self.send_header(name, value)
+                if not answer.endless:
+                    self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                if answer.drip == "body":
+                    self.drip(data + b" " * 1000)
+                self.wfile.write(data)
+                for _ in range(answer.endless * 1000):  # 64 MB: enough to fail a test, and no danger
+                    fake.sent += self.wfile.write(b" " * 65536)
+
+            def drip(self, data):
+                for byte in data:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.05)
 
             def log_message(self, *arguments):
                 pass

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from r3lite.llm.gemini import Request
+from r3lite.llm.replies import Request
 
 MARK = {"type": "object", "properties": {"mark": {"type": "number"}}, "required": ["mark"]}
 

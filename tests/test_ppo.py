@@ -172,11 +172,13 @@ def test_in_fp16_stopped_and_resumed_equals_uninterrupted(cold, tmp_path, monkey
     assert {tensor.dtype for tensor in saved.tensors["weights"].values()} == {torch.float32}
 
 
-def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch):
+def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch, capsys):
     """The judge fails on every second episode: they are in the log without rewards, and in no mean."""
     from r3lite.rewards import judge, reward
 
     class Flaky:
+        missing = 3
+
         def verdicts(self, episodes):
             return [
                 reward.Verdict(True, (reward.StepVerdict(1.0, 1.0),) * len(e.steps)) if i % 2 else None
@@ -205,6 +207,25 @@ def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch
     answered = [bool(e["prediction"]) for e in episodes[1::2]]
     assert record["reward"] == pytest.approx(sum(answered) / 3) and record["missing_rewards"] == 3
     assert record["judge/failures"] == 3
+    assert "3 verdicts of the judge are missing" in capsys.readouterr().out
+
+
+def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_path, gemini, answers, capsys):
+    """With a few calls a round it ended as if all were well, having learned nothing."""
+
+    def script(body):
+        steps = len(json.loads(body["contents"][0]["parts"][0]["text"])["steps"])
+        opinions = [{"step": k + 1, "relevance": 0.5, "coherence": 0.5} for k in range(steps)]
+        good = len(gemini.requests) <= 3
+        return answers.said(json.dumps({"answer_is_right": True, "steps": opinions}) if good else "oops")
+
+    gemini.script, run = script, tmp_path / "run"
+    judged = ["--judge", "gemini", "--judge-base-url", gemini.url, "--judge-concurrency", "1", "--outcome-judge", "1"]
+    assert ppo.main(arguments(cold, run, *judged, "--max-steps", "6")) == 1
+    records = logged(run, "metrics.jsonl")
+    assert 0 < records[-1]["judge/failure_ratio"] < 1 and records[-1]["judge/missing"] > 0
+    told = capsys.readouterr().err
+    assert "calls of the judge failed: " in told and f"step {records[-1]['step']} is saved; go on with" in told
 
 
 @pytest.mark.parametrize(

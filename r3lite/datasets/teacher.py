@@ -5,16 +5,24 @@ never given the answer.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from r3lite.answer_match import exact_match, f1, rule_of
 from r3lite.episode import Question, Retrieve, Step
-from r3lite.llm.gemini import GeminiClient
 from r3lite.llm.replies import Reply, Request
 from r3lite.protocols.base import Protocol
 from r3lite.settings import CollectSettings
 
+if TYPE_CHECKING:  # its libraries take long to load
+    from r3lite.llm.gemini import GeminiClient
+
 # Failures of a reply that asking again would not mend: they come from the question, not from network or account.
 FINAL = ("blocked", "cut", "empty")
+# Attempts must differ, and newer models are not told a temperature. The text must not show in what the teacher writes.
+OTHER_WAY = (
+    "This is attempt {number} of {all} at this question. Take a way of your own: other queries, in other words or "
+    "another order, than those that come to mind first. Do not write about attempts."
+)
 
 
 @dataclass
@@ -36,17 +44,16 @@ class Teacher:
     """Samples trajectories step by step, many questions at a time."""
 
     def __init__(
-        self, settings: CollectSettings, client: GeminiClient, protocol: Protocol, retrieve: Retrieve, seed: int
+        self, settings: CollectSettings, client: "GeminiClient", protocol: Protocol, retrieve: Retrieve, seed: int
     ):
         self.settings, self.client, self.protocol = settings, client, protocol
         self.retrieve, self.seed = retrieve, seed
 
     def attempt(self, questions: list[Question], number: int) -> list[Try]:
         """The results of attempt `number` (from 0) at each question; every round of requests asks for one step each."""
-        sampling = {"temperature": 0.9, "nonce": f"{self.seed}/{number}"} if number else {}
         tries = [Try(q) for q in questions]
         while live := [t for t in tries if t.goes_on]:
-            requests = [Request(self.prompt(t), self.protocol.system, **sampling) for t in live]
+            requests = [self.request(t, number) for t in live]
             for this, reply in zip(live, self.client.generate_all(requests), strict=True):
                 self.add_step(this, reply)
             searching = [t for t in live if t.goes_on]
@@ -55,14 +62,22 @@ class Teacher:
                 this.steps[-1] = this.steps[-1].with_documents(documents)
         return tries
 
-    def prompt(self, this: Try) -> str:
-        """The episode so far, and the request for the next step."""
-        parts = [self.protocol.opening(this.question.text)]
-        for number, step in enumerate(this.steps, 1):
-            parts += [self.protocol.render(step, number), self.protocol.observation(step.documents, number + 1)]
+    def request(self, this: Try, number: int) -> Request:
+        """The episode so far, as the chat that a student sees, and the demand for the next step.
+
+        The teacher's steps are its own turns, so that no text in a document or a question can pass for one.
+        """
+        turns, user = [], [self.protocol.opening(this.question.text)]
+        for k, step in enumerate(this.steps, 1):
+            turns += ["\n\n".join(user), self.protocol.render(step, k)]
+            user = [self.protocol.observation(step.documents, k + 1)]
         if len(this.steps) == self.settings.max_hops:
-            parts.append(self.protocol.answer_request)
-        return "\n\n".join([*parts, self.protocol.step_request(len(this.steps) + 1)])
+            user.append(self.protocol.answer_request)
+        if number:
+            user.append(OTHER_WAY.format(number=number + 1, all=self.settings.attempts))
+        user.append(self.protocol.step_request(len(this.steps) + 1))
+        nonce = f"{self.seed}/{number}"
+        return Request("\n\n".join(user), self.protocol.system, tuple(turns), nonce=nonce)
 
     def add_step(self, this: Try, reply: Reply) -> None:
         """Adds the step of a reply, or records why the attempt fails."""

@@ -8,6 +8,8 @@ the run. The key is never written, shown or cached. Knows neither judges nor tea
 import copy
 import os
 import random
+import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,31 +17,32 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import httpx2
+from google import genai
+from google.genai import types
 from tqdm import tqdm
 
 from r3lite.errors import R3LiteError
 from r3lite.llm.cache import ReplyCache, digest
+from r3lite.llm.gemini_json import estimated_tokens, read_answer, read_complaint
+from r3lite.llm.known_models import THINKING_ROOM, prices_of, thinking
 from r3lite.llm.limits import Budget, RateLimiter
 from r3lite.llm.replies import Reply, Request, parse
+from r3lite.llm.transport import BoundedClient, Calls, Refused, TooLarge
+from r3lite.records import InvalidRecord
 from r3lite.settings import JudgeSettings
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try
 LONGEST_WAIT = 300.0  # seconds; if a server asks for more, the request has failed
-THINKING_ROOM = 8192  # more output tokens for a model that thinks: thoughts count against the limit
-BYTES_PER_TOKEN = 3  # of input, for the estimate of what a request can cost at most; about 4 in English
-BLOCKED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "MODEL_ARMOR", "LANGUAGE")
 # Failures after which the next try may succeed.
 PASSING = ("timeout", "connection", "rate_limited", "server")
-
-
-class _Stopped(Exception):
-    """The run is over: a thread that waits gives up."""
+# Errors of a request that was not sent, and so costs nothing.
+NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout)
 
 
 class GeminiClient:
-    """Asks one model. Safe to use from several threads; `generate_all` starts threads of its own.
+    """Asks one model. Its calls are made by threads of its own; the caller's thread only waits.
 
     `cache` is the folder of cached replies. The key is read from GOOGLE_API_KEY, else GEMINI_API_KEY.
     """
@@ -51,26 +54,26 @@ class GeminiClient:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] | None = None,
     ):
-        from google import genai
-
-        self.settings, self._cache = settings, ReplyCache(cache)
-        self._secret = _read_key()
+        self.settings, self._secret = settings, _read_key()
+        self._prices = prices_of(settings)
+        self._cache = ReplyCache(cache)
         timeout = round(settings.judge_timeout * 1000)  # milliseconds
-        options = genai.types.HttpOptions(timeout=timeout, base_url=settings.judge_base_url)
-        self._client = genai.Client(api_key=self._secret, vertexai=False, http_options=options)
-        self._genai, self._transport, self._timeouts = genai, *_transport_errors()
-        self._stop = threading.Event()
-        self._sleep = sleep or self._sleep_unless_stopped
+        options = types.HttpOptions(
+            timeout=timeout, base_url=settings.judge_base_url, httpx_async_client=BoundedClient()
+        )
+        self._models = genai.Client(api_key=self._secret, vertexai=False, http_options=options).aio.models
+        self._calls = Calls(settings.judge_timeout)
+        self._sleep = sleep or self._calls.sleep
         self.limiter = RateLimiter(settings.judge_rpm, clock, self._sleep)
         self.budget = Budget(settings.judge_max_calls, settings.judge_max_cost)
         self._jitter = random.Random()
-        self._must_think = False  # the model refused to answer without thinking
+        self._thinks_as_it_likes = False  # the model refused to be told whether to think
         self._counts, self._failures = Counter(), Counter()
         self._lock = threading.Lock()
 
     def generate(self, request: Request) -> Reply:
         """One reply, from the cache if it is there. Raises R3LiteError only for what would fail every request."""
-        return self._generate(request, self._key_of(request))
+        return self.generate_all([request])[0]
 
     def _generate(self, request: Request, key: str) -> Reply:
         reply = self._cache.recall(key, request)
@@ -96,7 +99,7 @@ class GeminiClient:
         """
         keys = [self._key_of(r) for r in requests]
         replies: dict[str, Reply] = {}
-        self._stop.clear()
+        self._calls.begin()
         pool = ThreadPoolExecutor(self.settings.judge_concurrency)
         bar = tqdm(total=len(set(keys)), desc=progress, unit="request", disable=None if progress else True)
         try:
@@ -112,29 +115,31 @@ class GeminiClient:
                         on_reply(reply)
         except R3LiteError:
             # Requests already sent are paid for: their replies may reach the cache before the run stops.
+            self._calls.end()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
         finally:
-            self._stop.set()
+            self._calls.end(at_once=True)
             pool.shutdown(wait=False, cancel_futures=True)
             bar.close()
         return [replies[k] for k in keys]
 
     def counts(self) -> dict[str, float]:
-        """This client's requests, cache hits, failures (also by kind), tokens and US dollars so far."""
+        """This client's requests, cache hits, failures (also by kind), tokens and US dollars so far.
+
+        Without a price of the model there is no `cost`.
+        """
         names = ("retries", "cache_hits", "input_tokens", "output_tokens")
         with self._lock:
-            counts = {"calls": self.budget.calls, "cost": self.budget.cost} | {n: self._counts[n] for n in names}
+            counts = {"calls": self.budget.calls} | {n: self._counts[n] for n in names}
+            counts |= {"cost": self.budget.cost} if self._prices else {}
             counts["failures"] = self._failures.total()
             return counts | {f"failures/{kind}": n for kind, n in sorted(self._failures.items())}
 
     def _key_of(self, request: Request) -> str:
         s = self.settings
-        return digest(request, {"model": s.judge_model, "address": s.judge_base_url, "thinking": s.judge_thinking})
-
-    def _sleep_unless_stopped(self, seconds: float) -> None:
-        if self._stop.wait(seconds):
-            raise _Stopped
+        circumstances = {"model": s.judge_model, "address": s.judge_base_url, "thinking": s.judge_thinking}
+        return digest(request, circumstances | {"temperature": s.judge_temperature})
 
     # Asking
 
@@ -142,10 +147,10 @@ class GeminiClient:
         """Tries until there is a reply, a failure is final or the tries are used up."""
         tries = 0
         while True:
-            thinking = self.settings.judge_thinking or self._must_think
-            reply, asked_to_wait = self._try(request, thinking)
-            if reply.failure == "refused" and not thinking and "think" in reply.detail.lower():
-                self._must_think = True
+            told = not self._thinks_as_it_likes
+            reply, asked_to_wait = self._try(request)
+            if reply.failure == "refused" and told and "think" in reply.detail.lower():
+                self._let_it_think(reply.detail)
                 continue
             if reply.failure not in PASSING or tries >= self.settings.judge_retries or asked_to_wait > LONGEST_WAIT:
                 return reply
@@ -158,79 +163,103 @@ class GeminiClient:
             with self._lock:
                 self._counts["retries"] += 1
 
-    def _try(self, request: Request, thinking: bool) -> tuple[Reply, float]:
+    def _let_it_think(self, reason: str) -> None:
+        with self._lock:
+            first, self._thinks_as_it_likes = not self._thinks_as_it_likes, True
+        if first:
+            print(f"{self.settings.judge_model} thinks as much as it likes: {reason}", file=sys.stderr)
+
+    def _try(self, request: Request) -> tuple[Reply, float]:
         """One request; its reply and the seconds that the server asks to wait."""
-        limit = request.max_output_tokens + (THINKING_ROOM if thinking else 0)
-        size = len((request.prompt + (request.system or "")).encode(errors="replace"))
-        most = self._price(size / BYTES_PER_TOKEN, limit)
+        fields, room = thinking(self.settings.judge_model, self.settings.judge_thinking)
+        if self._thinks_as_it_likes:
+            fields, room = {}, THINKING_ROOM
+        limit, prompt_tokens = request.max_output_tokens + room, estimated_tokens(*request.texts)
+        most = self._price(prompt_tokens, limit)
         if cap := self.budget.reserve(most):
             return Reply(failure="capped", detail=cap), 0.0
         cost = 0.0
         try:
             self.limiter.wait()
-            response = self._send(request, thinking, limit)
-            cost = self._count_tokens(response.usage_metadata)
-            return self._reply_of(response, request), 0.0
-        except self._genai.errors.APIError as error:
+            cost = most  # unless it turns out to be less: a call that breaks off may be billed all the same
+            body = self._calls.run(lambda: self._send(request, fields, limit))
+            reply, cost = self._reply_to(request, body, prompt_tokens, limit)
+            return reply, 0.0
+        except Refused as error:
+            cost = 0.0
             return self._refusal(error)
-        except self._timeouts as error:
-            return self._failure("timeout", type(error).__name__), 0.0
-        except self._transport as error:
+        except NOT_SENT as error:
+            cost = 0.0
+            kind = "timeout" if isinstance(error, httpx2.TimeoutException) else "connection"
+            return self._failure(kind, f"{type(error).__name__}: {error}"), 0.0
+        except (TimeoutError, httpx2.TimeoutException):
+            return self._failure("timeout", f"{self.settings.judge_timeout:g} s"), 0.0
+        except httpx2.HTTPError as error:
             return self._failure("connection", f"{type(error).__name__}: {error}"), 0.0
-        except ValueError as error:  # the body is not JSON, or the JSON is not a reply
-            return self._failure("malformed", str(error)), 0.0
+        except TooLarge as error:
+            return self._failure("too_large", str(error)), 0.0
+        except InvalidRecord as error:
+            return self._failure("malformed", error.cause), 0.0
+        except httpx2.InvalidURL as error:
+            remedy = "Check --judge-model and --judge-base-url."
+            raise R3LiteError(f"no request can be sent to this address: {error}", remedy) from error
         finally:
             self.budget.settle(most, cost)
 
-    def _send(self, request: Request, thinking: bool, limit: int) -> Any:
-        types = self._genai.types
+    async def _send(self, request: Request, fields: dict, limit: int) -> str:
+        """The body of the server's reply; `fields` say whether to think.
+
+        The library does not take the body apart, as it trusts what it reads.
+        """
+        roles = [("user", "model")[i % 2] for i in range(len(request.earlier))]
+        turns = zip([*roles, "user"], [*request.earlier, request.prompt], strict=True)
         config = types.GenerateContentConfig(
             system_instruction=request.system,
-            temperature=request.temperature,
+            temperature=self.settings.judge_temperature,
             max_output_tokens=limit,
             response_mime_type="application/json" if request.schema else None,
             response_schema=copy.deepcopy(request.schema),  # the library changes it
-            thinking_config=None if thinking else types.ThinkingConfig(thinking_budget=0),
+            thinking_config=types.ThinkingConfig(**fields) if fields else None,
             automatic_function_calling=types.AutomaticFunctionCallingConfig(disable=True),
+            should_return_http_response=True,
         )
-        model = self.settings.judge_model
-        try:
-            return self._client.models.generate_content(model=model, contents=request.prompt, config=config)
-        except (AttributeError, KeyError, TypeError) as error:  # the library's errors for JSON that is not a reply
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+        response = await self._models.generate_content(
+            model=self.settings.judge_model,
+            contents=[types.Content(role=role, parts=[types.Part(text=text)]) for role, text in turns],
+            config=config,
+        )
+        return response.sdk_http_response.body
 
-    def _reply_of(self, response: Any, request: Request) -> Reply:
-        """The reply in a response, or what is wrong with it; the library would only leave `parsed` empty."""
-        candidate = response.candidates[0] if response.candidates else None
-        if candidate is None:
-            reason = response.prompt_feedback and response.prompt_feedback.block_reason
-            return self._failure("blocked" if reason else "empty", f"prompt: {getattr(reason, 'name', reason)}")
-        parts = candidate.content.parts if candidate.content and candidate.content.parts else []
-        text = "".join(p.text for p in parts if p.text and not p.thought)
-        reason = getattr(candidate.finish_reason, "name", None) or str(candidate.finish_reason or "STOP")
-        if reason == "MAX_TOKENS":
-            return replace(self._failure("cut", "MAX_TOKENS"), text=text)
-        if reason in BLOCKED:
-            return self._failure("blocked", reason)
-        if not text.strip():
-            return self._failure("empty", reason)
-        reply = parse(text, request)
-        return replace(reply, detail=self._redacted(reply.detail))
+    def _reply_to(self, request: Request, body: str, prompt_tokens: float, limit: int) -> tuple[Reply, float]:
+        """The reply in the body of a response, or what is wrong with it, and its price; its tokens are counted."""
+        answer = read_answer(body, prompt_tokens, limit)
+        with self._lock:
+            self._counts["input_tokens"] += round(answer.input_tokens)
+            self._counts["output_tokens"] += round(answer.output_tokens)
+        text = answer.text.replace(self._secret, "***")  # in case a server repeats it: a reply is kept on disk
+        if answer.failure:
+            reply = replace(self._failure(answer.failure, answer.detail), text=text)
+        else:
+            reply = parse(text, request)
+        reply = replace(reply, detail=self._redacted(reply.detail))
+        return reply, self._price(answer.input_tokens, answer.output_tokens)
 
-    def _refusal(self, error: Any) -> tuple[Reply, float]:
-        """What a status code of 4xx or 5xx means; raises R3LiteError if every request would fail like it."""
-        told = self._redacted(f"{error.code} {error.status}: {error.message}")
-        if error.code in (401, 403) or (error.code == 400 and "api key" in told.lower()):
+    def _refusal(self, error: Refused) -> tuple[Reply, float]:
+        """What a status other than 200 means; raises R3LiteError if every request would fail like it."""
+        complaint = read_complaint(error.body)
+        status, told = error.status, self._redacted(f"{error.status} {complaint.status}: {complaint.message}")
+        wait = _seconds(error.retry_after, *complaint.delays)
+        if status in (401, 403) or (status == 400 and "api key" in told.lower()):
             raise R3LiteError(f"the key is not accepted: {told}", "Set GOOGLE_API_KEY to a valid key.") from None
-        if error.code == 404 or (error.code == 400 and error.status == "FAILED_PRECONDITION"):
+        if status == 404 or (status == 400 and complaint.status == "FAILED_PRECONDITION"):
             remedy = "Check --judge-model and --judge-base-url, and that your account may use the model."
             raise R3LiteError(f"{self.settings.judge_model} cannot be used: {told}", remedy) from None
-        if error.code == 429:
-            return self._failure("rate_limited", told), _retry_after(error)
-        if error.code == 408:
+        if status == 429:
+            return self._failure("rate_limited", told), wait
+        if status == 408:
             return self._failure("timeout", told), 0.0
-        if error.code >= 500:
-            return self._failure("server", told), _retry_after(error)
+        if status >= 500:
+            return self._failure("server", told), wait
         return self._failure("refused", told), 0.0
 
     def _failure(self, kind: str, detail: str) -> Reply:
@@ -240,55 +269,27 @@ class GeminiClient:
         """One line of at most 300 characters without the key, in case a server repeats it."""
         return " ".join(text.replace(self._secret, "***").split())[:300]
 
-    # Counting
-
     def _price(self, input_tokens: float, output_tokens: float) -> float:
-        s = self.settings
-        return (input_tokens * s.judge_input_price + output_tokens * s.judge_output_price) / 1e6
-
-    def _count_tokens(self, usage: Any) -> float:
-        """Counts the tokens of a reply, thoughts as output; their price."""
-        if usage is None:
-            return 0.0
-        read = usage.prompt_token_count or 0
-        written = (usage.candidates_token_count or 0) + (usage.thoughts_token_count or 0)
-        with self._lock:
-            self._counts["input_tokens"] += read
-            self._counts["output_tokens"] += written
-        return self._price(read, written)
+        """US dollars; 0 if the price is not known, which no cap on cost allows."""
+        read, written = self._prices or (0.0, 0.0)
+        return (input_tokens * read + output_tokens * written) / 1e6
 
 
 def _read_key() -> str:
     key = (os.environ.get("GOOGLE_API_KEY") or os.environ.get("GEMINI_API_KEY") or "").strip()
+    remedy = "Get one at https://aistudio.google.com/apikey and set GOOGLE_API_KEY to it."
     if not key:
-        raise R3LiteError(
-            "there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set",
-            "Get one at https://aistudio.google.com/apikey and set GOOGLE_API_KEY to it.",
-        )
+        raise R3LiteError("there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set", remedy)
+    if not re.fullmatch(r"[!-~]+", key):  # the error of a header that cannot be sent would show it
+        raise R3LiteError("the key for Gemini holds characters that no key has, such as spaces", remedy)
     return key
 
 
-def _transport_errors() -> tuple[tuple[type, ...], tuple[type, ...]]:
-    """Errors of the HTTP libraries that google-genai may be using, and among them those of a timeout."""
-    libraries = []
-    for name in ("httpx2", "httpx"):
-        try:
-            libraries.append(__import__(name))
-        except ImportError:
-            continue  # it uses either
-    return tuple(x.HTTPError for x in libraries), tuple(x.TimeoutException for x in libraries)
-
-
-def _retry_after(error: Any) -> float:
-    """Seconds to wait that a server names, in the Retry-After header or as RetryInfo in the body; else 0."""
-    named = [getattr(error.response, "headers", {}).get("retry-after")]
-    body = error.details.get("error", error.details) if isinstance(error.details, dict) else {}
-    details = body.get("details") if isinstance(body, dict) else None
-    details = details if isinstance(details, list) else []
-    named += [d.get("retryDelay") for d in details if isinstance(d, dict)]
+def _seconds(*named: str) -> float:
+    """The seconds to wait that a server names, such as `7` or `11s`; 0 if it names none."""
     for text in named:
         try:
-            return max(0.0, float(str(text).removesuffix("s")))
+            return max(0.0, float(text.removesuffix("s")))
         except ValueError:
             continue  # a date, or nothing
     return 0.0

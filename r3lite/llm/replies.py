@@ -3,10 +3,11 @@
 Knows no network. A reply that failed is a `Reply` with the kind of its failure, not an exception.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from r3lite import records
 
 FAILURES = {
     "timeout": "no reply in time",
@@ -19,29 +20,36 @@ FAILURES = {
     "empty": "the reply holds no text",
     "malformed": "the reply is not JSON, or not a reply at all",
     "schema": "the reply is JSON, but not what was asked for",
+    "too_large": "the reply did not end within 4 MiB",
     "capped": "a cap on requests or cost forbade the request",
 }
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. With a `schema`, a JSON schema as a dictionary, the reply is JSON of that form.
+    """One prompt, or the last turn of a chat. With a `schema`, a JSON schema as a dictionary, the reply is such JSON.
 
-    `read` makes a typed value of the JSON value, or raises ValueError if it is not what was asked for. `nonce` sets
-    apart requests that are otherwise equal: equal requests get one reply, so each sample at a temperature above 0 needs
-    its own.
+    `earlier` are the turns before the prompt, the user's and the model's by turns. `read` makes a typed value of the
+    JSON value, or raises ValueError if it is not what was asked for. `nonce` sets apart requests that are otherwise
+    equal: equal requests get one reply, so each of several samples needs its own.
     """
 
     prompt: str
     system: str | None = None
+    earlier: tuple[str, ...] = ()
     schema: dict[str, Any] | None = None
     read: Callable[[Any], Any] | None = None  # given exactly if there is a schema
-    temperature: float = 0.0
     max_output_tokens: int = 2048
     nonce: str = ""
 
     def __post_init__(self):
         assert (self.schema is None) == (self.read is None), "a schema and its reader come together"
+        assert len(self.earlier) % 2 == 0, "the prompt is the user's turn"
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All text of the request but the schema."""
+        return (self.system or "", *self.earlier, self.prompt)
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,8 @@ def parse(text: str, request: Request) -> Reply:
     if request.read is None:
         return Reply(text=text)
     try:
-        data = json.loads(text)
-    except ValueError as error:
+        data = records.parse(text)
+    except records.InvalidRecord as error:
         return Reply(text=text, failure="malformed", detail=str(error))
     try:
         return Reply(request.read(data), text)

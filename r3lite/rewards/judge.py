@@ -9,20 +9,24 @@ import json
 from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from r3lite.episode import Episode
 from r3lite.errors import R3LiteError
-from r3lite.llm.gemini import GeminiClient
 from r3lite.llm.replies import FAILURES, Reply, Request
+from r3lite.records import Record, Source, shown
 from r3lite.rewards.reward import StepVerdict, Verdict, needs_verdict
 from r3lite.settings import JudgeSettings, RewardSettings
+
+if TYPE_CHECKING:  # its libraries take long to load
+    from r3lite.llm.gemini import GeminiClient
 
 DOCUMENT_LENGTH = 512  # characters of a document that the judge sees, as in R3-RAG (arXiv 2505.23794)
 TEXT_LENGTH = 2000  # characters of a question, an analysis, a query or an answer
 OUTPUT_TOKENS, OUTPUT_TOKENS_PER_STEP = 256, 64
-# The run stops when more than half of the last WINDOW replies failed, of at least ENOUGH.
-WINDOW, ENOUGH = 40, 20
+# The run stops when more than half of the last WINDOW replies failed, of at least ENOUGH; when IN_A_ROW failed; and
+# when a round ends before any call succeeded.
+WINDOW, ENOUGH, IN_A_ROW = 40, 20, 8
 
 INSTRUCTIONS = f"""\
 You grade a question-answering system that reasons and retrieves step by step. The user message is one JSON object: \
@@ -87,29 +91,18 @@ class Grade:
 
 
 def read_grade(data: Any, steps: int) -> Grade:
-    """The judge's reply about an episode of so many steps; raises ValueError if it is not of the form of SCHEMA."""
-    right, entries = _entry(data, "answer_is_right"), _entry(data, "steps")
-    if not isinstance(right, bool):
-        raise ValueError(f"answer_is_right is {right!r}; it must be true or false")
-    if not isinstance(entries, list):
-        raise ValueError(f"steps is {entries!r}; it must be a list")
-    numbers = [_entry(entry, "step") for entry in entries]
-    if numbers != list(range(1, steps + 1)) or any(isinstance(number, bool) for number in numbers):  # True == 1
-        raise ValueError(f"the steps are {numbers}; they must be those from 1 to {steps}, in order")
-    return Grade(right, tuple(StepGrade(_share(entry, "relevance"), _share(entry, "coherence")) for entry in entries))
+    """The judge's reply about an episode of so many steps; raises InvalidRecord if it is not of the form of SCHEMA."""
+    grade = Record(data, Source("the verdict"))
+    entries = grade.records("steps")
+    numbers = [entry.whole("step") for entry in entries]
+    if numbers != list(range(1, steps + 1)):
+        raise grade.error(f"the steps are {shown(numbers)}; they must be those from 1 to {steps}, in order")
+    opinions = [StepGrade(_share(entry, "relevance"), _share(entry, "coherence")) for entry in entries]
+    return Grade(grade.flag("answer_is_right"), tuple(opinions))
 
 
-def _entry(data: Any, name: str) -> Any:
-    if not isinstance(data, dict) or name not in data:
-        raise ValueError(f"{name} is missing")
-    return data[name]
-
-
-def _share(data: dict, name: str) -> float:
-    value = _entry(data, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:  # false for NaN
-        raise ValueError(f"{name} is {value!r}; it must be a number from 0 to 1")
-    return float(value)
+def _share(entry: Record, name: str) -> float:
+    return entry.number(name, low=0.0, high=1.0)
 
 
 def request_for(episode: Episode) -> Request:
@@ -136,7 +129,7 @@ def _described(episode: Episode) -> dict:
         steps.append(entry)
     return {
         "question": episode.question.text[:TEXT_LENGTH],
-        "gold_answers": list(episode.question.answers),
+        "gold_answers": [answer[:TEXT_LENGTH] for answer in episode.question.answers],
         "final_answer": episode.prediction[:TEXT_LENGTH] or None,
         "steps": steps,
     }
@@ -152,11 +145,18 @@ def _verdict(grade: Grade, episode: Episode) -> Verdict:
 
 
 class Judge:
-    """Judges episodes with a Gemini model and counts its calls. A failed call is a missing verdict; the run goes on."""
+    """Judges episodes with a Gemini model and counts its calls.
 
-    def __init__(self, client: GeminiClient):
+    A call that failed is a missing verdict, and the run goes on; it stops if that is the rule and not the exception.
+    """
+
+    def __init__(self, client: "GeminiClient"):
         self.client = client
-        self._latest: deque[str | None] = deque(maxlen=WINDOW)  # kinds of failure, None for a verdict
+        self.missing = 0  # verdicts
+        # Without those from the cache.
+        self._replies = self._failed = 0
+        self._latest: deque[Reply] = deque(maxlen=WINDOW)
+        self._has_succeeded = False  # or has found a verdict in the cache
 
     def verdicts(self, episodes: list[Episode], progress: str | None = None) -> list[Verdict | None]:
         """One verdict per episode, None if the call failed; `progress` names a progress bar.
@@ -166,14 +166,19 @@ class Judge:
         # An episode without a query or an answer has nothing to judge, and costs no call.
         asked = [i for i, e in enumerate(episodes) if e.prediction or e.searches]
         replies = self.client.generate_all([request_for(episodes[i]) for i in asked], progress, self._watch)
+        if replies and not self._has_succeeded:
+            raise self._failing()
         verdicts: list[Verdict | None] = [Verdict(False, (StepVerdict(0.0, 0.0),) * len(e.steps)) for e in episodes]
         for i, reply in zip(asked, replies, strict=True):
             verdicts[i] = None if reply.failure else _verdict(reply.value, episodes[i])
+        self.missing += verdicts.count(None)
         return verdicts
 
     def counts(self) -> dict[str, float]:
-        """Calls, cache hits, failures, tokens and cost so far, as metrics."""
-        return {f"judge/{name}": value for name, value in self.client.counts().items()}
+        """Calls, cache hits, failures and their share, tokens, cost and missing verdicts so far, as metrics."""
+        counts = {f"judge/{name}": value for name, value in self.client.counts().items()}
+        ratio = self._failed / self._replies if self._replies else 0.0
+        return counts | {"judge/failure_ratio": ratio, "judge/missing": self.missing}
 
     def _watch(self, reply: Reply) -> None:
         """Raises R3LiteError if a cap is reached or if most calls fail: the run would go on without verdicts."""
@@ -182,19 +187,34 @@ class Judge:
                 f"the judge may not be asked any more: {reply.detail}",
                 "Raise --judge-max-calls or --judge-max-cost and run again; what was judged is in the cache.",
             )
+        self._has_succeeded |= reply.failure is None
         if reply.cached:
             return
-        self._latest.append(reply.failure)
-        failures = Counter(kind for kind in self._latest if kind)
-        if len(self._latest) >= ENOUGH and failures.total() > len(self._latest) / 2:
-            kind, times = failures.most_common(1)[0]
-            last = f" ({reply.detail})" if reply.failure == kind and reply.detail else ""
-            raise R3LiteError(
-                f"{failures.total()} of the last {len(self._latest)} calls of the judge failed, "
-                f"{times} times because {FAILURES[kind]}{last}",
-                "Look at the reason, lower --judge-rpm or --judge-concurrency, or try again later; "
-                "what was judged is in the cache.",
-            )
+        self._latest.append(reply)
+        self._replies += 1
+        self._failed += reply.failure is not None
+        failed = [r.failure is not None for r in self._latest]
+        if all(failed[-IN_A_ROW:]) and len(failed) >= IN_A_ROW:
+            raise self._failing()
+        if sum(failed) > len(failed) / 2 and len(failed) >= ENOUGH:
+            raise self._failing()
+
+    def _failing(self) -> R3LiteError:
+        """The error that says how many of the latest calls failed, and why."""
+        failures = Counter(reply.failure for reply in self._latest if reply.failure)
+        reasons = "; ".join(f"{times} times {FAILURES[kind]}" for kind, times in failures.most_common())
+        detail = next((reply.detail for reply in reversed(self._latest) if reply.detail), "")
+        return R3LiteError(
+            f"{failures.total()} of the last {len(self._latest)} calls of the judge failed: {reasons}"
+            + (f" ({detail})" if detail else ""),
+            "Look at the reason, lower --judge-rpm or --judge-concurrency, or try again later; "
+            "what was judged is in the cache.",
+        )
+
+
+def note_on(judge: Judge | None) -> str:
+    """What the end of a run adds about verdicts that are missing; nothing if none is."""
+    return f"\n{judge.missing} verdicts of the judge are missing" if judge and judge.missing else ""
 
 
 def build_judge(settings: JudgeSettings, output: str | Path, reward: RewardSettings | None = None) -> Judge | None:
@@ -209,5 +229,7 @@ def build_judge(settings: JudgeSettings, output: str | Path, reward: RewardSetti
                 "Pass --judge gemini, or set both weights to 0.",
             )
         return None
+    from r3lite.llm.gemini import GeminiClient
+
     cache = Path(settings.judge_cache) if settings.judge_cache else Path(output) / "judge-cache"
     return Judge(GeminiClient(settings, cache))

@@ -34,7 +34,7 @@ class CollectSettings(Section):
     hurried_share: Fraction = 0.0
     """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments"""
     attempts: Count = 4
-    """tries of the teacher at a question: the first at temperature 0, the others at 0.9"""
+    """tries of the teacher at a question; each after the first is told to go another way"""
     min_f1: Fraction = 0.8
     """a teacher's answer is right when it is an exact match or has this F1"""
 

@@ -1,9 +1,11 @@
 """Settings of the remote model that judges answers and steps, or teaches."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
-from r3lite.config import Count, Free, NonNegative, Positive, Section, Whole
+from r3lite.config import Count, Free, NonNegative, Positive, Section, UsageError, Whole
 
 
 @dataclass(frozen=True)
@@ -12,27 +14,52 @@ class JudgeSettings(Section):
 
     judge: Literal["none", "gemini"] = "none"
     """who judges answers and steps; the key is read from GOOGLE_API_KEY or GEMINI_API_KEY"""
-    judge_model: str = "gemini-2.5-flash"
+    judge_model: str = "gemini-3.5-flash-lite"
     """name of the judging model"""
     judge_base_url: str | None = None
-    """address of a compatible server"""
+    """address of a compatible server, https://... or http://...; the key is sent to it"""
     judge_rpm: Free[Count] = 60
     """most requests a minute"""
     judge_concurrency: Free[Count] = 4
     """most requests under way at once"""
     judge_timeout: Free[Positive] = 60.0
-    """seconds before a request counts as failed"""
+    """seconds that a request may take in all before it counts as failed"""
     judge_retries: Free[Whole] = 4
     """tries after the first, with backoff"""
+    judge_temperature: NonNegative | None = None
+    """of the judge or teacher; by default it is not sent, as newer Gemini models fix it"""
     judge_thinking: bool = False
     """let the model think first; thoughts count against the output limit, which can cut the reply"""
     judge_max_calls: Free[Count | None] = None
     """most requests, tries that failed included, from one start of the run to its end"""
     judge_max_cost: Free[Positive | None] = None
     """most US dollars in the same time, by --judge-input-price and --judge-output-price"""
-    judge_input_price: Free[NonNegative] = 0.30
-    """US dollars per million input tokens"""
-    judge_output_price: Free[NonNegative] = 2.50
-    """US dollars per million output tokens"""
+    judge_input_price: Free[NonNegative | None] = None
+    """US dollars per million input tokens; default: 0.30 for gemini-3.5-flash-lite and gemini-2.5-flash"""
+    judge_output_price: Free[NonNegative | None] = None
+    """US dollars per million output tokens; default: 2.50 for the same two"""
     judge_cache: Free[str | None] = None
     """folder of cached replies; default: judge-cache in the output folder, and for collect <output>.cache"""
+
+    def __post_init__(self):
+        if not re.fullmatch(r"[\w.:/@-]+", self.judge_model, re.ASCII):
+            raise UsageError(f"judge_model is {self.judge_model!r}, which no model is named")
+        if self.judge_base_url is not None and (problem := _problem(self.judge_base_url)):
+            # The address is not quoted: it may hold a password.
+            raise UsageError(f"judge_base_url {problem}; pass an address such as https://example.com")
+
+
+def _problem(address: str) -> str | None:
+    """What is wrong with the address of a server, if anything is."""
+    try:
+        parts = urlsplit(address)
+        host, _ = parts.hostname, parts.port
+    except ValueError:  # a bad IPv6 address or port
+        return "is not an address"
+    if parts.username is not None or parts.password is not None:
+        return "holds a user or a password, which would stand in files and messages"
+    if parts.query or parts.fragment:
+        return "holds a query or a fragment, which would stand in files and messages"
+    if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\x00-\x1f\\]", address):
+        return "is not an address of http or https"
+    return None

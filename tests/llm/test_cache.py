@@ -1,5 +1,8 @@
 """The cache of replies: what is served from it, what misses it and what is never in it."""
 
+import pytest
+
+from r3lite.errors import R3LiteError
 from r3lite.llm.gemini import Request
 from tests.marks import ASK, MARK, ask, read_mark
 
@@ -19,20 +22,55 @@ def test_what_changes_a_reply_misses_the_cache(gemini, client, said, tmp_path):
     gemini.script = [said('{"mark": 1}')]
     asked = client(tmp_path)
     requests = [ASK, ask("How bad?"), Request("How good?", schema=other, read=read_mark), Request("How good?")]
-    changes = ({"temperature": 1.0}, {"nonce": "2"}, {"system": "s"})
+    changes = ({"earlier": ("Hello.", "Hello!")}, {"nonce": "2"}, {"system": "s"})
     requests += [ask("How good?", **change) for change in changes]
     for request in requests:
         asked.generate(request)
     client(tmp_path, judge_model="gemini-x").generate(ASK)
-    assert len(gemini.requests) == len(requests) + 1
+    client(tmp_path, judge_temperature=0.0).generate(ASK)
+    assert len(gemini.requests) == len(requests) + 2
 
 
-def test_failures_are_not_cached_and_a_broken_file_is_no_reply(gemini, client, said, tmp_path):
-    gemini.script = [said("oops"), said('{"mark": 1}'), said('{"mark": 0}')]
-    asked = client(tmp_path)
-    assert asked.generate(ASK).failure == "malformed"
+def test_failures_are_not_cached(gemini, client, said, tmp_path):
+    gemini.script = [said("oops")]
+    assert client(tmp_path).generate(ASK).failure == "malformed"
     assert list(tmp_path.iterdir()) == []
-    assert asked.generate(ASK).value.mark == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"text": "{\\"ma',  # torn
+        "",
+        "[" * 100_000,
+        '["mark"]',
+        '{"text": 7}',
+        '{"text": "no JSON"}',
+        '{"text": "{\\"mark\\": \\"high\\"}"}',
+        '{"text": "' + "[" * 5000 + '"}',
+        None,  # a folder
+    ],
+)
+def test_a_damaged_file_is_no_reply_and_is_named(gemini, client, said, tmp_path, capsys, content):
+    gemini.script = [said('{"mark": 1}')]
+    client(tmp_path).generate(ASK)
     (file,) = tmp_path.iterdir()
-    file.write_text(file.read_text()[:10])
-    assert asked.generate(ASK).value.mark == 0
+    if content is None:
+        file.unlink()
+        (file / "x").mkdir(parents=True)
+        with pytest.raises(R3LiteError, match="cannot be cached"):
+            client(tmp_path).generate(ASK)
+    else:
+        file.write_text(content)
+        assert client(tmp_path).generate(ASK).value.mark == 1
+        assert client(tmp_path).generate(ASK).cached  # it was written anew
+    assert len(gemini.requests) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and file.name in told
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_cache_that_cannot_be_a_folder_stops_before_anything_is_paid(client, tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(R3LiteError, match="is not a folder"):
+        client(tmp_path / name)

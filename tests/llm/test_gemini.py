@@ -3,28 +3,26 @@
 import copy
 import json
 import logging
-import threading
 import time
 
 import pytest
 
 from r3lite.errors import R3LiteError
-from r3lite.llm.gemini import GeminiClient, Request
-from r3lite.settings import JudgeSettings
+from r3lite.llm.gemini import Request
 from tests.marks import ASK, MARK, Mark, ask, read_mark
 
 
 def test_structured_output(gemini, client, said):
     gemini.script = [said('{"mark": 0.5}')]
     asked = client()
-    reply = asked.generate(ask("How good?", system="Be fair.", temperature=0.3, max_output_tokens=99))
+    reply = asked.generate(ask("How good?", system="Be fair.", max_output_tokens=99))
     assert (reply.value, reply.failure, reply.cached) == (Mark(mark=0.5), None, False)
     path, _, body = gemini.requests[0]
-    assert path.endswith("/models/gemini-2.5-flash:generateContent")
+    assert path.endswith("/models/gemini-3.5-flash-lite:generateContent")
     config = body["generationConfig"]
     assert config["responseMimeType"] == "application/json" and config["responseSchema"]["required"] == ["mark"]
-    assert list(config["thinkingConfig"].values()) == [0]  # the library spells the name now one way, now another
-    assert (config["temperature"], config["maxOutputTokens"]) == (0.3, 99)
+    assert config["maxOutputTokens"] == 99 + 512  # it may think a little
+    assert not {"temperature", "topP", "topK", "top_p", "top_k"} & config.keys()
     assert body["systemInstruction"]["parts"][0]["text"] == "Be fair."
     assert asked.counts() == {
         "calls": 1,
@@ -39,7 +37,7 @@ def test_structured_output(gemini, client, said):
 
 def test_plain_text(gemini, client, said):
     gemini.script = [said("Step 1:")]
-    assert client().generate(Request("Go on.", temperature=0.9)).text == "Step 1:"
+    assert client().generate(Request("Go on.")).text == "Step 1:"
     config = gemini.requests[0][2]["generationConfig"]
     assert "responseSchema" not in config and "responseMimeType" not in config
 
@@ -106,8 +104,12 @@ def test_no_connection_is_a_failure(client):
         (b"<html>not a reply</html>", "malformed"),
         ({"candidates": [{"content": "what?"}]}, "malformed"),
         ({"candidates": 5}, "malformed"),
-        ("just text", "empty"),
-        ([], "empty"),
+        ("just text", "malformed"),
+        ([], "malformed"),
+        (b"[" * 200_000, "malformed"),
+        (b'{"candidates": [{"index": ' + b"9" * 10_000 + b"}]}", "malformed"),
+        ({"candidates": [{"content": {"parts": [{"text": "[" * 5000}]}}]}, "malformed"),
+        ({"candidates": [{"content": {"parts": [{"text": '{"mark": NaN}'}]}}]}, "malformed"),
     ],
 )
 def test_replies_that_are_none(gemini, client, said, body, failure):
@@ -128,12 +130,44 @@ def test_thoughts_are_not_the_reply(gemini, client, said):
     gemini.script = [answer]
     asked = client(judge_thinking=True)
     assert asked.generate(ASK).value.mark == 1
-    config = gemini.requests[0][2]["generationConfig"]
-    assert "thinkingConfig" not in config and config["maxOutputTokens"] > 8000  # room for thoughts
     assert asked.counts()["output_tokens"] == 15
 
 
-def test_a_model_that_must_think_is_remembered(gemini, client, said, failed):
+@pytest.mark.parametrize(
+    "model, thinks, told, room",
+    [
+        ("gemini-3.5-flash-lite", False, "MINIMAL", 512),
+        ("gemini-3.5-flash-lite", True, "HIGH", 8192),
+        ("gemini-flash-latest", False, "MINIMAL", 512),
+        ("gemini-2.5-flash", False, 0, 0),
+        ("models/gemini-2.5-pro", True, 8192, 8192),
+    ],
+)
+def test_thinking_is_asked_for_as_the_model_knows_it(gemini, client, said, model, thinks, told, room):
+    gemini.script = [said("yes")]
+    client(judge_model=model, judge_thinking=thinks).generate(Request("Is it?", max_output_tokens=100))
+    config = gemini.requests[0][2]["generationConfig"]
+    # The library spells the names now one way, now another.
+    assert {key.replace("_", "").lower(): value for key, value in config["thinkingConfig"].items()} == {
+        "thinkingbudget" if "2.5" in model else "thinkinglevel": told
+    }
+    assert config["maxOutputTokens"] == 100 + room
+
+
+def test_a_temperature_is_sent_only_if_it_is_set(gemini, client, said):
+    gemini.script = [said("yes")]
+    client(judge_temperature=0.0).generate(Request("Is it?"))
+    assert gemini.requests[0][2]["generationConfig"]["temperature"] == 0.0
+
+
+def test_earlier_turns_are_turns(gemini, client, said):
+    gemini.script = [said("yes")]
+    client().generate(Request("And now?", earlier=("First?", "No.")))
+    turns = [(c["role"], c["parts"][0]["text"]) for c in gemini.requests[0][2]["contents"]]
+    assert turns == [("user", "First?"), ("model", "No."), ("user", "And now?")]
+
+
+def test_a_model_that_must_think_is_remembered(gemini, client, said, failed, capsys):
     message = "Budget 0 is invalid. This model only works in thinking mode."
 
     def script(body):
@@ -147,6 +181,7 @@ def test_a_model_that_must_think_is_remembered(gemini, client, said, failed):
     assert asked.generate(ask("Another?")).value.mark == 1
     assert len(gemini.requests) == 3
     assert asked.counts()["failures"] == 0
+    assert capsys.readouterr().err.count("thinks as much as it likes: 400") == 1
 
 
 def test_one_bad_request_does_not_stop_the_run(gemini, client, failed):
@@ -176,6 +211,25 @@ def test_a_missing_key_stops_at_once(client, monkeypatch):
     monkeypatch.delenv("GOOGLE_API_KEY")
     with pytest.raises(R3LiteError, match="GOOGLE_API_KEY"):
         client()
+
+
+def test_a_key_that_cannot_be_sent_is_refused_unshown(client, monkeypatch):
+    """The error of a header that cannot be sent would show it."""
+    monkeypatch.setenv("GOOGLE_API_KEY", "secret\nkey")
+    with pytest.raises(R3LiteError, match="holds characters that no key has") as error:
+        client()
+    assert "secret" not in str(error.value)
+
+
+def test_a_key_in_a_reply_is_kept_nowhere(gemini, client, said, answers, tmp_path):
+    gemini.script = [said(f"The key is {answers.KEY}.")]
+    assert client(tmp_path).generate(Request("Which?")).text == "The key is ***."
+    assert answers.KEY not in "".join(p.read_text() for p in tmp_path.iterdir())
+
+
+def test_an_address_that_cannot_be_reached_by_any_request_stops_at_once(client):
+    with pytest.raises(R3LiteError, match="no request can be sent to this address"):
+        client(judge_base_url="http://\u2603\ufe0f\u2764.x").generate(ASK)
 
 
 @pytest.mark.parametrize(
@@ -234,8 +288,9 @@ def test_many_at_once_come_back_in_order(gemini, client, said):
 
     gemini.script = script
     requests = [ask(str(i)) for i in range(12)]
+    asked = client(judge_concurrency=4)
     start = time.monotonic()
-    replies = client(judge_concurrency=4).generate_all(requests)
+    replies = asked.generate_all(requests)
     assert [r.value.mark for r in replies] == list(range(12))
     assert 2 <= gemini.at_once <= 4
     assert time.monotonic() - start < 1.2
@@ -246,18 +301,3 @@ def test_equal_requests_are_sent_once(gemini, client, said):
     replies = client().generate_all([ASK, ASK, ASK, ask("How good?", nonce="2")])
     assert [r.value.mark for r in replies] == [1] * 4
     assert len(gemini.requests) == 2
-
-
-def test_threads_that_wait_give_up_when_the_run_stops(gemini, failed):
-    gemini.script = lambda body: failed(503, headers={"Retry-After": "100"}) if "slow" in str(body) else failed(400)
-    asked = GeminiClient(JudgeSettings(judge="gemini", judge_base_url=gemini.url))
-
-    def interrupt(reply):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        asked.generate_all([Request("slow"), Request("quick")], on_reply=interrupt)
-    deadline = time.monotonic() + 10
-    while any(t.name.startswith("ThreadPoolExecutor") for t in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

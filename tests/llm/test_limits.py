@@ -55,7 +55,7 @@ def test_retries_count_towards_the_cap(gemini, client, failed):
 
 
 def test_the_cap_on_cost_is_never_passed(gemini, client, said):
-    # Each reply costs 0.0012 dollars, and may cost 0.0025 and the prompt by its output limit of 1,000 tokens.
+    # Each reply costs 0.0012 dollars, and may cost 0.0038 and the prompt by its output limit of 1,512 tokens.
     gemini.script = [said('{"mark": 1}', tokens=(4, 480))]
     asked = client(judge_max_cost=0.01, judge_concurrency=4)
     requests = [ask(str(i), max_output_tokens=1000) for i in range(20)]
@@ -63,8 +63,66 @@ def test_the_cap_on_cost_is_never_passed(gemini, client, said):
     done = sum(r.failure is None for r in replies)
     assert asked.counts()["cost"] == pytest.approx(done * (4 * 0.3e-6 + 480 * 2.5e-6))
     assert asked.counts()["cost"] <= 0.01
-    assert done == 7  # after seven, an eighth might cost more than is left
+    assert done == 6  # after six, a seventh might cost more than is left
     assert {r.failure for r in replies} == {None, "capped"}
+
+
+PROMPT, TEXT = "How good is it? " * 100, '{"mark": 1}'
+
+
+@pytest.mark.parametrize(
+    "usage, tokens",
+    [
+        ({"promptTokenCount": 100, "candidatesTokenCount": 10, "thoughtsTokenCount": 5}, (100, 15)),
+        (None, (533, 4)),  # estimated: 1,600 and 11 bytes of 3 a token
+        ({}, (533, 4)),
+        ({"promptTokenCount": -(10**9), "candidatesTokenCount": -(10**9)}, (533, 4)),
+        ({"promptTokenCount": 0, "candidatesTokenCount": 0}, (533, 4)),
+        ({"promptTokenCount": 1.5, "candidatesTokenCount": "10"}, (533, 4)),
+        ({"promptTokenCount": True, "candidatesTokenCount": []}, (533, 4)),
+        ({"promptTokenCount": 10**30, "candidatesTokenCount": None}, (533, 4)),
+        # Thoughts, which cannot be counted here, are as many as the output limit allows.
+        ({"promptTokenCount": 100, "candidatesTokenCount": 10, "thoughtsTokenCount": -1e9}, (100, 10 + 2048 + 512)),
+    ],
+)
+def test_counts_of_tokens_that_cannot_be_are_estimated(gemini, client, said, usage, tokens):
+    """Negative counts gave back what the cap had counted."""
+    answer = said(TEXT)
+    answer.body["usageMetadata"] = usage
+    gemini.script = [answer]
+    asked = client()
+    assert asked.generate(ask(PROMPT)).value.mark == 1
+    counts = asked.counts()
+    assert (counts["input_tokens"], counts["output_tokens"]) == tokens
+    assert counts["cost"] == pytest.approx(tokens[0] * 0.3e-6 + tokens[1] * 2.5e-6, rel=0.05)
+
+
+def test_a_usage_that_is_no_object_is_a_malformed_reply_at_its_full_price(gemini, client, said):
+    answer = said(TEXT)
+    answer.body["usageMetadata"] = [7]
+    gemini.script = [answer]
+    asked = client()
+    assert asked.generate(ask(PROMPT)).failure == "malformed"
+    assert asked.counts()["cost"] == pytest.approx(533 * 0.3e-6 + 2560 * 2.5e-6, rel=0.01)
+
+
+def test_a_call_that_breaks_off_counts_as_its_most(gemini, client, said, failed):
+    """What was sent may be billed, though the reply did not come."""
+    gemini.script = [said(TEXT, drip="headers")]
+    asked = client(judge_timeout=0.3, judge_retries=0)
+    asked.generate(ask(PROMPT))
+    assert asked.counts()["cost"] == pytest.approx(533 * 0.3e-6 + 2560 * 2.5e-6, rel=0.01)
+    for free in (client(judge_base_url="http://127.0.0.1:9", judge_retries=0), client(judge_retries=0)):
+        gemini.script = [failed(500)]
+        assert free.generate(ask(PROMPT)).failure in ("connection", "server")
+        assert free.counts()["cost"] == 0
+
+
+def test_without_a_price_there_is_no_cost(gemini, client, said):
+    gemini.script = [said(TEXT)]
+    asked = client(judge_model="of-my-own")
+    asked.generate(ASK)
+    assert asked.counts()["input_tokens"] == 100 and "cost" not in asked.counts()
 
 
 def test_reservations_leave_no_rest():

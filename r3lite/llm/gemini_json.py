@@ -1,0 +1,88 @@
+"""The JSON that Gemini's server sends, read with distrust: texts, reasons for their lack, token counts, errors.
+
+Knows no network and no settings. InvalidRecord says what is wrong with a reply.
+"""
+
+from dataclasses import dataclass
+
+from r3lite.records import InvalidRecord, Record, Source, parse
+
+BYTES_PER_TOKEN = 3  # for estimates that are rather too high; about 4 in English
+BLOCKED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "MODEL_ARMOR", "LANGUAGE")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The text of a reply without thoughts, the kind of its failure (see FAILURES), and its tokens.
+
+    Thoughts count as output.
+    """
+
+    text: str
+    failure: str | None
+    detail: str
+    input_tokens: float
+    output_tokens: float
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """The body of an error: the name of its status, its message, and the seconds to wait that it names, as text."""
+
+    status: str
+    message: str
+    delays: tuple[str, ...] = ()
+
+
+def estimated_tokens(*texts: str) -> float:
+    """About how many tokens some texts have, rather too many."""
+    return sum(len(text.encode(errors="replace")) for text in texts) / BYTES_PER_TOKEN
+
+
+def read_answer(body: str, prompt_tokens: float, limit: int) -> Answer:
+    """The body of a reply to a prompt of about so many tokens; at most `limit` were to be written.
+
+    A count that is missing, zero or not a count is replaced by an estimate, so that no reply is free.
+    """
+    reply = Record(parse(body), Source("the reply"))
+    candidates = reply.records("candidates", [])
+    usage = reply.record("usageMetadata")
+    if candidates:
+        first = candidates[0]
+        parts = first.record("content").records("parts", [])
+        text = "".join(p.text("text", "", blank=True) for p in parts if not p.flag("thought", False))
+        detail = first.text("finishReason", "STOP")
+        failure = _failure(text, detail)
+    else:
+        reason = reply.record("promptFeedback").text("blockReason", "")
+        text, failure, detail = "", "blocked" if reason else "empty", f"prompt: {reason or 'no reason given'}"
+    read = _count(usage, "promptTokenCount") or prompt_tokens
+    written = _count(usage, "candidatesTokenCount") or estimated_tokens(text)
+    thoughts = _count(usage, "thoughtsTokenCount")
+    return Answer(text, failure, detail, read, written + (limit if thoughts is None else thoughts))
+
+
+def _failure(text: str, reason: str) -> str | None:
+    if reason == "MAX_TOKENS":
+        return "cut"
+    if reason in BLOCKED:
+        return "blocked"
+    return None if text.strip() else "empty"
+
+
+def _count(usage: Record, key: str) -> int | None:
+    """A count of tokens, 0 if it is not given; None if it is not a count."""
+    try:
+        return usage.whole(key, 0)
+    except InvalidRecord:
+        return None
+
+
+def read_complaint(body: str) -> Complaint:
+    """The body of an error; one of another form is its own message."""
+    try:
+        error = Record(parse(body), Source("")).record("error")
+        delays = tuple(d.text("retryDelay", "", blank=True) for d in error.records("details", []))
+        return Complaint(error.text("status", "", blank=True), error.text("message", "", blank=True), delays)
+    except InvalidRecord:
+        return Complaint("", body)

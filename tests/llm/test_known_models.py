@@ -1,0 +1,19 @@
+"""Prices and ways of thinking, by the names of models."""
+
+import pytest
+
+from r3lite.errors import R3LiteError
+from r3lite.llm.known_models import prices_of
+from r3lite.settings import JudgeSettings
+
+
+def test_known_and_given_prices():
+    assert prices_of(JudgeSettings(judge_max_cost=1.0)) == (0.30, 2.50)
+    assert prices_of(JudgeSettings(judge_model="models/gemini-2.5-flash", judge_input_price=0.0)) == (0.0, 2.50)
+    assert prices_of(JudgeSettings(judge_model="x", judge_input_price=1.0, judge_output_price=2.0)) == (1.0, 2.0)
+
+
+def test_a_model_without_a_price_is_not_free():
+    assert prices_of(JudgeSettings(judge_model="x", judge_output_price=2.0)) is None
+    with pytest.raises(R3LiteError, match="the price of x is not known"):
+        prices_of(JudgeSettings(judge_model="x", judge_output_price=2.0, judge_max_cost=1.0))

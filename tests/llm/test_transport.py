@@ -1,0 +1,85 @@
+"""Calls end: after a time in all, at a size, and at once if the run stops."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from r3lite.llm.gemini import GeminiClient, Request
+from r3lite.settings import JudgeSettings
+from tests.marks import ASK
+
+
+@pytest.mark.parametrize("part", ["headers", "body"])
+def test_a_server_that_drips_is_given_up_after_the_time_of_a_call(gemini, client, said, part):
+    """Each byte came within the time of a read, so that the call never ended."""
+    gemini.script = [said('{"mark": 1}', drip=part)]
+    start = time.monotonic()
+    assert client(judge_timeout=0.5, judge_retries=0).generate(ASK).failure == "timeout"
+    assert time.monotonic() - start < 5
+    wait_until(lambda: gemini.given_up == 1)  # the connection is closed
+
+
+def test_a_body_without_end_is_given_up(gemini, client, said):
+    gemini.script = [said('{"mark": 1}', endless=True)]
+    assert client().generate(ASK).failure == "too_large"
+    wait_until(lambda: gemini.given_up == 1)
+    assert gemini.sent < 32 << 20  # more than the 4 MiB read: sockets hold some
+
+
+def test_a_compressed_body_is_not_unpacked(gemini, client, said):
+    answer = said("", headers={"content-encoding": "gzip"})
+    gemini.script = [answer]
+    reply = client(judge_retries=0).generate(ASK)
+    assert reply.failure == "connection" and "compressed" in reply.detail
+    assert {k.lower(): v for k, v in gemini.requests[0][1].items()}["accept-encoding"] == "identity"
+
+
+def test_a_redirect_does_not_send_the_key_elsewhere(gemini, client, said):
+    gemini.script = [said("", status=307, headers={"location": "/elsewhere"})]
+    assert client().generate(ASK).failure == "refused"
+    assert len(gemini.requests) == 1
+
+
+def test_threads_that_wait_give_up_when_the_run_stops(gemini, said, failed):
+    answers = {"backoff": failed(503, headers={"Retry-After": "100"}), "drip": said("x", drip="body")}
+    gemini.script = lambda body: answers.get(body["contents"][0]["parts"][0]["text"], failed(400))
+    asked = GeminiClient(JudgeSettings(judge="gemini", judge_base_url=gemini.url))
+
+    def interrupt(reply):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asked.generate_all([Request("backoff"), Request("drip"), Request("quick")], on_reply=interrupt)
+    wait_until(lambda: not any(t.name.startswith("ThreadPoolExecutor") for t in threading.enumerate()))
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_wait_for_a_server_that_drips(gemini, said, tmp_path, number, status):
+    """The process waited on for its threads, each in a read that never came to an end."""
+    gemini.script = [said("x", drip="headers")]
+    (tmp_path / "data.jsonl").write_text('{"id": "1", "question": "Who?", "answer": "Ada"}\n')
+    flags = ["--source", "teacher", "--data", "data.jsonl", "--retriever", "none", "--output", "out.jsonl"]
+    command = [sys.executable, "-m", "r3lite.collect", *flags, "--judge-base-url", gemini.url]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: gemini.requests, 60)
+        process.send_signal(number)
+        start = time.monotonic()
+        _, told = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == status and "Traceback" not in told
+    assert time.monotonic() - start < 10
+
+
+def wait_until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
