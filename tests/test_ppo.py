@@ -84,10 +84,15 @@ def test_metrics_have_the_names_that_users_know(finished):
     names = (
         "step reward reward_std frac_reward_zero_std rewards/format/mean rewards/outcome/mean kl entropy loss "
         "grad_norm clip_ratio/low_mean clip_ratio/high_mean completions/mean_length completions/clipped_ratio "
-        "num_tokens step_time learning_rate peak_memory_mib tokens_per_second value_loss explained_variance"
+        "num_tokens step_time learning_rate peak_memory_mib tokens_per_second value_loss explained_variance "
+        "sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max "
+        "sampling/outside_clip_first_epoch"
     )
     assert all(set(names.split()) <= r.keys() for r in records) and [r["step"] for r in records] == [1, 2, 3, 4]
     assert records[0]["kl"] == pytest.approx(0, abs=1e-3) and records[-1]["kl"] > 0
+    # In fp32 sampler and trainer agree but for rounding, in every round: what samples is what was learned.
+    assert all(0 < r["sampling/sampling_logp_difference/max"] < 1e-3 for r in records)
+    assert all(r["sampling/outside_clip_first_epoch"] == 0 for r in records)  # one mini-batch an epoch
 
 
 def test_what_is_trained_moves_and_what_is_frozen_does_not(finished, cold):

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from r3lite.answer_match import answer_scores
 from r3lite.config import Trait, settings_with
 from r3lite.episode import Episode
+from r3lite.errors import R3LiteError
 from r3lite.settings import RewardSettings
+
+MOST = 1e15  # learning squares rewards and adds them up, in fp32
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,20 @@ class Scored:
 
     `steps[k]` is paid at the end of step k; their sum is `total`. `parts` holds `format`, `process` and `outcome`,
     weighted, which add up to `total`; and unweighted, for the log, `em`, `f1`, `recall` (None if no gold paragraph is
-    known) and, if there was a judge, `judge` (1 if it called the answer right).
+    known) and, if there was a judge, `judge` (1 if it called the answer right). Raises R3LiteError if a reward is not a
+    number that can be learned from.
     """
 
     steps: list[float]
     parts: dict[str, float | None] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for paid in self.steps:
+            if not abs(paid) <= MOST:
+                raise R3LiteError(
+                    f"a step is paid {paid}, which nothing can be learned from",
+                    f"Rewards are finite and at most {MOST:.0e}: lower their weights, such as --outcome-em.",
+                )
 
     @property
     def total(self) -> float:

@@ -60,6 +60,7 @@ class Batch:
             for position, amount in rollout.rewards:
                 assert rollout.action_mask[position], "a reward is paid at a token that the model sampled"
                 rewards[i, position] += amount
+        assert rewards.isfinite().all(), "a reward is a finite number"
         return Batch(
             tokens=padded((r.tokens for r in rollouts), 0, torch.long),
             action_mask=mask,

@@ -23,6 +23,7 @@ from r3lite.models.packing import Pack, groups
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import ActionTokens, Batch
+from r3lite.rl.mismatch import sampling_metrics
 from r3lite.settings import RLSettings
 
 Metrics = dict[str, Tensor | int]
@@ -55,17 +56,23 @@ class Learner:
         scaled = self.settings.negative_advantage_scale * batch.advantages
         batch = replace(batch, advantages=torch.where(batch.advantages < 0, scaled, batch.advantages))
         measured: list[Metrics] = []
+        log_ratios: list[Tensor] = []  # of the first epoch's mini-batches
         norms: list[float] = []
         for epoch in range(self.settings.update_epochs):
             for rows in self.mini_batches(batch, f"{seed}/{epoch}"):
-                measured.append(self.grant.attempt("update", self.add_gradients, batch.rows(rows)))
+                sums, ratios = self.grant.attempt("update", self.add_gradients, batch.rows(rows))
+                measured.append(sums)
+                if epoch == 0:
+                    log_ratios.append(ratios)
                 norm, _ = self.optimizer_step()
                 norms.append(norm)
         sums = added(measured)
         tokens, loss = sums.pop("tokens"), sums.pop("loss")
         means = {"loss": float(loss) / len(norms)} | {name: float(total) / tokens for name, total in sums.items()}
         finite = [n for n in norms if math.isfinite(n)]  # a skipped step has none
-        return means | {"grad_norm": statistics.fmean(finite or [math.inf])} | self.algorithm.statistics(batch)
+        means |= {"grad_norm": statistics.fmean(finite or [math.inf])}
+        means |= sampling_metrics(log_ratios, self.settings.clip_low, self.settings.clip_high)
+        return means | self.algorithm.statistics(batch)
 
     @torch.no_grad()
     def reference_logprobs(self, batch: Batch) -> Tensor:
@@ -93,26 +100,34 @@ class Learner:
             batch.token_rows(), self.grant.memory.micro_batch_tokens, self.settings.micro_batch_size or len(batch)
         )
 
-    def add_gradients(self, batch: Batch) -> Metrics:
-        """Adds the gradients of a mini-batch's loss, micro-batch by micro-batch; returns sums over its tokens."""
+    def add_gradients(self, batch: Batch) -> tuple[Metrics, Tensor]:
+        """Adds the gradients of a mini-batch's loss, micro-batch by micro-batch.
+
+        Returns sums over its N action tokens, and their log-ratios [N].
+        """
         batch = replace(batch, weights=self.algorithm.weights(batch))
         measured: list[Metrics] = []
+        log_ratios: list[Tensor] = []
         for rows in self.micro_batches(batch):
-            loss, more = self.loss(batch.rows(rows))
+            loss, more, ratios = self.loss(batch.rows(rows))
             self.precision.backward(loss)
             measured += more
-        return added(measured)
+            log_ratios.append(ratios)
+        return added(measured), torch.cat(log_ratios)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, list[Metrics]]:
-        """The loss of a micro-batch, whose tokens have their weights, and sums over its tokens, chunk by chunk.
+    def loss(self, batch: Batch) -> tuple[Tensor, list[Metrics], Tensor]:
+        """The loss of a micro-batch, whose tokens have their weights; sums over its tokens, chunk by chunk; log-ratios.
 
-        The sums of the chunks are not added up here, so that a round adds all of them in one order.
+        The sums of the chunks are not added up here, so that a round adds all of them in one order. The log-ratios [N]
+        are those of its N action tokens: the log-probability now minus the one that the sampler recorded.
         """
         self._last = batch
         known = ActionTokens.of(batch, self.model.head_weight.device)
+        log_ratios = torch.empty_like(known.old_logprobs)
 
         def policy_loss(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
             some = known[rows]
+            log_ratios[rows] = logprobs.detach() - some.old_logprobs
             per_token, metrics = self.algorithm.loss(some, logprobs, entropy)
             return (per_token * some.weights).sum(), summed({"entropy": entropy} | metrics)
 
@@ -126,7 +141,7 @@ class Learner:
             per_token, metrics = self.algorithm.value_loss(known, values)
             loss = loss + self.settings.value_coefficient * (per_token * known.weights).sum()
             measured = [*measured, summed(metrics)]
-        return loss, [*measured, {"loss": loss.detach(), "tokens": len(tokens)}]
+        return loss, [*measured, {"loss": loss.detach(), "tokens": len(tokens)}], log_ratios
 
     def explain_overflow(self) -> str:
         """Runs the newest micro-batch once more; says which layer overflowed first, or that none did."""

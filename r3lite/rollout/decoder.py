@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.models.kv_cache import BLOCK, Decode, KVCache
@@ -38,8 +39,9 @@ class GraphDecoder(Decoder):
 
     Rows that only fill a bucket up write to the last slot, which no real row needs: an episode's last token is never
     run. `capture` is called with a function that computes a tensor, and returns a function that computes it again and
-    the tensor that holds the result. The first graph is compared with the model itself. If it differs, or cannot be
-    captured, a warning is printed and the model is called from then on.
+    the tensor that holds the result. Each graph is compared with the model itself. If one differs, or cannot be
+    captured, a warning is printed and the model is called from then on. Errors of the model itself are raised, and
+    torch.OutOfMemoryError if a capture runs out of memory: with fewer rows there is room for graphs.
     """
 
     def __init__(self, model: Qwen2, cache: KVCache, slots: int, capture: Callable | None = None):
@@ -62,7 +64,7 @@ class GraphDecoder(Decoder):
         spare = [self.slots - 1] * (rows - n)
         self.ids[:n] = torch.tensor(tokens)[:, None]
         self.positions[:rows] = torch.tensor(lengths[:n] + spare)[:, None]
-        if (rows, used) not in self.graphs and not self._add(rows, used):
+        if (rows, used) not in self.graphs and not self._add(n, rows, used):
             return super().__call__(tokens)
         replay, hidden = self.graphs[rows, used]
         replay()
@@ -70,29 +72,44 @@ class GraphDecoder(Decoder):
             lengths[row] += 1
         return hidden[:n, 0]
 
-    def _add(self, rows: int, used: int) -> bool:
-        """Captures the graph of a bucket; returns whether it may be used."""
+    def _add(self, n: int, rows: int, used: int) -> bool:
+        """Captures the graph of a bucket, whose first `n` rows are at work; returns whether it may be used."""
 
         def step() -> Tensor:
             # The context is made within the graph, which so makes the mask anew from the positions at each replay.
             return self.model(self.ids[:rows], Decode(self.cache, self.positions[:rows], used))
 
+        # The first call chooses kernels, which cannot be done during a capture. Errors of the model show here.
+        expected = step()
         try:
-            expected = step()  # the first call chooses kernels, which cannot be done during a capture
             replay, hidden = self.capture(step)
         except RuntimeError as error:
-            print(f"warning: decoding goes on without CUDA graphs: {error}".splitlines()[0], file=sys.stderr)
-            self.works = False
-            return False
-        if not self.graphs:
-            replay()
-            cosine = torch.nn.functional.cosine_similarity(hidden.float(), expected.float(), dim=-1).min()
-            if not cosine >= LEAST_COSINE:
-                print("warning: decoding goes on without CUDA graphs: theirs are other numbers", file=sys.stderr)
-                self.works = False
-                return False
+            if _ran_out_of_memory(error):
+                raise torch.OutOfMemoryError(f"no memory is left for a CUDA graph: {error}") from error
+            return self._give_up(str(error))
+        replay()
+        cosine = F.cosine_similarity(hidden[:n].float(), expected[:n].float(), dim=-1).min()
+        if not cosine >= LEAST_COSINE:
+            return self._give_up("theirs are other numbers")
         self.graphs[rows, used] = replay, hidden
         return True
+
+    def _give_up(self, reason: str) -> bool:
+        """Has the model called from now on, and says why; returns False."""
+        print(f"warning: decoding goes on without CUDA graphs: {reason}".splitlines()[0], file=sys.stderr)
+        self.works = False
+        return False
+
+
+def _ran_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out, of PyTorch's allocator or of the driver.
+
+    The error before it counts too: ending a capture in which an error was raised may raise another one.
+    """
+    if error is None:
+        return False
+    found = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    return found or _ran_out_of_memory(error.__context__)
 
 
 class Capture:

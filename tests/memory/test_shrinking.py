@@ -14,6 +14,7 @@ from r3lite.models.weights import resolve_folder
 from r3lite.rewards import reward
 from r3lite.rl.batch import Batch
 from r3lite.rl.learner import Learner
+from r3lite.rollout import decoder, engine
 from r3lite.rollout.engine import Engine
 from r3lite.training import checkpoint, metrics
 
@@ -249,6 +250,29 @@ def test_a_rollout_is_repeated_with_half_as_many_episodes_at_a_time(toy, tmp_pat
     assert said == [json.loads(x) for x in (tmp_path / "whole" / "episodes.jsonl").read_text().splitlines()]
     assert_same(tmp_path / "small", tmp_path / "whole", 2)
     assert memory_of(tmp_path / "small", 2)["rollout_batch_size"] == 1
+
+
+def test_a_graph_that_does_not_fit_is_captured_for_fewer_episodes(toy, tmp_path, monkeypatch, capsys, paid):
+    """It was once taken for one that cannot be captured, and the run went on without graphs, as slow as that is."""
+    assert run_rl(toy, tmp_path / "whole") == 0
+    buckets = []
+
+    def capture(work):
+        result = work()
+        if len(result) > 2:
+            out_of_memory()
+        buckets.append(len(result))
+        return lambda: result.copy_(work()), result
+
+    monkeypatch.setattr(engine, "Decoder", lambda model, cache: decoder.GraphDecoder(model, cache, 64, capture))
+    capsys.readouterr()
+    assert run_rl(toy, tmp_path / "small") == 0
+    told = capsys.readouterr().err
+    assert "rollout_batch_size 8 -> 3" in told and "rollout_batch_size 3 -> 1" in told
+    assert "without CUDA graphs" not in told and set(buckets) == {1}
+    said = [(tmp_path / run / "episodes.jsonl").read_text() for run in ("small", "whole")]
+    assert said[0] == said[1]
+    assert_same(tmp_path / "small", tmp_path / "whole", 2)
 
 
 def test_in_fp16_the_loss_scale_is_as_if_nothing_had_happened(toy, tmp_path, monkeypatch):

@@ -1,7 +1,10 @@
+import math
+
 import pytest
 
 from r3lite.answer_match import answer_scores
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
+from r3lite.errors import R3LiteError
 from r3lite.protocols.registry import build_protocol
 from r3lite.rewards.reward import Scored, StepVerdict, Verdict, score
 from r3lite.settings import ProtocolSettings, RewardSettings
@@ -129,3 +132,16 @@ def test_a_failed_judge_is_a_missing_reward_not_a_zero():
 def test_a_judge_cannot_call_a_missing_answer_right():
     verdict = Verdict(True, (StepVerdict(0.0, 0.0),))
     assert score(Episode(QUESTION, [search()], CUT_OFF), JUDGED, verdict).total == 0.0
+
+
+@pytest.mark.parametrize("paid", [math.nan, math.inf, -math.inf, 1e16, -1e16])
+def test_a_reward_that_cannot_be_learned_from_is_refused(paid):
+    """It would become a metric that is no number, and then gradients that are none."""
+    with pytest.raises(R3LiteError, match=r"a step is paid .*, which nothing can be learned from\n  Rewards are"):
+        Scored([0.5, paid])
+    assert Scored([1e15, -1e15]).total == 0
+
+
+def test_weights_that_add_up_to_infinity_are_refused():
+    with pytest.raises(R3LiteError, match="a step is paid inf"):
+        score(Episode(QUESTION, [answer("Ada")], ANSWERED), RewardSettings(outcome_em=1e308, outcome_f1=1e308))

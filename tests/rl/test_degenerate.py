@@ -1,0 +1,86 @@
+"""Rounds as poor as can be: groups of one, equal rewards, episodes of one token. Nothing may become inf or nan."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from r3lite.rewards.reward import MOST
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.rl.batch import Batch, Rollout
+from r3lite.settings import RLSettings
+from tests.rl.conftest import VOCABULARY
+
+
+def episode(dice: random.Random, paid: float, group: int, actions: int) -> Rollout:
+    """Random tokens, of which `actions` were sampled; paid at the last of them."""
+    mask = [False] + [True] * actions + [False] * dice.choice([0, 0, 3])
+    tokens = [dice.randrange(VOCABULARY) for _ in mask]
+    logprobs, values = ([dice.gauss(mean, 1) for _ in range(actions)] for mean in (-5, 0))
+    return Rollout(tokens, mask, logprobs, values, [(actions, paid)], group)
+
+
+def a_round(seed: int) -> Batch:
+    """One to six episodes; their groups, lengths and rewards are as likely as not all the same."""
+    dice = random.Random(seed)
+    count, size = dice.randint(1, 6), dice.choice([0.0, 1.0, 1e-9, MOST])
+    groups = dice.choice([[0] * count, list(range(count)), [i // 2 for i in range(count)]])
+    length = dice.choice([lambda: 1, lambda: dice.randint(1, 7)])
+    paid = dice.choice([lambda: size, lambda: dice.choice([0.0, size]), lambda: size * dice.gauss(0, 1)])
+    return Batch.of([episode(dice, paid(), group, length()) for group in groups])
+
+
+ROUNDS = range(60)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_advantages_and_weights_are_numbers(algorithm):
+    for seed in ROUNDS:
+        batch = a_round(seed)
+        made = ALGORITHMS[algorithm](RLSettings(algorithm=algorithm))
+        known = made.with_advantages(batch)
+        weights = batch.at_actions(made.weights(known))
+        assert known.advantages.isfinite().all() and not known.advantages[~batch.action_mask].any()
+        assert float(weights.sum()) == pytest.approx(1) and (weights > 0).all()
+        assert all(abs(x) < float("inf") for x in made.statistics(known).values())
+
+
+def test_a_group_is_compared_with_itself_alone():
+    """Advantages of a group add up to 0, are of size 1, and depend neither on what all got nor on other groups."""
+    grpo = ALGORITHMS["grpo"](RLSettings(algorithm="grpo"))
+    for seed in ROUNDS:
+        batch = a_round(seed)
+        advantages = grpo.with_advantages(batch).advantages[:, 1]
+        for group in batch.groups.unique():
+            mine = torch.nonzero(batch.groups == group)[:, 0]
+            assert abs(float(advantages[mine].sum())) < 1e-4 and float(advantages[mine].norm()) <= len(mine) ** 0.5
+            alone = grpo.with_advantages(batch.rows(mine.tolist())).advantages[:, 1]
+            assert torch.equal(alone, advantages[mine])
+            if len(mine) == 1 or batch.returns[mine].unique().numel() == 1:
+                assert not advantages[mine].any()
+
+
+def test_whitened_advantages_have_mean_0_and_variance_1_or_are_all_0():
+    ppo = ALGORITHMS["ppo"](RLSettings(kl_beta=0.0))
+    for seed in ROUNDS:
+        batch = a_round(seed)
+        advantages = batch.at_actions(ppo.with_advantages(batch).advantages)
+        variance = float(advantages.var(correction=0)) if len(advantages) > 1 else 0.0
+        assert abs(float(advantages.mean())) < 1e-3 and (variance == pytest.approx(1, abs=1e-2) or variance < 1e-3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_round_is_learned_from(setup, algorithm, seed):
+    """Whatever it is made of, the steps and all metrics are finite numbers."""
+    made = setup(algorithm, update_epochs=2, mini_batch_size=2, entropy_coefficient=0.01)
+    measured = made.learner.learn(a_round(seed), "seed")
+    assert made.steps and all(step.isfinite().all() for step in made.steps)
+    assert all(abs(x) < float("inf") for x in measured.values())
+
+
+@pytest.mark.parametrize("paid", [float("nan"), float("inf"), -float("inf"), 1e39])
+def test_a_reward_that_is_no_number_is_a_bug(batch, paid):
+    with pytest.raises(AssertionError, match="finite"):
+        Batch.of([replace(episode(random.Random(0), 0.0, 0, 2), rewards=[(1, 0.5), (2, paid)])])

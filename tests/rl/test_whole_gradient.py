@@ -1,0 +1,136 @@
+"""The gradient of every trained parameter, off-policy, against the papers' formulas in float64 and plain autograd."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from r3lite.models import lora
+from r3lite.settings import RLSettings
+from tests.rl.conftest import ACTIONS, VOCABULARY
+from tests.rl.plain import hidden_states
+
+TEMPERATURE = 0.7
+SETTINGS = {"kl_beta": 0.05, "clip_low": 0.1, "clip_high": 0.3, "entropy_coefficient": 0.02, "gamma": 0.9}
+SETTINGS |= {"gae_lambda": 0.8, "value_clip": 0.2, "value_coefficient": 0.5, "negative_advantage_scale": 0.6}
+
+
+class Plain:
+    """What the formulas need of each episode, all in float64; `parameters` are the leaves of the policy."""
+
+    def __init__(self, model, head):
+        self.model, self.head = model, head
+        self.wide = functools.cache(lambda p: p.detach().double().requires_grad_(p.requires_grad))
+        self.parameters = [self.wide(p) for p in lora.adapter_parameters(model, "policy").values()]
+        self.parameters += [self.wide(p) for p in head.parameters()] if head is not None else []
+
+    def episode(self, tokens: Tensor, actions: list[int], adapter: str = "policy") -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities, entropies and values [n] of the n action tokens, from all logits of the row."""
+        before = hidden_states(self.model, adapter, tokens, self.wide)[[t - 1 for t in actions]]  # [n, C]
+        logits = before @ self.wide(self.model.head_weight)[:VOCABULARY].T / TEMPERATURE
+        logprobs = logits - logits.exp().sum(-1, keepdim=True).log()  # [n, V]
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        values = torch.zeros(len(actions)).double()
+        if self.head is not None:
+            values = before @ self.wide(self.head.weight) + self.wide(self.head.bias)
+        return logprobs[range(len(actions)), tokens[actions]], entropies, values
+
+
+def surrogate(s: RLSettings, ratio: Tensor, advantage: Tensor) -> Tensor:
+    """arXiv 1707.06347, eq. 7."""
+    return torch.minimum(ratio * advantage, ratio.clip(1 - s.clip_low, 1 + s.clip_high) * advantage)
+
+
+def scaled(s: RLSettings, advantages: Tensor) -> Tensor:
+    return torch.where(advantages < 0, s.negative_advantage_scale * advantages, advantages)
+
+
+def ppo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
+    """arXiv 1707.06347 with the KL penalty of 2203.02155; the gradient of each optimizer step on some rows."""
+    at = [[t for t, c in enumerate(pattern) if c == "a"] for pattern in ACTIONS]
+    advantages, targets = [], []
+    for row, t in enumerate(at):
+        reference = plain.episode(batch.tokens[row], t, "reference")[0].detach()
+        old, values = batch.logprobs[row, t].double(), batch.values[row, t].double()
+        rewards = batch.rewards[row, t].double() - s.kl_beta * (old - reference)
+        delta = rewards + s.gamma * torch.cat((values[1:], values.new_zeros(1))) - values
+        decay = s.gamma * s.gae_lambda
+        gae = [sum(decay ** (k - i) * delta[k] for k in range(i, len(t))) for i in range(len(t))]
+        advantages.append(torch.stack(gae))
+        targets.append(advantages[-1] + values)
+    every = torch.cat(advantages)
+    advantages = [scaled(s, (a - every.mean()) / (every.var(correction=0) + 1e-8).sqrt()) for a in advantages]
+    found = []
+    for rows in steps:
+        losses = []
+        for row in rows:
+            t = at[row]
+            logprobs, entropies, values = plain.episode(batch.tokens[row], t)
+            old = batch.values[row, t].double()
+            near = old + (values - old).clip(-s.value_clip, s.value_clip)
+            value_loss = 0.5 * torch.maximum((values - targets[row]) ** 2, (near - targets[row]) ** 2)
+            ratio = (logprobs - batch.logprobs[row, t].double()).exp()
+            policy_loss = -surrogate(s, ratio, advantages[row]) - s.entropy_coefficient * entropies
+            losses.append(policy_loss + s.value_coefficient * value_loss)
+        found.append(torch.autograd.grad(torch.cat(losses).mean(), plain.parameters))
+    return found
+
+
+def grpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
+    """arXiv 2402.03300, eq. 3 and 4; the gradient of each optimizer step on some rows."""
+    found = []
+    for rows in steps:
+        losses = []
+        for row in rows:
+            t = [t for t, c in enumerate(ACTIONS[row]) if c == "a"]
+            group = batch.rewards[row // 2 * 2 : row // 2 * 2 + 2].double().sum(-1)
+            advantage = scaled(s, (batch.rewards[row].double().sum() - group.mean()) / (group.std() + 1e-4))
+            logprobs, entropies, _ = plain.episode(batch.tokens[row], t)
+            reference = plain.episode(batch.tokens[row], t, "reference")[0].detach()
+            ratio = (logprobs - batch.logprobs[row, t].double()).exp()
+            kl = (reference - logprobs).exp() - (reference - logprobs) - 1
+            losses.append((-surrogate(s, ratio, advantage) - s.entropy_coefficient * entropies + s.kl_beta * kl).mean())
+        found.append(torch.autograd.grad(sum(losses) / len(losses), plain.parameters))
+    return found
+
+
+@pytest.fixture
+def off_policy(batch, model):
+    """The batch as another policy's: ratios on both sides of the clip, and values far from and near to the critic's."""
+    plain, generator = Plain(model, None), torch.Generator().manual_seed(5)
+    logprobs = torch.zeros_like(batch.logprobs)
+    for row, pattern in enumerate(ACTIONS):
+        t = [t for t, c in enumerate(pattern) if c == "a"]
+        logprobs[row, t] = plain.episode(batch.tokens[row], t)[0].detach().float()
+    noise = torch.randn(logprobs.shape, generator=generator) * 0.4 * batch.action_mask
+    values = torch.randn(logprobs.shape, generator=generator) * 0.7 * batch.action_mask
+    return replace(batch, logprobs=logprobs + noise, values=values)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "mini_batch_size", "chunk"), [(4, 4, 128), (4, 4, 3), (1, 4, 128), (2, 2, 2)]
+)
+@pytest.mark.parametrize(("algorithm", "formula"), [("ppo", ppo_gradients), ("grpo", grpo_gradients)])
+def test_every_parameter_gets_the_gradient_of_the_formula(
+    setup, model, off_policy, algorithm, formula, micro_batch_size, mini_batch_size, chunk
+):
+    made = setup(algorithm, **SETTINGS, micro_batch_size=micro_batch_size, mini_batch_size=mini_batch_size)
+    learner = made.learner
+    learner.temperature = TEMPERATURE
+    learner.grant.memory = replace(learner.grant.memory, loss_chunk=chunk)
+    measured = learner.learn(off_policy, "seed")
+    plain = Plain(model, learner.value_head)
+    expected = formula(learner.settings, plain, off_policy, learner.mini_batches(off_policy, "seed/0"))
+    assert len(made.steps) == len(expected) == 4 // mini_batch_size
+    for got, step in zip(made.steps, expected):
+        for part, wanted in zip(got.split([p.numel() for p in plain.parameters]), step, strict=True):
+            wanted = wanted.flatten().float()
+            assert wanted.norm() > 0 and (part - wanted).norm() <= 1e-4 * wanted.norm()
+    # The clip cuts the gradient on either side, and outside of it some have theirs.
+    for side in ("low", "high"):
+        assert 0.05 < measured[f"clip_ratio/{side}_mean"] < 0.4
+    assert measured["sampling/outside_clip_first_epoch"] > sum(
+        measured[f"clip_ratio/{s}_mean"] for s in ("low", "high")
+    )
