@@ -92,20 +92,12 @@ def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
     lock = place / LOCK if folder else place.with_name(f".{place.name}{LOCK}")
     made = [parent for parent in lock.parents if not parent.exists()]  # the innermost first
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _open_locked(lock, output)
-    except OSError as error:
-        raise R3LiteError(f"{output} cannot be written: {error}", "Name another --output.") from error
-    try:
-        yield
+        try:
+            yield
+        finally:
+            _remove_open(lock, descriptor)
     finally:
-        if os.name == "nt":  # an open file cannot be removed there
-            os.close(descriptor)
-            with contextlib.suppress(PermissionError):  # the next writer has it open
-                lock.unlink(missing_ok=True)
-        else:
-            lock.unlink(missing_ok=True)
-            os.close(descriptor)
         with contextlib.suppress(OSError):  # not empty
             for parent in made:
                 parent.rmdir()
@@ -114,7 +106,11 @@ def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
 def _open_locked(lock: Path, output: str | Path) -> int:
     """A descriptor of the lock file, locked; the file holds this process's number."""
     while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise R3LiteError(f"{output} cannot be written: {error}", "Name another --output.") from error
         try:
             _lock(descriptor)
         except (BlockingIOError, PermissionError):
@@ -131,11 +127,22 @@ def _open_locked(lock: Path, output: str | Path) -> int:
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f"{os.getpid()}\n".encode())
                 return descriptor
-        except FileNotFoundError:
-            pass  # its owner removed it after we had opened it
-        except OSError:
             os.close(descriptor)
-            raise
+        except FileNotFoundError:
+            os.close(descriptor)  # its owner removed it after we had opened it
+        except OSError as error:
+            _remove_open(lock, descriptor)
+            raise R3LiteError(f"{output} cannot be written: {error}", "Make room, or name another --output.") from error
+
+
+def _remove_open(lock: Path, descriptor: int) -> None:
+    """Removes a lock file and lets go of it, in this order where that can be: else another process might have it."""
+    if os.name == "nt":  # an open file cannot be removed there
+        os.close(descriptor)
+        with contextlib.suppress(PermissionError):  # the next writer has it open
+            lock.unlink(missing_ok=True)
+    else:
+        lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 

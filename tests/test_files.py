@@ -177,6 +177,16 @@ def test_what_was_made_for_the_lock_is_removed_and_nothing_else(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def test_a_lock_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(R3LiteError, match=r"cannot be written: .*No space left"), sole_writer(tmp_path / "a" / "b"):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    with sole_writer(tmp_path / "a" / "b"):
+        pass
+
+
 @posix
 def test_a_link_and_what_it_leads_to_are_one_place(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "folder")

@@ -28,7 +28,7 @@ class CollectSettings(Section):
 
     source: Literal["gold", "teacher"] = "gold"
     """gold: from the data set's decompositions or supporting facts; teacher: sampled from --judge-model, wrong or
-    malformed ones rejected, continuing an earlier run into the same --output"""
+    malformed ones rejected, continuing an earlier run of the same settings into the same --output"""
     max_hops: Annotated[int, Bounds(low=1, high=100)] = 5
     """most queries of a trajectory; questions with more gold hops are left out, a teacher is then told to answer"""
     hurried_share: Fraction = 0.0

@@ -190,7 +190,7 @@ FIXED = ["--recompute-layers", "1", "--loss-chunk", "64", "--mlp-tile", "256", "
     [
         ({"loss_chunk": 0}, "loss_chunk is 0"),
         ({"mlp_tile": "64"}, "mlp_tile is '64'"),
-        ({"nf4": 0}, "nf4 is 0, not true"),
+        ({"nf4": 0}, "nf4 is 0"),
     ],
 )
 def test_figures_of_wrong_types_in_a_checkpoint_are_refused(changed, told):
