@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from r3lite.command import COMMANDS, ignore_output
-from r3lite.config import nearest
+from r3lite.errors import nearest
 
 
 def summary(name: str) -> str:

@@ -3,6 +3,7 @@
 The teacher is given the student's prompts and the documents that its own queries brought, never the answer.
 """
 
+import os
 import random
 import sys
 import time
@@ -11,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3lite import command
+from r3lite.config import to_toml
 from r3lite.episode import Document, Question, Retrieve
 from r3lite.errors import R3LiteError
-from r3lite.files import append_jsonl, check_writable, recover_jsonl, write_jsonl
+from r3lite.files import append_jsonl, check_writable, recover_jsonl, sole_writer, write_jsonl, write_text
 from r3lite.protocols.base import Protocol
 from r3lite.settings import (
     CollectSettings,
@@ -24,7 +26,8 @@ from r3lite.settings import (
     RetrievalSettings,
 )
 
-WRITER = "collect"  # as files that it goes on writing name it
+WRITER = "collect --source teacher"  # as errors name what writes the files that it goes on with
+MORE = ("limit", "skip_bad_rows")  # settings with which a teacher's run may go on: they add questions
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,14 @@ class CollectConfig:
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     judge: JudgeSettings = JudgeSettings()
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Ids of the questions that earlier runs of a teacher have done with."""
+
+    kept: set[str]
+    rejected: set[str]
 
 
 @dataclass
@@ -70,25 +81,32 @@ class Tally:
 
 
 def write_trajectories(config: CollectConfig) -> None:
-    from r3lite.datasets.qa import read_questions
-    from r3lite.protocols.registry import build_protocol
-    from r3lite.retrieval.retriever import build_retriever
-
     output = Path(config.common.output or time.strftime("runs/collect-%Y%m%d-%H%M%S.jsonl"))
     check_output(output, config)
-    questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
-    protocol = build_protocol(config.protocol)
-    collect = gold if config.collect.source == "gold" else teacher
-    retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
-    tally = collect(config, questions, protocol, retrieve, output)
+    with sole_writer(output, folder=False):
+        earlier = read_earlier(output, config)
+        tally = collect(config, output, earlier)
     print(tally.table())
     print(f"written to {output}")
     if not (tally.kept or tally.extra.get("kept by earlier runs")):
         raise R3LiteError("no trajectory was kept", "The table above says why.")
 
 
+def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
+    from r3lite.datasets.qa import read_questions
+    from r3lite.protocols.registry import build_protocol
+    from r3lite.retrieval.retriever import build_retriever
+
+    questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
+    protocol = build_protocol(config.protocol)
+    retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
+    if config.collect.source == "gold":
+        return gold(config, questions, protocol, retrieve, output)
+    return teacher(config, questions, protocol, retrieve, output, earlier)
+
+
 def check_output(output: Path, config: CollectConfig) -> None:
-    """Refuses, before any question is read, an output that cannot be written or that must not be replaced."""
+    """Refuses, before any question is read, an output that is an input, no file, or cannot be written."""
     remedy = "Name a new file that ends in .jsonl."
     try:
         for flag, given in (("--data", config.data.data), ("--corpus", config.retrieval.corpus)):
@@ -96,16 +114,32 @@ def check_output(output: Path, config: CollectConfig) -> None:
                 raise R3LiteError(f"--output {output} is the file of {flag}", remedy)
         if output.exists() and not output.is_file():
             raise R3LiteError(f"--output {output} is a {'folder' if output.is_dir() else 'device'}", remedy)
-        check_writable(output.parent)
+        check_writable(Path(os.path.realpath(output)).parent)
         if output.exists():
             open(output, "ab").close()
-        before = recover_jsonl(output, is_trajectory, WRITER)
-        if config.collect.source == "teacher":
-            recover_jsonl(rejections_of(output), is_rejection, WRITER)
     except OSError as error:
         raise R3LiteError(f"--output {output} cannot be written: {error}", "Name another file.") from error
-    if config.collect.source == "gold" and any(r["source"] == "teacher" for r in before):
-        raise R3LiteError(f"{output} holds a teacher's trajectories", "Name another --output, or remove the file.")
+
+
+def read_earlier(output: Path, config: CollectConfig) -> Earlier:
+    """What an earlier run into the same file has done. Refuses a file that this run may not go on writing.
+
+    Gold trajectories are written all at once, so a file with anything in it is not this run's. A teacher's run goes on
+    with its own file only: the settings that it had are kept in `<output>.config.toml`.
+    """
+    if config.collect.source == "gold":
+        if output.exists() and output.stat().st_size:
+            raise R3LiteError(f"--output {output} is there and is not empty", "Name a new file, or remove it.")
+        return Earlier(set(), set())
+    settings = config_of(output)
+    files = (output, rejections_of(output))
+    if known := settings.exists() and any(path.exists() and path.stat().st_size for path in files):
+        command.refuse_another_run(settings, "collect", config, output, MORE)
+    kept, rejected = (
+        recover_jsonl(path, is_ours, WRITER, known)
+        for path, is_ours in zip(files, (is_teachers, is_rejection), strict=True)
+    )
+    return Earlier({str(r["id"]) for r in kept}, {str(r["id"]) for r in rejected})
 
 
 def gold(
@@ -148,7 +182,12 @@ def gold(
 
 
 def teacher(
-    config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
+    config: CollectConfig,
+    questions: list[Question],
+    protocol: Protocol,
+    retrieve: Retrieve,
+    output: Path,
+    earlier: Earlier,
 ) -> Tally:
     """Adds to the file the teacher's right answers in well-formed steps, a block of questions at a time.
 
@@ -162,18 +201,17 @@ def teacher(
     from r3lite.llm.gemini import GeminiClient
 
     rejected = rejections_of(output)
-    kept_before = {str(r.get("id")) for r in recover_jsonl(output, is_trajectory, WRITER)}
-    rejected_before = {str(r["id"]) for r in recover_jsonl(rejected, is_rejection, WRITER)}
-    waiting = [q for q in questions if q.id not in kept_before | rejected_before]
+    waiting = [q for q in questions if q.id not in earlier.kept | earlier.rejected]
     tally = Tally(len(questions))
     if len(waiting) < len(questions):
-        tally.extra["kept by earlier runs"] = sum(q.id in kept_before for q in questions)
-        tally.extra["rejected by earlier runs"] = sum(q.id in rejected_before for q in questions)
+        tally.extra["kept by earlier runs"] = sum(q.id in earlier.kept for q in questions)
+        tally.extra["rejected by earlier runs"] = sum(q.id in earlier.rejected for q in questions)
     client = GeminiClient(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
     sampler, size = (
         Teacher(config.collect, client, protocol, retrieve, config.common.seed),
         4 * config.judge.judge_concurrency,
     )
+    write_text(config_of(output), to_toml(config, "collect"))
     bar = tqdm(total=len(waiting), desc="teacher", unit="question", disable=None)
     for start in range(0, len(waiting), size):
         block = waiting[start : start + size]
@@ -214,8 +252,13 @@ def rejections_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.rejected.jsonl")
 
 
-def is_trajectory(record: dict) -> bool:
-    return "steps" in record and record.get("source") in ("gold", "teacher")
+def config_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.config.toml")
+
+
+def is_teachers(record: dict) -> bool:
+    """Whether a record is a trajectory that a teacher's run wrote."""
+    return "id" in record and "steps" in record and record.get("source") == "teacher"
 
 
 def is_rejection(record: dict) -> bool:

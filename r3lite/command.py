@@ -1,16 +1,21 @@
-"""The names of the commands, and how each starts and ends: arguments, `--dry-run`, errors, signals, exit codes."""
+"""The names of the commands, and how each starts and ends: arguments, `--dry-run`, an earlier run's output, errors,
+signals, exit codes."""
 
 import errno
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
-from r3lite.config import UsageError, check_required, flat, resolve, sections
+from r3lite.config import UsageError, check_required, flat, free_settings, load_toml, resolve, sections, with_values
 from r3lite.errors import R3LiteError
 
 COMMANDS = ("sft", "ppo", "evaluate", "collect", "index", "retrieve", "plan", "quickstart")
+# Of writing and flushing a file, which name no path. (Those of a network have other numbers.)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class Terminated(BaseException):
@@ -34,6 +39,31 @@ def describe(config: Any) -> str:
         lines.append(type(section).__doc__.strip().splitlines()[0].rstrip("."))
         lines += [f"  {k:<{width}}  {v}" for k, v in vars(section).items()]
     return "\n".join(lines)
+
+
+def changes(then: dict[str, Any], config: Any, free: Collection[str] = ()) -> str:
+    """Settings that are not what an earlier run had, with both values; empty if there are none.
+
+    Left out are those that a resumed run may change, and those in `free`.
+    """
+    now = json.loads(json.dumps(flat(config)))  # as a file keeps them: tuples are lists
+    fixed = (then.keys() | now.keys()) - free_settings(config) - set(free)
+    changed = [k for k in sorted(fixed) if then.get(k) != now.get(k)]
+    return ", ".join(f"{k} (was {then.get(k)}, is {now.get(k)})" for k in changed)
+
+
+def refuse_another_run(kept: Path, command: str, config: Any, output: Path, free: Collection[str] = ()) -> None:
+    """Raises R3LiteError unless `kept`, which `to_toml` wrote beside an output, is of this command and these settings.
+
+    Settings that came with a later version of r3lite count as unchanged.
+    """
+    remedy = "Name another --output; what is there stays as it is."
+    table = load_toml(kept).get(command)
+    if not isinstance(table, dict):
+        raise R3LiteError(f"{output} is not of {command}: {kept} has no settings of it", remedy)
+    then = json.loads(json.dumps(flat(with_values(config, table, f"{kept}: "))))
+    if told := changes(then, config, free):
+        raise R3LiteError(f"{output} is of another run of {command}: {told}", f"Pass --config {kept}. Or: {remedy}")
 
 
 def run(
@@ -72,7 +102,7 @@ def run(
         ignore_output()
         return 1
     except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:  # an error of the network, or a bug of ours
+        if error.filename is None and error.errno not in DISK_ERRORS:  # an error of the network, or a bug of ours
             raise
         print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
         print(

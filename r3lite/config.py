@@ -9,7 +9,6 @@ named after a command; the `config.toml` of a run is such a file.
 import argparse
 import ast
 import dataclasses
-import difflib
 import enum
 import functools
 import inspect
@@ -24,6 +23,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+
+from r3lite.errors import R3LiteError, nearest
+from r3lite.files import read_text
 
 
 class UsageError(Exception):
@@ -64,10 +66,12 @@ class Required:
 T = TypeVar("T")
 Free = Annotated[T, Trait.FREE]
 Judged = Annotated[T, Trait.JUDGED]
-Count = Annotated[int, Bounds(low=1)]
-Whole = Annotated[int, Bounds(low=0)]
-Positive = Annotated[float, Bounds(above=0)]
-NonNegative = Annotated[float, Bounds(low=0)]
+MOST = 10**9  # beyond it, sums and products of settings overflow; no use needs as much
+Count = Annotated[int, Bounds(low=1, high=MOST)]
+Whole = Annotated[int, Bounds(low=0, high=MOST)]
+Tokens = Annotated[int, Bounds(low=1, high=1 << 20)]  # more than any model takes
+Positive = Annotated[float, Bounds(above=0, high=MOST)]
+NonNegative = Annotated[float, Bounds(low=0, high=MOST)]
 Fraction = Annotated[float, Bounds(low=0, high=1)]
 
 
@@ -201,12 +205,6 @@ def check_required(config: Any) -> None:
                 raise UsageError(f"{_flag(name)} is missing: {hints[0]}")
 
 
-def nearest(word: str, names) -> str:
-    """` (did you mean X?)`, or nothing."""
-    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
 def all_settings() -> set[str]:
     """Names of the settings of all commands: a preset may hold keys that only some commands have."""
 
@@ -216,8 +214,18 @@ def all_settings() -> set[str]:
     return {f.name for cls in subclasses(Section) if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls)}
 
 
+def check_texts(values: dict[str, Any], where: str = "") -> None:
+    """Raises UsageError for a text that is empty, or that no file can have as its name or keep in UTF-8."""
+    for name, value in values.items():
+        if value == "":
+            raise UsageError(f"{where}{_flag(name)} is empty; is a shell variable unset? (none takes a setting back)")
+        if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
+            raise UsageError(f"{where}{_flag(name)} is {value!a}: it holds a NUL, or bytes that are not UTF-8")
+
+
 def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
     """`config` with some settings replaced, read and checked; `where` names the source in an error."""
+    check_texts(values, where)
     changed = {}
     for name, section in sections(config).items():
         kinds = _kinds(type(section))
@@ -229,8 +237,10 @@ def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
 def load_toml(path: Path) -> dict[str, Any]:
     """The keys and tables of a TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(read_text(path, ""))
+    except R3LiteError as error:
+        raise UsageError(error.cause) from None
+    except (ValueError, RecursionError) as error:  # no TOML, numbers of thousands of digits, deep nesting
         raise UsageError(f"{path} cannot be read: {error}") from None
 
 
@@ -263,8 +273,9 @@ def to_toml(config: Any, command: str) -> str:
             value = getattr(section, f.name)
             if f.name in ("config", "dry_run") or (value is None and f.name in ("output", "resume", "stop_after")):
                 continue
-            # JSON's strings, numbers, booleans and lists are valid TOML, except for escapes that are not used here.
-            lines.append(f"{f.name} = {json.dumps('none' if value is None else value, ensure_ascii=False)}")
+            # JSON's strings, numbers, booleans and lists are valid TOML, but for DEL.
+            text = json.dumps("none" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{f.name} = {text}")
     return "\n".join(lines) + "\n"
 
 
@@ -317,6 +328,7 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
         word = rest[0].partition("=")[0]
         raise UsageError(f"unknown argument {rest[0]}{nearest(word, flags)}")
     given = vars(given)
+    check_texts(given)
     # A file may name its preset, which it then refines.
     from_file = read_toml(Path(given["config"]), table, commands, own) if given.get("config") else {}
     preset = given.get("preset") or from_file.get("preset") or own["preset"]

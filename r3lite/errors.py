@@ -1,4 +1,7 @@
-"""The one exception a user should see."""
+"""The one exception a user should see, and what an error says of a misspelled name."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class R3LiteError(Exception):
@@ -11,3 +14,9 @@ class R3LiteError(Exception):
         super().__init__(f"{cause}\n  {remedy}" if remedy else cause)
         self.cause = cause
         self.remedy = remedy
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """` (did you mean X?)`, or nothing."""
+    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -36,6 +36,8 @@ TITLES = {
     "combined": "combined",
     "mean_searches": "searches",
 }
+CONFIG, PREDICTIONS, SCORES = "config.toml", "predictions.jsonl", "scores.json"
+UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # what is there before SCORES, which is written last
 MANY = 1000  # questions of a dry run without --limit, which does not count them
 LEAST_ADHERENCE = 0.5  # below it, scores say little about anything else
 
@@ -63,6 +65,31 @@ class EvaluateConfig:
 
 
 def evaluate(config: EvaluateConfig) -> None:
+    from r3lite.files import sole_writer
+
+    output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
+    if config.evaluate.baseline == "single-retrieval" and config.retrieval.retriever == "none":
+        raise R3LiteError("--baseline single-retrieval retrieves, and --retriever is none", "Choose a retriever.")
+    with sole_writer(output):
+        check_output(config, output)
+        answer_and_score(config, output)
+
+
+def check_output(config: EvaluateConfig, output: Path) -> None:
+    """Refuses a folder that holds anything but what this very evaluation has left unfinished."""
+    from r3lite.files import names_in
+
+    names, remedy = names_in(output), f"Name another folder, such as {output / 'evaluation'}."
+    if SCORES in names:
+        raise R3LiteError(f"--output {output} holds an evaluation already", remedy)
+    if names and (CONFIG not in names or not names <= UNFINISHED):
+        other = min(names - UNFINISHED or names)
+        raise R3LiteError(f"--output {output} is not an empty folder: it holds {other}", remedy)
+    if names:
+        command.refuse_another_run(output / CONFIG, "evaluate", config, output)
+
+
+def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.datasets.qa import read_questions
     from r3lite.evaluation.scores import Marks, scores, scores_by_hops
@@ -70,44 +97,28 @@ def evaluate(config: EvaluateConfig) -> None:
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.rewards.judge import build_judge
 
-    output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
-    check(config, output)
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
-    # Before the long part, so that a missing key or a folder that cannot be made shows at once.
-    judge = build_judge(config.judge, output)
-    output.mkdir(parents=True, exist_ok=True)
+    judge = build_judge(config.judge, output)  # before the long part, so that a missing key shows at once
     engine = build_engine(config, len(questions))
     retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
+    # From here on the folder is this evaluation's: if it is killed, only the same one may be begun there again.
+    write_text(output / CONFIG, to_toml(config, "evaluate"))
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
     episodes = [s.episode() for s in engine.run(questions, seeds, retrieve, progress="evaluate")]
     verdicts = [None] * len(episodes)
     # The predictions are written before the judge is asked: its calls may fail or be capped.
-    write_text(output / "config.toml", to_toml(config, "evaluate"))
-    write_jsonl(output / "predictions.jsonl", records(episodes, verdicts))
+    write_jsonl(output / PREDICTIONS, records(episodes, verdicts))
     if judge:
         verdicts = judge.verdicts(episodes, progress="judge")
-        write_jsonl(output / "predictions.jsonl", records(episodes, verdicts))
+        write_jsonl(output / PREDICTIONS, records(episodes, verdicts))
     marks = [Marks.of(e, v.correct if v else None) for e, v in zip(episodes, verdicts, strict=True)]
     found = scores(marks, config.common.seed) | {"by_hops": scores_by_hops(marks, config.common.seed)}
     found["finish"] = {f: sum(e.finish == f for e in episodes) for f in sorted({e.finish for e in episodes})}
     if judge:
         found["judge"] = judge.counts() | {"judge/missing": verdicts.count(None)}
-    write_json(output / "scores.json", found)
+    write_json(output / SCORES, found)
     print(table(found))
-    print(f"written to {output / 'scores.json'}; what it said: {output / 'predictions.jsonl'}")
-
-
-def check(config: EvaluateConfig, output: Path) -> None:
-    """What the types of the settings cannot say."""
-    if output.is_file():
-        raise R3LiteError(f"--output {output} is a file", "Name a folder.")
-    if (output / "metrics.jsonl").exists() or any(output.glob("checkpoint-*")):
-        raise R3LiteError(
-            f"--output {output} holds a training run, whose config.toml would be lost",
-            f"Name another folder, such as {output / 'evaluation'}.",
-        )
-    if config.evaluate.baseline == "single-retrieval" and config.retrieval.retriever == "none":
-        raise R3LiteError("--baseline single-retrieval retrieves, and --retriever is none", "Choose a retriever.")
+    print(f"written to {output / SCORES}; what it said: {output / PREDICTIONS}")
 
 
 def build_engine(config: EvaluateConfig, questions: int) -> "Engine":

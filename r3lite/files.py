@@ -1,11 +1,15 @@
-"""Files written whole or not at all, and JSON files read with errors that name file and line."""
+"""Files written whole or not at all, places with one writer at a time, and JSON files read with errors that name file
+and line."""
 
+import contextlib
+import errno
 import itertools
 import json
 import os
 import stat
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +18,9 @@ from r3lite.errors import R3LiteError
 from r3lite.records import InvalidRecord, Record, Source, parse
 
 MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
+PART = ".part"  # suffix of what is being written; a leftover of a kill is swept at the next start
+LOCK = ".lock"
+PIECE, PIECES = 1 << 16, 256  # bytes, and how many of them tell weights apart
 MEND_LINE = "Mend or remove the line, or pass --skip-bad-rows."
 
 
@@ -25,17 +32,16 @@ def check_writable(folder: Path) -> None:
 
 def write_text(path: str | Path, text: str) -> None:
     """Writes a text file by way of a temporary one beside it, so that a crash leaves the old file or the new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _to_write(path) as path:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}{PART}")
+        try:
+            with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, value) -> None:
@@ -48,36 +54,179 @@ def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """Adds whole lines to a file and waits until they are on the disk."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8", newline="\n") as file:
+    with _to_write(path) as path, open(path, "a", encoding="utf-8", newline="\n") as file:
         file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
         file.flush()
         os.fsync(file.fileno())
 
 
-def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str) -> list[dict]:
-    """The records of a file that an earlier run wrote by `append_jsonl`; an unfinished last line is removed from it.
+@contextlib.contextmanager
+def _to_write(path: str | Path) -> Iterator[Path]:
+    """Where a path leads, in a folder that exists: a link is written through, and not replaced by a file.
 
-    `is_ours` tells such records by their keys, of which `id` is the first. A file with any other content is refused,
-    naming the command `writer`, and left as it is.
+    An OSError of what is done there names the path; one of writing or flushing (a full disk) does not by itself.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield target
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
+def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
+    """Keeps every other process from writing to an output as long as the context lasts.
+
+    Raises R3LiteError at once if another process has it. The lock is the operating system's, which drops it when the
+    process dies, so that a run that was killed blocks nobody. It is on the file `.lock` in the folder `output`, which
+    is made, or with `folder=False` on `.<name>.lock` beside the file or folder `output`. What this call has made is
+    removed at the end, unless something was written there.
+    """
+    place = Path(os.path.realpath(output))
+    if folder and place.exists() and not place.is_dir():
+        raise R3LiteError(f"{output} is a file, not a folder", "Name another --output.")
+    lock = place / LOCK if folder else place.with_name(f".{place.name}{LOCK}")
+    made = [parent for parent in lock.parents if not parent.exists()]  # the innermost first
+    try:
+        descriptor = _open_locked(lock, output)
+        try:
+            yield
+        finally:
+            _remove_open(lock, descriptor)
+    finally:
+        with contextlib.suppress(OSError):  # not empty
+            for parent in made:
+                parent.rmdir()
+
+
+def _open_locked(lock: Path, output: str | Path) -> int:
+    """A descriptor of the lock file, locked; the file holds this process's number."""
+    while True:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise R3LiteError(f"{output} cannot be written: {error}", "Name another --output.") from error
+        try:
+            _lock(descriptor)
+        except (BlockingIOError, PermissionError):
+            holder = os.read(descriptor, 20).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise R3LiteError(
+                f"another process{f' (pid {holder})' if holder else ''} writes to {output}",
+                "Wait for it, or name another --output.",
+            ) from None
+        except OSError as error:  # a file system without locks, such as some network drives
+            print(f"warning: {output} cannot be locked ({error}): see that nothing else writes there", file=sys.stderr)
+        try:
+            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
+                return descriptor
+            os.close(descriptor)
+        except FileNotFoundError:
+            os.close(descriptor)  # its owner removed it after we had opened it
+        except OSError as error:
+            _remove_open(lock, descriptor)
+            raise R3LiteError(f"{output} cannot be written: {error}", "Make room, or name another --output.") from error
+
+
+def _remove_open(lock: Path, descriptor: int) -> None:
+    """Removes a lock file and lets go of it, in this order where that can be: else another process might have it."""
+    if os.name == "nt":  # an open file cannot be removed there
+        os.close(descriptor)
+        with contextlib.suppress(PermissionError):  # the next writer has it open
+            lock.unlink(missing_ok=True)
+    else:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Locks an open file, or raises BlockingIOError (on Windows PermissionError) if another process has it locked."""
+    if os.name == "nt":
+        import msvcrt
+
+        os.lseek(descriptor, 1 << 20, os.SEEK_SET)  # what is locked there cannot be read: not the number at the start
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def names_in(folder: Path) -> set[str]:
+    """What a folder holds, without its lock and what a kill left half written; nothing if it does not exist."""
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    return {name for name in found if name != LOCK and not (name.startswith(".") and name.endswith(PART))}
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """CRC-32 of a model folder: of each safetensors file the name, the size and up to PIECES pieces of the content,
+    evenly spaced, and of config.json and tokenizer.json all. Tells weights that were changed in place, in moments."""
+    value = 0
+    names = [path.name for path in sorted(folder.glob("*.safetensors"))] + ["config.json", "tokenizer.json"]
+    for path in (folder / name for name in names):
+        if not path.exists():
+            continue
+        size = path.stat().st_size
+        value = zlib.crc32(f"{path.name} {size}".encode(), value)
+        pieces = -(-size // PIECE) if path.suffix == ".json" else min(PIECES, -(-size // PIECE))
+        with open(path, "rb") as file:
+            for i in range(pieces):
+                file.seek(i * size // pieces)
+                value = zlib.crc32(file.read(PIECE), value)
+    return f"{value:08x}"
+
+
+def own_records(
+    path: Path, key: str, is_ours: Callable[[dict], bool], writer: str, remedy: str
+) -> tuple[list[dict], bytes]:
+    """The records of a file that r3lite wrote line by line, and what a kill has left of one more.
+
+    Every line of such a file begins with the same `key`, and so does an unfinished last one. Any other line that is no
+    record of the `writer`, as `is_ours` tells, raises R3LiteError: the file is the user's, or no longer ours alone.
     """
     if not path.exists():
-        return []
-    # Bytes, since an unfinished line may end inside a character.
-    *lines, last = path.read_bytes().split(b"\n")
-    torn = _object(last) is None and last[:7] == b'{"id": '[: len(last)]  # how every line of such a file begins
+        return [], b""
+    with open_regular(path, remedy) as file:
+        # Bytes, since an unfinished line may end inside a character.
+        *lines, last = file.read().split(b"\n")
+    start = f'{{"{key}": '.encode()
+    torn = _object(last) is None and last[: len(start)] == start[: len(last)]
     records = []
     for number, line in enumerate(lines if torn else [*lines, last], 1):
         record = _object(line)
         if line.strip() and (record is None or not is_ours(record)):
-            cause = f"{path} exists, and its line {number} was not written by {writer}"
-            raise R3LiteError(cause, "Name another --output, or move the file away.")
+            raise R3LiteError(f"{path} exists, and its line {number} was not written by {writer}", remedy)
         records += [] if record is None else [record]
-    if last:
-        if torn:
-            print(f"{path}: the last line is torn and was removed", file=sys.stderr)
-        write_jsonl(path, records)
+    return records, last if torn else b""
+
+
+def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, known: bool) -> list[dict]:
+    """The records of a file that an earlier run wrote by `append_jsonl`; an unfinished last line is removed from it.
+
+    `is_ours` tells such records by their keys, of which `id` is the first. A file with any other content is refused,
+    naming the command `writer`, and left as it is. So is one that holds a torn line and nothing else, unless something
+    beside it shows that the writer made it (`known`): a user's own JSON may begin alike, and would be lost.
+    """
+    remedy = "Name another --output, or move the file away."
+    records, torn = own_records(path, "id", is_ours, writer, remedy)
+    if torn and not (records or known):
+        raise R3LiteError(f"{path} exists, and its line 1 was not written by {writer}", remedy)
+    if torn:
+        os.truncate(path, path.stat().st_size - len(torn))
+        print(f"{path}: the last line is torn and was removed", file=sys.stderr)
+    elif records:
+        with open(path, "rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # an editor's doing; what is added would go on in that line
+                file.write(b"\n")
     return records
 
 

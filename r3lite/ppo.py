@@ -105,15 +105,15 @@ def train(config: PpoConfig) -> None:
     from r3lite.training.run_folder import RunFolder
 
     check(config)
-    run = RunFolder("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,))
-    questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
-    retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
-    judge = build_judge(config.judge, run.output, config.reward)
-    torch.manual_seed(config.common.seed)  # its state is in checkpoints, though all that is drawn has its own streams
-    engine, learner, state = build(config, questions)
-    trainer = RLTrainer(config, questions, engine, retrieve, judge, learner, state, run.output / EPISODES)
-    if loop.train(run, trainer):
-        print(f"done: {run.output / 'adapter'}; what it said: {run.output / EPISODES}{note_on(judge)}")
+    with RunFolder("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,)) as run:
+        questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
+        retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
+        judge = build_judge(config.judge, run.output, config.reward)
+        torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
+        engine, learner, state = build(config, questions)
+        trainer = RLTrainer(config, questions, engine, retrieve, judge, learner, state, run.output / EPISODES)
+        if loop.train(run, trainer):
+            print(f"done: {run.output / 'adapter'}; what it said: {run.output / EPISODES}{note_on(judge)}")
 
 
 def build(config: PpoConfig, questions: list[Question]) -> "tuple[Engine, Learner, TrainState]":

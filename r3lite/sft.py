@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
 
     from r3lite.datasets.trajectories import Conversation, Row, Trajectory
     from r3lite.policy import Policy
+    from r3lite.protocols.base import Protocol
 
 
 def length_of_run(config: SftConfig, rows: int) -> tuple[int, int | None]:
@@ -32,15 +33,18 @@ def rows_per_step(config: SftConfig) -> int:
     return config.sft.batch_size * config.sft.gradient_accumulation
 
 
-def read_data(config: SftConfig) -> "tuple[list[Trajectory | Conversation], list[Trajectory | Conversation]]":
-    """Rows to train on and rows held out."""
+def read_data(
+    config: SftConfig,
+) -> "tuple[Protocol, list[Trajectory | Conversation], list[Trajectory | Conversation]]":
+    """The protocol, with its prompt files read, rows to train on and rows held out."""
     from r3lite.datasets.order import hold_out
     from r3lite.datasets.trajectories import read_rows
     from r3lite.protocols.registry import build_protocol
 
     protocol = build_protocol(config.protocol)
     rows = read_rows(config.data.data, protocol, config.data.limit, config.data.skip_bad_rows)
-    return hold_out(rows, config.sft.validation_fraction, config.sft.validation_rows, config.common.seed)
+    held_out = hold_out(rows, config.sft.validation_fraction, config.sft.validation_rows, config.common.seed)
+    return protocol, *held_out
 
 
 class SFTTrainer:
@@ -130,21 +134,24 @@ class SFTTrainer:
 
 
 def train(config: SftConfig) -> None:
-    rows, validation = read_data(config)
+    data = read_data(config)
 
     import torch
 
     from r3lite.training import loop
     from r3lite.training.run_folder import RunFolder
 
-    run = RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S"))
-    torch.manual_seed(config.common.seed)  # of dropout; all else has streams of its own
-    if loop.train(run, build_trainer(config, rows, validation)):
-        print(f"the adapter is in {run.output / 'adapter'}")
+    with RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S")) as run:
+        torch.manual_seed(config.common.seed)  # of dropout; all else has streams of its own
+        if loop.train(run, build_trainer(config, *data)):
+            print(f"the adapter is in {run.output / 'adapter'}")
 
 
 def build_trainer(
-    config: SftConfig, rows: "list[Trajectory | Conversation]", validation: "list[Trajectory | Conversation]"
+    config: SftConfig,
+    protocol: "Protocol",
+    rows: "list[Trajectory | Conversation]",
+    validation: "list[Trajectory | Conversation]",
 ) -> SFTTrainer:
     """Lays the rows out in tokens, plans the memory that they take and loads the model."""
     from r3lite.datasets.trajectories import encode_row, encode_rows
@@ -153,14 +160,13 @@ def build_trainer(
     from r3lite.models.packing import common_prefix
     from r3lite.models.weights import resolve_folder
     from r3lite.policy import Training, load_policy
-    from r3lite.protocols.registry import build_protocol
     from r3lite.protocols.tokenizer import Tokenizer
     from r3lite.protocols.transcript import Layout
 
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
-    layout = Layout(tokenizer, build_protocol(config.protocol), lengths)
+    layout = Layout(tokenizer, protocol, lengths)
     trained = encode_rows(rows, layout)
     held_out = [encoded for row in validation if (encoded := encode_row(row, layout))]
     tokens = [row.tokens for row in [*trained, *held_out]]
@@ -180,7 +186,7 @@ def plan(config: SftConfig) -> str:
     told = f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n"
     if not config.data.data or not Path(config.data.data).exists():
         return told + f"{config.data.data or '--data'} is not here yet: its rows are not counted"
-    rows, validation = read_data(config)
+    _, rows, validation = read_data(config)
     total, _ = length_of_run(config, len(rows))
     return told + f"{len(rows)} rows, {len(validation)} more held out; {total} steps of {rows_per_step(config)} rows"
 

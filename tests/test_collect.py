@@ -1,12 +1,16 @@
 """`collect`: gold trajectories by the real retriever, and what is refused before anything is written."""
 
+import errno
+import os
 import re
+from unittest.mock import Mock
 
 import pytest
 
 from r3lite import collect
 from r3lite.config import shipped
 from r3lite.datasets.qa import read_questions
+from r3lite.files import sole_writer
 from tests.collecting import lines, read_rows, row, run, write
 
 
@@ -115,16 +119,21 @@ def test_an_output_that_is_an_input_is_refused(tmp_path, capsys):
         b"\x89PNG\r\n\xff\xfe\x00",
         b'{"id": "7", "title": "T", "text": "x"}\n',
         b'{"id": "7", "title": "T", "text": "x"}',
-        b'{"id": "q1", "steps": [], "source": "gold"}\n{"id": "q2"}\n{"id": "q3", "st',
+        b'{"id": "q1", "steps": [], "source": "teacher"}\n{"id": "q2"}\n{"id": "q3", "st',
+        b'{"id": "q1", "steps": [], "source": "gold"}\n',
+        b'{"id": "q3", "st',
         b"[]",
     ],
 )
 def test_a_file_of_other_things_is_refused_and_left_as_it_is(tmp_path, capsys, source, content):
-    """Gold overwrote any file; a text lost its last line as a torn one, and a picture gave a UnicodeDecodeError."""
+    """Gold overwrote any file; a text lost its last line as a torn one, and a picture gave a UnicodeDecodeError. A
+    torn line alone may be the beginning of a user's own JSON."""
     output = tmp_path / "out.jsonl"
     output.write_bytes(content)
     data = write(tmp_path / "data.jsonl", [row(1)])
-    assert_refused(capsys, {output: content}, run(data, output, "--source", source), "was not written by collect")
+    told = "was not written by collect" if source == "teacher" else "is there and is not empty"
+    assert_refused(capsys, {output: content}, run(data, output, "--source", source), told)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "out.jsonl"]
 
 
 def test_rejections_that_are_none_are_refused(tmp_path, capsys):
@@ -135,13 +144,46 @@ def test_rejections_that_are_none_are_refused(tmp_path, capsys):
     assert_refused(capsys, {rejected: b"hello"}, status, "was not written by collect")
 
 
-def test_gold_replaces_what_gold_wrote(tmp_path):
-    data, output = write(tmp_path / "data.jsonl", [row(1), row(2)]), tmp_path / "out.jsonl"
+def test_gold_trajectories_are_not_replaced(tmp_path, capsys):
+    """Four questions replaced 200 trajectories that had been edited by hand."""
+    output = tmp_path / "out.jsonl"
+    assert run(write(tmp_path / "data.jsonl", [row(1), row(2)]), output) == 0
+    files = {output: output.read_bytes()}
+    data = write(tmp_path / "fewer.jsonl", [row(3)])
+    assert_refused(capsys, files, run(data, output), "is there and is not empty")
+    output.write_bytes(b"")  # as tempfile leaves it
+    assert run(data, output) == 0 and len(lines(output)) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_as_output_is_written_through(tmp_path, dangling):
+    """A file took the link's place, and what it led to stayed as it was."""
+    output, target = tmp_path / "out.jsonl", tmp_path / "elsewhere" / "real.jsonl"
+    output.symlink_to(target)
+    if not dangling:
+        target.parent.mkdir()
+        target.write_bytes(b"")
+    assert run(write(tmp_path / "data.jsonl", [row(1)]), output) == 0
+    assert output.is_symlink() and len(lines(target)) == 1
+
+
+def test_two_at_once_in_one_file_are_refused(tmp_path, capsys):
+    data, output = write(tmp_path / "data.jsonl", [row(1)]), tmp_path / "out.jsonl"
+    with sole_writer(output, folder=False):
+        for source in ("gold", "teacher"):
+            assert_refused(capsys, {}, run(data, output, "--source", source), f"(pid {os.getpid()}) writes to {output}")
     assert run(data, output) == 0
-    whole = output.read_bytes()
-    output.write_bytes(whole[:-20])
-    assert run(data, output) == 0
-    assert output.read_bytes() == whole
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "out.jsonl"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, monkeypatch, capsys, number):
+    output = tmp_path / "out.jsonl"
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, "the disk is full")))
+    status = run(write(tmp_path / "data.jsonl", [row(1)]), output)
+    assert_refused(capsys, {}, status, f"the disk is full: '{output}'\n  Check that there is room")
+    assert [p.name for p in tmp_path.iterdir()] == ["data.jsonl"]
 
 
 @pytest.mark.parametrize("output", ["file/out.jsonl", "/proc/out.jsonl", "/dev/null"])

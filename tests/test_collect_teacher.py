@@ -1,6 +1,8 @@
 """`collect --source teacher` against a local server: filtered, resumed, capped."""
 
+import errno
 import json
+import os
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -207,4 +209,67 @@ def test_gold_does_not_overwrite_what_a_teacher_was_paid_for(tmp_path, teach, ca
     data = write(tmp_path / "data.jsonl", [row(1)])
     assert teach(data) == 0
     assert run(data, teach.output) == 1
-    assert "holds a teacher's trajectories" in capsys.readouterr().err
+    assert "is there and is not empty" in capsys.readouterr().err
+
+
+def test_a_run_of_other_settings_does_not_go_on_with_the_file(tmp_path, teach, capsys):
+    """Trajectories of two teachers were mixed in one file."""
+    data = write(tmp_path / "data.jsonl", [row(1), row(2)])
+    assert teach(data, "--limit", "1", "--attempts", "2") == 0
+    kept = teach.output.read_bytes()
+    assert teach(data, "--attempts", "3", "--max-hops", "4") == 1
+    told = capsys.readouterr().err
+    assert "is of another run of collect: attempts (was 2, is 3), max_hops (was 5, is 4)" in told
+    assert teach.output.read_bytes() == kept
+    assert teach(data, "--attempts", "2", "--judge-rpm", "1000") == 0  # more questions, at another rate
+    assert [r["id"] for r in lines(teach.output)] == ["q1", "q2"]
+    (tmp_path / "out.jsonl.config.toml").write_text("[evaluate]\n")
+    assert teach(data, "--attempts", "2") == 1
+    assert "is not of collect" in capsys.readouterr().err
+
+
+def test_a_file_of_an_earlier_version_is_gone_on_with(tmp_path, teach):
+    """It has no settings beside it; that every line is a teacher's must do."""
+    data = write(tmp_path / "data.jsonl", [row(1), row(2)])
+    assert teach(data, "--limit", "1") == 0
+    (tmp_path / "out.jsonl.config.toml").unlink()
+    teach.output.write_bytes(teach.output.read_bytes() + b'{"id": "q2", "qu')
+    assert teach(data) == 0
+    assert [r["id"] for r in lines(teach.output)] == ["q1", "q2"]
+
+
+def test_a_first_line_that_was_torn_is_collected_again(tmp_path, teach, capsys):
+    """The settings beside the file show that the line is our own."""
+    data = write(tmp_path / "data.jsonl", [row(1)])
+    assert teach(data) == 0
+    whole = teach.output.read_bytes()
+    teach.output.write_bytes(whole[:30])
+    assert teach(data) == 0
+    assert teach.output.read_bytes() == whole and "torn" in capsys.readouterr().err
+
+
+def test_what_an_editor_left_without_a_line_end_stays_as_it_is(tmp_path, teach):
+    """The file was written anew, in another spelling; without that the next row went on in its last line."""
+    data = write(tmp_path / "data.jsonl", [row(1), row(2)])
+    assert teach(data, "--limit", "1") == 0
+    edited = json.dumps(lines(teach.output)[0] | {"note": "seen"}, separators=(",", ":")).encode()
+    teach.output.write_bytes(edited)
+    assert teach(data) == 0
+    assert teach.output.read_bytes().startswith(edited + b"\n") and len(lines(teach.output)) == 2
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux")
+def test_a_full_disk_ends_the_run_with_status_1(tmp_path, teach, monkeypatch, capsys):
+    data = write(tmp_path / "data.jsonl", [row(1)])
+    sync, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if calls[-1] == str(teach.output):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert teach(data) == 1
+    told = capsys.readouterr().err
+    assert f"No space left on device: '{teach.output}'" in told and "Traceback" not in told

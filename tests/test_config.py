@@ -22,7 +22,6 @@ from r3lite.config import (
     field_docs,
     flat,
     free_settings,
-    nearest,
     resolve,
     sections,
     settings_with,
@@ -30,6 +29,7 @@ from r3lite.config import (
     to_toml,
     with_values,
 )
+from r3lite.errors import nearest
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
 from tests.commands import CONFIGS, Everything
@@ -101,6 +101,22 @@ def test_values_are_read_by_their_type():
         (["--seed", "18446744073709551616"], "seed is 18446744073709551616; it must be at most 9223372036854775807"),
         (["--seed", "-1"], "seed is -1; it must be at least 0"),
         (["--top-p", "0"], "top_p is 0.0; it must be greater than 0"),
+        # An unset shell variable stood for the default: another corpus, the bare base, Google's server.
+        (["--adapter", ""], "--adapter is empty; is a shell variable unset"),
+        (["--judge-base-url="], "--judge-base-url is empty"),
+        (["--data", ""], "--data is empty"),
+        (["--lora-r", ""], "--lora-r is empty"),
+        (["--lora-targets", ""], "--lora-targets is empty"),
+        (["--config", ""], "--config is empty"),
+        (["--preset", ""], "--preset is empty"),
+        (["--data", "a\udcffb"], r"--data is 'a\\udcffb': it holds a NUL, or bytes that are not UTF-8"),
+        (["--config", "a\udcffb"], r"--config is 'a\\udcffb': it holds a NUL"),
+        (["--preset", "\udcff"], r"--preset is '\\udcff': it holds a NUL"),
+        (["--config", "a\0b"], r"--config is 'a\\x00b': it holds a NUL"),
+        (["--lora-r", "5000"], "lora_r is 5000; it must be at most 4096"),
+        (["--limit", "9" * 30], "it must be at most 1000000000"),
+        (["--lora-alpha", "1e308"], r"lora_alpha is 1e\+308; it must be at most 1000000000"),
+        (["--config", "/dev/zero"], "/dev/zero is a pipe or a device"),
         (["--lora", "8"], "unknown argument --lora"),  # no abbreviations: a later flag would change their meaning
     ],
 )
@@ -133,6 +149,11 @@ def test_a_bad_command_line_is_one_line_with_the_nearest_name(argv, message):
         ("model = 3", "model is 3; it must be text"),
         ("lora_targets = 3", "lora_targets is 3; it must be a list"),
         ("lora_r = ", "cannot be read"),
+        ("lora_r = " + "9" * 5000, "cannot be read"),
+        ("lora_r = " + "[" * 100_000, "cannot be read"),
+        ('adapter = ""', "--adapter is empty"),
+        ('preset = ""', "--preset is empty"),
+        ('model = "a\\u0000"', "--model is 'a.x00': it holds a NUL"),
         ("learning_rate = nan", "must be a number"),
     ],
 )
@@ -141,6 +162,29 @@ def test_a_bad_file_is_named_with_the_nearest_key(toml, text, message):
     with pytest.raises(UsageError, match=message) as caught:
         read("--config", path)
     assert "my.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "most"),
+    [
+        ("sft", ["--validation-fraction", "1"], "at most 0.5"),
+        ("sft", ["--gradient-accumulation", "1000000"], "at most 4096"),
+        ("sft", ["--max-length", "100000000"], "at most 1048576"),
+        ("ppo", ["--num-generations", "1000000"], "at most 1024"),
+        ("ppo", ["--max-hops", "5000"], "at most 100"),
+        ("ppo", ["--outcome-em", "1e308"], "at most 1000000000"),
+        ("ppo", ["--gamma-correct", "1e308"], "at most 1000"),
+        ("ppo", ["--gamma-fail=-1e308"], "at least -1000"),
+        ("ppo", ["--temperature", "1e308"], "at most 100"),
+        ("collect", ["--max-hops", "5000"], "at most 100"),
+        ("collect", ["--attempts", "1000000"], "at most 100"),
+        ("retrieve", ["--top-k", "1000000"], "at most 1000"),
+    ],
+)
+def test_what_would_take_weeks_or_overflow_is_refused_with_its_bound(name, argv, most):
+    default, table = CONFIGS[name]
+    with pytest.raises(UsageError, match=f"it must be {most}$"):
+        resolve(name, default, argv, command.COMMANDS, table)
 
 
 def test_a_preset_that_is_not_text_is_a_usage_error(toml):
@@ -189,7 +233,7 @@ def test_a_file_with_a_byte_order_mark(toml):
 
 
 def test_resolved_settings_are_read_back(toml):
-    argv = ["--model", 'C:\\models\\"q" é\n', "--learning-rate", "1e-7", "--lora-targets", "q_proj", "--limit", "3"]
+    argv = ["--model", 'C:\\models\\"q" é\x7f\n', "--learning-rate", "1e-7", "--lora-targets", "q_proj", "--limit", "3"]
     config = resolve("sft", Everything(), [*argv, "--rslora", "--judge-max-cost", "0.1"], command.COMMANDS)
     again = resolve("sft", Everything(), ["--config", toml(to_toml(config, "sft"))], command.COMMANDS)
     given = {name: value for name, value in flat(again).items() if name != "config"}

@@ -1,13 +1,15 @@
 """Evaluation end to end on a toy model: the files' keys, scores by hand with a scripted model, baselines, the judge."""
 
+import errno
 import json
+import os
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from r3lite import evaluate
 from r3lite.errors import R3LiteError
-from r3lite.files import write_jsonl
+from r3lite.files import sole_writer, write_jsonl
 from r3lite.rewards.reward import StepVerdict, Verdict
 from r3lite.rollout.engine import Engine
 
@@ -119,7 +121,9 @@ def test_files_have_their_keys_and_a_second_run_writes_the_same(toy, tmp_path):
     keys = {"id", "question", "answers", "prediction", "steps", "finish", "em", "f1", "recall"}
     assert len(predictions) == 2 and all(keys <= p.keys() for p in predictions)
     assert scores["format_adherence"]["value"] == 0.0
-    assert evaluate.main(["--config", str(tmp_path / "out" / "config.toml")]) == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.toml", "predictions.jsonl", "scores.json"]
+    (tmp_path / "out").rename(tmp_path / "first")
+    assert evaluate.main(["--config", str(tmp_path / "first" / "config.toml")]) == 0
     assert written(tmp_path) == (scores, predictions)
 
 
@@ -128,6 +132,7 @@ def test_batches_change_no_answer(toy, tmp_path):
     for size in ("1", "3"):
         assert evaluate.main([*toy, "--max-new-tokens", "6", "--rollout-batch-size", size, "--temperature", "1"]) == 0
         found.append(written(tmp_path))
+        (tmp_path / "out").rename(tmp_path / size)
     assert found[0] == found[1]
 
 
@@ -166,7 +171,7 @@ def test_judged_accuracy_leaves_failed_verdicts_out(toy, says, tmp_path, monkeyp
     assert "1 verdicts of the judge are missing" in capsys.readouterr().out
 
 
-def test_what_was_said_is_kept_when_the_judge_gives_up(toy, says, tmp_path, monkeypatch):
+def test_what_was_said_is_kept_when_the_judge_gives_up(toy, says, tmp_path, monkeypatch, capsys):
     class Broken(FakeJudge):
         def verdicts(self, episodes, progress=None):
             raise R3LiteError("most calls failed")
@@ -175,6 +180,12 @@ def test_what_was_said_is_kept_when_the_judge_gives_up(toy, says, tmp_path, monk
     monkeypatch.setattr("r3lite.rewards.judge.build_judge", lambda *_: Broken())
     assert evaluate.main([*toy, "--judge", "gemini"]) == 1
     assert (tmp_path / "out" / "predictions.jsonl").exists() and not (tmp_path / "out" / "scores.json").exists()
+    # The same evaluation may be begun again in its folder, and no other one.
+    monkeypatch.setattr("r3lite.rewards.judge.build_judge", lambda *_: FakeJudge())
+    assert evaluate.main([*toy, "--judge", "gemini", "--top-k", "1"]) == 1
+    assert "is of another run of evaluate: top_k (was 2, is 1)" in capsys.readouterr().err
+    assert evaluate.main([*toy, "--judge", "gemini", "--judge-rpm", "7"]) == 0
+    assert (tmp_path / "out" / "scores.json").exists()
 
 
 def test_errors_say_what_to_do(toy, tmp_path, monkeypatch, capsys):
@@ -191,20 +202,63 @@ def test_errors_say_what_to_do(toy, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("holds", ["metrics.jsonl", "checkpoint-3"])
-def test_a_training_run_is_not_written_over(toy, tmp_path, capsys, holds):
-    """The config.toml that a run is resumed with was replaced by the evaluation's."""
-    (tmp_path / "out" / holds).mkdir(parents=True)
-    (tmp_path / "out" / "config.toml").write_text("[sft]\n")
+@pytest.mark.parametrize(
+    "holds",
+    [["metrics.jsonl", "config.toml"], ["checkpoint-3"], ["index.faiss", "manifest.json"], ["predictions.jsonl"]],
+)
+def test_what_is_in_the_folder_is_not_written_over(toy, tmp_path, capsys, holds):
+    """The config.toml that a run is resumed with was replaced by the evaluation's; an index became a mixture."""
+    (tmp_path / "out").mkdir()
+    for name in holds:
+        (tmp_path / "out" / name).write_text("[evaluate]\n")
     assert evaluate.main(toy) == 1
     told = capsys.readouterr().err
-    assert "holds a training run" in told and "Name another folder" in told
-    assert (tmp_path / "out" / "config.toml").read_text() == "[sft]\n"
+    assert f"is not an empty folder: it holds {holds[0]}" in told and "Name another folder" in told
+    assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == dict.fromkeys(holds, "[evaluate]\n")
+
+
+def test_an_earlier_evaluation_is_not_replaced(toy, tmp_path, capsys):
+    limits = ["--max-new-tokens", "4", "--limit", "1"]
+    assert evaluate.main([*toy, *limits]) == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert evaluate.main([*toy, *limits]) == 1
+    assert "holds an evaluation already" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+
+
+def test_an_output_in_which_another_process_writes_is_refused(toy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "build_engine", lambda *_: pytest.fail("the long part began"))
+    with sole_writer(tmp_path / "out"):
+        assert evaluate.main(toy) == 1
+    assert f"writes to {tmp_path / 'out'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("full", ["config.toml", "predictions.jsonl", "scores.json"])
+def test_a_full_disk_is_an_error_that_names_the_file(toy, tmp_path, monkeypatch, capsys, full):
+    replace = os.replace
+
+    def failing(source, target):
+        if target.name == full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    assert evaluate.main([*toy, "--max-new-tokens", "4", "--limit", "1"]) == 1
+    told = capsys.readouterr().err
+    assert f"No space left on device: '{tmp_path / 'out' / full}'" in told and "Check that there is room" in told
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+def test_a_link_as_output_stays_a_link(toy, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere" / "real")  # which is not there yet
+    assert evaluate.main([*toy, "--max-new-tokens", "4", "--limit", "1"]) == 0
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "elsewhere" / "real" / "scores.json").exists()
 
 
 def test_an_output_that_cannot_be_made_shows_before_the_questions_are_answered(toy, tmp_path, monkeypatch, capsys):
     """It showed when the answers were to be written, and they were lost."""
     monkeypatch.setattr(evaluate, "build_engine", lambda *_: pytest.fail("the long part began"))
     (tmp_path / "file").write_text("")
-    assert evaluate.main([*toy, "--output", str(tmp_path / "file" / "x")]) == 1
-    assert "stopped: [Errno" in capsys.readouterr().err
+    for output, told in (("file/x", "cannot be written: [Errno"), ("file", "is a file, not a folder")):
+        assert evaluate.main([*toy, "--output", str(tmp_path / output)]) == 1
+        assert f"{tmp_path / output} {told}" in capsys.readouterr().err

@@ -1,12 +1,29 @@
-"""Files are written whole or not at all; a bad line is named."""
+"""Files are written whole or not at all, a place has one writer at a time, and a bad line is named."""
 
+import errno
 import json
 import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from r3lite import files
 from r3lite.errors import R3LiteError
-from r3lite.files import read_jsonl, write_json, write_jsonl, write_text
+from r3lite.files import (
+    append_jsonl,
+    folder_fingerprint,
+    names_in,
+    read_jsonl,
+    recover_jsonl,
+    sole_writer,
+    write_json,
+    write_jsonl,
+    write_text,
+)
 
 
 def lines(path, on_bad=None) -> list[tuple[int, dict]]:
@@ -90,3 +107,179 @@ def test_a_line_separator_inside_a_string_is_no_line_end(tmp_path):
     """str.splitlines cuts at U+2028 and U+0085, which JSON allows inside a string."""
     (tmp_path / "a").write_text('{"a": "x\u2028y\u0085z"}\n', encoding="utf-8")
     assert lines(tmp_path / "a") == [(1, {"a": "x\u2028y\u0085z"})]
+
+
+# Links
+
+
+posix = pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+
+
+@posix
+@pytest.mark.parametrize(
+    "write", [lambda path: write_text(path, '{"id": 1}\n'), lambda p: append_jsonl(p, [{"id": 1}])]
+)
+def test_a_link_is_written_through(tmp_path, write):
+    (tmp_path / "link").symlink_to(tmp_path / "new" / "target")  # dangling
+    (tmp_path / "link 2").symlink_to(tmp_path / "link")
+    write(tmp_path / "link 2")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "link 2").is_symlink()
+    assert (tmp_path / "new" / "target").read_text() == '{"id": 1}\n'
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OSError, match="loop"):
+        write(tmp_path / "loop")
+    assert (tmp_path / "loop").is_symlink()
+
+
+# One writer
+
+
+HOLDER = """
+import sys, time
+from r3lite.files import sole_writer
+with sole_writer(sys.argv[1], folder=sys.argv[2] == "folder"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on Windows")
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_second_process_is_refused_until_the_first_is_gone_even_if_it_was_killed(tmp_path, kind):
+    output = tmp_path / "new" / "out"
+    argv = [sys.executable, "-c", HOLDER, str(output), kind]
+    holder = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+    assert holder.stdout.readline() == "held\n"
+    try:
+        told = rf"another process \(pid {holder.pid}\) writes to .*out"
+        with pytest.raises(R3LiteError, match=told) as error, sole_writer(output, folder=kind == "folder"):
+            pass
+        assert "name another --output" in error.value.remedy
+    finally:
+        holder.kill()
+        holder.communicate()
+    with sole_writer(output, folder=kind == "folder"):
+        assert names_in(output) == set()
+    assert list((tmp_path / "new").iterdir()) == (
+        [output] if kind == "folder" else []
+    )  # the killed one made the folder
+
+
+def test_what_was_made_for_the_lock_is_removed_and_nothing_else(tmp_path):
+    with sole_writer(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b").is_dir()
+    assert list(tmp_path.iterdir()) == []
+    with sole_writer(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "b" / "x").write_text("")
+    assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["x"]
+    with pytest.raises(ZeroDivisionError), sole_writer(tmp_path / "c" / "d.jsonl", folder=False):
+        raise ZeroDivisionError
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_lock_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(R3LiteError, match=r"cannot be written: .*No space left"), sole_writer(tmp_path / "a" / "b"):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    with sole_writer(tmp_path / "a" / "b"):
+        pass
+
+
+@posix
+def test_a_link_and_what_it_leads_to_are_one_place(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    refused = pytest.raises(R3LiteError, match="another process")
+    with sole_writer(tmp_path / "link"), refused, sole_writer(tmp_path / "folder"):
+        pass
+
+
+@posix
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
+    import fcntl
+
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with sole_writer(tmp_path / "out"):
+        assert "cannot be locked ([Errno" in capsys.readouterr().err
+
+
+@posix
+def test_a_lock_that_its_owner_removes_meanwhile_is_made_anew(tmp_path, monkeypatch):
+    """Else two processes would each hold a lock: one on the file that is there, one on the file that was."""
+    lock, held = files._lock, []
+
+    def late(descriptor):
+        if not held:
+            (tmp_path / "out" / ".lock").unlink()
+        held.append(descriptor)
+        lock(descriptor)
+
+    monkeypatch.setattr(files, "_lock", late)
+    with sole_writer(tmp_path / "out"):
+        assert len(held) == 2 and (tmp_path / "out" / ".lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_what_holds_no_output_is_not_in_the_way(tmp_path):
+    for name in (".lock", ".config.toml.12.part", "part", ".gitignore"):
+        (tmp_path / name).write_text("")
+    assert names_in(tmp_path) == {"part", ".gitignore"} and names_in(tmp_path / "none") == set()
+
+
+# Recovering
+
+
+def recovered(path, known=False) -> list[dict]:
+    return recover_jsonl(path, lambda record: record.keys() == {"id", "x"}, "us", known)
+
+
+def test_a_torn_line_is_removed_only_from_a_file_that_is_known_to_be_ours(tmp_path):
+    """A user's own file that began as ours do lost its last line."""
+    path, whole = tmp_path / "a.jsonl", b'{"id": "1", "x": 2}\n'
+    for content in (b'{"id": "1", "x', b'{"id": "1", "y": 2}\n{"id": ', b"text\n{", whole + b"text"):
+        path.write_bytes(content)
+        with pytest.raises(R3LiteError, match=r"a\.jsonl exists, and its line \d was not written by us"):
+            recovered(path)
+        assert path.read_bytes() == content
+    path.write_bytes(b'{"id": "1", "x')
+    assert recovered(path, known=True) == [] and path.read_bytes() == b""
+    path.write_bytes(whole + b'{"id": "2')
+    assert recovered(path) == [{"id": "1", "x": 2}] and path.read_bytes() == whole
+
+
+# Fingerprints
+
+
+def test_a_fingerprint_tells_what_was_changed_in_place_and_not_where_it_lies(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(bytes(100_000))
+        (folder / "README.md").write_text(folder.name)
+    same = folder_fingerprint(one)
+    assert folder_fingerprint(other) == same
+    changes = {
+        "config.json": b"[]",
+        "tokenizer.json": b"{}",
+        "model.safetensors": bytes(99_999) + b"\1",
+        "b.safetensors": b"",
+    }
+    for name, content in changes.items():
+        before = (one / name).read_bytes() if (one / name).exists() else None
+        (one / name).write_bytes(content)
+        assert folder_fingerprint(one) != same
+        (one / name).unlink() if before is None else (one / name).write_bytes(before)
+    assert folder_fingerprint(one) == same
+
+
+def test_a_fingerprint_of_large_weights_reads_a_sample_of_all_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PIECE", 10)
+    monkeypatch.setattr(files, "PIECES", 4)
+    weights, found = tmp_path / "model.safetensors", []
+    for place in range(0, 1000, 10):
+        content = bytearray(1000)
+        content[place : place + 10] = b"x" * 10
+        weights.write_bytes(content)
+        found.append(folder_fingerprint(tmp_path))
+    assert len(set(found)) == 1 + 4

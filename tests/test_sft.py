@@ -20,7 +20,7 @@ from r3lite.files import write_jsonl
 from r3lite.models import lora
 from r3lite.policy import POLICY
 from r3lite.protocols.r3 import R3
-from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tokenizer import Tokenizer as ChatTokenizer
 from r3lite.records import Record, Source
 from r3lite.settings import ProtocolSettings
@@ -176,29 +176,20 @@ def test_rows_of_one_question_are_not_split_between_training_and_validation(toy,
     """Sampled trajectories of one question share its answer: a model is not validated on what it was shown."""
     write_jsonl(tmp_path / "twice.jsonl", [trajectory(i) for i in range(20)] * 2)
     settings = {"data": str(tmp_path / "twice.jsonl"), "validation_fraction": 0.25}
-    rows, validation = sft.read_data(with_values(sft.SftConfig(), settings))
+    _, rows, validation = sft.read_data(with_values(sft.SftConfig(), settings))
     assert (len(rows), len(validation)) == (30, 10)
     assert not {r.id for r in rows} & {r.id for r in validation}
-    _, capped = sft.read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 5}))
+    *_, capped = sft.read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 5}))
     assert len(capped) == 4
-    rows, none = sft.read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 0}))
+    _, rows, none = sft.read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 0}))
     assert (len(rows), len(none)) == (40, 0)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_it_learns_in_every_precision_on_the_cpu(toy, tmp_path, dtype):
     output = tmp_path / "run"
-    arguments = [
-        *SHORT,
-        "--dtype",
-        dtype,
-        "--max-steps",
-        "25",
-        "--validate-every",
-        "10",
-        "--validation-fraction",
-        "0.2",
-    ]
+    arguments = [*SHORT, "--dtype", dtype, "--max-steps", "25", "--validate-every", "10"]
+    arguments += ["--validation-fraction", "0.2"]
     assert sft.main([*toy, *arguments, "--output", str(output)]) == 0
     records = log(output)
     assert records[-1]["loss"] < 0.5 * records[0]["loss"]
@@ -336,6 +327,15 @@ def test_the_plan_and_the_errors_of_the_command_line(toy, tmp_path, capsys):
     assert sft.main([*toy, "--data", str(tmp_path / "bad.jsonl")]) == 1
     assert "bad.jsonl, line 1" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()  # a start that failed leaves nothing in the way of the next
+
+
+def test_the_prompt_files_are_read_once(toy, tmp_path, monkeypatch):
+    """A file that was edited between two readings gave rows that were checked in one wording and trained on in
+    another."""
+    load, read = R3.load, []
+    monkeypatch.setitem(PROTOCOLS, "r3", lambda settings: read.append(settings) or load(settings))
+    assert sft.main([*toy, *SHORT, "--max-steps", "1", "--output", str(tmp_path / "run")]) == 0
+    assert len(read) == 1
 
 
 def test_other_rows_under_the_same_name_are_not_resumed(toy, tmp_path, capsys):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from r3lite.errors import R3LiteError
+from r3lite.records import Record, Source
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The scale starts at 2^16 and halves at each overflow: after this many in a row it is below 1 and no longer helps.
@@ -176,13 +177,21 @@ class Precision:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores `state_dict`; raises R3LiteError if it is of another dtype or kind of device."""
+        saved = Record(state, Source("the checkpoint's precision", "Name another checkpoint."))
         for what, flag in (("dtype", "--dtype"), ("device", "--device")):
             here = self.state_dict()[what]
-            if state[what] != here:
+            if saved.text(what) != here:
                 raise R3LiteError(
-                    f"the checkpoint is of a run in {what} {state[what]}, and this one is in {here}",
+                    f"the checkpoint is of a run in {what} {saved.text(what)}, and this one is in {here}",
                     f"Pass the {flag} of the first run, or start anew from its adapter with --adapter.",
                 )
-        self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
+        self.skipped, self.skipped_in_a_row = saved.whole("skipped"), saved.whole("skipped_in_a_row")
         if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
+            scaler = saved.record("scaler")
+            # By the types of today's values: growth_interval and its counter are whole numbers.
+            self.scaler.load_state_dict(
+                {
+                    key: scaler.whole(key) if isinstance(value, int) else scaler.number(key, low=0, above=True)
+                    for key, value in self.scaler.state_dict().items()
+                }
+            )

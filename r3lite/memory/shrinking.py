@@ -11,6 +11,7 @@ from r3lite.errors import R3LiteError
 from r3lite.grant import Grant, Memory, P, Phase, T
 from r3lite.memory.plan import Plan
 from r3lite.memory.planner import peak
+from r3lite.records import Record, Source
 
 LEAST_CHUNK, LEAST_TILE = 16, 32
 
@@ -57,7 +58,13 @@ class ShrinkingGrant(Grant):
 
         Raises R3LiteError if the checkpoint's base was in NF4 and this one is not, or the other way round.
         """
-        saved = Memory(**state)
+        record = Record(state, Source("the checkpoint's memory figures", "Name another checkpoint."))
+        figures = {}
+        for name, default in asdict(Memory()).items():  # a checkpoint of an earlier version may lack some
+            low = 0 if name == "recompute_layers" else 1
+            whole = not isinstance(default, bool)
+            figures[name] = record.whole(name, default, low) if whole else record.flag(name, default)
+        saved = Memory(**figures)
         if saved.nf4 != self.memory.nf4:
             was = "nf4" if saved.nf4 else "none"
             raise R3LiteError("the checkpoint is of a run with another base", f"Resume with --quantize {was}.")

@@ -5,9 +5,9 @@ same flags.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from r3lite.config import Count, Fraction, Section
+from r3lite.config import Bounds, Fraction, Section
 from r3lite.settings.common import Common
 from r3lite.settings.data import QuestionSettings, TrajectorySettings
 from r3lite.settings.judge import JudgeSettings
@@ -28,12 +28,12 @@ class CollectSettings(Section):
 
     source: Literal["gold", "teacher"] = "gold"
     """gold: from the data set's decompositions or supporting facts; teacher: sampled from --judge-model, wrong or
-    malformed ones rejected, continuing an earlier run into the same --output"""
-    max_hops: Count = 5
+    malformed ones rejected, continuing an earlier run of the same settings into the same --output"""
+    max_hops: Annotated[int, Bounds(low=1, high=100)] = 5
     """most queries of a trajectory; questions with more gold hops are left out, a teacher is then told to answer"""
     hurried_share: Fraction = 0.0
     """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments"""
-    attempts: Count = 4
+    attempts: Annotated[int, Bounds(low=1, high=100)] = 4
     """tries of the teacher at a question; each after the first is told to go another way"""
     min_f1: Fraction = 0.8
     """a teacher's answer is right when it is an exact match or has this F1"""

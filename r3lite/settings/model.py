@@ -1,9 +1,9 @@
 """Settings of the base model and of the LoRA adapter."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from r3lite.config import Count, Fraction, Positive, Section
+from r3lite.config import Bounds, Fraction, Positive, Section
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -26,7 +26,7 @@ class ModelSettings(Section):
 class LoraSettings(Section):
     """LoRA adapter (arXiv 2106.09685)."""
 
-    lora_r: Count = 8
+    lora_r: Annotated[int, Bounds(low=1, high=4096)] = 8
     """rank"""
     lora_alpha: Positive = 16.0
     """scale; the adapter is multiplied by alpha / r"""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from r3lite.config import Count, Required, Section
+from r3lite.config import Bounds, Required, Section
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class RetrievalSettings(Section):
     """BERT encoder: folder or hub id; or hashing (TF-IDF on hashed words, no download)"""
     encoder_style: Literal["auto", "e5", "plain"] = "auto"
     """e5: query/passage prefixes; plain: none; auto: e5 if the encoder's name says so"""
-    top_k: Count = 5
+    top_k: Annotated[int, Bounds(low=1, high=1000)] = 5
     """passages per query"""
 
 
@@ -34,7 +34,7 @@ class IndexSettings(Section):
     """BERT encoder: folder or hub id; or hashing (TF-IDF on hashed words, no download)"""
     encoder_style: Literal["auto", "e5", "plain"] = "auto"
     """e5: query/passage prefixes; plain: none; auto: e5 if the encoder's name says so"""
-    batch_size: Count = 64
+    batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] = 64
     """passages encoded together"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where passages are encoded; auto: cuda if there is one, else mps, else cpu"""

@@ -1,8 +1,11 @@
 """Settings of what an episode is paid."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from r3lite.config import Judged, NonNegative, Section
+from r3lite.config import Bounds, Judged, NonNegative, Section
+
+Factor = Annotated[float, Bounds(low=-1000, high=1000)]
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,9 @@ class RewardSettings(Section):
     """paid at each query per unit of the judge's relevance and coherence"""
     format_reward: NonNegative = 0.1
     """paid for well-formed steps: this times their share of the episode's steps"""
-    gamma_correct: float = 0.6
+    gamma_correct: Factor = 0.6
     """process rewards of a trajectory with a right answer are multiplied by 1 + this (R3-RAG)"""
-    gamma_incorrect: float = -0.2
+    gamma_incorrect: Factor = -0.2
     """the same for a wrong answer"""
-    gamma_fail: float = -0.1
+    gamma_fail: Factor = -0.1
     """the same for an episode without an answer"""

@@ -1,9 +1,9 @@
 """Settings of reinforcement learning."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from r3lite.config import Count, Fraction, NonNegative, Positive, Section
+from r3lite.config import Bounds, Count, Fraction, NonNegative, Positive, Section
 
 Algorithm = Literal["ppo", "grpo"]  # the keys of rl.algorithms.ALGORITHMS; a test holds them to it
 
@@ -14,13 +14,13 @@ class RLSettings(Section):
 
     algorithm: Algorithm = "ppo"
     """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (arXiv 2402.03300)"""
-    batch_size: Count = 8
+    batch_size: Annotated[int, Bounds(low=1, high=4096)] = 8
     """questions of one round"""
-    num_generations: Count = 8
+    num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
     """episodes sampled per question"""
     kl_beta: NonNegative = 0.001
     """weight of the KL divergence from the reference adapter"""
-    update_epochs: Count = 1
+    update_epochs: Annotated[int, Bounds(low=1, high=100)] = 1
     """passes over the episodes of a round"""
     mini_batch_size: Count = 16
     """episodes of one optimizer step"""

@@ -3,20 +3,20 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from r3lite.config import Bounds, Count, NonNegative, Section, Whole
+from r3lite.config import Bounds, Section, Tokens, Whole
 
 
 @dataclass(frozen=True)
 class LengthSettings(Section):
     """Limits of an episode."""
 
-    max_hops: Count = 5
+    max_hops: Annotated[int, Bounds(low=1, high=100)] = 5
     """most retrievals in an episode; then an answer is forced"""
-    max_new_tokens: Count = 256
+    max_new_tokens: Tokens = 256
     """most tokens of one turn of the model"""
-    max_length: Count = 4096
+    max_length: Tokens = 4096
     """most tokens of a whole episode"""
-    max_document_tokens: Count = 160
+    max_document_tokens: Tokens = 160
     """most tokens of one document; longer ones are cut"""
 
 
@@ -24,9 +24,9 @@ class LengthSettings(Section):
 class SamplingSettings(Section):
     """Sampling."""
 
-    temperature: NonNegative = 1.0
+    temperature: Annotated[float, Bounds(low=0, high=100)] = 1.0
     """of the softmax; 0: greedy (not in RL)"""
-    rollout_batch_size: Count | None = None
+    rollout_batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] | None = None
     """episodes decoded together; by default as many as the memory budget allows"""
 
 

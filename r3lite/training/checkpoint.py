@@ -13,7 +13,6 @@ It is written under another name, each file flushed to the disk, and renamed, so
 moment leaves the old checkpoints or the new one, never half of one. Nothing here unpickles.
 """
 
-import json
 import os
 import re
 import shutil
@@ -24,16 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from r3lite.errors import R3LiteError
-from r3lite.files import write_json
+from r3lite.files import PART, open_regular, read_record, write_json
 
 NAME = re.compile(r"checkpoint-(\d+)")
 MANIFEST, STATE, ADAPTER = "manifest.json", "state.json", "adapter"
 GROUPS = ("weights", "optimizer", "random")  # of tensors; each is one file
 FORMAT = 1
-PART = ".part"  # suffix of what is being written; a leftover of a kill is swept at the next start
+REMEDY = "Name another checkpoint, or pass --resume auto to take the newest sound one."
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _set_aside(folder: Path) -> Path:
 def crc(path: Path) -> int:
     """CRC-32 of a file, read in pieces."""
     value = 0
-    with open(path, "rb") as file:
+    with open_regular(path, REMEDY) as file:
         while piece := file.read(1 << 20):
             value = zlib.crc32(piece, value)
     return value
@@ -114,29 +114,65 @@ def write(output: Path, checkpoint: Checkpoint, save_adapter: Callable[[Path], N
 
 
 def fault(folder: Path) -> str | None:
-    """What is wrong with a checkpoint on disk, or None if every file is as the manifest says."""
+    """What is wrong with a checkpoint on disk, or None if every file is as the manifest says and the state is whole."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        for name, entry in manifest["files"].items():
-            path = folder / name
-            if path.stat().st_size != entry["bytes"] or crc(path) != entry["crc32"]:
-                return f"{name} is not what was written"
-        return None if manifest["format"] == FORMAT else f"its format is {manifest['format']}, not {FORMAT}"
+        _check_files(folder)
+        _read_state(folder)
+        return None
+    except R3LiteError as error:
+        return error.cause
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
         return f"it cannot be read ({error})"
+
+
+def _check_files(folder: Path) -> None:
+    """Raises R3LiteError or OSError unless the folder holds what its manifest says."""
+    (folder / MANIFEST).stat()  # one that is missing is told as any missing file
+    manifest = read_record(folder / MANIFEST, REMEDY)
+    if (found := manifest.whole("format")) != FORMAT:
+        raise R3LiteError(f"its format is {found}, not {FORMAT}")
+    files = manifest.record("files")
+    for name in [f"{group}.safetensors" for group in GROUPS] + [STATE]:
+        if name not in files:
+            raise files.wrong(name, "described")
+    for name in files.values:
+        entry, path = files.record(name), folder / name
+        if path.stat().st_size != entry.whole("bytes") or crc(path) != entry.whole("crc32"):
+            raise R3LiteError(f"{name} is not what was written")
+
+
+def _read_state(folder: Path) -> dict:
+    """What state.json holds; raises R3LiteError unless all that every run needs is there and of its type."""
+    state = read_record(folder / STATE, REMEDY)
+    step = state.whole("step")
+    if (name := NAME.fullmatch(folder.resolve().name)) and int(name[1]) != step:
+        raise state.error(f"it is of step {step}")
+    state.text("command")
+    state.text("data", blank=True)
+    state.text("base", default=None)  # checkpoints of earlier versions have none
+    state.whole("num_tokens")
+    state.number("seconds", low=0)
+    for key in ("settings", "precision", "kept"):
+        if key not in state:
+            raise state.wrong(key, "a JSON object")
+        state.record(key)
+    parts = state.record("kept")
+    for name in parts.values:
+        parts.record(name)
+    return state.values
 
 
 def read(folder: Path) -> Checkpoint:
     """Reads a checkpoint, all of it or an R3LiteError."""
     if problem := fault(folder):
-        raise R3LiteError(
-            f"{folder} is not a sound checkpoint: {problem}",
-            "Name another checkpoint, or pass --resume auto to take the newest sound one.",
-        )
-    tensors = {name: safetensors.torch.load_file(folder / f"{name}.safetensors") for name in GROUPS}
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        raise R3LiteError(f"{folder} is not a sound checkpoint: {problem}", REMEDY)
+    try:
+        tensors = {name: safetensors.torch.load_file(folder / f"{name}.safetensors") for name in GROUPS}
+    except SafetensorError as error:
+        raise R3LiteError(f"{folder} holds no tensors that can be read: {error}", REMEDY) from error
+    state = _read_state(folder)
     return Checkpoint(state["step"], tensors, state)
 
 

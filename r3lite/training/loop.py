@@ -49,7 +49,7 @@ def train(run: RunFolder, trainer: Trainer) -> bool:
                 if number == last or interrupts.pending or (every and number % every == 0):
                     _save(run, state, number, log)
                 interrupts.leave_if_asked()
-    except (KeyboardInterrupt, Terminated, R3LiteError):
+    except (KeyboardInterrupt, Terminated, R3LiteError, OSError):
         if run.saved_step:
             print(f"\nstep {run.saved_step} is saved; go on with {run.how_to_go_on}", file=sys.stderr)
         raise

@@ -3,17 +3,20 @@
 Metrics that TRL has too bear its names (loss, grad_norm, learning_rate, num_tokens, epoch, eval_loss, kl, reward, ...).
 """
 
+import contextlib
 import json
 import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from r3lite.files import write_text
+from r3lite.errors import R3LiteError
+from r3lite.files import own_records
 
 FILE = "metrics.jsonl"
 # Metrics that differ from run to run; all others are equal to the bit in a repeated run. (`judge/` counts the calls and
@@ -102,8 +105,9 @@ class MetricsLog:
     def write(self, record: dict) -> None:
         """Appends one step's record and shows it."""
         record = {k: _plain(v) for k, v in record.items()}
-        self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self.file.flush()
+        with self._writing():
+            self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self.file.flush()
         self.bar.set_postfix_str(progress_line(record), refresh=False)
         self.bar.update()
         if self.bar.disable and (record["step"] % self.every == 0 or record["step"] in (1, self.total)):
@@ -111,29 +115,44 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Flushes the file to the disk, so that no checkpoint is newer than the log."""
-        os.fsync(self.file.fileno())
+        with self._writing():
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.bar.close()
-        self.file.close()
+        with self._writing():
+            self.file.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # a full disk
+            raise R3LiteError(
+                f"{self.path} cannot be written: {error}", "Make room; go on with --resume auto."
+            ) from error
 
 
 def read(path: Path) -> list[dict]:
-    """The records of a log. A last line torn by a kill is left out."""
-    records = []
-    # Not splitlines: a string in a record may hold characters that it takes for the end of a line, such as U+2028.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1] if path.exists() else ():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    """The records of a log. A last line torn by a kill is left out; any other line without a step is refused."""
+    return _read(path)[0]
 
 
-def cut(source: Path, target: Path, step: int) -> None:
-    """Writes a log anew: the records of `source` up to a step."""
-    kept = [r for r in read(source) if r["step"] <= step]
-    write_text(target, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+def _read(path: Path) -> tuple[list[dict], bytes]:
+    return own_records(path, "step", _is_record, "a training run", "Mend or remove the line, and run again.")
+
+
+def _is_record(record: dict) -> bool:
+    step = record.get("step")
+    return isinstance(step, int) and not isinstance(step, bool)
+
+
+def up_to(path: Path, step: int) -> list[dict]:
+    """The records of a log up to a step, which a run that goes on from there keeps; a torn last line is told."""
+    records, torn = _read(path)
+    if torn:
+        print(f"{path}: the last line is torn and is left out", file=sys.stderr)
+    return [record for record in records if record["step"] <= step]
 
 
 class Stopwatch:

@@ -3,20 +3,31 @@
 Knows no algorithm.
 """
 
-import json
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from r3lite.config import flat, free_settings, to_toml, with_values
+from safetensors import SafetensorError
+
+from r3lite.command import changes, refuse_another_run
+from r3lite.config import flat, to_toml, with_values
 from r3lite.errors import R3LiteError
-from r3lite.files import write_json, write_text
+from r3lite.files import folder_fingerprint, names_in, sole_writer, write_json, write_jsonl, write_text
+from r3lite.models.weights import resolve_folder
 from r3lite.training import checkpoint, metrics
 from r3lite.training.state import TrainState
 
+CONFIG = "config.toml"
+LOGS_OF_SHELLS = (".log", ".txt", ".out", ".err")  # what a scheduler or `> log.txt` may have put there before the run
+
 
 class RunFolder:
-    """The folder of one run. Constructing it only checks; `begin` writes, once the model and the data are loaded."""
+    """The folder of one run, which no other process may write to until the context of this object ends.
+
+    Constructing it only checks; `begin` writes, once the model and the data are loaded.
+    """
 
     def __init__(self, command: str, config: Any, default_output: str, logs: tuple[str, ...] = ()):
         """`logs` are JSON-lines files with a `step` that the recipe keeps beside metrics.jsonl, cut as it is on resume.
@@ -25,38 +36,40 @@ class RunFolder:
         self.command, self.config, self.settings = command, config, flat(config)
         self.logs = (metrics.FILE, *logs)
         resume, output = self.settings["resume"], self.settings["output"]
-        self.source = self._checkpoint_to_resume(resume, output)  # None: a fresh start
-        came_from = self.source.parent if self.source else None
+        came_from = _folder_to_resume(resume, output)  # None: a fresh start
         self.output = Path(output or came_from or default_output)
         self.elsewhere = bool(came_from) and came_from.resolve() != self.output.resolve()
-        self.loaded = checkpoint.read(self.source) if self.source else None
         self.saved_step = 0
-        if self.loaded:
-            self._check_settings(self.loaded.state)
-        if (resume is None or self.elsewhere) and _holds_something(self.output):
-            raise R3LiteError(
-                f"{self.output} exists and is not an empty folder",
-                "Pass --resume auto to go on with the run in it, or another --output.",
-            )
+        self.base: str | None = None  # fingerprint of the base model, known once that is loaded
+        with contextlib.ExitStack() as held:
+            held.enter_context(sole_writer(self.output))
+            self.source = self._checkpoint_to_resume(resume)
+            self.loaded = checkpoint.read(self.source) if self.source else None
+            if self.loaded:
+                self._check_settings(self.loaded.state)
+            if self.loaded is None or self.elsewhere:
+                self._check_free(resume)
+            self._held = held.pop_all()
 
-    @staticmethod
-    def _checkpoint_to_resume(resume: str | None, output: str | None) -> Path | None:
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._held.close()
+
+    def _checkpoint_to_resume(self, resume: str | None) -> Path | None:
         if resume is None:
             return None
         if resume == "auto":
-            if output is None:
-                raise R3LiteError("--resume auto looks in --output, and none is named", "Pass --output FOLDER.")
-            found = checkpoint.newest_sound(Path(output))
-            if found is None and checkpoint.all_of(Path(output)):
+            found = checkpoint.newest_sound(self.output)
+            if found is None and checkpoint.all_of(self.output):
                 raise R3LiteError(
-                    f"no checkpoint in {output} is sound",
+                    f"no checkpoint in {self.output} is sound",
                     "Delete its checkpoint folders to start afresh there, or pass another --output.",
                 )
             return found
         folder = Path(resume)
-        if not folder.is_dir():
-            raise R3LiteError(f"--resume {resume}: there is no such folder", "Name a run folder or a checkpoint in it.")
-        found = folder if checkpoint.NAME.fullmatch(folder.resolve().name) else checkpoint.newest_sound(folder)
+        found = folder if _is_checkpoint(folder) else checkpoint.newest_sound(folder)
         if found is None:
             raise R3LiteError(
                 f"--resume {resume}: there is no sound checkpoint in it",
@@ -70,14 +83,23 @@ class RunFolder:
                 f"{self.source} is a checkpoint of {state['command']}, not of {self.command}",
                 "To start from its adapter, pass --adapter instead of --resume.",
             )
-        then, now = state["settings"], json.loads(json.dumps(self.settings))
-        fixed = (then.keys() | now.keys()) - free_settings(self.config)
-        changed = [k for k in sorted(fixed) if then.get(k) != now.get(k)]
-        if changed:
-            told = ", ".join(f"{k} (was {then.get(k)}, is {now.get(k)})" for k in changed)
+        if told := changes(state["settings"], self.config):
             raise R3LiteError(
                 f"{self.source} cannot be resumed with other settings: {told}",
-                f"Pass --config {self.source.parent / 'config.toml'} for the run's own, or start anew with --adapter.",
+                f"Pass --config {self.source.parent / CONFIG} for the run's own, or start anew with --adapter.",
+            )
+
+    def _check_free(self, resume: str | None) -> None:
+        """Refuses a fresh start in a folder that holds something else than a run of this one without a checkpoint."""
+        names = names_in(self.output)
+        if resume == "auto" and CONFIG in names:
+            refuse_another_run(self.output / CONFIG, self.command, self.config, self.output)
+        elif resume == "auto" and all(name.endswith(LOGS_OF_SHELLS) for name in names):
+            return
+        elif names:
+            raise R3LiteError(
+                f"{self.output} exists and is not an empty folder: it holds {min(names)}",
+                "Pass --resume auto to go on with the run in it, or another --output.",
             )
 
     @property
@@ -86,13 +108,13 @@ class RunFolder:
 
     def begin(self, state: TrainState) -> int:
         """Puts the checkpoint, if any, into `state` and makes the folder ready; returns the steps already taken."""
+        model = self.settings.get("model")
+        self.base = folder_fingerprint(resolve_folder(model)) if model else None
         step = self.loaded.step if self.loaded else 0
+        came_from = self.source.parent if self.source else self.output
+        logs = {log: metrics.up_to(came_from / log, step) for log in self.logs}  # refused before anything is changed
         if self.loaded:
-            state.restore(self.loaded)
-        try:
-            self.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise R3LiteError(f"the folder {self.output} cannot be made: {error}", "Pass another --output.") from error
+            self._restore(state, self.loaded)
         checkpoint.sweep(self.output)
         for later, folder in checkpoint.all_of(self.output).items():
             if later > step:  # unsound, or beyond the checkpoint that the user went back to
@@ -100,31 +122,52 @@ class RunFolder:
                 checkpoint.remove(folder)
         # The config to go on with: it names this folder, and not how this process was started.
         whole = with_values(self.config, {"output": str(self.output), "resume": None, "stop_after": None})
-        write_text(self.output / "config.toml", to_toml(whole, self.command))
-        for log in self.logs:
-            metrics.cut((self.source.parent if self.source else self.output) / log, self.output / log, step)
+        write_text(self.output / CONFIG, to_toml(whole, self.command))
+        for log, records in logs.items():
+            write_jsonl(self.output / log, records)
         self.saved_step = 0 if self.elsewhere else step
         self.loaded = None  # its tensors have been copied
         return step
+
+    def _restore(self, state: TrainState, loaded: checkpoint.Checkpoint) -> None:
+        base = loaded.state.get("base")  # None: of a version that did not keep it
+        if base is not None and base != self.base:
+            raise R3LiteError(
+                f"the files of the base model {self.settings['model']} are not those that the run was started with",
+                "Restore them, or start anew from the run's adapter with --adapter.",
+            )
+        state.restore(loaded)
+        if changed := state.differences(loaded.state["kept"]):
+            print(
+                f"warning: the work is divided otherwise than before ({', '.join(changed)}): "
+                "results differ in rounding from those of an uninterrupted run",
+                file=sys.stderr,
+            )
 
     def save(self, state: TrainState, step: int) -> None:
         """Writes the checkpoint of a step, unless it is there, and removes the oldest ones."""
         if step == self.saved_step:  # step 0 too: a fresh start has nothing to save
             return
-        try:
-            made = state.checkpoint(step, self.command, self.settings)
-            checkpoint.write(self.output, made, state.save_adapter)
-        except OSError as error:
-            raise R3LiteError(
-                f"the checkpoint of step {step} cannot be written in {self.output}: {error}",
-                "Make room or mend the folder, then go on with --resume auto.",
-            ) from error
+        with self._writing(f"the checkpoint of step {step}"):
+            run = {"command": self.command, "settings": self.settings, "base": self.base}
+            checkpoint.write(self.output, state.checkpoint(step, run), state.save_adapter)
         self.saved_step = step
         checkpoint.prune(self.output, self.settings["keep_checkpoints"])
 
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise R3LiteError(
+                f"{what} cannot be written in {self.output}: {error}",
+                "Make room or mend the folder, then go on with --resume auto.",
+            ) from error
+
     def finish(self, state: TrainState, total: int) -> None:
         """Writes `adapter/` and `summary.json`."""
-        checkpoint.replace_folder(self.output / "adapter", state.save_adapter)
+        with self._writing("the adapter"):
+            checkpoint.replace_folder(self.output / "adapter", state.save_adapter)
         records = metrics.read(self.output / metrics.FILE)
         numbers: dict[str, list[float]] = {}
         for record in records:
@@ -142,8 +185,23 @@ class RunFolder:
             "adapter": "adapter",
             "checkpoint": f"checkpoint-{total}",
         }
-        write_json(self.output / "summary.json", summary)
+        with self._writing("the summary"):
+            write_json(self.output / "summary.json", summary)
 
 
-def _holds_something(path: Path) -> bool:
-    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+def _is_checkpoint(folder: Path) -> bool:
+    return checkpoint.NAME.fullmatch(folder.resolve().name) is not None
+
+
+def _folder_to_resume(resume: str | None, output: str | None) -> Path | None:
+    """The run folder that --resume names; None if it names none."""
+    if resume is None:
+        return None
+    if resume == "auto":
+        if output is None:
+            raise R3LiteError("--resume auto looks in --output, and none is named", "Pass --output FOLDER.")
+        return Path(output)
+    folder = Path(resume)
+    if not folder.is_dir():
+        raise R3LiteError(f"--resume {resume}: there is no such folder", "Name a run folder or a checkpoint in it.")
+    return folder.parent if _is_checkpoint(folder) else folder

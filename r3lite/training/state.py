@@ -51,16 +51,16 @@ class TrainState:
         self._load_parts(snapshot["kept"])
         self.num_tokens, self.seconds = snapshot["num_tokens"], snapshot["seconds"]
 
-    def checkpoint(self, step: int, command: str, settings: dict) -> Checkpoint:
-        """All that an exact resume needs, after step `step`."""
+    def checkpoint(self, step: int, run: dict) -> Checkpoint:
+        """All that an exact resume needs, after step `step`; `run` tells which run it is (command, settings, base)."""
         snapshot = self.snapshot()
         tensors = {
             "weights": optim.parameters(self.optimizer),
             "optimizer": optim.state_tensors(self.optimizer),
             "random": snapshot.pop("random"),
         }
-        run = {"step": step, "command": command, "settings": settings}
-        return Checkpoint(step, tensors, run | {"precision": self.precision.state_dict(), "data": self.data} | snapshot)
+        described = {"step": step, **run, "precision": self.precision.state_dict(), "data": self.data}
+        return Checkpoint(step, tensors, described | snapshot)
 
     def restore(self, loaded: Checkpoint) -> None:
         """Goes on from a checkpoint; raises R3LiteError if it is of another model, other data or another precision."""
@@ -89,4 +89,15 @@ class TrainState:
 
     def _load_parts(self, kept: dict[str, dict]) -> None:
         for name, part in self.parts.items():
+            if name not in kept:
+                raise R3LiteError(f"the checkpoint does not hold what {name} needs", "Start anew with --adapter.")
             part.load_state_dict(kept[name])
+
+    def differences(self, kept: dict[str, dict]) -> list[str]:
+        """What the parts keep now and did not keep then, such as `memory.loss_chunk 128 -> 64`."""
+        return [
+            f"{name}.{key} {kept[name][key]} -> {value}"
+            for name, part in self.parts.items()
+            for key, value in part.state_dict().items()
+            if kept[name].get(key, value) != value
+        ]

@@ -1,5 +1,6 @@
 """Precision: what `auto` means, and what happens to gradients that are not finite."""
 
+import re
 import shutil
 
 import pytest
@@ -136,6 +137,25 @@ def test_without_a_scaler_bad_gradients_stop_the_run_before_they_reach_a_weight(
         step(p, weight, optimizer, weight.sum() * bad)
     assert weight.item() == 1
     assert not p.changed_weights
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"dtype": 3}, "dtype is 3, not text"),
+        ({"device": None}, "device is missing"),
+        ({"skipped": "2"}, "skipped is '2'"),
+        ({"skipped_in_a_row": -1}, "skipped_in_a_row is -1"),
+        ({"scaler": None}, "scaler.scale is missing"),
+        ({"scaler": [1]}, "scaler is [1], not a JSON object"),
+        ({"scaler": {"scale": 0}}, "scaler.scale is 0, not a finite number above 0"),
+    ],
+)
+def test_a_state_of_wrong_types_is_refused(changed, told):
+    """They ended in a KeyError or a TypeError."""
+    p = Precision(torch.float16, CPU)
+    with pytest.raises(R3LiteError, match=re.escape(told)):
+        p.load_state_dict(p.state_dict() | changed)
 
 
 def test_its_state_is_json_and_goes_on_where_it_was():

@@ -3,13 +3,17 @@
 import itertools
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
 import torch
 
 from r3lite import ppo, sft
+from r3lite.errors import R3LiteError
 from r3lite.files import write_jsonl
+from r3lite.grant import Memory
+from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.models.weights import resolve_folder
 from r3lite.rewards import reward
 from r3lite.rl.batch import Batch
@@ -180,6 +184,21 @@ def test_what_was_made_smaller_is_in_the_checkpoint_and_a_resumed_run_goes_on_wi
 
 
 FIXED = ["--recompute-layers", "1", "--loss-chunk", "64", "--mlp-tile", "256", "--micro-batch-tokens", "2000"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"loss_chunk": 0}, "loss_chunk is 0"),
+        ({"mlp_tile": "64"}, "mlp_tile is '64'"),
+        ({"nf4": 0}, "nf4 is 0"),
+    ],
+)
+def test_figures_of_wrong_types_in_a_checkpoint_are_refused(changed, told):
+    """They ended in a TypeError, or in a loop of steps of size 0."""
+    grant = ShrinkingGrant(Mock(memory=Memory()), Mock())
+    with pytest.raises(R3LiteError, match=told):
+        grant.load_state_dict(grant.state_dict() | changed)
 
 
 def test_what_the_user_fixed_stays(toy, tmp_path, monkeypatch, capsys):

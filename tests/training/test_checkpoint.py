@@ -16,13 +16,18 @@ from r3lite.training import checkpoint
 from r3lite.training.checkpoint import Checkpoint
 
 
+def state(step: int) -> dict:
+    """What state.json of every run holds."""
+    precision = {"dtype": "torch.float32", "device": "cpu", "skipped": 0, "skipped_in_a_row": 0, "scaler": None}
+    run = {"step": step, "command": "sft", "settings": {"seed": 0}, "precision": precision, "data": "é"}
+    return run | {"kept": {"memory": {}}, "num_tokens": 7, "seconds": 0.5}
+
+
 def example(step: int) -> Checkpoint:
     weights = {"a": torch.full((3, 2), step / 7), "b": torch.tensor(float("nan"))}
     moments = {"a.step": torch.tensor(float(step)), "a.exp_avg": torch.randn(3, 2)}
     random = {"cpu": torch.get_rng_state()}
-    return Checkpoint(
-        step, {"weights": weights, "optimizer": moments, "random": random}, {"step": step, "kept": [1, "é"]}
-    )
+    return Checkpoint(step, {"weights": weights, "optimizer": moments, "random": random}, state(step))
 
 
 def adapter(folder: Path) -> None:
@@ -59,6 +64,20 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def described(folder: Path, name: str, entry: dict | None) -> None:
+    """Puts another entry for a file into the manifest."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = entry
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def restated(folder: Path, **changed) -> None:
+    """Changes the state as an editor does who mends the manifest too."""
+    path = folder / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    described(folder, "state.json", {"bytes": path.stat().st_size, "crc32": checkpoint.crc(path)})
+
+
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
@@ -67,8 +86,24 @@ def flip(path: Path) -> None:
         (lambda f: flip(f / "adapter" / "adapter_config.json"), "adapter/adapter_config.json is not"),
         (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda f: (f / "manifest.json").write_text("[]"), "cannot be read"),
-        (lambda f: (f / "manifest.json").write_text("not json"), "cannot be read"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: not a JSON object"),
+        (lambda f: (f / "manifest.json").write_text("not json"), "manifest.json: not JSON"),
+        (lambda f: (f / "manifest.json").write_text("[" * 100_000), "nested more than 100 deep"),
+        (lambda f: (f / "manifest.json").write_text('{"format": 1, "files": []}'), "files is [], not a JSON object"),
+        (lambda f: described(f, "weights.safetensors", None), "weights.safetensors is missing"),
+        (lambda f: described(f, "state.json", {"bytes": True, "crc32": 0}), "state.json.bytes is True"),
+        (lambda f: described(f, "/dev/zero", {"bytes": 0, "crc32": 0}), "/dev/zero is a pipe or a device"),
+        (lambda f: restated(f, step=7), "it is of step 7"),
+        (lambda f: restated(f, step="10"), "step is '10', not a whole number"),
+        (lambda f: restated(f, command=None), "command is missing"),
+        (lambda f: restated(f, settings=None), "settings is missing"),
+        (lambda f: restated(f, settings=[1]), "settings is [1], not a JSON object"),
+        (lambda f: restated(f, precision=3), "precision is 3, not a JSON object"),
+        (lambda f: restated(f, kept={"memory": []}), "kept.memory is [], not a JSON object"),
+        (lambda f: restated(f, data=None), "data is missing"),
+        (lambda f: restated(f, base=3), "base is 3, not text"),
+        (lambda f: restated(f, seconds=float("nan")), "NaN is not a JSON number"),
+        (lambda f: restated(f, num_tokens=-1), "num_tokens is -1"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, capsys, damage, told):
@@ -79,6 +114,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, capsys, damage,
     assert str(newer) in shown
     with pytest.raises(R3LiteError, match="not a sound checkpoint"):
         checkpoint.read(newer)
+
+
+def test_tensors_that_are_none_are_told(tmp_path):
+    (folder,) = written(tmp_path, 1)
+    (folder / "weights.safetensors").write_bytes(b"junk")
+    described(folder, "weights.safetensors", {"bytes": 4, "crc32": checkpoint.crc(folder / "weights.safetensors")})
+    with pytest.raises(R3LiteError, match="no tensors that can be read"):
+        checkpoint.read(folder)
 
 
 def test_a_checkpoint_of_another_format_is_not_sound(tmp_path):
@@ -135,13 +178,14 @@ import sys, torch
 from pathlib import Path
 from r3lite.devices.random_state import random_state
 from r3lite.training import checkpoint
+from tests.training.test_checkpoint import state
 output, step = Path(sys.argv[1]), 0
 while True:
     step += 1
     weights = {"w": torch.full((1 << 18,), float(step))}
     whole = {"weights": weights, "optimizer": {"w.exp_avg": weights["w"] + 1}, "random": random_state()}
     adapter = lambda folder: (folder / "x.json").write_text("{}")
-    checkpoint.write(output, checkpoint.Checkpoint(step, whole, {"step": step}), adapter)
+    checkpoint.write(output, checkpoint.Checkpoint(step, whole, state(step)), adapter)
     checkpoint.prune(output, 2)
     print(step, flush=True)
 """

@@ -76,7 +76,8 @@ class Toy:
 
 def run(toy: Toy, command: str = "sft", default_output: str = "unused", **settings) -> bool:
     config = with_values(ToyConfig(), settings)
-    return loop.train(RunFolder(command, config, default_output), toy)
+    with RunFolder(command, config, default_output) as folder:
+        return loop.train(folder, toy)
 
 
 def assert_same(toy: Toy, output: Path, other: Toy, other_output: Path) -> None:

@@ -1,9 +1,12 @@
 """The log: what is in a line, and what is left of it after a kill and a resume."""
 
-import json
+import errno
+from unittest.mock import Mock
 
+import pytest
 import torch
 
+from r3lite.errors import R3LiteError
 from r3lite.training import metrics
 
 
@@ -37,26 +40,49 @@ def test_what_is_not_a_number_is_null_because_json_has_no_nan(tmp_path):
     assert "NaN" not in (tmp_path / metrics.FILE).read_text()
 
 
-def test_a_resumed_run_cuts_what_it_will_write_again(tmp_path):
+def test_a_resumed_run_cuts_what_it_will_write_again(tmp_path, capsys):
     """A run killed at step 5 whose checkpoint is of step 3 had steps 4 and 5 twice in its log."""
+    path = tmp_path / metrics.FILE
     logged(tmp_path, [{"step": n, "loss": n / 3} for n in range(1, 6)])
+    assert len(metrics.up_to(path, 9)) == 5
+    capsys.readouterr()
+    with open(path, "ab") as file:
+        file.write('{"step": 6, "text": "é'.encode()[:-1])  # torn by a kill, inside a character
+    assert [r["step"] for r in metrics.read(path)] == [1, 2, 3, 4, 5]
+    assert metrics.up_to(path, 3) == [{"step": n, "loss": n / 3} for n in (1, 2, 3)]
+    assert "metrics.jsonl: the last line is torn and is left out" in capsys.readouterr().err
+    assert metrics.read(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("line", ["hello", "[1]", "{}", '{"loss": 1}', '{"step": "2"}', '{"step": true}', "[" * 10_000])
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_line_that_is_no_record_is_refused_and_never_dropped(tmp_path, line, end):
+    """Reading ended at such a line, and what followed it was lost when the log was written anew."""
+    logged(tmp_path, [{"step": 1}])
     with open(tmp_path / metrics.FILE, "a") as file:
-        file.write('{"step": 6, "lo')  # torn by a kill
-    assert [r["step"] for r in metrics.read(tmp_path / metrics.FILE)] == [1, 2, 3, 4, 5]
-    metrics.cut(tmp_path / metrics.FILE, tmp_path / metrics.FILE, 3)
-    lines = (tmp_path / metrics.FILE).read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"step": n, "loss": n / 3} for n in (1, 2, 3)]
-    metrics.cut(tmp_path / metrics.FILE, tmp_path / "elsewhere.jsonl", 2)
-    assert len(metrics.read(tmp_path / "elsewhere.jsonl")) == 2
-    assert len(metrics.read(tmp_path / metrics.FILE)) == 3
+        file.write(f"{line}{end}")
+    for read in (metrics.read, lambda path: metrics.up_to(path, 1)):
+        with pytest.raises(R3LiteError, match="its line 2 was not written by a training run"):
+            read(tmp_path / metrics.FILE)
 
 
 def test_a_line_of_unusual_characters_is_one_line(tmp_path):
     """Text of the web holds U+2028, at which str.splitlines would have torn the log, and the cut lost the rest."""
     records = [{"step": n, "text": "a\u2028b\x85c\nd"} for n in (1, 2, 3)]
     logged(tmp_path, records)
-    metrics.cut(tmp_path / metrics.FILE, tmp_path / metrics.FILE, 2)
-    assert metrics.read(tmp_path / metrics.FILE) == records[:2]
+    assert metrics.up_to(tmp_path / metrics.FILE, 2) == records[:2]
+
+
+@pytest.mark.parametrize("broken", ["write", "flush", "close"])
+def test_a_full_disk_is_an_error_with_a_remedy(tmp_path, broken):
+    log = metrics.MetricsLog(tmp_path, 0, 10, "sft")
+    with log.file:
+        log.file = Mock(wraps=log.file)
+        getattr(log.file, broken).side_effect = OSError(errno.ENOSPC, "No space left on device")
+        with pytest.raises(R3LiteError, match=r"metrics\.jsonl cannot be written: .*No space left") as error:
+            log.write({"step": 1})
+            log.close()
+    assert "--resume auto" in error.value.remedy
 
 
 def test_peak_memory_never_falls():

@@ -1,0 +1,207 @@
+"""The run folder: whose it is, what it is compared with on a resume, and what happens if it cannot be written."""
+
+import dataclasses
+import errno
+import json
+import os
+from dataclasses import dataclass
+from unittest.mock import Mock
+
+import pytest
+from safetensors import SafetensorError
+
+from r3lite.command import changes
+from r3lite.config import flat, with_values
+from r3lite.errors import R3LiteError
+from r3lite.files import sole_writer
+from r3lite.settings import ModelSettings
+from r3lite.training import checkpoint, loop, metrics
+from r3lite.training.run_folder import RunFolder
+from tests.training.test_loop import Toy, ToyConfig, run
+
+
+def contents(folder) -> dict:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_folder_in_which_another_process_writes_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    """Two runs at once both ended well, with one metrics.jsonl."""
+    run(Toy(), output=str(tmp_path / "out"), stop_after=2)
+    before = contents(tmp_path)
+    monkeypatch.setattr(checkpoint, "newest_sound", lambda *_: pytest.fail("it was read"))
+    with sole_writer(tmp_path / "out"):
+        for settings in ({"resume": "auto", "output": str(tmp_path / "out")}, {"resume": str(tmp_path / "out")}):
+            with pytest.raises(R3LiteError, match=rf"another process \(pid {os.getpid()}\) writes to") as error:
+                RunFolder("sft", with_values(ToyConfig(), settings), "unused")
+            assert "name another --output" in error.value.remedy
+    assert contents(tmp_path) == before
+
+
+def test_a_run_keeps_its_folder_to_its_end_and_a_refusal_gives_it_back(tmp_path):
+    config = with_values(ToyConfig(), {"output": str(tmp_path / "out")})
+    with RunFolder("sft", config, "unused"), pytest.raises(R3LiteError, match="writes to"):
+        RunFolder("sft", config, "unused")
+    assert not (tmp_path / "out").exists()  # nothing was written
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.md").write_text("")
+    for _ in range(2):
+        with pytest.raises(R3LiteError, match=r"not an empty folder: it holds notes\.md"):
+            RunFolder("sft", config, "unused")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+def test_a_link_as_output_is_written_through(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "new" / "folder")
+    assert run(Toy(), output=str(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "new" / "folder" / "summary.json").exists()
+
+
+# What --resume auto may begin afresh
+
+
+@pytest.mark.parametrize("files", [["config.toml", "scores.json"], ["index.faiss"], ["metrics.jsonl"], ["adapter"]])
+def test_resume_auto_does_not_begin_in_a_folder_of_something_else(tmp_path, files):
+    """An evaluation's config.toml was replaced."""
+    for name in files:
+        (tmp_path / name).write_text("[evaluate]\ntop_k = 3\n")
+    before = contents(tmp_path)
+    with pytest.raises(R3LiteError, match=r"is not of sft: .* has no settings of it|is not an empty folder"):
+        run(Toy(), output=str(tmp_path), resume="auto")
+    assert contents(tmp_path) == before
+
+
+def test_resume_auto_begins_afresh_in_a_folder_of_the_same_run_only(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        toy = Toy()
+        toy.before_update = lambda number: 1 / 0
+        run(toy, output=str(tmp_path), seed=3)
+    before = contents(tmp_path)
+    with pytest.raises(
+        R3LiteError, match=r"of another run of sft: learning_rate \(was 0.01, is 0.5\), seed \(was 3, is 0"
+    ):
+        run(Toy(), output=str(tmp_path), resume="auto", learning_rate=0.5)
+    assert contents(tmp_path) == before
+    assert run(Toy(), output=str(tmp_path), resume="auto", seed=3)
+
+
+def test_a_log_that_a_shell_keeps_in_the_folder_is_not_in_the_way_of_resume_auto(tmp_path):
+    (tmp_path / "log.txt").write_text("")
+    assert run(Toy(), output=str(tmp_path), resume="auto")
+
+
+def test_changes_of_settings_are_told_but_for_the_free_ones():
+    config = with_values(ToyConfig(), {"seed": 4, "save_every": 7})
+    then = json.loads(json.dumps(flat(ToyConfig())))
+    assert changes(then, config) == "seed (was 0, is 4)"
+    assert changes(then, config, {"seed"}) == ""
+
+
+# What a resumed run is compared with
+
+
+@dataclass(frozen=True)
+class ToyWithBase(ToyConfig):
+    """A toy that names a base model."""
+
+    model: ModelSettings = ModelSettings()
+
+
+def resumed(folder, base) -> bool:
+    config = with_values(ToyWithBase(), {"output": str(folder), "model": str(base), "resume": "auto", "stop_after": 2})
+    with RunFolder("sft", config, "unused") as made:
+        return loop.train(made, Toy())
+
+
+def test_a_base_that_was_changed_in_place_is_refused(tmp_path):
+    """The run went on, with an adapter for other weights."""
+    base, output = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(bytes(100))
+    resumed(output, base)
+    resumed(output, base)
+    (base / "model.safetensors").write_bytes(bytes(99) + b"x")
+    before = contents(output)
+    with pytest.raises(R3LiteError, match=r"the files of the base model .*base are not those") as error:
+        resumed(output, base)
+    assert "--adapter" in error.value.remedy and contents(output) == before
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_fingerprint_and_is_resumed(tmp_path, monkeypatch):
+    read = checkpoint.read
+
+    def old(folder):
+        found = read(folder)
+        return dataclasses.replace(found, state={k: v for k, v in found.state.items() if k != "base"})
+
+    (tmp_path / "base").mkdir()
+    resumed(tmp_path / "out", tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text("{}")
+    monkeypatch.setattr(checkpoint, "read", old)
+    assert not resumed(tmp_path / "out", tmp_path / "base")
+    assert list(checkpoint.all_of(tmp_path / "out")) == [2, 3, 4]
+
+
+def test_work_that_is_divided_otherwise_is_told(tmp_path, capsys):
+    """A smaller --vram-budget divided it otherwise without a word."""
+    run(Toy(), output=str(tmp_path), stop_after=2)
+    run(Toy(), output=str(tmp_path), stop_after=2, resume="auto")
+    assert "warning" not in capsys.readouterr().err
+    toy = Toy()
+    toy.seen.load_state_dict = lambda state: toy.seen.steps.append("other")
+    run(toy, output=str(tmp_path), stop_after=1, resume="auto")
+    told = (
+        "warning: the work is divided otherwise than before (seen.steps [1, 2, 3, 4] -> ['other']): results differ in"
+    )
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["hello", '{"loss": 1}', '{"step": "x"}'])
+def test_a_foreign_line_in_the_log_is_refused_and_nothing_is_changed(tmp_path, line):
+    """The log was cut there, and the records that followed were lost."""
+    run(Toy(), output=str(tmp_path), stop_after=4)
+    log = tmp_path / metrics.FILE
+    first, rest = log.read_text().split("\n", 1)
+    log.write_text(f"{first}\n{line}\n{rest}")
+    before = contents(tmp_path)
+    with pytest.raises(R3LiteError, match="its line 2 was not written by a training run"):
+        run(Toy(), resume=str(tmp_path / "checkpoint-3"))
+    assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_without_what_the_run_needs_is_refused(tmp_path):
+    toy = Toy()
+    toy.state.parts = {}
+    run(toy, output=str(tmp_path), stop_after=2)
+    with pytest.raises(R3LiteError, match="does not hold what seen needs"):
+        run(Toy(), output=str(tmp_path), resume="auto")
+
+
+# A full disk
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [FULL, SafetensorError("No space left on device")])
+@pytest.mark.parametrize(("what", "calls"), [("the checkpoint of step 3", 0), ("the adapter", 3)])
+def test_what_cannot_be_written_is_told_with_a_remedy(tmp_path, what, calls, error):
+    toy, left = Toy(), [calls]
+
+    def save_adapter(folder):
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+
+    toy.state.save_adapter = save_adapter
+    with pytest.raises(R3LiteError, match=f"{what} cannot be written in .*No space left") as told:
+        run(toy, output=str(tmp_path))
+    assert "--resume auto" in told.value.remedy
+
+
+def test_an_error_of_the_disk_within_a_step_tells_how_to_go_on(tmp_path, capsys):
+    """As of episodes.jsonl, which the steps of RL write."""
+    toy = Toy()
+    toy.before_update = Mock(side_effect=lambda number: None if number < 5 else (_ for _ in ()).throw(FULL))
+    with pytest.raises(OSError, match="No space left"):
+        run(toy, output=str(tmp_path))
+    assert f"step 3 is saved; go on with --config {tmp_path / 'config.toml'} --resume auto" in capsys.readouterr().err
