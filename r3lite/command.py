@@ -44,12 +44,16 @@ def describe(config: Any) -> str:
 def changes(then: dict[str, Any], config: Any, free: Collection[str] = ()) -> str:
     """Settings that are not what an earlier run had, with both values; empty if there are none.
 
-    Left out are those that a resumed run may change, and those in `free`.
+    Left out are those that a resumed run may change, those in `free`, and without a judge the judge's. A setting that
+    the earlier run's version of r3lite lacked had its default.
     """
-    now = json.loads(json.dumps(flat(config)))  # as a file keeps them: tuples are lists
-    fixed = (then.keys() | now.keys()) - free_settings(config) - set(free)
-    changed = [k for k in sorted(fixed) if then.get(k) != now.get(k)]
-    return ", ".join(f"{k} (was {then.get(k)}, is {now.get(k)})" for k in changed)
+    usual, now = (json.loads(json.dumps(flat(c))) for c in (type(config)(), config))  # as in a file: tuples are lists
+    then = usual | then
+    fixed = then.keys() - free_settings(config) - set(free)  # has every name: `usual` has those of today
+    if then.get("judge") == now.get("judge") == "none":
+        fixed = {name for name in fixed if not name.startswith("judge_")}
+    changed = [k for k in sorted(fixed) if then[k] != now.get(k)]
+    return ", ".join(f"{k} (was {then[k]}, is {now.get(k)})" for k in changed)
 
 
 def refuse_another_run(kept: Path, command: str, config: Any, output: Path, free: Collection[str] = ()) -> None:

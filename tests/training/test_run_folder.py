@@ -14,7 +14,7 @@ from r3lite.command import changes
 from r3lite.config import flat, with_values
 from r3lite.errors import R3LiteError
 from r3lite.files import sole_writer
-from r3lite.settings import ModelSettings
+from r3lite.settings import ModelSettings, PpoConfig
 from r3lite.training import checkpoint, loop, metrics
 from r3lite.training.run_folder import RunFolder
 from tests.training.test_loop import Toy, ToyConfig, run
@@ -94,6 +94,17 @@ def test_changes_of_settings_are_told_but_for_the_free_ones():
     then = json.loads(json.dumps(flat(ToyConfig())))
     assert changes(then, config) == "seed (was 0, is 4)"
     assert changes(then, config, {"seed"}) == ""
+
+
+def test_an_earlier_version_s_run_goes_on_though_the_default_of_a_judge_it_does_not_ask_has_changed():
+    then = json.loads(json.dumps(flat(PpoConfig()))) | {"judge_model": "gemini-2.5-flash"}
+    del then["judge_temperature"]  # which that version did not have
+    assert changes(then, PpoConfig()) == ""
+    asked = with_values(PpoConfig(), {"judge": "gemini", "judge_temperature": 0.5})
+    told = changes(then | {"judge": "gemini"}, asked)
+    assert told == (
+        "judge_model (was gemini-2.5-flash, is gemini-3.5-flash-lite), judge_temperature (was None, is 0.5)"
+    )
 
 
 # What a resumed run is compared with
