@@ -14,6 +14,8 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.sequence import Sequence
 
+ORDINARY = (1000, 100_000)  # ids of ordinary tokens, from and up to
+
 
 def full_rows(folder: str, tokens: int, path: Path) -> None:
     """Writes conversations of exactly so many tokens, nearly all of them the assistant's."""
@@ -40,7 +42,7 @@ def full_question(folder: str, where: Path, tokens: int) -> list[str]:
 def full_prompts(batch: int, tokens: int) -> list[list[int]]:
     """Random ordinary tokens, every row its own, the same for every contestant."""
     stream = random.Random(0)
-    return [[stream.randrange(1000, 100_000) for _ in range(tokens)] for _ in range(batch)]
+    return [[stream.randrange(*ORDINARY) for _ in range(tokens)] for _ in range(batch)]
 
 
 @dataclass

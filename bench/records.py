@@ -18,6 +18,7 @@ from r3lite.devices.precision import DTYPES, Precision
 from r3lite.files import read_record, write_text
 
 NOT_RECORDED = "not recorded"
+CONDITIONS = ("precision", "processor", "threads")  # ranges are over runs that agree in them
 PACKAGES = ("torch", "transformers", "peft", "trl", "sentence-transformers")
 ROOT = Path(__file__).parent.parent
 
@@ -108,11 +109,12 @@ def markdown(bench: Bench, runs: list[dict]) -> str:
 
 
 def ranges(bench: Bench, runs: list[dict]) -> list[dict]:
-    """One row for what was measured in one precision: in how many runs, and the least and the most of its figures."""
+    """One row for what was measured under the same conditions: in how many runs, the least and the most of figures."""
     groups: dict[str, list[dict]] = {}
     for run in runs:
         for record in run["records"]:
-            named = {name: record[name] for name in bench.keys if name in record} | {"precision": run["precision"]}
+            named = {name: record[name] for name in bench.keys if name in record}
+            named |= {name: run[name] for name in CONDITIONS}
             groups.setdefault(json.dumps(named), []).append(record)
     found = []
     for named, records in groups.items():
