@@ -101,8 +101,9 @@ def test_a_group_of_trls_is_sampled_once_and_learned_from_in_mini_batches(folder
     generate, compute = trainer._generate_and_score_completions, trainer.compute_loss
     trainer._generate_and_score_completions = lambda inputs: groups.append(generate(inputs)) or groups[-1]
     trainer.compute_loss = lambda model, inputs, **more: steps.append(inputs) or compute(model, inputs, **more)
-    inner, head = trainer.model.base_model.generate, trainer.model.get_output_embeddings().weight
-    trainer.model.base_model.generate = lambda **options: folded.append(head.requires_grad) or inner(**options)
+    base, head = trainer.model.get_base_model(), trainer.model.get_output_embeddings().weight
+    inner = base.generate
+    base.generate = lambda **options: folded.append(head.requires_grad) or inner(**options)
     trainer.train()
     assert folded == [True] and not head.requires_grad
     assert isinstance(trainer, trl.GRPOTrainer)
