@@ -1,7 +1,6 @@
 """Peers do the work that they are said to do: full lengths, no copies of a frozen head, both settings of SFT."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -10,31 +9,20 @@ from torch.profiler import ProfilerActivity, profile
 from bench import contests, full_length, peers
 from bench.contest import peak_mib
 from r3lite.devices.precision import Precision
-from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rollout.sequence import Sequence
+from tests.bench.conftest import VOCABULARY
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 FP32 = Precision(torch.float32, torch.device("cpu"))
-VOCABULARY = 1024
 
 
 @pytest.fixture(autouse=True)
 def ordinary_tokens(monkeypatch):
     """Of the small model's vocabulary."""
     monkeypatch.setattr(full_length, "ORDINARY", (300, VOCABULARY))
-
-
-@pytest.fixture
-def folder(small_model, write_folder, tmp_path) -> str:
-    """A small model nearly all of whose tokens end a turn."""
-    model = small_model(vocab_size=VOCABULARY)
-    made = write_folder(model, tmp_path / "model", eos_token_id=[*range(VOCABULARY - 8)], max_position_embeddings=4096)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(resolve_folder("tiny") / name, made / name)
-    return str(made)
 
 
 @pytest.fixture
