@@ -1,11 +1,10 @@
-"""Contestants: r3lite at each kind of work that bench.throughput times, and the contest that they take part in."""
+"""Contestants: r3lite at each kind of work that bench.throughput times. The work of others is in bench.peers."""
 
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import peers
+from bench import peers, records
+from bench.contest import OURS, Contest
+from bench.full_length import FullTurns, check_lengths, full_prompts, full_question
 from bench.limits import products, sft_flops
-from bench.memory import full_question
-from r3lite.episode import ANSWERED, Question, Step
+from r3lite.devices.precision import Precision
+from r3lite.episode import Question
 from r3lite.grant import Grant, Memory
-from r3lite.protocols.transcript import Layout
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sampling import Sampler
@@ -28,83 +28,19 @@ PROMPT = 128  # tokens before those that are sampled, in decoding
 RL_PROMPT, RL_NEW, RL_EPISODES = 216, 128, 8
 DOCUMENTS = 512  # tokens kept free for the documents of a search
 PASSAGES = 320  # of an encoding contest
-OURS, FLOOR, PEAK = "r3lite", "floor", "peak"
-
-
-@dataclass
-class Contest:
-    """The same work by several contestants; each is a function that does it once, and may return its own seconds."""
-
-    name: str
-    tokens: int  # that the work makes or learns from
-    contestants: dict[str, Callable[[], object]]
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def run(self, repeats: int, device: str) -> None:
-        """Warms up, then takes turns."""
-        for i in range(repeats + 1):
-            for name, work in self.contestants.items():
-                start = time.perf_counter()
-                told = work()
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                if i:
-                    seconds = told if isinstance(told, float) else time.perf_counter() - start
-                    self.seconds.setdefault(name, []).append(seconds)
-
-    def results(self) -> list[dict]:
-        """One record a contestant: tokens per second, the spread of its times, and its speed as a multiple.
-
-        Where one of the device's limits took part, also its share of that one's speed.
-        """
-        medians, found = {name: statistics.median(times) for name, times in self.seconds.items()}, []
-        for name, times in self.seconds.items():
-            found.append(
-                {
-                    "contest": self.name,
-                    "contestant": name,
-                    "tokens_per_second": round(self.tokens / medians[name], 1),
-                    "seconds": round(medians[name], 3),
-                    "spread": round((max(times) - min(times)) / medians[name], 3),
-                    "r3lite_is_faster_by": round(medians[name] / medians[OURS], 2),
-                }
-            )
-            for limit in (FLOOR, PEAK):
-                if limit in medians:
-                    found[-1][f"of_{limit}"] = round(medians[limit] / medians[name], 3)
-        return found
-
-
-@dataclass
-class FullTurns(Layout):
-    """Every turn is of full length, and the first `searches` search: random weights would write no step."""
-
-    searches: int = 0
-
-    def turn_is_over(self, sequence: Sequence) -> bool:
-        return len(sequence.turn) >= self.lengths.max_new_tokens
-
-    def close_turn(self, sequence: Sequence) -> None:
-        if len(sequence.steps) < self.searches:
-            query = f"the river of town {sequence.stream.randrange(1000)}"
-            sequence.add_step(Step("analysis", query))
-            sequence.pending = (query,)
-        else:
-            sequence.add_step(Step("analysis", answer="x"))
-            sequence.finish = ANSWERED
 
 
 class Ours:
     """r3lite's model with an adapter that is on."""
 
-    def __init__(self, folder: str, device: str):
+    def __init__(self, folder: str, precision: Precision):
         from r3lite.models import lora, weights
         from r3lite.protocols.tokenizer import Tokenizer
 
-        self.device = torch.device(device)
+        self.folder, self.precision, self.device = folder, precision, precision.device
         where = weights.resolve_folder(folder)
         self.tokenizer = Tokenizer.load(where)
-        self.model = weights.load_qwen2(where, torch.bfloat16, self.device)
+        self.model = weights.load_qwen2(where, precision.dtype, self.device)
         lora.add_adapter(self.model, "policy", 8, 16)
         lora.set_adapter(self.model, "policy")
 
@@ -114,24 +50,24 @@ class Ours:
         from r3lite.settings import LengthSettings
 
         lengths = LengthSettings(max_new_tokens=new, max_length=prompt + new + 1)
-        layout = Layout(self.tokenizer, R3("{question}", "{documents}"), lengths)
+        layout = FullTurns(self.tokenizer, R3("{question}", "{documents}"), lengths)
         engine = Engine(self.model, layout, Sampler(), Grant(Memory(rollout_batch_size=batch)))
 
         @torch.no_grad()
         def work() -> None:
             self.model.eval()
             sequences = []
-            for ids in prompts(batch, prompt):
+            for ids in full_prompts(batch, prompt):
                 sequences.append(Sequence(Question("q", "q", ()), stream=random.Random(0)))
                 sequences[-1].observe(ids)
-            with torch.autocast(self.device.type, torch.bfloat16), Fetcher(lambda pairs: []) as fetcher:
+            with self.precision.autocast(), Fetcher(lambda pairs: []) as fetcher:
                 engine.run_sequences(sequences, fetcher, lambda: None)
+            check_lengths(sequences, new)
 
         return work
 
     def sft(self, tokens: int, budget: str) -> Callable[[], None]:
         """One optimizer step on one row, with the memory settings that the planner chooses for the budget."""
-        from r3lite.grant import Grant
         from r3lite.memory.plan import make_plan
         from r3lite.memory.workloads import sft_workload
         from r3lite.models import activation_checkpointing, lora
@@ -139,17 +75,16 @@ class Ours:
         from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, SftSettings
         from r3lite.training import optim
 
-        config = self.model.config
+        dtype = records.name_of(self.precision.dtype)
         workload = sft_workload(
-            ModelSettings(model="qwen/qwen2.5-0.5b", device=self.device.type, dtype="bf16"),
+            ModelSettings(model=self.folder, device=self.device.type, dtype=dtype),
             SftSettings(max_length=tokens, batch_size=1),
             LoraSettings(),
         )
-        assert workload.model.hidden_size == config.hidden_size, "the contest is of the 0.5B model"
         memory = make_plan(workload, MemorySettings(vram_budget=budget, quantize="none")).memory
         parameters = lora.adapter_parameters(self.model, "policy")
         optimizer = optim.adamw([optim.Group(parameters, 1e-4)], 0.0)
-        ids = torch.tensor(prompts(1, tokens), device=self.device)  # [1, T]
+        ids = torch.tensor(full_prompts(1, tokens), device=self.device)  # [1, T]
 
         def mean_loss(rows: slice, logprobs: Tensor, _: None) -> tuple[Tensor, dict]:
             return -logprobs.sum() / (tokens - 1), {}
@@ -157,7 +92,7 @@ class Ours:
         def work() -> None:
             activation_checkpointing.enable(self.model, Grant(memory))
             self.model.train()
-            with torch.autocast(self.device.type, torch.bfloat16):
+            with self.precision.autocast():
                 hidden = self.model(ids)[0, :-1]  # [T-1, C]
                 head = self.model.head_weight[: self.tokenizer.size]
                 loss, _ = token_loss(hidden, head, ids[0, 1:], mean_loss, chunk=memory.loss_chunk)
@@ -169,7 +104,7 @@ class Ours:
 
     def peak(self, tokens: int) -> Callable[[], float]:
         """The operations of `sft` that are of use (see limits.training_flops), at the speed of a large product."""
-        return products(sft_flops(self.model, self.tokenizer.size, tokens), self.device.type)
+        return products(sft_flops(self.model, self.tokenizer.size, tokens), self.precision)
 
     def floor(self, batch: int, steps: int) -> Callable[[], None]:
         """The matrix products of so many decoding steps, and nothing else."""
@@ -186,14 +121,8 @@ class Ours:
         return work
 
 
-def prompts(batch: int, tokens: int = PROMPT) -> list[list[int]]:
-    """Random ordinary tokens, every row its own, the same for every contestant."""
-    stream = random.Random(0)
-    return [[stream.randrange(1000, 100_000) for _ in range(tokens)] for _ in range(batch)]
-
-
 def rl_round(
-    folder: str, device: str, algorithm: str, episodes: int, prompt: int, new: int, searches: int = 0
+    folder: str, precision: Precision, algorithm: str, episodes: int, prompt: int, new: int, searches: int = 0
 ) -> Callable[[int], dict[str, float]]:
     """A round of PPO or GRPO on what r3lite.ppo builds for so many episodes; it may be run with fewer, and again.
 
@@ -209,7 +138,8 @@ def rl_round(
     from r3lite.settings import PpoConfig, RetrievalSettings
 
     turns = prompt + new + searches * (new + DOCUMENTS)
-    flags = f"--model {folder} --algorithm {algorithm} --device {device} --dtype bf16 --quantize none --batch-size 1"
+    flags = f"--model {folder} --algorithm {algorithm} --quantize none --batch-size 1"
+    flags += f" --device {precision.device.type} --dtype {records.name_of(precision.dtype)}"
     flags += f" --num-generations {episodes} --mini-batch-size {episodes}"
     flags += f" --max-new-tokens {new} --max-length {turns}"
     with tempfile.TemporaryDirectory() as where:
@@ -234,6 +164,7 @@ def rl_round(
         start = time.perf_counter()
         sampled = engine.run(questions, seeds, retrieve)
         seconds["rollout"] = time.perf_counter() - start
+        check_lengths(sampled, (searches + 1) * new)
         rewards = ([(s.step_ends[-1], float(i % 2))] for i, s in enumerate(sampled))
         rollouts = [Rollout(s.tokens, s.action_mask, s.logprobs, s.values, r, 0) for s, r in zip(sampled, rewards)]
         learner.learn(Batch.of(rollouts), seed="0")
@@ -244,7 +175,7 @@ def rl_round(
 
 
 def encoding(folder: str, corpus: str, device: str) -> Contest:
-    """Vectors of a corpus's first passages, in fp32, by r3lite's encoder and by the plain loop of transformers."""
+    """Vectors of a corpus's first passages, in fp32, by r3lite's encoder and by sentence-transformers."""
     from r3lite.models.weights import resolve_folder
     from r3lite.retrieval.corpus import read_corpus
     from r3lite.retrieval.encoder import BertEncoder, passage_text, style_of
@@ -256,4 +187,6 @@ def encoding(folder: str, corpus: str, device: str) -> Contest:
     ours = partial(encoder.encode_passages, documents, lambda n: None)
     assert abs(ours() - theirs()).max() < 1e-4, "the two encoders differ"
     tokens = sum(len(e.ids) for e in encoder.tokenizer.encode_batch(texts))
-    return Contest(f"encoding, {len(documents)} passages", tokens, {OURS: ours, "transformers": theirs})
+    facts = {"corpus": "/".join(Path(corpus).absolute().parts[-2:]), "mean_tokens": round(tokens / len(documents), 1)}
+    work = {OURS: ours, "sentence-transformers": theirs}
+    return Contest(f"encoding, {len(documents)} passages", tokens, work, facts=facts)

@@ -5,21 +5,23 @@ from collections.abc import Callable
 
 import torch
 
+from r3lite.devices.precision import Precision
 from r3lite.models.lora import LoraLinear
 from r3lite.models.qwen2 import Qwen2
 
 
-def products(operations: int, device: str) -> Callable[[], float]:
-    """What does so many floating-point operations in large square products in bf16, and returns its seconds."""
-    size = 8192 if device == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+def products(operations: int, precision: Precision) -> Callable[[], float]:
+    """What does so many floating-point operations in large square products, and returns its seconds."""
+    device = precision.device
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device, dtype=precision.dtype) for _ in range(2))
     count = -(-operations // (2 * size**3))
 
     def work() -> float:
         start = time.perf_counter()
         for _ in range(count):
             a @ b
-        if device == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * operations / (count * 2 * size**3)  # the last product is in part beyond
 

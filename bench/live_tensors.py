@@ -11,12 +11,22 @@ MIB = 1 << 20
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts each tensor storage from the operator that makes or first touches it until it is freed."""
+    """Counts each tensor storage from the operator that makes or first touches it until it is freed.
+
+    Views share their storage, which counts once. A storage that grows in place (`resize_`) counts with its new size;
+    one that is resized by itself (`untyped_storage().resize_`), by no operator, from the next operator that touches it.
+
+    It sees the operators of the thread that entered it, and what autograd runs for a backward pass begun there: on a
+    CPU in the same thread, on CUDA in threads that autograd hands the mode to. A tensor that another thread makes is
+    missed until an operator here touches it. In r3lite that is one part: the encoder of queries, in the thread of
+    `rollout/fetcher.py`. Memory inside an operator, of a library or of the allocator, is never seen; the process's own
+    peak (VmHWM) has it, and stands beside in bench.memory.
+    """
 
     def __init__(self):
         super().__init__()
         self.live = self.peak = 0
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}  # by storage
 
     @property
     def peak_mib(self) -> float:
@@ -32,17 +42,12 @@ class LiveTensors(TorchDispatchMode):
         for tensor in tree_leaves(tree):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._sizes:
-                    self._add(storage)
-
-    def _add(self, storage) -> None:
-        key, size = storage._cdata, -(-storage.nbytes() // GRAIN) * GRAIN
-        self._sizes[key] = size
-        self.live += size
+                key, size = storage._cdata, -(-storage.nbytes() // GRAIN) * GRAIN
+                if key not in self._sizes:
+                    weakref.finalize(storage, self._forget, key)
+                self.live += size - self._sizes.get(key, 0)
+                self._sizes[key] = size
         self.peak = max(self.peak, self.live)
 
-        def freed() -> None:
-            self.live -= size
-            del self._sizes[key]
-
-        weakref.finalize(storage, freed)
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)

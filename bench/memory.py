@@ -2,32 +2,41 @@
 
     python -m bench.memory                              # every case; JSON and a table under bench/results
     python -m bench.memory --only 0.5B --algorithms sft # some of them
+    python -m bench.memory --dtype bf16                 # on a processor that has no bf16, too: the budgets are for it
     python -m bench.memory --row                        # one case of your card, as a table row to send us
 
 Each case is the real command in a process of its own: two steps on full-length rows, or a round of rollouts that run
 to their limit, with two optimizer steps. On the CPU the peak is that of live tensor bytes, on CUDA that of PyTorch's
-allocator. Peers (transformers + peft, and TRL where it is installed) do one step of the same shape.
+allocator; beside it stands the peak of the process's resident memory (VmHWM), with Python and all libraries. Peers
+(transformers + peft, and TRL where it is installed) do steps of the same shape.
 """
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
-RESULTS = Path(__file__).parent / "results"
-HUB = {"0.5B": "Qwen/Qwen2.5-0.5B-Instruct", "1.5B": "Qwen/Qwen2.5-1.5B-Instruct", "3B": "Qwen/Qwen2.5-3B-Instruct"}
+import torch
+
+from bench import options, peers, records
+from bench.full_length import FullTurns, full_question, full_rows
+from bench.live_tensors import MIB, LiveTensors
+from r3lite.devices.precision import Precision
+from r3lite.protocols.transcript import Layout
+from r3lite.training.metrics import peak_memory_mib
+
 PROMPT = 256  # tokens of a question with its instructions, in RL
 
 
 @dataclass(frozen=True)
 class Case:
     size: str
-    algorithm: str  # sft, ppo, grpo, or a peer: peft, trl
+    algorithm: str  # sft, ppo, grpo, or a peer: peft (with or without activation checkpointing), trl
     tokens: int  # of a row; in RL sampled after a prompt of 256
     quantize: str = "none"
     budget: str = "4GiB"
@@ -51,167 +60,122 @@ CASES = [
     Case("1.5B", "ppo", 64, "nf4", "4GiB"),
     Case("3B", "grpo", 64, "nf4", "4GiB"),
 ]  # fmt: skip
-PEERS = [*(Case("0.5B", "peft", tokens) for tokens in (1024, 2048)), Case("0.5B", "trl", 64)]
+GENERATIONS, MINI_BATCH = 8, 4  # rollouts of one prompt, and of one optimizer step and pass
+WITHOUT = "peft without checkpointing"
+PEERS = [
+    *(Case("0.5B", "peft", tokens) for tokens in (512, 1024, 2048)),
+    *(Case("0.5B", WITHOUT, tokens) for tokens in (512, 1024)),
+    Case("0.5B", "trl", 64),
+]
+MEMORY = records.Bench(
+    "memory",
+    "Peak memory",
+    keys=("size", "algorithm", "tokens", "quantize", "budget"),
+    figures=("peak_mib", "planned_mib", "planned_off_percent", "reserved_mib", "resident_mib"),
+)
+COLUMNS = [*MEMORY.keys, *MEMORY.figures, "seconds"]
 
 
-def full_rows(folder: str, tokens: int, path: Path) -> None:
-    """Conversations of exactly so many tokens, nearly all of them the assistant's."""
-    from r3lite.protocols.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(Path(folder))
-
-    def messages(words: int) -> list[dict]:
-        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": " a" * words}]
-
-    given = len(tokenizer.chat(messages(100))[0]) - 100
-    row = {"messages": messages(tokens - given)}
-    path.write_text("".join(json.dumps(row) + "\n" for _ in range(4)), encoding="utf-8")
-
-
-def full_question(folder: str, where: Path, tokens: int) -> list[str]:
-    """The flags of RL on one question whose prompt takes so many tokens."""
-    from r3lite.protocols.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(Path(folder))
-    words = " a" * (tokens - len(tokenizer.open_chat(" b", None)))
-    data, prompt = where / "data.jsonl", where / "prompt.txt"
-    data.write_text(json.dumps({"id": "1", "question": "b", "answer": "x"}) + "\n", encoding="utf-8")
-    prompt.write_text(words + " {question}", encoding="utf-8")
-    return ["--data", str(data), "--init-prompt", str(prompt), "--retriever", "none", "--max-hops", "1"]
-
-
-def arguments(case: Case, folder: str, where: Path, device: str) -> list[str]:
+def arguments(case: Case, folder: str, where: Path, precision: Precision) -> list[str]:
     """The flags of the command that a case runs."""
-    flags = ["--model", folder, "--device", device, "--batch-size", "1", "--output"]
-    flags += [str(where / "run"), "--vram-budget", case.budget, "--quantize", case.quantize, "--nf4-cache", "none"]
-    flags += ["--dtype", "bf16" if device == "cpu" else "auto"]
+    flags = ["--model", folder, "--device", precision.device.type, "--dtype", records.name_of(precision.dtype)]
+    flags += ["--batch-size", "1", "--output", str(where / "run"), "--vram-budget", case.budget]
+    flags += ["--quantize", case.quantize, "--nf4-cache", "none"]
     if case.algorithm == "sft":
         full_rows(folder, case.tokens, where / "data.jsonl")
         flags += ["--data", str(where / "data.jsonl"), "--max-length", str(case.tokens)]
         return [*flags, "--max-steps", "2", "--gradient-accumulation", "1", "--validation-rows", "0"]
-    flags += [*full_question(folder, where, PROMPT), "--algorithm", case.algorithm, "--num-generations", "8"]
-    flags += ["--max-steps", "1", "--mini-batch-size", "4"]  # in the second step the optimizer's moments are there
+    flags += [*full_question(folder, where, PROMPT), "--algorithm", case.algorithm, "--max-steps", "1"]
+    # In the second optimizer step the moments are there.
+    flags += ["--num-generations", str(GENERATIONS), "--mini-batch-size", str(MINI_BATCH)]
     return [*flags, "--max-new-tokens", str(case.tokens), "--max-length", str(PROMPT + case.tokens)]
 
 
-def measure(case: Case, root: str | None, device: str) -> dict:
-    """Runs one case in this process: peak and planned MiB, and seconds."""
-    import torch
+def run_peer(case: Case, folder: str, precision: Precision) -> None:
+    """Two optimizer steps by another trainer: in the second one the optimizer's moments are there."""
+    if case.algorithm == "trl":
+        peers.grpo_trainer(folder, PROMPT, case.tokens, GENERATIONS, MINI_BATCH, precision, steps=2).train()
+        return
+    recomputing, keeping = peers.sft(folder, case.tokens, precision)
+    for _ in range(2):
+        keeping() if case.algorithm == WITHOUT else recomputing()
 
-    from bench.live_tensors import MIB, LiveTensors
 
-    folder = str(Path(root) / case.size) if root else HUB[case.size]
+def run_command(case: Case, folder: str, precision: Precision) -> float:
+    """Runs the real command, all of whose turns are full; returns the MiB that were planned."""
+    from r3lite import policy, ppo, sft
+
+    plans, announce = [], policy.announce
+    with (
+        tempfile.TemporaryDirectory() as where,
+        mock.patch.object(policy, "announce", lambda plan: (plans.append(plan), announce(plan))),
+        mock.patch.object(Layout, "turn_is_over", FullTurns.turn_is_over),
+    ):
+        main = sft.main if case.algorithm == "sft" else ppo.main
+        assert main(arguments(case, folder, Path(where), precision)) == 0, "the command failed"
+    # The planner counts the context, which PyTorch's allocator does not see.
+    phases = plans[0].report()["phases"].values()
+    return max(sum(v for k, v in parts.items() if k != "context") for parts in phases)
+
+
+def measure(case: Case, folder: str, precision: Precision) -> dict:
+    """Runs one case in this process: peak, planned and resident MiB, and seconds."""
     counter, start = LiveTensors(), time.perf_counter()
-    planned = None
-    with tempfile.TemporaryDirectory() as where:
-        if case.algorithm in ("sft", "ppo", "grpo"):
-            from r3lite import policy, ppo, sft
-
-            plans, announce = [], policy.announce
-            policy.announce = lambda plan: (plans.append(plan), announce(plan))
-            flags = arguments(case, folder, Path(where), device)
-            main = sft.main if case.algorithm == "sft" else ppo.main
-
-            def work() -> None:
-                assert main(flags) == 0, "the command failed"
-
-        else:
-            from bench import peers
-
-            plans = []
-
-            def work() -> None:
-                if case.algorithm == "trl":
-                    peers.grpo_trainer(folder, PROMPT, case.tokens, 8, device, steps=2).train()
-                    return
-                step = peers.sft(folder, case.tokens, device)
-                step()
-                step()  # now the optimizer's moments are there
-
-        if device == "cpu":
-            with counter:
-                work()
-            peak = {"peak_mib": round(counter.peak_mib, 1)}
-        else:
-            work()
-            peak = {"peak_mib": round(torch.cuda.max_memory_allocated() / MIB, 1),
-                    "reserved_mib": round(torch.cuda.max_memory_reserved() / MIB, 1)}  # fmt: skip
-        if plans:
-            # The planner counts the context, which PyTorch's allocator does not see.
-            phases = plans[0].report()["phases"].values()
-            planned = round(max(sum(v for k, v in parts.items() if k != "context") for parts in phases), 1)
-    return {**asdict(case), **peak, "planned_mib": planned, "seconds": round(time.perf_counter() - start, 1)}
+    run = run_command if case.algorithm in ("sft", "ppo", "grpo") else run_peer
+    if precision.device.type == "cpu":
+        with counter:
+            planned = run(case, folder, precision)
+        peak, reserved = counter.peak_mib, None
+    else:
+        planned = run(case, folder, precision)
+        peak, reserved = torch.cuda.max_memory_allocated() / MIB, torch.cuda.max_memory_reserved() / MIB
+    found = {
+        "peak_mib": peak,
+        "planned_mib": planned,
+        "planned_off_percent": planned and 100 * (planned - peak) / peak,
+        "reserved_mib": reserved,
+        "resident_mib": peak_memory_mib(torch.device("cpu")),
+        "seconds": time.perf_counter() - start,
+    }
+    return asdict(case) | {name: None if value is None else round(value, 1) for name, value in found.items()}
 
 
-def in_its_own_process(case: Case, options: argparse.Namespace) -> dict:
-    command = [sys.executable, "-m", "bench.memory", "--device", options.device, "--one", json.dumps(asdict(case))]
-    command += ["--models", options.models] if options.models else []
-    done = subprocess.run(command, capture_output=True, text=True)
+def in_its_own_process(case: Case, flags: argparse.Namespace) -> dict:
+    command = [sys.executable, "-m", "bench.memory", "--device", flags.device, "--dtype", flags.dtype]
+    command += ["--models", flags.models] if flags.models else []
+    done = subprocess.run([*command, "--one", json.dumps(asdict(case))], capture_output=True, text=True)
     if done.returncode:
         return {**asdict(case), "error": (done.stderr.strip().splitlines() or ["?"])[-1]}
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def row(found: dict) -> str:
-    """One line of the table."""
-    if "error" in found:
-        found = {**found, "peak_mib": None, "seconds": None}
-    peak, planned = found["peak_mib"], found.get("planned_mib")
-    off = f"{100 * (planned - peak) / peak:+.1f} %" if peak and planned else ""
-    show = lambda x: "" if x is None else f"{x:,.0f}"  # noqa: E731
-    cells = [found["size"], found["algorithm"], found["tokens"], found["quantize"], found["budget"]]
-    cells += [show(peak), show(planned), off, show(found.get("reserved_mib")), show(found["seconds"])]
-    return "| " + " | ".join(map(str, cells)) + " |" + (f" {found['error']}" if "error" in found else "")
-
-
-HEAD = """| model | what | tokens | base | budget | peak MiB | planned | off | reserved | seconds |
-|---|---|---|---|---|---|---|---|---|---|"""
+def chosen(flags: argparse.Namespace) -> list[Case]:
+    if flags.row:
+        return [Case("0.5B", "sft", 1024)]
+    cases = [c for c in CASES + PEERS if flags.only is None or c.size in flags.only]
+    return [c for c in cases if flags.algorithms is None or c.algorithm in flags.algorithms]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", help="folder with 0.5B, 1.5B and 3B; by default the hub's Qwen2.5-*-Instruct")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser = options.parser(__doc__)
     parser.add_argument("--only", nargs="*", help="model sizes")
-    parser.add_argument("--algorithms", nargs="*", help="sft, ppo, grpo, peft, trl")
+    parser.add_argument("--algorithms", nargs="*", help=f'sft, ppo, grpo, peft, "{WITHOUT}", trl')
     parser.add_argument("--row", action="store_true", help="one case only, as a table row to send us")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-
-    import torch
-
-    if options.device == "auto":
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.one:
-        print(json.dumps(measure(Case(**json.loads(options.one)), options.models, options.device)))
+    flags = parser.parse_args()
+    precision = options.precision(flags)
+    if flags.one:
+        case = Case(**json.loads(flags.one))
+        print(json.dumps(measure(case, options.folder(flags, case.size), precision)))
         return
-    machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()} CPU"
-    label = f"{machine}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    cases = [c for c in CASES + PEERS if options.only is None or c.size in options.only]
-    cases = [c for c in cases if options.algorithms is None or c.algorithm in options.algorithms]
-    if options.row:
-        cases = [Case("0.5B", "sft", 1024)]
-    print(f"{label}\n\n{HEAD}")
-    for case in cases:
-        found = in_its_own_process(case, options)
-        print(row(found), flush=True)
-        if not options.row:
-            keep(found, RESULTS / f"memory-{options.device}", label)
-
-
-def keep(found: dict, stem: Path, label: str) -> None:
-    """Adds a case to the results of this machine, in the place of an earlier one of the same shape."""
-    path = stem.with_suffix(".json")
-    before = json.loads(path.read_text()) if path.exists() else {}
-    cases = before["cases"] if before.get("machine") == label else []
-    key = lambda x: Case(**{k: x[k] for k in ("size", "algorithm", "tokens", "quantize", "budget")})  # noqa: E731
-    cases = [x for x in cases if key(x) != key(found)] + [found]
-    order = {case: i for i, case in enumerate(CASES + PEERS)}
-    cases.sort(key=lambda x: order.get(key(x), len(order)))
-    stem.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"machine": label, "cases": cases}, indent=1) + "\n")
-    lines = [f"# Peak memory\n\n{label}\n", HEAD, *map(row, cases)]
-    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    found: list[dict] = []
+    run = {"section": "peak memory", **records.provenance(precision), "note": "", "records": found}
+    print(f"{records.conditions(run)}\n\n{records.head(COLUMNS)}")
+    for case in chosen(flags):
+        found.append(in_its_own_process(case, flags))
+        print(records.row(found[-1], COLUMNS) + found[-1].get("error", ""), flush=True)
+        if not flags.row:
+            records.keep(flags.results, precision.device.type, MEMORY, run)
 
 
 if __name__ == "__main__":

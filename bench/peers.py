@@ -1,5 +1,7 @@
-"""The same work by others: transformers, with peft for training, and TRL's GRPOTrainer. Each function prepares a piece
-of work and returns what does it once."""
+"""The same work by others: transformers, with peft for training, TRL's GRPOTrainer, and sentence-transformers.
+
+Each function prepares a piece of work and returns what does it once.
+"""
 
 import tempfile
 import time
@@ -10,101 +12,135 @@ from threading import Semaphore, Thread
 import numpy as np
 import torch
 
+from bench.full_length import full_prompts
+from r3lite.devices.precision import Precision
+
 MANY = 1000  # steps, more than anyone asks for
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def peft_model(folder: str, device: str):
-    """A base in bf16 with LoRA r=8 on all projections."""
+def peft_model(folder: str, precision: Precision):
+    """A base with LoRA r=8 on all projections."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=precision.dtype).to(precision.device)
     return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS))
 
 
-def generate(folder: str, prompts: list[list[int]], new: int, device: str) -> Callable[[], None]:
-    """Sampling of `new` tokens after each prompt, none of which ends early."""
-    model = peft_model(folder, device).eval()
-    # PyTorch multiplies a frozen head with the last of many states by copying it for every row, which takes 4 s for 8
-    # rows on two CPU cores. Whoever compares decoding does not want to measure that.
-    model.get_output_embeddings().requires_grad_()
-    ids = torch.tensor(prompts, device=device)  # [B, T]
+def with_folded_head(model):
+    """The model, which while it generates multiplies all rows by its head at once.
+
+    PyTorch multiplies the last of many states by a frozen head row by row (bmm), which takes 4 s for 8 rows on two CPU
+    cores. Whoever compares decoding does not want to measure that. By a head that requires a gradient it multiplies
+    them in one product; no gradient is made, and the head is frozen again when a step of training follows.
+    """
+    generate, head = model.generate, model.get_output_embeddings()
+
+    def folded(*arguments, **options):
+        head.requires_grad_()
+        try:
+            return generate(*arguments, **options)
+        finally:
+            head.requires_grad_(False)
+
+    model.generate = folded
+    return model
+
+
+def generate(
+    folder: str, prompts: list[list[int]], new: int, precision: Precision, merged: bool = False
+) -> Callable[[], None]:
+    """Sampling of `new` tokens after each prompt, none of which ends early; with the adapter on, or merged."""
+    model = peft_model(folder, precision).eval()
+    model = with_folded_head(model.merge_and_unload() if merged else model)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor(prompts, device=precision.device)  # [B, T]
     how = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0}
     how |= {"min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
 
     @torch.no_grad()
     def work() -> None:
-        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
+        made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)  # [B, T + new]
+        sampled = made.shape[1] - ids.shape[1]
+        assert sampled == new, f"{new} tokens each were to be sampled, not {sampled}"
 
     return work
 
 
-def sft(folder: str, tokens: int, device: str) -> Callable[[], None]:
-    """One optimizer step on one row, with activation checkpointing."""
-    model = peft_model(folder, device).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
+def sft(folder: str, tokens: int, precision: Precision) -> tuple[Callable[[], None], Callable[[], None]]:
+    """One optimizer step on one row of one model: with activation checkpointing, and without."""
+    model = peft_model(folder, precision).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    ids = torch.randint(0, 150_000, (1, tokens), device=device)  # [1, T]
+    ids = torch.tensor(full_prompts(1, tokens), device=precision.device)  # [1, T]
 
     def work() -> None:
-        with torch.autocast(device, dtype=torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
+        with precision.autocast():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return work
+    def recomputing() -> None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        work()
+
+    def keeping() -> None:
+        model.gradient_checkpointing_disable()
+        work()
+
+    return recomputing, keeping
 
 
 def encode(folder: str, texts: list[str], longest: int, device: str) -> Callable[[], np.ndarray]:
-    """Sentence vectors of texts as model cards show it: batches in the order of the file, padded, masked mean."""
-    from transformers import AutoModel, AutoTokenizer
+    """Sentence vectors of texts by sentence-transformers, which takes them in the order of their lengths."""
+    from sentence_transformers import SentenceTransformer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-
-    @torch.inference_mode()
-    def work() -> np.ndarray:
-        vectors = []
-        for start in range(0, len(texts), 32):
-            batch = texts[start : start + 32]
-            inputs = tokenizer(batch, padding=True, truncation=True, max_length=longest, return_tensors="pt").to(device)
-            hidden = model(**inputs).last_hidden_state  # [B, T, C]
-            real = inputs["attention_mask"][..., None]  # [B, T, 1]
-            mean = (hidden * real).sum(1) / real.sum(1)
-            vectors.append(torch.nn.functional.normalize(mean, dim=-1).cpu().numpy())
-        return np.concatenate(vectors)
-
-    return work
+    model = SentenceTransformer(folder, device=device)
+    model.max_seq_length = longest
+    return lambda: model.encode(texts, batch_size=32, normalize_embeddings=True, show_progress_bar=False)
 
 
-def grpo_trainer(folder: str, prompt: int, new: int, episodes: int, device: str, steps: int, callbacks=()):
-    """TRL's trainer of a group of `episodes` completions of `new` tokens a step, KL to the base included."""
+def grpo_trainer(
+    folder: str, prompt: int, new: int, episodes: int, rows: int, precision: Precision, steps: int, callbacks=()
+):
+    """TRL's trainer of groups of `episodes` completions of `new` tokens, KL to the base included.
+
+    An optimizer step learns from `rows` of them, in one pass: a group takes episodes / rows steps. None ends early.
+    """
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=episodes, num_generations=episodes, max_steps=steps,
-        max_completion_length=new, beta=0.001, bf16=True, gradient_checkpointing=True, report_to=[],
-        use_cpu=device == "cpu", logging_strategy="no", save_strategy="no", disable_tqdm=True,
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=rows, steps_per_generation=episodes // rows,
+        num_generations=episodes, max_steps=steps, max_completion_length=new, beta=0.001,
+        bf16=precision.dtype == torch.bfloat16, fp16=precision.dtype == torch.float16, gradient_checkpointing=True,
+        generation_kwargs={"min_new_tokens": new}, use_cpu=precision.device.type == "cpu", report_to=[],
+        logging_strategy="no", save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    return GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
-        reward_funcs=lambda completions, **_: [float(len(set(c))) for c in completions],
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **_) -> list[float]:
+        lengths = [len(ids) for ids in completion_ids]
+        assert lengths == [new] * episodes, f"{new} tokens each were to be sampled, not {lengths}"
+        return [float(len(set(completion))) for completion in completions]
+
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=precision.dtype),
+        reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": [" a" * prompt] * episodes}),
         processing_class=AutoTokenizer.from_pretrained(folder),
         peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS),
         callbacks=list(callbacks),
     )
+    with_folded_head(trainer.model)
+    return trainer
 
 
-def grpo(folder: str, prompt: int, new: int, episodes: int, device: str) -> Callable[[], float]:
-    """One more step of `grpo_trainer`; returns its seconds.
+def grpo(folder: str, prompt: int, new: int, episodes: int, precision: Precision) -> Callable[[], float]:
+    """One more step of `grpo_trainer` on a whole group; returns its seconds.
 
     Training runs in a thread that waits before each step until it is asked for, so that others may take turns with it.
     """
@@ -118,11 +154,11 @@ def grpo(folder: str, prompt: int, new: int, episodes: int, device: str) -> Call
             self.began = time.perf_counter()
 
         def on_step_end(self, *args, **kwargs) -> None:
-            if device == "cuda":
+            if precision.device.type == "cuda":
                 torch.cuda.synchronize()
             done.put(time.perf_counter() - self.began)
 
-    trainer = grpo_trainer(folder, prompt, new, episodes, device, MANY, [Turns()])
+    trainer = grpo_trainer(folder, prompt, new, episodes, episodes, precision, MANY, [Turns()])
 
     def train() -> None:
         try:

@@ -9,41 +9,38 @@ the profiler is Python and overhead; on CUDA that is when the device has nothing
 small operators longer, too, so it is a lower bound there; an upper one is what they leave of the time with it.
 """
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench import parts, records
+from bench import options, parts, records
 from bench.contests import PROMPT, RL_EPISODES, RL_PROMPT, Ours, rl_round
-from bench.memory import HUB, RESULTS
+from r3lite.devices.precision import Precision
 
 TOKENS = 512  # of the SFT step
 BATCH, NEW = 8, 32  # of decoding
 RANK = 8  # of the adapters
 WORTH_SAYING = 5  # percent
 
+TIME = records.Bench("profile", "Where the time goes", keys=("part",), figures=("percent", "milliseconds"))
+
 Work = Callable[[], dict[str, float] | None]  # may return the seconds of its stages
 
 
-def stages(options: argparse.Namespace) -> dict[str, Callable[[], tuple[str, Work]]]:
+def stages(folder: str, precision: Precision, new: int) -> dict[str, Callable[[], tuple[str, Work]]]:
     """What can be profiled: its name in a sentence, and the work, made when it is its turn."""
-    device, folder = options.device, str(Path(options.models) / "0.5B") if options.models else HUB["0.5B"]
-
-    def grpo() -> tuple[str, Work]:
-        play = rl_round(folder, device, "grpo", RL_EPISODES, RL_PROMPT, options.new)
-        return f"A GRPO round of {RL_EPISODES} x ({RL_PROMPT} + {options.new}) tokens", play
-
     return {
-        "sft": lambda: (f"An SFT step of {TOKENS} tokens", Ours(folder, device).sft(TOKENS, "4GiB")),
+        "sft": lambda: (f"An SFT step of {TOKENS} tokens", Ours(folder, precision).sft(TOKENS, "4GiB")),
         "decode": lambda: (
             f"Decoding of {BATCH} x {NEW} tokens, after {PROMPT} each",
-            Ours(folder, device).decode(BATCH, NEW),
+            Ours(folder, precision).decode(BATCH, NEW),
         ),
-        "grpo": grpo,
+        "grpo": lambda: (
+            f"A GRPO round of {RL_EPISODES} x ({RL_PROMPT} + {new}) tokens",
+            rl_round(folder, precision, "grpo", RL_EPISODES, RL_PROMPT, new),
+        ),
     }
 
 
@@ -100,21 +97,20 @@ def rows(found: dict[str, float]) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", help="folder with 0.5B; by default the hub's Qwen2.5-0.5B-Instruct")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = options.parser(__doc__)
     parser.add_argument("--only", nargs="*", default=("sft", "decode", "grpo"), choices=("sft", "decode", "grpo"))
     parser.add_argument("--new", type=int, default=64, help="tokens sampled in an episode of GRPO")
-    options = parser.parse_args()
-    label = records.machine(options.device)
-    print(label)
-    for stage in options.only:
-        name, work = stages(options)[stage]()
-        found, profiled, laps = measure(work, options.device)
+    flags = parser.parse_args()
+    precision = options.precision(flags)
+    device = precision.device.type
+    for stage in flags.only:
+        started = records.provenance(precision)
+        name, work = stages(options.folder(flags, "0.5B"), precision, flags.new)[stage]()
+        found, profiled, laps = measure(work, device)
         note = f"{summary(name, found, laps)} {reliability(found, profiled)}"
-        table = rows(found)
-        print(f"\n## {stage}\n\n{note}\n\n{records.table(table)}", flush=True)
-        records.keep(RESULTS / f"profile-{options.device}", "Where the time goes", label, stage, note, table)
+        run = {"section": stage, **started, "note": note, "records": rows(found)}
+        print(f"\n## {stage}\n\n{records.conditions(run)}\n\n{note}\n\n{records.table(run['records'])}", flush=True)
+        records.keep(flags.results, device, TIME, run)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,143 @@
-"""Results on disk: a JSON file and a Markdown file of one machine, in sections that are measured apart."""
+"""Results on disk: every run of a bench, with what it ran on, in a JSON file; the same in Markdown, with ranges.
+
+A file is of one bench on one kind of device: `{"runs": [...]}`, in the order of time. A run is one section (a kind of
+work) measured at one time; none is replaced. What early runs did not record says NOT_RECORDED.
+"""
 
 import json
-import platform
+import subprocess
 import time
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from platform import machine
 
 import torch
 
+from r3lite.devices.precision import DTYPES, Precision
+from r3lite.files import read_record, write_text
 
-def machine(device: str) -> str:
-    """What results are comparable on; the day is each section's own."""
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
-    return f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+NOT_RECORDED = "not recorded"
+CONDITIONS = ("precision", "processor", "threads")  # ranges are over runs that agree in them
+PACKAGES = ("torch", "transformers", "peft", "trl", "sentence-transformers")
+ROOT = Path(__file__).parent.parent
 
 
-def keep(stem: Path, title: str, label: str, section: str, note: str, records: list[dict]) -> None:
-    """Writes a section in the place of an earlier one; the others stay where they are of the same machine."""
-    path = stem.with_suffix(".json")
-    before = json.loads(path.read_text()) if path.exists() else {}
-    sections = before["sections"] if before.get("machine") == label else {}
-    sections[section] = {"date": time.strftime("%Y-%m-%d"), "note": note, "records": records}
-    stem.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"machine": label, "sections": sections}, indent=1) + "\n")
-    parts = [f"# {title}", label]
-    for name, found in sections.items():
-        parts += [f"## {name}", f"{found['date']}. {found['note']}", table(found["records"])]
-    stem.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
+@dataclass(frozen=True)
+class Bench:
+    """One of the benches: the name of its files, and how its runs are held against each other."""
+
+    name: str
+    title: str
+    keys: tuple[str, ...]  # columns that say what was measured; rows of two runs that agree in them are compared
+    figures: tuple[str, ...]  # columns whose ranges over all runs are shown
+
+
+def provenance(precision: Precision) -> dict:
+    """What a measurement that starts now depends on."""
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": commit(ROOT),
+        "processor": processor(precision.device.type),
+        "threads": torch.get_num_threads(),
+        "precision": name_of(precision.dtype),
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As --dtype has it."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def commit(folder: Path) -> str:
+    """The commit that is checked out, with +dirty if tracked files differ from it, results aside; or "not in git"."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
+        return git("rev-parse", "HEAD") + ("+dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):  # no git here, or no checkout
+        return "not in git"
+
+
+def processor(device: str) -> str:
+    """The name of the card or, on the CPU, of the processor."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(encoding="utf-8", errors="replace").splitlines() if information.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), machine())
+
+
+def version(package: str) -> str:
+    try:
+        return torch.__version__ if package == "torch" else metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def read(path: Path) -> list[dict]:
+    """The runs of a file, oldest first; none if it does not exist."""
+    remedy = "Move the file away, or name another folder with --results."
+    return read_record(path, remedy).items("runs") if path.exists() else []
+
+
+def keep(folder: Path, device: str, bench: Bench, run: dict) -> None:
+    """Adds a run, or what it has measured so far: a run of the same section and date is the same one, grown."""
+    stem = folder / f"{bench.name}-{device}"
+    runs = read(stem.with_suffix(".json"))
+    if runs and (runs[-1]["section"], runs[-1]["date"]) == (run["section"], run["date"]):
+        runs.pop()
+    runs.append(run)
+    write_text(stem.with_suffix(".json"), json.dumps({"runs": runs}, indent=1) + "\n")
+    write_text(stem.with_suffix(".md"), markdown(bench, runs))
+
+
+def markdown(bench: Bench, runs: list[dict]) -> str:
+    """Each section with the ranges over its runs, and then the runs themselves, newest first."""
+    parts = [f"# {bench.title}"]
+    for section in dict.fromkeys(run["section"] for run in runs):
+        of_section = [run for run in runs if run["section"] == section]
+        parts += [f"## {section}", f"Over all {len(of_section)} runs, none left out:", table(ranges(bench, of_section))]
+        for run in reversed(of_section):
+            parts += [f"### {section}, {run['date']}", conditions(run), run["note"], table(run["records"])]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def ranges(bench: Bench, runs: list[dict]) -> list[dict]:
+    """One row for what was measured under the same conditions: in how many runs, the least and the most of figures."""
+    groups: dict[str, list[dict]] = {}
+    for run in runs:
+        for record in run["records"]:
+            named = {name: record[name] for name in bench.keys if name in record}
+            named |= {name: run[name] for name in CONDITIONS}
+            groups.setdefault(json.dumps(named), []).append(record)
+    found = []
+    for named, records in groups.items():
+        found.append({**json.loads(named), "runs": len(records)})
+        for figure in bench.figures:
+            values = [r[figure] for r in records if isinstance(r.get(figure), int | float)]
+            if values:
+                low, high = min(values), max(values)
+                found[-1][figure] = str(low) if low == high else f"{low} to {high}"
+    return found
+
+
+def conditions(run: dict) -> str:
+    """What a run ran on, in one line."""
+    where = f"Commit {run['commit']}" + (f" (committed in {run['committed_in']})" if "committed_in" in run else "")
+    versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
+    return f"{where}; precision {run['precision']}; {run['processor']}, threads {run['threads']}; {versions}."
 
 
 def table(records: list[dict]) -> str:
     """A Markdown table of records; those that lack a column have an empty cell."""
     columns = columns_of(records)
-    return "\n".join([head(columns), *(row(record, columns) for record in records)])
+    return "\n".join([head(columns), *(row(record, columns) for record in records)]) if records else ""
 
 
 def columns_of(records: list[dict]) -> list[str]:
@@ -44,5 +150,5 @@ def head(columns: list[str]) -> str:
 
 
 def row(record: dict, columns: list[str]) -> str:
-    cells = [record.get(name, "") for name in columns]
+    cells = ["" if record.get(name) is None else record[name] for name in columns]
     return "| " + " | ".join(" / ".join(map(str, c)) if isinstance(c, list) else str(c) for c in cells) + " |"

@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bench.contests import RL_PROMPT, Contest, Ours, rl_round
+from bench.contest import Contest
+from bench.contests import RL_PROMPT, Ours, rl_round
+from r3lite.devices.precision import Precision
 
 GROUPS = (2, 4, 8)  # episodes of a GRPO round
 NEW = 32  # tokens sampled in a round, and after a context
@@ -45,27 +47,27 @@ def exponent(sizes: list[float], costs: list[float]) -> float:
     return statistics.linear_regression(x, y).slope
 
 
-def growths(folder: str, device: str) -> list[Callable[[], Growth]]:
+def growths(folder: str, precision: Precision) -> list[Callable[[], Growth]]:
     """What is to be run, each made when it is its turn."""
 
     def grow(name: str, sizes: tuple[int, ...], work: Callable[[int], Callable[[], object]]) -> Growth:
         return Growth(name, 0, {str(size): work(size) for size in sizes})
 
     def groups() -> Growth:
-        play = rl_round(folder, device, "grpo", max(GROUPS), RL_PROMPT, NEW)
+        play = rl_round(folder, precision, "grpo", max(GROUPS), RL_PROMPT, NEW)
         name = f"a GRPO round of {RL_PROMPT} + {NEW} tokens, by episodes"
         return grow(name, GROUPS, lambda count: lambda: play(count))
 
     def prefill() -> Growth:
-        ours = Ours(folder, device)
+        ours = Ours(folder, precision)
         return grow("prefill and one token, by prompt tokens", CONTEXTS, lambda n: ours.decode(1, 1, n))
 
     def decode() -> Growth:
-        ours = Ours(folder, device)
+        ours = Ours(folder, precision)
         return grow(f"prefill and {NEW} tokens, by prompt tokens", CONTEXTS, lambda n: ours.decode(1, NEW, n))
 
     def sft() -> Growth:
-        ours = Ours(folder, device)
+        ours = Ours(folder, precision)
         return grow("an SFT step on one row, by tokens", ROWS, lambda n: ours.sft(n, "4GiB"))
 
     def retrieval() -> Growth:

@@ -3,75 +3,83 @@
     python -m bench.throughput --models DIR                      # everything that is installed
     python -m bench.throughput --only decode sft --repeats 5
     python -m bench.throughput --only scaling                    # how cost grows; r3lite alone
-    python -m bench.throughput --only encoder --corpus FILE      # vectors of a corpus's first passages
+    python -m bench.throughput --only encoder --corpus FILE      # vectors of a corpus's first passages, in fp32
 
 Contestants of one contest run in turn, in one process, `--repeats` times each after a warm-up; the table has medians
-and spreads. Weights, shapes and prompts are the same; a LoRA adapter (r=8, all projections) is on everywhere. Beside
+and spreads. Weights, shapes, prompts, precision and numbers of sampled tokens are the same; a LoRA adapter (r=8, all
+projections) is on everywhere, but for the row of decoding whose adapter is merged. SFT has a budget of 4 GiB: the peer
+trains with activation checkpointing and without, and the faster whose peak is within it is the one compared. Beside
 decoding stands its floor: the bare matrix products of the same weights for the same number of rows; `of floor` is the
 share of its speed that a contestant reaches. Beside SFT stands the device's peak: as many operations as are of use in
-the step (see limits.training_flops), in large matrix products in bf16; `of peak` is the share of their speed.
+the step (see limits.training_flops), in large matrix products; `of peak` is the share of their speed.
 """
 
 import argparse
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
-from bench import contests, peers, records
-from bench.contests import FLOOR, OURS, PEAK, PROMPT, RL_EPISODES, RL_NEW, RL_PROMPT, Contest, Ours
-from bench.memory import HUB, RESULTS
+from bench import contests, options, peers, records
+from bench.contest import FLOOR, OURS, PEAK, Contest
+from bench.contests import PROMPT, RL_EPISODES, RL_NEW, RL_PROMPT, Ours
+from bench.full_length import full_prompts
 from bench.scaling import growths
 from r3lite.config import shipped
+from r3lite.devices.precision import Precision
 
 NEW = 64  # tokens of a decoding contest
 BATCHES = (1, 8, 32)
 ROWS = (512, 1024)  # tokens of a row of an SFT contest
+GIB = 4  # budget of SFT
 KINDS = ("decode", "prefill", "sft", "grpo", "ppo", "encoder", "scaling")
+PEFT, MERGED = "transformers + peft", "transformers, adapter merged"
+RECOMPUTING, KEEPING = f"{PEFT}, with checkpointing", f"{PEFT}, without checkpointing"
+SPEED = records.Bench(
+    "throughput",
+    "Speed",
+    keys=("contest", "corpus", "mean_tokens", "contestant", "cost_of"),
+    figures=("tokens_per_second", "seconds", "r3lite_is_faster_by", "of_floor", "of_peak", "peak_mib", "exponent"),
+)
 
 
-def planned(kind: str, options: argparse.Namespace) -> list[Callable[[], Contest]]:
+def planned(kind: str, flags: argparse.Namespace, precision: Precision) -> list[Callable[[], Contest]]:
     """What is to be run, each made when it is its turn, so that one contest's models do not stand beside another's."""
-    device, folder = options.device, str(Path(options.models) / "0.5B") if options.models else HUB["0.5B"]
+    device, folder = precision.device.type, options.folder(flags, "0.5B")
 
     def decode(batch: int) -> Contest:
-        ours = Ours(folder, device)
-        return Contest(
-            f"decode, batch {batch}",
-            batch * NEW,
-            {
-                OURS: ours.decode(batch, NEW),
-                "transformers + peft": peers.generate(folder, contests.prompts(batch), NEW, device),
-                FLOOR: ours.floor(batch, NEW),
-            },
-        )
+        ours, prompts = Ours(folder, precision), full_prompts(batch, PROMPT)
+        work = {
+            OURS: ours.decode(batch, NEW),
+            PEFT: peers.generate(folder, prompts, NEW, precision),
+            MERGED: peers.generate(folder, prompts, NEW, precision, merged=True),
+            FLOOR: ours.floor(batch, NEW),
+        }
+        return Contest(f"decode, batch {batch}", batch * NEW, work)
 
     def prefill(batch: int) -> Contest:
-        ours = Ours(folder, device)
-        theirs = peers.generate(folder, contests.prompts(batch), 1, device)
-        return Contest(
-            f"prefill, batch {batch}", batch * PROMPT, {OURS: ours.decode(batch, 1), "transformers + peft": theirs}
-        )
+        ours = Ours(folder, precision)
+        theirs = peers.generate(folder, full_prompts(batch, PROMPT), 1, precision)
+        return Contest(f"prefill, batch {batch}", batch * PROMPT, {OURS: ours.decode(batch, 1), PEFT: theirs})
 
     def sft(tokens: int) -> Contest:
-        ours = Ours(folder, device)
-        theirs = peers.sft(folder, tokens, device)
-        work = {OURS: ours.sft(tokens, "4GiB"), "transformers + peft": theirs, PEAK: ours.peak(tokens)}
-        return Contest(f"SFT, {tokens} tokens", tokens, work)
+        ours = Ours(folder, precision)
+        recomputing, keeping = peers.sft(folder, tokens, precision)
+        work = {OURS: ours.sft(tokens, f"{GIB}GiB"), RECOMPUTING: recomputing, KEEPING: keeping}
+        return Contest(f"SFT, {tokens} tokens", tokens, work | {PEAK: ours.peak(tokens)}, budget=GIB * 1024)
 
     def grpo() -> Contest:
-        work = {OURS: contests.rl_round(folder, device, "grpo", RL_EPISODES, RL_PROMPT, RL_NEW)}
+        work = {OURS: contests.rl_round(folder, precision, "grpo", RL_EPISODES, RL_PROMPT, RL_NEW)}
         if find_spec("trl"):
-            work["TRL"] = peers.grpo(folder, RL_PROMPT, RL_NEW, RL_EPISODES, device)
+            work["TRL"] = peers.grpo(folder, RL_PROMPT, RL_NEW, RL_EPISODES, precision)
         else:
             print("TRL is not installed: r3lite alone")
         return Contest(f"GRPO step, 8 x ({RL_PROMPT} + {RL_NEW})", RL_EPISODES * RL_NEW, work)
 
     def ppo() -> Contest:
         half = RL_NEW // 2
-        work = {OURS: contests.rl_round(folder, device, "ppo", RL_EPISODES, RL_PROMPT, half, searches=1)}
+        work = {OURS: contests.rl_round(folder, precision, "ppo", RL_EPISODES, RL_PROMPT, half, searches=1)}
         return Contest(f"PPO step, 8 x ({RL_PROMPT} + {half} + documents + {half})", RL_EPISODES * RL_NEW, work)
 
     return {
@@ -80,35 +88,32 @@ def planned(kind: str, options: argparse.Namespace) -> list[Callable[[], Contest
         "sft": [partial(sft, tokens) for tokens in ROWS],
         "grpo": [grpo],
         "ppo": [ppo],
-        "encoder": [partial(contests.encoding, options.encoder, options.corpus, device)],
-        "scaling": growths(folder, device),
+        "encoder": [partial(contests.encoding, flags.encoder, flags.corpus, device)],
+        "scaling": growths(folder, precision),
     }[kind]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", help="folder with 0.5B; by default the hub's Qwen2.5-0.5B-Instruct")
+    parser = options.parser(__doc__)
     parser.add_argument("--encoder", default="sentence-transformers/all-MiniLM-L6-v2", help="folder or hub id")
     parser.add_argument("--corpus", default=str(shipped("data", "world", "corpus.jsonl")), help="of the encoder")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="*", default=KINDS, choices=KINDS)
     parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    label = records.machine(options.device)
-    print(label)
-    for kind in options.only:
+    flags = parser.parse_args()
+    precision = options.precision(flags)
+    device = precision.device.type
+    for kind in flags.only:
+        used = Precision(torch.float32, precision.device) if kind == "encoder" else precision
         found: list[dict] = []
-        for make in planned(kind, options):
+        run = {"section": kind, **records.provenance(used), "note": f"{flags.repeats} repeats.", "records": found}
+        print(f"\n## {kind}\n\n{records.conditions(run)}\n", flush=True)
+        for make in planned(kind, flags, used):
             contest = make()
-            contest.run(options.repeats, options.device)
+            contest.run(flags.repeats, device)
             new = contest.results()
-            columns = records.columns_of(new)
-            if not found:
-                print(f"\n## {kind}\n\n{records.head(columns)}")
-            print("\n".join(records.row(record, columns) for record in new), flush=True)
+            print(records.table(new), flush=True)
             found += new
-            stem = RESULTS / f"throughput-{options.device}"
-            records.keep(stem, "Speed", label, kind, f"{options.repeats} repeats.", found)
+            records.keep(flags.results, device, SPEED, run)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""bench.memory's cases on a small model: full lengths, and every figure that its table has."""
+
+import argparse
+
+import pytest
+import torch
+
+from bench import memory
+from bench.memory import MINI_BATCH, PROMPT, WITHOUT, Case
+from r3lite.devices.precision import Precision
+from r3lite.rl.learner import Learner
+
+FP32 = Precision(torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("case", [Case("x", "sft", 64), Case("x", "grpo", 48)], ids=lambda case: case.algorithm)
+def test_a_command_takes_what_was_planned_and_its_turns_are_full(folder, monkeypatch, case):
+    batches, learn = [], Learner.learn
+    monkeypatch.setattr(Learner, "learn", lambda self, batch, seed: batches.append(batch) or learn(self, batch, seed))
+    found = memory.measure(case, folder, FP32)
+    assert found["planned_off_percent"] == pytest.approx(
+        100 * (found["planned_mib"] - found["peak_mib"]) / found["peak_mib"], abs=5
+    )
+    assert found["planned_mib"] == pytest.approx(found["peak_mib"], rel=0.15)
+    assert found["resident_mib"] > 100 > found["peak_mib"] and found["reserved_mib"] is None
+    lengths = [row.sum().item() for batch in batches for row in batch.action_mask]
+    assert lengths == ([48] * 8 if case.algorithm == "grpo" else [])
+
+
+@pytest.mark.parametrize("algorithm", ["peft", WITHOUT])
+def test_peers_are_measured_without_a_plan(folder, monkeypatch, algorithm):
+    pytest.importorskip("peft")
+    monkeypatch.setattr("bench.full_length.ORDINARY", (300, 1024))
+    found = memory.measure(Case("x", algorithm, 64), folder, FP32)
+    assert found["peak_mib"] > 0 and found["planned_mib"] is None and found["planned_off_percent"] is None
+
+
+def test_trl_has_the_batch_shape_of_r3lites_own_round(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(memory.peers, "grpo_trainer", lambda *shape, **more: asked.append((shape, more)) or Trainer())
+    memory.run_peer(Case("0.5B", "trl", 64), "folder", FP32)
+    assert asked == [(("folder", PROMPT, 64, 8, MINI_BATCH, FP32), {"steps": 2})]
+    flags = memory.arguments(Case("0.5B", "grpo", 64), "tiny", tmp_path, FP32)
+    shape = {name: flags[flags.index(name) + 1] for name in ("--num-generations", "--mini-batch-size", "--batch-size")}
+    assert shape == {"--num-generations": "8", "--mini-batch-size": str(MINI_BATCH), "--batch-size": "1"}
+
+
+class Trainer:
+    def train(self) -> None:
+        pass
+
+
+def test_cases_are_chosen_by_size_and_algorithm():
+    flags = {"row": False, "only": ["0.5B"], "algorithms": ["trl", WITHOUT]}
+    assert {(c.size, c.algorithm) for c in memory.chosen(argparse.Namespace(**flags))} == {
+        ("0.5B", "trl"), ("0.5B", WITHOUT)
+    }  # fmt: skip
+    assert memory.chosen(argparse.Namespace(row=True)) == [Case("0.5B", "sft", 1024)]
