@@ -36,6 +36,11 @@ def describe(config: Any) -> str:
     return "\n".join(lines)
 
 
+def usual(command: str, config: Any) -> Any:
+    """A command's settings as the preset of `config` has them, and nothing else: what differs was asked for."""
+    return resolve(command, type(config)(), ["--preset", flat(config)["preset"]], COMMANDS)
+
+
 def run(
     command: str,
     default: Any,
