@@ -4,9 +4,10 @@ Owns what a turn looks like in tokens. Knows no step format and no prompt. Text 
 steps) is always encoded as plain text: a document with `<|im_end|>` in it cannot forge a turn.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
@@ -19,7 +20,6 @@ from r3lite.records import Record
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 REMEDY = "A model folder needs {}; copy it from the model's source."
-BYTE_LEVEL = "r3lite needs a byte-level tokenizer with its decoder, such as that of Qwen2.5."
 PROBE = (
     '\t"Blue Harbor" (1987):\n\n caf\u00e9 \u6771\u4eac \U0001f469'  # a text that a tokenizer must give back as it was
 )
@@ -57,27 +57,30 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> "Tokenizer":
         """From `tokenizer.json` and `tokenizer_config.json` of a model folder; R3LiteError if they are unusable."""
         folder = Path(folder)
-        definition, backend = read_backend(folder / "tokenizer.json")
+        path = folder / "tokenizer.json"
+        record = read_record(path, REMEDY.format(path.name))
         config = read_record(folder / "tokenizer_config.json", REMEDY.format("tokenizer_config.json"))
         template = _chat_template(folder, config)
-        lacking = [token for token in (OPEN, CLOSE) if backend.token_to_id(token) is None]
+        found = DEFAULT_SYSTEM.search(template)
+        nested = isinstance(config.values.get("pad_token"), dict)
+        pad = config.record("pad_token").text("content") if nested else config.text("pad_token", None)
+        with library_errors(path):
+            tokenizer = cls(json.dumps(record.values), _unescape(found[1]) if found else None, pad)
+            given_back = tokenizer.decode(tokenizer.encode(PROBE))
+        check_ids(record, tokenizer._marked)
+        known = tokenizer._marked.token_to_id
+        lacking = [token for token in (OPEN, CLOSE) if known(token) is None]
         if lacking or OPEN not in template:
             what = f"has no token {lacking[0]}" if lacking else f"has no chat template with {OPEN}"
             raise R3LiteError(
                 f"the tokenizer in {folder} {what}",
                 f"r3lite speaks the chat markup of Qwen2.5 ({OPEN}role ... {CLOSE}); use such a model.",
             )
-        nested = isinstance(config.values.get("pad_token"), dict)
-        pad = config.record("pad_token").text("content") if nested else config.text("pad_token", None)
-        found = DEFAULT_SYSTEM.search(template)
-        lacking = [byte for byte in ByteLevel.alphabet() if backend.token_to_id(byte) is None]
-        try:
-            tokenizer = cls(definition, _unescape(found[1]) if found else None, pad)
-            kept = not lacking and tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
-        except Exception as error:  # the Rust library raises bare Exception for every kind of fault
-            raise R3LiteError(f"{folder / 'tokenizer.json'} cannot be used: {error}", BYTE_LEVEL) from error
-        if not kept:
-            raise R3LiteError(f"{folder / 'tokenizer.json'} does not give every text back as it was", BYTE_LEVEL)
+        if given_back != PROBE or any(known(byte) is None for byte in ByteLevel.alphabet()):
+            raise R3LiteError(
+                f"{path} does not give every text back as it was",
+                "r3lite needs a byte-level tokenizer with its decoder, such as that of Qwen2.5.",
+            )
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -143,22 +146,25 @@ class Tokenizer:
         return [self.open_id, *self.encode(text)]
 
 
-def read_backend(path: Path) -> tuple[str, Backend]:
-    """The text of a `tokenizer.json`, and the tokenizer that it describes, whose ids are those in the file."""
-    record = read_record(path, REMEDY.format(path.name))
-    added = [(token.text("content"), token.whole("id")) for token in record.records("added_tokens", [])]
-    definition = json.dumps(record.values)
+@contextlib.contextmanager
+def library_errors(path: Path) -> Iterator[None]:
+    """Within the `with` block errors of the tokenizers library become R3LiteErrors that name the file."""
     try:
-        backend = Backend.from_str(definition)
-    except Exception as error:  # see above
-        raise R3LiteError(f"{path} cannot be read: {error}", REMEDY.format(path.name)) from error
-    for content, id in added:  # the library gives an id of its own to a token whose id does not follow the others
+        yield
+    except Exception as error:  # the Rust library raises bare Exception for every kind of fault
+        raise R3LiteError(f"{path} cannot be used: {error}", REMEDY.format(path.name)) from error
+
+
+def check_ids(definition: Record, backend: Backend) -> None:
+    """Raises R3LiteError unless the ids of a tokenizer are those of its file, and no two tokens share one."""
+    for token in definition.records("added_tokens", []):
+        # The library gives an id of its own to a token whose id does not follow the others.
+        content, id = token.text("content"), token.whole("id")
         if backend.token_to_id(content) != id:
-            raise record.error(f"the added token {content!r} has the id {id}, not {backend.token_to_id(content)}")
+            raise token.error(f"{token.path}id is {id}; the token {content!r} gets {backend.token_to_id(content)}")
     ids = backend.get_vocab(with_added_tokens=True).values()
     if len(set(ids)) < len(ids):
-        raise record.error("two tokens have the same id")
-    return definition, backend
+        raise definition.error("two tokens have the same id")
 
 
 def _chat_template(folder: Path, config: Record) -> str:

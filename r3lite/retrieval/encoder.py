@@ -5,6 +5,7 @@ FAISS. Vectors are float32 [N, dimension] of length 1.
 """
 
 import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -20,7 +21,7 @@ from r3lite.errors import R3LiteError
 from r3lite.files import read_record, read_text, within, write_json
 from r3lite.models.bert import load_bert
 from r3lite.models.weights import resolve_folder
-from r3lite.protocols.tokenizer import read_backend
+from r3lite.protocols.tokenizer import check_ids, library_errors
 from r3lite.records import Record, Source
 
 HASHING = "hashing"
@@ -81,7 +82,9 @@ class BertEncoder:
         self.device, self.batch_size = device, batch_size
         self.query_prefix, self.passage_prefix = PREFIXES[style]
         self.dimension = self.model.config.hidden_size
-        length = _optional(folder / "sentence_bert_config.json").whole("max_seq_length", LONGEST, low=SHORTEST)
+        config = _optional(folder / "sentence_bert_config.json")
+        self.lower = config.flag("do_lower_case", False)
+        length = config.whole("max_seq_length", LONGEST, low=SHORTEST)
         length = min(length, LONGEST, self.model.config.max_position_embeddings)
         self.tokenizer = _tokenizer(folder / "tokenizer.json", length, self.model.config.vocab_size)
         self.settings = {"encoder": name, "style": style, "max_length": length, "dimension": self.dimension}
@@ -98,7 +101,7 @@ class BertEncoder:
     @torch.inference_mode()
     def _encode(self, texts: list[str], advance: Callable[[int], object]) -> np.ndarray:
         """Vectors [N, C] of N texts. Batches are of texts of like length, so that little is padding."""
-        ids = [e.ids for e in self.tokenizer.encode_batch(texts)]
+        ids = [e.ids for e in self.tokenizer.encode_batch([t.lower() for t in texts] if self.lower else texts)]
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         out = np.zeros((len(ids), self.dimension), dtype=np.float32)
         for start in range(0, len(order), self.batch_size):
@@ -140,8 +143,10 @@ def _check_pooling(folder: Path) -> None:
             kind = module.text("type").rpartition(".")[2]
             if kind not in MODULES:
                 raise module.error(f"{module.path}type is {kind}, not one of {', '.join(MODULES)}")
+            if kind == "Transformer" and (place := module.text("path", "", blank=True)):
+                raise module.error(f"{module.path}path is {place}; the Transformer must be in the folder itself")
             pooling = module.text("path") if kind == "Pooling" else pooling
-        if Path(pooling).name != pooling:
+        if Path(pooling).name != pooling or pooling == "..":
             raise listed.error(f"the folder {pooling} of Pooling is not in the encoder's")
     config = _optional(folder / pooling / "config.json")
     modes = [key for key in config.values if key.startswith("pooling_mode_") and config.flag(key, False)]
@@ -159,7 +164,10 @@ def _tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
 
     Its ids have `rows` in the embedding.
     """
-    _, tokenizer = read_backend(path)
+    definition = read_record(path, REMEDY)
+    with library_errors(path):
+        tokenizer = Tokenizer.from_str(json.dumps(definition.values))
+    check_ids(definition, tokenizer)
     if (last := max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)) >= rows:
         raise R3LiteError(f"{path} has token ids up to {last}, and the encoder's embedding {rows} rows", REMEDY)
     if tokenizer.num_special_tokens_to_add(is_pair=False) != 2:

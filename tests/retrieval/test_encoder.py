@@ -164,6 +164,7 @@ def copied(minilm, tmp_path):
         ("sentence_bert_config.json", {"max_seq_length": "256"}, "max_seq_length is '256', not a whole number"),
         ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length is 0"),
         ("sentence_bert_config.json", {"max_seq_length": 2}, "max_seq_length is 2"),
+        ("sentence_bert_config.json", {"do_lower_case": "false"}, "do_lower_case is 'false', not true or false"),
         ("sentence_bert_config.json", [], "not a JSON object"),
         ("1_Pooling/config.json", {"pooling_mode_mean_tokens": "true"}, "pooling_mode_mean_tokens is 'true'"),
         ("1_Pooling/config.json", {"pooling_mode": ["mean"]}, "pooling_mode is .*, not text"),
@@ -171,7 +172,10 @@ def copied(minilm, tmp_path):
         ("modules.json", ["Pooling"], r"modules\[0\] is 'Pooling', not a JSON object"),
         ("modules.json", [{"type": 7}], r"modules\[0\]\.type is 7"),
         ("modules.json", [{"type": "sentence_transformers.models.Dense", "path": "2"}], "type is Dense, not one of"),
+        ("modules.json", [{"type": "a.Transformer", "path": "0_BERT"}], "must be in the folder itself"),
         ("modules.json", [{"type": "a.Pooling", "path": "../1_Pooling"}], "is not in the encoder's"),
+        ("modules.json", [{"type": "a.Pooling", "path": ".."}], "is not in the encoder's"),
+        ("modules.json", [{"type": "a.Pooling", "path": ""}], r"modules\[0\]\.path is blank"),
         ("config.json", {"model_type": 7}, "model_type is 7"),
     ],
 )
@@ -195,7 +199,7 @@ def test_files_of_sentence_transformers_with_wrong_values_are_refused(minilm, tm
     [
         (lambda t: t["model"]["vocab"].update(zebra_=40_000), "has token ids up to 40000, .* embedding 30522 rows"),
         (lambda t: t.update(post_processor=None), r"does not put a text between \[CLS\] and \[SEP\]"),
-        (lambda t: t.update(model=[]), "cannot be read"),
+        (lambda t: t.update(model=[]), "cannot be used"),
     ],
 )
 def test_a_tokenizer_that_does_not_fit_its_encoder_is_refused(minilm, tmp_path, change, words):
@@ -215,3 +219,14 @@ def test_a_pooling_folder_of_another_name_is_read(minilm, tmp_path):
     (folder / "pool" / "config.json").write_text('{"pooling_mode": "max"}')
     with pytest.raises(R3LiteError, match="does not average its tokens"):
         BertEncoder(str(folder), "plain")
+
+
+def test_an_encoder_that_wants_small_letters_gets_them(minilm, tmp_path):
+    """do_lower_case was ignored; with a tokenizer that keeps capitals, other vectors came out."""
+    folder = copied(minilm, tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["normalizer"]["lowercase"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    upper, lower = BertEncoder(str(folder), "plain").encode_queries(["Blue HARBOR", "blue harbor"])
+    assert (upper == lower).all()
