@@ -172,8 +172,10 @@ def _read_manifest(folder: Path) -> Record:
         manifest = read_record(folder / MANIFEST, remedy)
         if (version := manifest.whole("version")) != VERSION:
             raise manifest.error(f"version {version} and not {VERSION}")
-        manifest.text("encoder"), manifest.text("fingerprint"), manifest.text("vectors", None)
-        manifest.whole("dimension", low=1), manifest.whole("passages", low=1)
+        for key in ("encoder", "fingerprint"):
+            manifest.text(key)
+        for key in ("dimension", "passages"):
+            manifest.whole(key, low=1)
         manifest.choice("style", PREFIXES, "plain")
     except R3LiteError as error:
         raise R3LiteError(f"{folder} is no index that this version reads: {error.cause}", remedy) from error
