@@ -41,15 +41,20 @@ def describe(config: Any) -> str:
     return "\n".join(lines)
 
 
+def usual(command: str, config: Any) -> Any:
+    """A command's settings as the preset of `config` has them, and nothing else: what differs was asked for."""
+    return resolve(command, type(config)(), ["--preset", flat(config)["preset"]], COMMANDS)
+
+
 def changes(then: dict[str, Any], config: Any, free: Collection[str] = ()) -> str:
     """Settings that are not what an earlier run had, with both values; empty if there are none.
 
     Left out are those that a resumed run may change, those in `free`, and without a judge the judge's. A setting that
     the earlier run's version of r3lite lacked had its default.
     """
-    usual, now = (json.loads(json.dumps(flat(c))) for c in (type(config)(), config))  # as in a file: tuples are lists
-    then = usual | then
-    fixed = then.keys() - free_settings(config) - set(free)  # has every name: `usual` has those of today
+    default, now = (json.loads(json.dumps(flat(c))) for c in (type(config)(), config))  # as in a file: tuples are lists
+    then = default | then
+    fixed = then.keys() - free_settings(config) - set(free)  # every name: `default` has those of today
     if then.get("judge") == now.get("judge") == "none":
         fixed = {name for name in fixed if not name.startswith("judge_")}
     changed = [k for k in sorted(fixed) if then[k] != now.get(k)]

@@ -239,13 +239,23 @@ def _object(line: bytes) -> dict | None:
     return value if isinstance(value, dict) else None
 
 
+def check_regular(path: str | Path, remedy: str) -> None:
+    """Raises R3LiteError unless a path is that of a file; a library may wait for a pipe or a device without end."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
+    if not stat.S_ISREG(mode):
+        kind = "folder" if stat.S_ISDIR(mode) else "pipe or a device"
+        raise R3LiteError(f"{path} is a {kind}, not a file", remedy)
+
+
 def open_regular(path: str | Path, remedy: str) -> BinaryIO:
     """A file opened for reading. A pipe or a device, which may never end, is refused without waiting for it."""
+    check_regular(path, remedy)
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode) and not Path(path).is_dir():
-            raise R3LiteError(f"{path} is a pipe or a device, not a file", remedy)
         return open(path, "rb")
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except OSError as error:
         raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
 
 

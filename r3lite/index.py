@@ -33,6 +33,8 @@ def build_index(config: IndexConfig) -> None:
     # Hashing has no use for a device, and a run without a card should not be warned of it.
     device = "cpu" if settings.encoder == "hashing" else str(resolve_device(settings.device))
     encoder = make_encoder(settings.encoder, settings.encoder_style, documents, device, settings.batch_size)
+    if index.replaces(output, encoder, documents):
+        print(f"replacing   the index of the same corpus in {output}")
     start = time.perf_counter()
     built = index.build(encoder, documents)
     seconds = time.perf_counter() - start

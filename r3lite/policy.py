@@ -3,8 +3,8 @@
 `sft`, `ppo` and `evaluate` all set theirs up here.
 """
 
+import hashlib
 import sys
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,13 @@ import torch
 from safetensors import SafetensorError
 
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype, warn_of_slow_fp16
+from r3lite.errors import R3LiteError
 from r3lite.grant import Grant
 from r3lite.memory.plan import Plan, announce, enforce
 from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.models import activation_checkpointing, lora, weights
 from r3lite.models.qwen2 import Qwen2
+from r3lite.models.qwen2_config import is_nf4, read_config
 from r3lite.models.value_head import ValueHead
 from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings
 from r3lite.training import optim
@@ -30,6 +32,7 @@ class Training:
     """What a run trains: an adapter, and for algorithms with a critic a value head."""
 
     fresh: LoraSettings  # shape of the adapter, if --adapter names none to start from
+    usual: LoraSettings  # the same without flags and files: a value that differs was asked for
     optimizer: OptimizerSettings
     seed: int
     keep_reference: bool = False  # the adapter to start from is loaded a second time, frozen
@@ -46,6 +49,7 @@ class Policy:
     optimizer: torch.optim.AdamW | None = None
     reference: str | None = None  # adapter that the policy is compared with; None: the bare base
     critic: ValueHead | None = None
+    fingerprint: str | None = None  # of the base, to be saved with the adapter
 
     def train_state(self, settings: OptimizerSettings, base_model: str, data: str, facts: dict) -> TrainState:
         """What the run's checkpoints hold; `data` is the fingerprint of what is trained on."""
@@ -54,7 +58,7 @@ class Policy:
             optimizer=self.optimizer,
             precision=self.precision,
             max_grad_norm=settings.max_grad_norm,
-            save_adapter=lambda folder: lora.save_adapter(self.model, POLICY, folder, base_model),
+            save_adapter=lambda folder: lora.save_adapter(self.model, POLICY, folder, base_model, self.fingerprint),
             data=data,
             facts=facts,
             parts={"memory": self.grant},
@@ -64,7 +68,16 @@ class Policy:
 def load_policy(
     folder: Path, settings: ModelSettings, memory: MemorySettings, plan: Plan, training: Training | None = None
 ) -> Policy:
-    """The model of a folder with the adapter of --adapter, or else, if it is to be trained, with a fresh one."""
+    """The model of a folder with the adapter of --adapter, or else, if it is to be trained, with a fresh one.
+
+    Raises R3LiteError if base, tokenizer, lengths and adapter do not fit one another.
+    """
+    _check_lengths(folder, plan)
+    fingerprint = weights.fingerprint(folder) if settings.adapter or training else None
+    if settings.adapter:
+        _check_base(settings, fingerprint)
+        if training:
+            _check_shape(settings.adapter, training)
     model, precision = _load_base(folder, settings, memory, plan)
     if settings.adapter:
         lora.load_adapter(model, POLICY, settings.adapter, trainable=training is not None)
@@ -88,7 +101,49 @@ def load_policy(
     optimizer = optim.adamw(groups, training.optimizer.weight_decay)
     grant = ShrinkingGrant(plan, optimizer)
     activation_checkpointing.enable(model, grant)
-    return Policy(model, precision, grant, optimizer, reference, critic)
+    return Policy(model, precision, grant, optimizer, reference, critic, fingerprint)
+
+
+def _check_lengths(folder: Path, plan: Plan) -> None:
+    """Refuses token ids without a row in the embedding, and rows that are longer than the model was made for."""
+    config, ids, longest = read_config(folder), plan.workload.vocabulary, plan.workload.row_tokens
+    if ids > config.vocab_size:
+        raise R3LiteError(
+            f"the tokenizer in {folder} has token ids up to {ids - 1}, and the model's embedding {config.vocab_size} "
+            "rows (vocab_size in config.json)",
+            "Copy tokenizer.json and config.json from the same model.",
+        )
+    if longest > config.max_position_embeddings:
+        raise R3LiteError(
+            f"rows of {longest} tokens are asked for, and the model in {folder} was made for "
+            f"{config.max_position_embeddings} (max_position_embeddings in config.json)",
+            f"Pass --max-length {config.max_position_embeddings} or less.",
+        )
+
+
+def _check_base(settings: ModelSettings, fingerprint: str | None) -> None:
+    """Refuses the adapter of another base. One whose base is not recorded is taken: only its shapes tell then."""
+    name, trained_on = lora.read_base(settings.adapter)
+    if fingerprint and trained_on and trained_on != fingerprint:
+        raise R3LiteError(
+            f"the adapter {settings.adapter} was trained on another base: {name} with the fingerprint {trained_on}, "
+            f"while --model {settings.model} has {fingerprint}",
+            "Pass the --model that it was trained on, or an adapter of this one.",
+        )
+
+
+def _check_shape(adapter: str, training: Training) -> None:
+    """Refuses settings of a fresh adapter that were asked for beside an adapter that has others."""
+    found = lora.read_adapter_config(adapter)
+    has = {"lora_r": found.r, "lora_alpha": found.alpha, "lora_dropout": found.dropout, "rslora": found.rslora}
+    for name, value in {**has, "lora_targets": found.targets}.items():
+        asked, usual = getattr(training.fresh, name), getattr(training.usual, name)
+        same = set(asked) == set(value) if name == "lora_targets" else asked == value
+        if asked != usual and not same:
+            raise R3LiteError(
+                f"--{name.replace('_', '-')} is {asked}, and the adapter {adapter} has {value}",
+                "Leave that setting out, as an adapter keeps its shape; or leave --adapter out to train a fresh one.",
+            )
 
 
 def _add_fresh_adapter(model: Qwen2, training: Training) -> None:
@@ -113,11 +168,9 @@ def _load_base(folder: Path, settings: ModelSettings, memory: MemorySettings, pl
 def _load_nf4(folder: Path, precision: Precision, cache: str | None) -> Qwen2:
     """The model in NF4. The quantized weights are kept in the folder `cache` for the next start with the same files."""
     dtype, device = precision.dtype, precision.device
-    if cache is None or weights.is_nf4(folder):
+    if cache is None or is_nf4(folder):
         return weights.load_qwen2(folder, dtype, device, quantize=True)
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))]
-    key = zlib.crc32(repr((str(folder.resolve()), files, str(dtype))).encode())
-    kept = Path(cache).expanduser() / f"{folder.resolve().name}-nf4-{key:08x}"
+    kept = Path(cache).expanduser() / f"{folder.resolve().name}-nf4-{_state_of(folder, dtype)}"
     if kept.is_dir():
         return weights.load_qwen2(kept, dtype, device)
     model = weights.load_qwen2(folder, dtype, device, quantize=True)
@@ -127,3 +180,14 @@ def _load_nf4(folder: Path, precision: Precision, cache: str | None) -> Qwen2:
     except (OSError, SafetensorError) as error:  # a full disk costs the next start some seconds, not this run
         print(f"warning: the quantized weights cannot be kept in {kept}: {error}", file=sys.stderr)
     return model
+
+
+def _state_of(folder: Path, dtype: torch.dtype) -> str:
+    """A digest of all that NF4 weights are made of, which tells a folder that has changed from what was kept of it."""
+    weight_files = [path for path in sorted(folder.glob("*.safetensors*")) if path.is_file()]
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files]
+    state = hashlib.sha256(repr((str(folder.resolve()), str(dtype), stats, weights.fingerprint(folder))).encode())
+    for path in (folder / name for name in weights.VERBATIM):
+        if path.is_file():
+            state.update(path.name.encode() + path.read_bytes())
+    return state.hexdigest()[:16]

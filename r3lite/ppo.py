@@ -141,6 +141,7 @@ def build(config: PpoConfig, questions: list[Question]) -> "tuple[Engine, Learne
     algorithm = ALGORITHMS[rl.algorithm](rl)
     training = Training(
         config.lora,
+        command.usual("ppo", config).lora,
         config.optimizer,
         config.common.seed,
         keep_reference=rl.kl_beta > 0,

@@ -32,6 +32,9 @@ def measure_recall(config: RetrieveConfig) -> None:
     output = Path(config.common.output or time.strftime("runs/retrieve-%Y%m%d-%H%M%S"))
     if output.is_file():
         raise R3LiteError(f"--output {output} is a file", "Name a folder.")
+    for taken in ("recall.json", "manifest.json"):  # an earlier measurement; an index
+        if (output / taken).exists():
+            raise R3LiteError(f"--output {output} holds a {taken} already", "Name a new folder.")
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     known = [q for q in questions if q.gold]
     if not known:

@@ -172,7 +172,7 @@ def build_trainer(
     tokens = [row.tokens for row in [*trained, *held_out]]
     longest, shared = max(map(len, tokens)), common_prefix(min(tokens), max(tokens))
     plan = make_plan(sft_workload(config.model, config.sft, config.lora, longest, shared), config.memory)
-    training = Training(config.lora, config.optimizer, config.common.seed)
+    training = Training(config.lora, command.usual("sft", config).lora, config.optimizer, config.common.seed)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     return SFTTrainer(config, policy, tokenizer.size, trained, held_out)
 

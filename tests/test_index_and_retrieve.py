@@ -6,6 +6,7 @@ import pytest
 
 from r3lite import index, retrieve
 from r3lite.config import shipped
+from r3lite.episode import Document, Question
 
 HOTPOT = ("hotpotqa/train_100.json", "hotpotqa/corpus_994.jsonl")
 MUSIQUE = ("musique/train_100.jsonl", "musique/corpus_1890.jsonl")
@@ -100,3 +101,33 @@ def test_minilm_on_real_questions_reaches_the_reference(shared, minilm, tmp_path
     asked = ["--data", data, "--index", str(tmp_path / "i"), "--encoder", str(minilm)]
     assert retrieve.main([*asked, "--output", str(tmp_path / "r")]) == 0
     assert recall(tmp_path / "r")[1] == pytest.approx(reference, abs=0.01)
+
+
+def test_an_index_is_replaced_by_one_of_the_same_corpus_only_and_it_is_said(tmp_path, capsys):
+    corpus, other = tmp_path / "corpus.jsonl", tmp_path / "other.jsonl"
+    corpus.write_text('{"id": "1", "title": "T", "text": "x"}\n')
+    other.write_text('{"id": "1", "title": "T", "text": "y"}\n')
+    options = ["--encoder", "hashing", "--output", str(tmp_path / "i")]
+    assert index.main(["--corpus", str(corpus), *options]) == 0
+    assert "replacing" not in capsys.readouterr().out
+    assert index.main(["--corpus", str(corpus), *options]) == 0
+    assert "replacing   the index of the same corpus" in capsys.readouterr().out
+    assert index.main(["--corpus", str(other), *options]) == 1
+    error = capsys.readouterr().err
+    assert "holds an index of another corpus" in error and "Name another --output" in error
+    assert '"x"' in (tmp_path / "i" / "passages.jsonl").read_text()
+
+
+def test_an_earlier_measurement_and_an_index_are_not_written_over(tmp_path, capsys):
+    asked = ["--data", str(shipped("data", "world", "test.jsonl")), "--encoder", "hashing", "--limit", "2"]
+    assert retrieve.main([*asked, "--output", str(tmp_path)]) == 0
+    before = (tmp_path / "recall.json").read_bytes()
+    assert retrieve.main([*asked, "--limit", "3", "--output", str(tmp_path)]) == 1
+    assert "holds a recall.json already" in capsys.readouterr().err
+    assert (tmp_path / "recall.json").read_bytes() == before
+
+
+def test_recall_of_questions_that_bring_nothing_is_zero():
+    gold = Document("1", "T", "x")
+    asked = [Question("q", "zebra?", ("a",), (gold,), gold=(gold,)), Question("p", "x?", ("a",), (gold,), gold=(gold,))]
+    assert retrieve.mean_recall(asked, [[], [gold]], 2) == 0.5

@@ -8,7 +8,8 @@ from r3lite.devices.precision import resolve_dtype
 from r3lite.memory.planner import Workload
 from r3lite.models.lora import read_adapter_config
 from r3lite.models.qwen2 import Qwen2Config
-from r3lite.models.weights import read_config, resolve_folder
+from r3lite.models.qwen2_config import read_config
+from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import (
     LengthSettings,

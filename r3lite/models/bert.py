@@ -4,17 +4,17 @@ Owns the network and the spellings of its published checkpoints; knows nothing o
 Parameter names are those of the published checkpoints. Shape legend: models/qwen2.py.
 """
 
-import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from r3lite.errors import R3LiteError
+from r3lite.files import read_record
+from r3lite.models.qwen2_config import SIZES
+from r3lite.models.tensor_files import read_tensors
 
 
 @dataclass(frozen=True)
@@ -111,48 +111,41 @@ class Bert(nn.Module):
 
 def read_bert_config(folder: str | Path) -> BertConfig:
     """Sizes from a folder's `config.json`; R3LiteError names what is unsupported."""
-    path = Path(folder) / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
-        raise R3LiteError(f"{path} cannot be read: {error}", "Copy config.json from the model's source.") from error
+    record = read_record(Path(folder) / "config.json", "Copy config.json from the model's source.")
     for key, supported in (("model_type", "bert"), ("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
-        found = raw.get(key, supported if key != "model_type" else None)
+        found = record.text(key, supported) if key != "model_type" else record.text(key)
         if found != supported:
             raise R3LiteError(
-                f"{path}: {key} is {found!r}; as an encoder only {supported!r} is supported",
+                f"{record.source.where}: {key} is {found!r}; as an encoder only {supported!r} is supported",
                 "Use a BERT encoder such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2.",
             )
-    try:
-        config = BertConfig(**{f.name: f.type(raw[f.name]) for f in fields(BertConfig) if f.name in raw})
-    except (TypeError, ValueError) as error:
-        raise R3LiteError(f"{path} lacks a size: {error}", "Copy config.json from the model's source.") from error
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    config = BertConfig(
+        **{name: record.whole(name, low=1, high=SIZES[name]) for name in sizes},
+        # [CLS], a word and [SEP] are the shortest text.
+        max_position_embeddings=record.whole("max_position_embeddings", 512, low=3, high=1 << 20),
+        type_vocab_size=record.whole("type_vocab_size", 2, low=1, high=1 << 20),
+        layer_norm_eps=record.number("layer_norm_eps", 1e-12, low=0, high=1, above=True),
+    )
     if config.hidden_size % config.num_attention_heads:
-        raise R3LiteError(f"{path}: hidden_size is not a multiple of num_attention_heads")
+        raise record.error("hidden_size is not a multiple of num_attention_heads")
     return config
 
 
 def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Bert:
     """The encoder of a model folder, frozen, in `dtype` on `device`.
 
-    Raises R3LiteError naming a tensor that is missing, unexpected or of the wrong shape.
+    Raises R3LiteError naming a tensor that is missing, unexpected or of the wrong shape or type.
     """
     path = Path(folder) / "model.safetensors"
     with torch.device("meta"):
         model = Bert(read_bert_config(folder)).eval().requires_grad_(False)
     expected = {name: p.shape for name, p in model.named_parameters()}
-    if not path.is_file():
+    if not path.exists():
         raise R3LiteError(
             f"{folder} has no model.safetensors", "Use an encoder whose weights are in safetensors format."
         )
-    try:
-        stored = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise R3LiteError(
-            f"{path} cannot be read: {error}", "The download may be incomplete: fetch it again."
-        ) from error
+    stored = read_tensors(path)
     found = {_plain(name): tensor for name, tensor in stored.items() if not _ignored(_plain(name))}
     wrong = [f"{n} is missing" for n in expected if n not in found] + [
         f"{n} is unexpected" for n in found if n not in expected
@@ -162,6 +155,7 @@ def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: st
         for n, s in expected.items()
         if found[n].shape != s
     ]
+    wrong = wrong or [f"{n} is of type {t.dtype}" for n, t in found.items() if not t.is_floating_point()]
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise R3LiteError(f"{path}: {wrong[0]}{more}", "config.json and the weights are not of the same model.")

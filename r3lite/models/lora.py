@@ -5,7 +5,6 @@ those of the bare base, to the bit.
 """
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,18 +12,19 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from r3lite.errors import R3LiteError
-from r3lite.files import write_json
+from r3lite.files import read_record, write_json
 from r3lite.models.functions import adapted_linear
 from r3lite.models.nf4 import Nf4Linear
-from r3lite.models.weights import write_tensors
+from r3lite.models.tensor_files import opened, read_tensors, write_tensors
+from r3lite.models.weights import FINGERPRINT
+from r3lite.records import Record, shown
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+REMEDY = "Name a run folder or a plain LoRA adapter of PEFT in safetensors format."
 # Keys of adapter_config.json that are used here, and those that do not change what the adapter computes. Any other key
 # must be unset: it belongs to a feature that r3lite lacks and would silently leave out.
 USED = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "init_lora_weights")
@@ -201,10 +201,16 @@ def merge_adapter(model: nn.Module, name: str) -> None:
     remove_adapter(model, name)
 
 
-def save_adapter(model: nn.Module, name: str, folder: str | Path, base_model: str) -> None:
-    """Writes an adapter in PEFT's format; `base_model` is the folder or hub id that it belongs to."""
+def save_adapter(
+    model: nn.Module, name: str, folder: str | Path, base_model: str, fingerprint: str | None = None
+) -> None:
+    """Writes an adapter in PEFT's format. `base_model` is the folder or hub id that it belongs to.
+
+    The base's fingerprint, if it has one, goes into the metadata of the weights, which PEFT ignores.
+    """
     config, folder = switch_of(model).configs[name], Path(folder)
-    write_tensors(folder / WEIGHTS, adapter_parameters(model, name))
+    metadata = {FINGERPRINT: fingerprint} if fingerprint else {}
+    write_tensors(folder / WEIGHTS, adapter_parameters(model, name), metadata)
     write_json(
         folder / CONFIG,
         {
@@ -231,15 +237,8 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
     Raises R3LiteError, naming the key or the tensor, if it uses a feature that r3lite lacks or does not fit the model.
     """
     folder = _adapter_folder(folder)
-    config = _parse_config(folder / CONFIG)
-    if not (folder / WEIGHTS).is_file():
-        raise R3LiteError(
-            f"{folder} has no {WEIGHTS}", "Save the adapter in safetensors format; pickled .bin files are not read."
-        )
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise R3LiteError(f"{folder / WEIGHTS} cannot be read: {error}", "Copy the adapter again.") from error
+    config = _parse_config(_read_config(folder))
+    tensors = read_tensors(folder / WEIGHTS, REMEDY)
     shapes, r = {}, config.r
     for path, linear in _targets(model, config.targets):
         shapes[_key(path, "A")], shapes[_key(path, "B")] = (r, linear.in_features), (linear.out_features, r)
@@ -258,13 +257,23 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
                 f"{folder / WEIGHTS}: {key} has the shape {list(tensors[key].shape)}, not {list(shape)}",
                 "It belongs to another model or rank.",
             )
+        if not tensors[key].is_floating_point() or not tensors[key].float().isfinite().all():
+            raise R3LiteError(f"{folder / WEIGHTS}: {key} holds something else than finite floats", REMEDY)
     _attach(model, name, config, tensors, trainable)
 
 
 def read_adapter_config(folder: str | Path) -> LoraConfig | None:
     """Shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None if it has no adapter."""
-    path = _adapter_folder(folder) / CONFIG
-    return _parse_config(path) if path.exists() else None
+    folder = _adapter_folder(folder)
+    return _parse_config(_read_config(folder)) if (folder / CONFIG).exists() else None
+
+
+def read_base(folder: str | Path) -> tuple[str, str | None]:
+    """Name and fingerprint of the base that an adapter was trained on; None if whoever wrote it recorded none."""
+    folder = _adapter_folder(folder)
+    name = _read_config(folder).text("base_model_name_or_path", "", blank=True)
+    with opened(folder / WEIGHTS, REMEDY) as file:
+        return name, (file.metadata() or {}).get(FINGERPRINT)
 
 
 def _adapter_folder(folder: str | Path) -> Path:
@@ -272,35 +281,32 @@ def _adapter_folder(folder: str | Path) -> Path:
     return inside if (inside / CONFIG).is_file() and not (inside.parent / CONFIG).is_file() else inside.parent
 
 
-def _parse_config(path: Path) -> LoraConfig:
+def _read_config(folder: Path) -> Record:
+    return read_record(folder / CONFIG, REMEDY)
+
+
+def _parse_config(record: Record) -> LoraConfig:
     """Shape and scale from an `adapter_config.json`; R3LiteError names what is unsupported."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise R3LiteError(
-            f"no adapter can be read: {path}: {error}", "Name a run folder or a folder in PEFT's format."
-        ) from error
-    remedy = "r3lite reads plain LoRA adapters of PEFT."
-    if raw.get("peft_type") != "LORA":
-        raise R3LiteError(f"{path}: peft_type is {raw.get('peft_type')!r}", remedy)
-    if raw.get("bias", "none") != "none":
-        raise R3LiteError(f"{path}: bias is {raw['bias']!r}", remedy)
-    init = raw.get("init_lora_weights")
+    record.choice("peft_type", ("LORA",))
+    record.choice("bias", ("none",), "none")
+    init = record.values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
-        raise R3LiteError(f"{path}: init_lora_weights is {init!r}, which changes the base as well", remedy)
-    for key, value in raw.items():
+        raise record.error(f"init_lora_weights is {init!r}, which changes the base as well")
+    for key, value in record.values.items():
         if key not in USED and key not in IGNORED and value:
-            raise R3LiteError(f"{path}: {key} is {value!r}, a feature that r3lite does not have", remedy)
-    r, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
-    if isinstance(r, bool) or not isinstance(r, int) or r < 1:
-        raise R3LiteError(f"{path}: r is {r!r}, not a positive whole number", remedy)
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-        raise R3LiteError(f"{path}: lora_alpha is {alpha!r}, not a number", remedy)
-    if not isinstance(targets, list) or not targets:
-        raise R3LiteError(f"{path}: target_modules is {targets!r}, not a list of projections", remedy)
-    _check_targets(targets, f"{path}: target_modules")
-    targets = tuple(p for p in PROJECTIONS if p in targets)
-    return LoraConfig(r, alpha, float(raw.get("lora_dropout") or 0), targets, bool(raw.get("use_rslora")))
+            raise record.error(f"{key} is {shown(value)}, a feature that r3lite does not have")
+    targets = record.texts("target_modules")
+    _check_targets(targets, f"{record.source.where}: target_modules")
+    dropout = record.number("lora_dropout", 0.0, low=0)
+    if dropout >= 1:
+        raise record.wrong("lora_dropout", "below 1")
+    return LoraConfig(
+        r=record.whole("r", low=1, high=1 << 20),
+        alpha=record.number("lora_alpha", low=0, high=1e6, above=True),
+        dropout=dropout,
+        targets=tuple(p for p in PROJECTIONS if p in targets),
+        rslora=record.flag("use_rslora", False),
+    )
 
 
 def _check_targets(targets: Sequence[str], where: str) -> None:

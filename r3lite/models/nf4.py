@@ -63,11 +63,7 @@ def quantize(weight: Tensor) -> Nf4Weight:
     Temporaries have the size of one tile. Raises R3LiteError unless `in` is a multiple of 64.
     """
     rows, columns = weight.shape
-    if columns % BLOCK:
-        raise R3LiteError(
-            f"a layer with {columns} input features cannot be quantized: NF4 has blocks of {BLOCK}",
-            "Load the model without quantization.",
-        )
+    _check_columns(columns)
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(rows, columns // BLOCK, device=weight.device)
     height = max(1, TILE // columns)
@@ -87,6 +83,27 @@ def quantize(weight: Tensor) -> Nf4Weight:
     scale = groups.abs().amax(dim=-1) / 127
     steps = groups / scale.masked_fill(scale == 0, 1)[:, None]  # a scale is 0 if all its absmax values are the mean
     return Nf4Weight(codes, steps.round().to(torch.int8), scale, mean)
+
+
+def unfilled(weight: Tensor) -> Nf4Weight:
+    """Tensors of the NF4 form of a weight [out, in], of its shapes and types, on its device, with no values yet."""
+    rows, columns = weight.shape
+    _check_columns(columns)
+    groups = -(-rows * columns // (BLOCK * GROUP))
+    return Nf4Weight(
+        torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device),
+        torch.empty(groups, GROUP, dtype=torch.int8, device=weight.device),
+        torch.empty(groups, device=weight.device),
+        torch.empty((), device=weight.device),
+    )
+
+
+def _check_columns(columns: int) -> None:
+    if columns % BLOCK:
+        raise R3LiteError(
+            f"a layer with {columns} input features cannot be quantized: NF4 has blocks of {BLOCK}",
+            "Load the model without quantization.",
+        )
 
 
 @torch.no_grad()

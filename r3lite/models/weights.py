@@ -1,10 +1,10 @@
-"""Model folders: found or downloaded, read into a Qwen2 (`config.json` and safetensors), written merged or in NF4.
+"""Model folders: found or downloaded, read into a Qwen2, fingerprinted, written merged or in NF4.
 
 Owns the names and spellings of published checkpoints. All it knows of adapters is that their tensors do not belong to
 a checkpoint.
 """
 
-import json
+import hashlib
 import os
 import re
 import shutil
@@ -13,35 +13,40 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from r3lite.config import shipped
 from r3lite.errors import R3LiteError
-from r3lite.files import write_json
+from r3lite.files import read_record, write_json
 from r3lite.models import nf4
 from r3lite.models.nf4 import Nf4Linear
-from r3lite.models.qwen2 import Qwen2, Qwen2Config
+from r3lite.models.qwen2 import Qwen2
+from r3lite.models.qwen2_config import SIZES, config_record, is_nf4, read_config
+from r3lite.models.tensor_files import opened, write_tensors
+from r3lite.records import shown
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 VERBATIM = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-)  # fmt: skip
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Written by old exporters; computed here.
 COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+SAMPLED_ROWS = 4  # of each tensor, for the fingerprint
+FINGERPRINT = "base_fingerprint"  # key in a file's metadata
+SOURCE = "Copy {} from the model's source."
+MISMATCH = "config.json and the weights are not of the same model."
 
 
 def resolve_folder(model: str) -> Path:
     """The folder of a model: `tiny` (the shipped checkpoint), a folder, or a hub id, downloaded unless it is cached."""
     if model == "tiny":
         return shipped("checkpoints", "tiny")
-    folder = Path(model).expanduser()
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError:  # ~name of nobody here
+        folder = Path(model)
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
@@ -62,86 +67,33 @@ def resolve_folder(model: str) -> Path:
         ) from error
 
 
-def read_config(folder: str | Path) -> Qwen2Config:
-    """Sizes from a folder's `config.json`, as transformers 4 or 5 spells it; R3LiteError names what is unsupported."""
-    path = Path(folder) / "config.json"
-    raw = _read_json(path)
-    # transformers 5 has `rope_parameters`; 4 has `rope_theta` and, if it is scaled, `rope_scaling`.
-    rope = (raw.get("rope_parameters") or {}) | (raw.get("rope_scaling") or {})
-    _check_supported(raw, rope, path)
-    config = Qwen2Config(
-        **{name: _size(raw, name, path) for name in SIZES},
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0))),
-        max_position_embeddings=int(raw.get("max_position_embeddings", 32_768)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-    )
-    if config.hidden_size % config.num_attention_heads or config.num_attention_heads % config.num_key_value_heads:
-        raise R3LiteError(
-            f"{path}: hidden_size {config.hidden_size}, num_attention_heads {config.num_attention_heads} and "
-            f"num_key_value_heads {config.num_key_value_heads} do not divide one another"
-        )
-    if raw.get("head_dim") not in (None, config.head_dim):
-        raise R3LiteError(
-            f"{path}: head_dim is {raw['head_dim']}, not hidden_size / num_attention_heads = {config.head_dim}",
-            "Such models are not supported.",
-        )
-    return config
+def fingerprint(folder: str | Path) -> str | None:
+    """A digest of a base: of its sizes and of the first rows of every tensor as fp32 numbers, read from its folder.
 
-
-def _check_supported(raw: dict, rope: dict, path: Path) -> None:
-    """Raises R3LiteError if a config asks for something that `Qwen2` does not compute."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    sliding = raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ())
-    for wrong, what, remedy in (
-        (
-            raw.get("model_type") != "qwen2",
-            f"model_type is {raw.get('model_type')!r}",
-            "r3lite trains Qwen2 and Qwen2.5 models, whose model_type is qwen2.",
-        ),
-        (
-            (raw.get("quantization_config") or nf4.LAYOUT) != nf4.LAYOUT,
-            f"quantization_config is {raw.get('quantization_config')}",
-            "Use the model's unquantized checkpoint; of quantized ones only those are read that r3lite writes.",
-        ),
-        (
-            sliding,
-            "sliding-window attention is switched on (use_sliding_window, layer_types)",
-            "r3lite computes full attention only; switch it off if your rows are shorter than the window.",
-        ),
-        (
-            raw.get("hidden_act", "silu") != "silu",
-            f"hidden_act is {raw.get('hidden_act')!r}",
-            "Only silu is supported.",
-        ),
-        (
-            kind != "default",
-            f"rope scaling of type {kind!r} is set (rope_scaling, rope_parameters)",
-            "Remove it to train within the length that the model was made for.",
-        ),
-    ):
-        if wrong:
-            raise R3LiteError(f"{path}: {what}", remedy)
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise R3LiteError(f"{path} cannot be read: {error}", f"Copy {path.name} from the model's source.") from error
-    if not isinstance(value, dict):
-        raise R3LiteError(f"{path} is not a JSON object", f"Copy {path.name} from the model's source.")
-    return value
-
-
-def _size(raw: dict, name: str, path: Path) -> int:
-    value = raw.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise R3LiteError(
-            f"{path}: {name} is {value!r}, not a positive whole number",
-            "A model folder needs the config.json of its source.",
-        )
-    return value
+    It does not depend on the precision that a run loads the base in, and a copy of the same numbers in a wider type
+    has the same. A merged or rounded copy is another base. A folder of `save_nf4` has that of its source, or None if
+    it was written before fingerprints were.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    if is_nf4(folder):
+        with opened(folder / SINGLE) as file:
+            return (file.metadata() or {}).get(FINGERPRINT)
+    by_file = defaultdict(list)
+    for name, path in _tensor_places(folder).items():
+        if not _is_surplus(name, config.tie_word_embeddings):
+            by_file[path].append(name)
+    rows = {}
+    for path, names in by_file.items():
+        with opened(path) as file:
+            for name in names:
+                piece = file.get_slice(name)
+                first = piece[:SAMPLED_ROWS] if piece.get_shape() else file.get_tensor(name)
+                rows[name] = first.float().numpy().tobytes()
+    digest = hashlib.sha256(repr([getattr(config, name) for name in (*SIZES, "rope_theta", "rms_norm_eps")]).encode())
+    for name in sorted(rows):
+        digest.update(name.encode() + rows[name])
+    return digest.hexdigest()[:16]
 
 
 def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.device, quantize: bool = False) -> Qwen2:
@@ -153,21 +105,23 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     wrong shape or type.
     """
     folder = Path(folder)
+    config, places = read_config(folder), _tensor_places(folder)
+    last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
+    _refuse_names(folder, "missing", [name for name in [last] if name not in places])  # a thousand layers take a while
     with torch.device("meta"):
-        model = Qwen2(read_config(folder))
+        model = Qwen2(config)
     linears = _layer_linears(model)
     if is_nf4(folder):
         for path, linear in linears.items():
-            _set(model, path, Nf4Linear(nf4.quantize(linear.weight), linear.bias, dtype))
+            _set(model, path, Nf4Linear(nf4.unfilled(linear.weight), linear.bias, dtype))
         quantize = False
     expected = model.state_dict(keep_vars=True)
-    places = _tensor_places(folder)
     _check_names(folder, expected.keys(), places.keys(), model.config.tie_word_embeddings)
     by_file = defaultdict(list)
     for name in expected:
         by_file[places[name]].append(name)
     for path, names in by_file.items():
-        with _open(path) as file:
+        with opened(path) as file:
             for name in names:
                 tensor = file.get_tensor(name)
                 _check_tensor(path, name, tensor, expected[name])
@@ -182,11 +136,6 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
                     _set(model, name, tensor.to(device, copy=True))
                 del tensor
     return model.eval()
-
-
-def is_nf4(folder: str | Path) -> bool:
-    """Whether a folder was written by `save_nf4`."""
-    return bool(_read_json(Path(folder) / "config.json").get("quantization_config"))
 
 
 def _layer_linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -205,8 +154,7 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, expected: Tensor) -> No
     """
     if tensor.shape != expected.shape:
         raise R3LiteError(
-            f"{path}: {name} has the shape {list(tensor.shape)}, config.json asks for {list(expected.shape)}",
-            "config.json and the weights are not of the same model.",
+            f"{path}: {name} has the shape {list(tensor.shape)}, config.json asks for {list(expected.shape)}", MISMATCH
         )
     wide = tensor.is_floating_point() and tensor.element_size() >= 2
     if not (wide if isinstance(expected, nn.Parameter) else tensor.dtype == expected.dtype):
@@ -218,48 +166,54 @@ def _set(model: nn.Module, name: str, value: Tensor | nn.Module) -> None:
     setattr(model.get_submodule(owner), attribute, value)
 
 
-def _open(path: Path):
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise R3LiteError(
-            f"{path} cannot be read: {error}", "The download may be incomplete: fetch the file again."
-        ) from error
-
-
 def _tensor_places(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor of a folder."""
-    if (folder / SINGLE).is_file():
-        shards = [folder / SINGLE]
-    elif (folder / INDEX).is_file():
-        weight_map = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise R3LiteError(f"{folder / INDEX} has no weight_map", "Copy it from the model's source.")
-        shards = [folder / name for name in sorted(set(weight_map.values()))]
-    else:
+    places = {}
+    for path in _shards(folder):
+        with opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 (not a dictionary)
+                if name in places:
+                    raise R3LiteError(f"{path}: {name} is in {places[name].name}, too", SOURCE.format("the shards"))
+                places[name] = path
+    return places
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The safetensors files that a folder's weights are in."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if not (folder / INDEX).exists():
         pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         cause = f"{folder} has neither {SINGLE} nor {INDEX}"
         cause += f", only pickled weights ({pickled[0]}), which can run code when they are read" if pickled else ""
         raise R3LiteError(cause, "Use a checkpoint in safetensors format.")
-    places = {}
-    for path in shards:
-        with _open(path) as file:
-            places |= dict.fromkeys(file.keys(), path)
-    return places
+    record = read_record(folder / INDEX, SOURCE.format(INDEX))
+    weight_map = record.record("weight_map")
+    names = {weight_map.text(tensor) for tensor in weight_map.values}
+    if not names:
+        raise record.error("weight_map is missing or empty")
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise record.error(f"weight_map has {shown(name)}, not the name of a safetensors file beside it")
+    return [folder / name for name in sorted(names)]
+
+
+def _is_surplus(name: str, tied: bool) -> bool:
+    """Whether a tensor is not needed: some exporters write computed ones, and the head of a tied model."""
+    return bool(COMPUTED.fullmatch(name)) or (tied and name == "lm_head.weight")
 
 
 def _check_names(folder: Path, expected, found, tied: bool) -> None:
     missing = [name for name in expected if name not in found]
-    # A tied model's head is its embedding; some exporters write it nevertheless.
-    unexpected = [
-        n for n in found if n not in expected and not COMPUTED.fullmatch(n) and not (tied and n == "lm_head.weight")
-    ]
-    for what, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise R3LiteError(
-                f"{folder}: {what} tensor {names[0]}{more}", "config.json and the weights are not of the same model."
-            )
+    unexpected = [name for name in found if name not in expected and not _is_surplus(name, tied)]
+    _refuse_names(folder, "missing", missing)
+    _refuse_names(folder, "unexpected", unexpected)
+
+
+def _refuse_names(folder: Path, what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise R3LiteError(f"{folder}: {what} tensor {names[0]}{more}", MISMATCH)
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -288,7 +242,7 @@ def save_merged(model: Qwen2, source_folder: str | Path, out_folder: str | Path)
     An adapter to be included is merged before (`lora.merge_adapter`); those still attached are left out. NF4 weights
     are written dense. The folder appears whole or not at all. Raises R3LiteError if it exists and is not empty.
     """
-    _write_folder(Path(source_folder), Path(out_folder), lambda: checkpoint_tensors(model), {})
+    _write_folder(Path(source_folder), Path(out_folder), lambda: checkpoint_tensors(model), {}, {})
 
 
 def save_nf4(model: Qwen2, source_folder: str | Path, out_folder: str | Path) -> None:
@@ -297,11 +251,14 @@ def save_nf4(model: Qwen2, source_folder: str | Path, out_folder: str | Path) ->
     Adapters are left out. The folder has the same files as that of `save_merged`, and appears in the same way.
     """
     assert not _layer_linears(model), "a layer has dense linears"
-    extra = {"quantization_config": nf4.LAYOUT}
-    _write_folder(Path(source_folder), Path(out_folder), lambda: _base_tensors(model.state_dict()), extra)
+    extra, base = {"quantization_config": nf4.LAYOUT}, fingerprint(source_folder)
+    metadata = {FINGERPRINT: base} if base else {}
+    _write_folder(Path(source_folder), Path(out_folder), lambda: _base_tensors(model.state_dict()), extra, metadata)
 
 
-def _write_folder(source: Path, out: Path, tensors: Callable[[], dict[str, Tensor]], extra: dict) -> None:
+def _write_folder(
+    source: Path, out: Path, tensors: Callable[[], dict[str, Tensor]], extra: dict, metadata: dict[str, str]
+) -> None:
     """Writes a model folder: the source's files, and the tensors.
 
     In `config.json` the keys of `extra` take the place of the source's quantization.
@@ -315,28 +272,13 @@ def _write_folder(source: Path, out: Path, tensors: Callable[[], dict[str, Tenso
         for name in VERBATIM:
             if (source / name).is_file():
                 shutil.copyfile(source / name, temporary / name)
-        config = _read_json(source / "config.json")
+        config = config_record(source).values
         wanted = {key: value for key, value in config.items() if key != "quantization_config"} | extra
         if wanted != config:
             write_json(temporary / "config.json", wanted)
-        write_tensors(temporary / SINGLE, tensors())
+        write_tensors(temporary / SINGLE, tensors(), metadata)
         if out.exists():
             out.rmdir()  # empty; Windows renames onto nothing
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def write_tensors(path: str | Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file via a temporary one beside it, so that a crash leaves the old file or the new one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, temporary, metadata={"format": "pt"})
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # safetensors makes files that only their owner can read
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -4,17 +4,25 @@ Owns what a turn looks like in tokens. Knows no step format and no prompt. Text 
 steps) is always encoded as plain text: a document with `<|im_end|>` in it cannot forge a turn.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
+from tokenizers.pre_tokenizers import ByteLevel
 
 from r3lite.errors import R3LiteError
+from r3lite.files import read_record, read_text
+from r3lite.records import Record
 
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
+REMEDY = "A model folder needs {}; copy it from the model's source."
+PROBE = (
+    '\t"Blue Harbor" (1987):\n\n caf\u00e9 \u6771\u4eac \U0001f469'  # a text that a tokenizer must give back as it was
+)
 # The system turn that a template writes if the conversation has none. It is a literal of the template; a turn that is
 # put together with `+` or `~` from the conversation breaks off at a quote before its end and does not match.
 DEFAULT_SYSTEM = re.compile(
@@ -49,27 +57,31 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> "Tokenizer":
         """From `tokenizer.json` and `tokenizer_config.json` of a model folder; R3LiteError if they are unusable."""
         folder = Path(folder)
-        definition = _read(folder / "tokenizer.json")
-        config = _read_json(folder / "tokenizer_config.json")
+        path = folder / "tokenizer.json"
+        record = read_record(path, REMEDY.format(path.name))
+        config = read_record(folder / "tokenizer_config.json", REMEDY.format("tokenizer_config.json"))
         template = _chat_template(folder, config)
-        pad = config.get("pad_token")
-        if isinstance(pad, dict):
-            pad = pad.get("content")
-        try:
-            tokens = Backend.from_str(definition).get_vocab(with_added_tokens=True)
-        except Exception as error:  # the Rust library raises bare Exception for every kind of fault
-            raise R3LiteError(
-                f"{folder / 'tokenizer.json'} cannot be read: {error}", "Copy the model's tokenizer.json again."
-            ) from error
-        lacking = [token for token in (OPEN, CLOSE) if token not in tokens]
+        found = DEFAULT_SYSTEM.search(template)
+        nested = isinstance(config.values.get("pad_token"), dict)
+        pad = config.record("pad_token").text("content") if nested else config.text("pad_token", None)
+        with library_errors(path):
+            tokenizer = cls(json.dumps(record.values), _unescape(found[1]) if found else None, pad)
+            given_back = tokenizer.decode(tokenizer.encode(PROBE))
+        check_ids(record, tokenizer._marked)
+        known = tokenizer._marked.token_to_id
+        lacking = [token for token in (OPEN, CLOSE) if known(token) is None]
         if lacking or OPEN not in template:
             what = f"has no token {lacking[0]}" if lacking else f"has no chat template with {OPEN}"
             raise R3LiteError(
                 f"the tokenizer in {folder} {what}",
                 f"r3lite speaks the chat markup of Qwen2.5 ({OPEN}role ... {CLOSE}); use such a model.",
             )
-        found = DEFAULT_SYSTEM.search(template)
-        return cls(definition, _unescape(found[1]) if found else None, pad)
+        if given_back != PROBE or any(known(byte) is None for byte in ByteLevel.alphabet()):
+            raise R3LiteError(
+                f"{path} does not give every text back as it was",
+                "r3lite needs a byte-level tokenizer with its decoder, such as that of Qwen2.5.",
+            )
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, never special tokens: markup in it is text, too."""
@@ -134,32 +146,37 @@ class Tokenizer:
         return [self.open_id, *self.encode(text)]
 
 
-def _chat_template(folder: Path, config: dict) -> str:
+@contextlib.contextmanager
+def library_errors(path: Path) -> Iterator[None]:
+    """Within the `with` block errors of the tokenizers library become R3LiteErrors that name the file."""
+    try:
+        yield
+    except Exception as error:  # the Rust library raises bare Exception for every kind of fault
+        raise R3LiteError(f"{path} cannot be used: {error}", REMEDY.format(path.name)) from error
+
+
+def check_ids(definition: Record, backend: Backend) -> None:
+    """Raises R3LiteError unless the ids of a tokenizer are those of its file, and no two tokens share one."""
+    for token in definition.records("added_tokens", []):
+        # The library gives an id of its own to a token whose id does not follow the others.
+        content, id = token.text("content"), token.whole("id")
+        if backend.token_to_id(content) != id:
+            raise token.error(f"{token.path}id is {id}; the token {content!r} gets {backend.token_to_id(content)}")
+    ids = backend.get_vocab(with_added_tokens=True).values()
+    if len(set(ids)) < len(ids):
+        raise definition.error("two tokens have the same id")
+
+
+def _chat_template(folder: Path, config: Record) -> str:
     """The chat template, from where versions 4 and 5 of transformers put it; empty if there is none."""
-    if (folder / "chat_template.jinja").is_file():
-        return _read(folder / "chat_template.jinja")
-    template = config.get("chat_template") or ""
-    if isinstance(template, list):  # several, by name
-        template = next((t.get("template", "") for t in template if t.get("name") == "default"), "")
-    return template
+    if (folder / "chat_template.jinja").exists():
+        return read_text(folder / "chat_template.jinja", REMEDY.format("chat_template.jinja"))
+    if not isinstance(config.values.get("chat_template"), list):
+        return config.text("chat_template", "", blank=True)
+    named = {t.text("name"): t.text("template", blank=True) for t in config.records("chat_template")}
+    return named.get("default", "")
 
 
 def _unescape(literal: str) -> str:
     """The text that the inside of a Jinja string literal stands for."""
     return re.sub(r"\\(.)", lambda m: {"n": "\n", "t": "\t", "r": "\r"}.get(m[1], m[1]), literal)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise R3LiteError(
-            f"{path} cannot be read: {error}", f"A model folder needs {path.name}; copy it from the model's source."
-        ) from error
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(_read(path))
-    except json.JSONDecodeError as error:
-        raise R3LiteError(f"{path} is not JSON: {error}", "Copy it again from the model's source.") from error

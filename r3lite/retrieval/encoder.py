@@ -18,13 +18,17 @@ from tokenizers import Tokenizer
 
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
-from r3lite.files import write_json
+from r3lite.files import read_record, read_text, within, write_json
 from r3lite.models.bert import load_bert
 from r3lite.models.weights import resolve_folder
+from r3lite.protocols.tokenizer import check_ids, library_errors
+from r3lite.records import Record, Source
 
 HASHING = "hashing"
 PREFIXES = {"e5": ("query: ", "passage: "), "plain": ("", "")}
-LONGEST = 512  # tokens, if the folder does not say
+SHORTEST, LONGEST = 3, 512  # tokens of a text: [CLS], a word and [SEP]; and the most, if the folder does not say
+MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, which BertEncoder computes
+REMEDY = "Copy the encoder's files from their source."
 
 
 class Encoder(Protocol):
@@ -73,24 +77,17 @@ class BertEncoder:
 
     def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32):
         folder = _folder(name)
-        self._check_pooling(folder)
+        _check_pooling(folder)
         self.model = load_bert(folder, device=device)
         self.device, self.batch_size = device, batch_size
         self.query_prefix, self.passage_prefix = PREFIXES[style]
         self.dimension = self.model.config.hidden_size
-        length = min(_json(folder / "sentence_bert_config.json").get("max_seq_length") or LONGEST, LONGEST)
-        length = min(length, self.model.config.max_position_embeddings)
-        self.tokenizer = _tokenizer(folder / "tokenizer.json", length)
+        config = _optional(folder / "sentence_bert_config.json")
+        self.lower = config.flag("do_lower_case", False)
+        length = config.whole("max_seq_length", LONGEST, low=SHORTEST)
+        length = min(length, LONGEST, self.model.config.max_position_embeddings)
+        self.tokenizer = _tokenizer(folder / "tokenizer.json", length, self.model.config.vocab_size)
         self.settings = {"encoder": name, "style": style, "max_length": length, "dimension": self.dimension}
-
-    @staticmethod
-    def _check_pooling(folder: Path) -> None:
-        pooling = _json(folder / "1_Pooling" / "config.json")
-        if not pooling.get("pooling_mode_mean_tokens", True) and pooling.get("pooling_mode") != "mean":
-            raise R3LiteError(
-                f"the encoder {folder} does not average its tokens (1_Pooling/config.json)",
-                "Use one that does, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2.",
-            )
 
     def encode_queries(self, queries: list[str]) -> np.ndarray:
         return self._encode([self.query_prefix + q for q in queries], lambda n: None)
@@ -104,7 +101,7 @@ class BertEncoder:
     @torch.inference_mode()
     def _encode(self, texts: list[str], advance: Callable[[int], object]) -> np.ndarray:
         """Vectors [N, C] of N texts. Batches are of texts of like length, so that little is padding."""
-        ids = [e.ids for e in self.tokenizer.encode_batch(texts)]
+        ids = [e.ids for e in self.tokenizer.encode_batch([t.lower() for t in texts] if self.lower else texts)]
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
         out = np.zeros((len(ids), self.dimension), dtype=np.float32)
         for start in range(0, len(order), self.batch_size):
@@ -132,23 +129,49 @@ def _folder(name: str) -> Path:
         ) from error
 
 
-def _json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise R3LiteError(f"{path} cannot be read: {error}", f"Copy {path.name} from the model's source.") from error
+def _optional(path: Path) -> Record:
+    """The JSON object of a file that a folder may lack; an empty one then."""
+    return read_record(path, REMEDY) if path.exists() else Record({}, Source(str(path), REMEDY))
 
 
-def _tokenizer(path: Path, max_length: int) -> Tokenizer:
-    """The WordPiece tokenizer of an encoder, cutting at `max_length` tokens, [CLS] and [SEP] among them."""
-    if not path.is_file():
-        raise R3LiteError(f"{path.parent} has no tokenizer.json", "Copy it from the model's source.")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise R3LiteError(f"{path} cannot be read: {error}", "Copy it from the model's source.") from error
+def _check_pooling(folder: Path) -> None:
+    """Raises R3LiteError if vectors are made in another way than by the mean over tokens."""
+    path, pooling = folder / "modules.json", "1_Pooling"
+    if path.exists():
+        listed = Record({"modules": within(path, REMEDY, read_text(path, REMEDY))}, Source(str(path), REMEDY))
+        for module in listed.records("modules"):
+            kind = module.text("type").rpartition(".")[2]
+            if kind not in MODULES:
+                raise module.error(f"{module.path}type is {kind}, not one of {', '.join(MODULES)}")
+            if kind == "Transformer" and (place := module.text("path", "", blank=True)):
+                raise module.error(f"{module.path}path is {place}; the Transformer must be in the folder itself")
+            pooling = module.text("path") if kind == "Pooling" else pooling
+        if Path(pooling).name != pooling or pooling == "..":
+            raise listed.error(f"the folder {pooling} of Pooling is not in the encoder's")
+    config = _optional(folder / pooling / "config.json")
+    modes = [key for key in config.values if key.startswith("pooling_mode_") and config.flag(key, False)]
+    mode = config.text("pooling_mode", "mean")
+    averages = config.flag("pooling_mode_mean_tokens", True)
+    if mode != "mean" or not averages or set(modes) - {"pooling_mode_mean_tokens"}:
+        raise R3LiteError(
+            f"the encoder {folder} does not average its tokens ({pooling}/config.json)",
+            "Use one that does, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2.",
+        )
+
+
+def _tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
+    """The WordPiece tokenizer of an encoder, cutting at `max_length` tokens, [CLS] and [SEP] among them.
+
+    Its ids have `rows` in the embedding.
+    """
+    definition = read_record(path, REMEDY)
+    with library_errors(path):
+        tokenizer = Tokenizer.from_str(json.dumps(definition.values))
+    check_ids(definition, tokenizer)
+    if (last := max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)) >= rows:
+        raise R3LiteError(f"{path} has token ids up to {last}, and the encoder's embedding {rows} rows", REMEDY)
+    if tokenizer.num_special_tokens_to_add(is_pair=False) != 2:
+        raise R3LiteError(f"{path} does not put a text between [CLS] and [SEP]", REMEDY)
     tokenizer.enable_truncation(max_length)  # published files often carry other limits
     tokenizer.no_padding()
     return tokenizer
@@ -191,10 +214,9 @@ class HashingEncoder:
 
     @classmethod
     def load(cls, folder: Path) -> "HashingEncoder":
-        kept = _json(folder / cls.FILE)
-        if not isinstance(kept.get("frequencies"), dict) or not isinstance(kept.get("passages"), int):
-            raise R3LiteError(f"{folder / cls.FILE} is missing or damaged", "Build the index again.")
-        return cls(kept["frequencies"], kept["passages"])
+        kept = read_record(folder / cls.FILE, "Build the index again.")
+        passages, frequencies = kept.whole("passages"), kept.record("frequencies")
+        return cls({word: frequencies.whole(word, low=1, high=passages) for word in frequencies.values}, passages)
 
     def save(self, folder: Path) -> None:
         write_json(folder / self.FILE, {"passages": self.passages, "frequencies": self.frequencies})

@@ -4,7 +4,7 @@ Owns the index folder (`index.faiss`, `passages.jsonl`, `manifest.json`, and wha
 The index is flat: up to a million passages that is the best answer, exact and 3 KiB a passage at 768 dimensions.
 """
 
-import json
+import hashlib
 import os
 import shutil
 from dataclasses import dataclass
@@ -17,12 +17,14 @@ from tqdm import tqdm
 
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
-from r3lite.files import check_writable, write_json, write_jsonl
+from r3lite.files import check_regular, check_writable, read_record, write_json, write_jsonl
+from r3lite.records import Record
 from r3lite.retrieval import corpus
-from r3lite.retrieval.encoder import PREFIXES, Encoder, HashingEncoder, reopen_encoder
+from r3lite.retrieval.encoder import HASHING, PREFIXES, Encoder, HashingEncoder, reopen_encoder
 
 VERSION = 1
 VECTORS, PASSAGES, MANIFEST = "index.faiss", "passages.jsonl", "manifest.json"
+FURTHEST = 0.045  # of a vector from what the same encoder makes of its passage: a cosine of 0.999
 BLOCK = 4096  # passages encoded before they are added: bounds the memory beside the index itself
 
 
@@ -35,15 +37,20 @@ class PassageIndex:
     vectors: faiss.Index
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """The `k` nearest passages of each query, nearest first; fewer if the corpus is smaller."""
+        """The `k` nearest passages of each query, nearest first; fewer if the corpus is smaller.
+
+        None for a query without any word that a hashing encoder knows: its vector is zero, and all are as near.
+        """
         if not queries:
             return []
-        _, found = self.vectors.search(_float32(self.encoder.encode_queries(queries)), min(k, len(self.documents)))
-        return [[self.documents[i] for i in row if i >= 0] for row in found]
+        vectors = _float32(self.encoder.encode_queries(queries))
+        _, found = self.vectors.search(vectors, min(k, len(self.documents)))
+        return [[self.documents[i] for i in row if known] for row, known in zip(found, vectors.any(axis=1))]
 
     def save(self, folder: str | Path) -> None:
-        """Writes the folder whole or not at all; an index that is there already is replaced, other files are not."""
+        """Writes the folder whole or not at all; it may take the place of what `check_output` says."""
         folder = check_output(folder)
+        replaces(folder, self.encoder, self.documents)
         temporary, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("part", "old"))
         try:
             temporary.mkdir()
@@ -52,7 +59,7 @@ class PassageIndex:
                 os.fsync(file.fileno())
             write_jsonl(temporary / PASSAGES, (d.to_json() for d in self.documents))
             self.encoder.save(temporary)
-            write_json(temporary / MANIFEST, self.manifest())
+            write_json(temporary / MANIFEST, self.manifest() | {"vectors": _digest(temporary / VECTORS)})
             if folder.exists():
                 folder.rename(old)
             temporary.rename(folder)
@@ -72,11 +79,12 @@ def check_output(folder: str | Path) -> Path:
 
     Makes the folders above it, so that encoding, which may take hours, does not begin where nothing can be written.
     """
-    folder, remedy = Path(folder).resolve(), "Name a new or empty folder for --output."
+    remedy = "Name a new or empty folder for --output."
     try:
+        folder = Path(folder).resolve()
         check_writable(folder.parent)
         names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
         raise R3LiteError(f"the index {folder} cannot be written: {error}", remedy) from error
     if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
         raise R3LiteError(f"{folder} itself cannot be replaced by an index", "Name a folder in it for --output.")
@@ -90,12 +98,33 @@ def check_output(folder: str | Path) -> Path:
     return folder
 
 
+def replaces(folder: str | Path, encoder: Encoder, documents: list[Document]) -> bool:
+    """Whether a folder of `check_output` holds an index already; R3LiteError if of another corpus or encoder."""
+    folder, remedy = Path(folder), "Name another --output, or remove that index first."
+    if not (folder / MANIFEST).exists():
+        return False
+    kept = _read_manifest(folder)
+    for key in ("encoder", "style"):
+        if kept.text(key, None) != encoder.settings.get(key):
+            then, now = kept.text(key, None), encoder.settings.get(key)
+            raise R3LiteError(f"{folder} holds an index with {key} {then}, not {now}", remedy)
+    if kept.text("fingerprint") != corpus.fingerprint(documents):
+        raise R3LiteError(f"{folder} holds an index of another corpus, or of this one before it was changed", remedy)
+    return True
+
+
 def build(encoder: Encoder, documents: list[Document], progress: bool = True) -> PassageIndex:
     """Encodes the passages, a block at a time, into a new index."""
     vectors = faiss.IndexFlatIP(encoder.dimension)
     with tqdm(total=len(documents), desc="encoding passages", unit="", disable=None if progress else True) as bar:
         for start in range(0, len(documents), BLOCK):
-            vectors.add(_float32(encoder.encode_passages(documents[start : start + BLOCK], bar.update)))
+            made = _float32(encoder.encode_passages(documents[start : start + BLOCK], bar.update))
+            if not np.isfinite(made).all():
+                raise R3LiteError(
+                    f"the encoder {encoder.settings['encoder']} gives vectors that are not finite",
+                    "Its weights may be damaged: fetch them again, or use another --encoder.",
+                )
+            vectors.add(made)
     return PassageIndex(encoder, documents, vectors)
 
 
@@ -110,26 +139,26 @@ def load(folder: str | Path, encoder_name: str, style: str = "auto") -> PassageI
     rebuild = (
         f"build the index again: python -m r3lite.index --corpus FILE.jsonl --encoder {encoder_name} --output {folder}"
     )
-    kept_style = manifest.get("style", "plain")
+    kept_encoder, kept_style = manifest.text("encoder"), manifest.text("style", "plain")
     # Asked before the encoder is loaded, which may take long.
-    if (encoder_name == "hashing") != (manifest["encoder"] == "hashing"):
-        _refuse(
-            folder, "encoder", manifest["encoder"], encoder_name, f"Pass --encoder {manifest['encoder']}, or {rebuild}"
-        )
-    if style not in ("auto", kept_style) and encoder_name != "hashing":
+    if (encoder_name == HASHING) != (kept_encoder == HASHING):
+        _refuse(folder, "encoder", kept_encoder, encoder_name, f"Pass --encoder {kept_encoder}, or {rebuild}")
+    if style not in ("auto", kept_style) and encoder_name != HASHING:
         _refuse(folder, "style", kept_style, style, f"Leave --encoder-style out, or {rebuild} --encoder-style {style}")
     encoder = reopen_encoder(encoder_name, kept_style, folder)
     for key, value in encoder.settings.items():
         # The name may be another one of the same model; its vectors tell, below.
-        if key != "encoder" and manifest.get(key) != value:
-            _refuse(folder, key, manifest.get(key), value, f"Pass --encoder {manifest['encoder']}, or {rebuild}")
-    index = PassageIndex(encoder, _read_passages(folder, rebuild), _read_vectors(folder, rebuild))
+        if key != "encoder" and manifest.values.get(key) != value:
+            _refuse(folder, key, manifest.values.get(key), value, f"Pass --encoder {kept_encoder}, or {rebuild}")
+    index = PassageIndex(encoder, _read_passages(folder, rebuild), _read_vectors(folder, manifest, rebuild))
     _check_parts(folder, index, manifest, rebuild)
-    # The first passage's vector must come out again: tells other weights of the same shape.
-    likeness = float(encoder.encode_passages(index.documents[:1], lambda n: None)[0] @ index.vectors.reconstruct(0))
-    if likeness < 0.999:
+    # Some passages' vectors must come out again: this tells other weights of the same shape, and another order.
+    some = sorted({0, len(index.documents) // 2, len(index.documents) - 1})
+    fresh = encoder.encode_passages([index.documents[i] for i in some], lambda n: None)
+    distances = np.linalg.norm(fresh - np.stack([index.vectors.reconstruct(i) for i in some]), axis=1)
+    if not distances.max() <= FURTHEST:  # nor if it is NaN
         asked = f"{encoder_name} as it is now: the vectors differ"
-        _refuse(folder, "encoder", manifest["encoder"], asked, f"Pass the encoder that it was built with, or {rebuild}")
+        _refuse(folder, "encoder", kept_encoder, asked, f"Pass the encoder that it was built with, or {rebuild}")
     return index
 
 
@@ -137,22 +166,19 @@ def _refuse(folder: Path, what: str, kept, asked, remedy: str) -> NoReturn:
     raise R3LiteError(f"the index {folder} was built with {what} {kept}, not {asked}", remedy)
 
 
-def _read_manifest(folder: Path) -> dict:
-    path = folder / MANIFEST
+def _read_manifest(folder: Path) -> Record:
+    remedy = f"Build it: python -m r3lite.index --corpus FILE.jsonl --output {folder}"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["version"] != VERSION:
-            raise ValueError(f"version {manifest['version']} and not {VERSION}")
-        if not {"encoder", "dimension", "passages", "fingerprint"} <= manifest.keys():
-            raise ValueError("a key is missing")
-        if manifest.get("style", "plain") not in PREFIXES:
-            raise ValueError(f"style {manifest['style']!r}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = "it is not there" if isinstance(error, FileNotFoundError) else error
-        raise R3LiteError(
-            f"{folder} is no index that this version reads: {path.name}: {reason}",
-            f"Build it: python -m r3lite.index --corpus FILE.jsonl --output {folder}",
-        ) from error
+        manifest = read_record(folder / MANIFEST, remedy)
+        if (version := manifest.whole("version")) != VERSION:
+            raise manifest.error(f"version {version} and not {VERSION}")
+        for key in ("encoder", "fingerprint"):
+            manifest.text(key)
+        for key in ("dimension", "passages"):
+            manifest.whole(key, low=1)
+        manifest.choice("style", PREFIXES, "plain")
+    except R3LiteError as error:
+        raise R3LiteError(f"{folder} is no index that this version reads: {error.cause}", remedy) from error
     return manifest
 
 
@@ -163,25 +189,44 @@ def _read_passages(folder: Path, rebuild: str) -> list[Document]:
         raise R3LiteError(error.cause, f"Restore it, or {rebuild}") from error
 
 
-def _read_vectors(folder: Path, rebuild: str) -> faiss.Index:
+def _read_vectors(folder: Path, manifest: Record, rebuild: str) -> faiss.Index:
+    path, remedy = folder / VECTORS, f"Restore it, or {rebuild}"
+    check_regular(path, remedy)  # FAISS would wait for a pipe for ever
+    if "vectors" in manifest and manifest.text("vectors") != _digest(path):  # older indexes have no digest
+        raise R3LiteError(f"{path} has changed since it was written", remedy)
     try:
-        return faiss.read_index(str(folder / VECTORS))
-    except RuntimeError as error:
-        raise R3LiteError(f"{folder / VECTORS} cannot be read", f"Restore it, or {rebuild}") from error
+        vectors = faiss.read_index(str(path))
+    except (RuntimeError, MemoryError) as error:
+        raise R3LiteError(f"{path} cannot be read", remedy) from error
+    if not isinstance(vectors, faiss.IndexFlatIP):
+        raise R3LiteError(f"{path} is a {type(vectors).__name__}, not an IndexFlatIP", remedy)
+    return vectors
 
 
-def _check_parts(folder: Path, index: PassageIndex, manifest: dict, rebuild: str) -> None:
-    problem = None
-    if len(index.documents) != manifest["passages"]:
-        problem = f"{PASSAGES} holds {len(index.documents)} passages, {manifest['passages']} were indexed"
-    elif corpus.fingerprint(index.documents) != manifest["fingerprint"]:
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_parts(folder: Path, index: PassageIndex, manifest: Record, rebuild: str) -> None:
+    passages, dimension, problem = manifest.whole("passages"), manifest.whole("dimension"), None
+    if len(index.documents) != passages:
+        problem = f"{PASSAGES} holds {len(index.documents)} passages, {passages} were indexed"
+    elif corpus.fingerprint(index.documents) != manifest.text("fingerprint"):
         problem = f"{PASSAGES} has changed since it was indexed"
-    elif index.vectors.ntotal != manifest["passages"]:
-        problem = f"{VECTORS} holds {index.vectors.ntotal} vectors for {manifest['passages']} passages"
-    elif index.vectors.d != manifest["dimension"]:
-        problem = f"{VECTORS} has {index.vectors.d} dimensions and not {manifest['dimension']}"
+    elif index.vectors.ntotal != passages:
+        problem = f"{VECTORS} holds {index.vectors.ntotal} vectors for {passages} passages"
+    elif index.vectors.d != dimension:
+        problem = f"{VECTORS} has {index.vectors.d} dimensions and not {dimension}"
+    elif not _finite(index.vectors):
+        problem = f"{VECTORS} holds vectors that are not finite"
     if problem:
         raise R3LiteError(f"the index {folder} does not fit together: {problem}", f"Restore it, or {rebuild}")
+
+
+def _finite(vectors: faiss.Index) -> bool:
+    starts = range(0, vectors.ntotal, BLOCK)
+    return all(np.isfinite(vectors.reconstruct_n(i, min(BLOCK, vectors.ntotal - i))).all() for i in starts)
 
 
 def _float32(vectors: np.ndarray) -> np.ndarray:

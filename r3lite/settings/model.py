@@ -27,7 +27,7 @@ class LoraSettings(Section):
     """LoRA adapter (arXiv 2106.09685)."""
 
     lora_r: Annotated[int, Bounds(low=1, high=4096)] = 8
-    """rank"""
+    """rank; --adapter keeps its own shape, and another that a flag or file asks for (not the preset) is refused"""
     lora_alpha: Positive = 16.0
     """scale; the adapter is multiplied by alpha / r"""
     lora_dropout: Fraction = 0.0

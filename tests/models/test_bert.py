@@ -1,6 +1,7 @@
 """BERT against transformers, and what its loader accepts and refuses."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -73,7 +74,15 @@ def test_other_spellings_of_checkpoints(folder):
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
         ({"hidden_size": 47}, "not a multiple"),
-        ({"hidden_size": None}, "config.json"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "48"}, "hidden_size is '48'"),
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers is 10000000"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"max_position_embeddings": 2}, "max_position_embeddings is 2"),
+        ({"layer_norm_eps": "1e-12"}, "layer_norm_eps is '1e-12'"),
+        ({"layer_norm_eps": 0}, "layer_norm_eps is 0"),
+        ({"model_type": ["bert"]}, r"model_type is \['bert'\]"),
+        ({"hidden_act": {}}, r"hidden_act is \{\}"),
     ],
 )
 def test_unsupported_configs_are_refused(folder, changes, words):
@@ -89,12 +98,17 @@ def test_weights_that_do_not_fit_are_refused_by_name(folder):
         ({k: v for k, v in tensors.items() if k != name}, f"{name} is missing"),
         (tensors | {"encoder.layer.3.output.dense.bias": torch.zeros(48)}, "layer.3.output.dense.bias is unexpected"),
         (tensors | {name: torch.zeros(2, 2)}, rf"{name} has the shape \[2, 2\]"),
+        (tensors | {name: torch.zeros(48, 80, dtype=torch.int64)}, rf"{name} is of type torch\.int64"),
     ):
         change_weights(folder, lambda _, changed=changed: changed)
         with pytest.raises(R3LiteError, match=words):
             load_bert(folder)
     (folder / "model.safetensors").write_bytes(b"cut off")
     with pytest.raises(R3LiteError, match="cannot be read"):
+        load_bert(folder)
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(R3LiteError, match="is a pipe"):
         load_bert(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(R3LiteError, match=r"no model\.safetensors"):

@@ -18,7 +18,7 @@ from r3lite.models.lora import (
     set_adapter,
     use_adapter,
 )
-from r3lite.models.weights import load_qwen2, save_merged
+from r3lite.models.weights import fingerprint, load_qwen2, save_merged
 
 IDS = torch.arange(5, 45)[None]
 
@@ -232,7 +232,7 @@ def test_our_adapters_in_peft(small_model, write_folder, tmp_path, rslora):
     model = load_qwen2(folder, torch.float32, "cpu")
     add_adapter(model, "a", 8, 12, 0.05, ["v_proj", "gate_proj", "q_proj"], rslora)
     shaken(model, "a")
-    save_adapter(model, "a", tmp_path / "adapter", str(folder))
+    save_adapter(model, "a", tmp_path / "adapter", str(folder), fingerprint(folder))
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert (logits(model, "a") - theirs(IDS).logits).abs().max() <= 1e-5

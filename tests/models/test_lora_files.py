@@ -1,6 +1,7 @@
 """The files of an adapter: what is saved, and what is refused."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from r3lite.errors import R3LiteError
-from r3lite.models.lora import add_adapter, load_adapter, save_adapter
+from r3lite.models.lora import add_adapter, load_adapter, read_adapter_config, read_base, save_adapter
 
 
 def test_what_is_saved(small_model, tmp_path):
@@ -42,13 +43,25 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"feature_of_next_year": {"on": 1}}, "feature_of_next_year"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"target_modules": None}, "target_modules is None"),
+        ({"target_modules": None}, "target_modules is missing"),
         ({"target_modules": ".*proj"}, r"target_modules is '\.\*proj'"),
         ({"target_modules": ["q_proj", "lm_head"]}, "target_modules has lm_head"),
         ({"target_modules": ["q_proj", "k_proj"]}, "lacks the tensor .*k_proj.lora_A"),
         ({"r": 4}, r"\[8, 64\], not \[4, 64\]"),
         ({"r": "8"}, "r is '8'"),
-        ({"lora_alpha": None}, "lora_alpha is None"),
+        ({"r": True}, "r is True"),
+        ({"r": 0}, "r is 0"),
+        ({"lora_alpha": None}, "lora_alpha is missing"),
+        ({"lora_alpha": 0}, "lora_alpha is 0, not a finite number above 0"),
+        ({"lora_alpha": -16}, "lora_alpha is -16"),
+        ({"lora_alpha": "16"}, "lora_alpha is '16'"),
+        ({"lora_alpha": 1e300}, r"lora_alpha is 1e\+300"),
+        ({"lora_dropout": 1}, "lora_dropout is 1"),
+        ({"lora_dropout": -0.1}, r"lora_dropout is -0\.1"),
+        ({"lora_dropout": "0"}, "lora_dropout is '0'"),
+        ({"use_rslora": "false"}, "use_rslora is 'false', not true or false"),
+        ({"target_modules": [["q_proj"]]}, "target_modules is .*, not a list of texts"),
+        ({"bias": None, "peft_type": ["LORA"]}, r"peft_type is \['LORA'\]"),
     ],
 )
 def test_adapters_that_are_not_understood_are_refused(small_model, tmp_path, change, message):
@@ -63,9 +76,68 @@ def test_adapters_that_are_not_understood_are_refused(small_model, tmp_path, cha
     assert list(model.lora.configs) == ["a"]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "not a JSON object"),
+        ('{"lora_alpha": NaN}', "NaN is not a JSON number"),
+        ('{"lora_alpha": Infinity}', "Infinity is not a JSON number"),
+        ("[" * 200_000, "nested more than"),
+        ('{"r": ' + "1" * 5000 + "}", "too many digits"),
+    ],
+)
+def test_configs_that_are_not_json_are_refused(tmp_path, text, message):
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(R3LiteError, match=rf"adapter_config\.json: .*{message}"):
+        read_adapter_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(8, 64, dtype=torch.int32),
+        torch.full((8, 64), torch.nan),
+        torch.zeros(8, 64, dtype=torch.float64).index_fill_(0, torch.tensor([3]), 1e300),  # infinite as fp32
+        torch.full((8, 64), -torch.inf, dtype=torch.bfloat16),
+        torch.zeros(8, 64, dtype=torch.bool),
+    ],
+)
+def test_weights_that_are_not_finite_floats_are_refused(small_model, tmp_path, tensor):
+    model = small_model()
+    add_adapter(model, "a", 8, 16, targets=["q_proj"])
+    save_adapter(model, "a", tmp_path, "x")
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(load_file(file) | {KEY: tensor}, file)
+    with pytest.raises(R3LiteError, match=f"{KEY} holds something else than finite floats"):
+        load_adapter(model, "b", tmp_path, trainable=False)
+
+
+def test_the_fingerprint_of_the_base_goes_with_the_weights(small_model, tmp_path):
+    model = small_model()
+    add_adapter(model, "a", 8, 16)
+    save_adapter(model, "a", tmp_path / "with", "some/base", "0123456789abcdef")
+    save_adapter(model, "a", tmp_path / "without", "some/base")
+    assert read_base(tmp_path / "with") == ("some/base", "0123456789abcdef")
+    assert read_base(tmp_path / "without") == ("some/base", None)
+    with_it, without = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("with", "without"))
+    assert with_it.keys() == without.keys() and all(torch.equal(with_it[k], without[k]) for k in without)
+    load_adapter(model, "b", tmp_path / "with", trainable=False)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_pipes_do_not_hang(small_model, tmp_path, name):
+    model = small_model()
+    add_adapter(model, "a", 8, 16)
+    save_adapter(model, "a", tmp_path, "x")
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(R3LiteError, match=f"{name} is a pipe or a device"):
+        load_adapter(model, "b", tmp_path, trainable=False)
+
+
 def test_files_that_do_not_fit_are_refused(small_model, tmp_path):
     model = small_model()
-    with pytest.raises(R3LiteError, match="no adapter can be read"):
+    with pytest.raises(R3LiteError, match=r"adapter_config\.json cannot be read"):
         load_adapter(model, "b", tmp_path, trainable=False)
     add_adapter(model, "a", 8, 16, targets=["q_proj"])
     save_adapter(model, "a", tmp_path, "x")
@@ -81,7 +153,7 @@ def test_files_that_do_not_fit_are_refused(small_model, tmp_path):
     with pytest.raises(R3LiteError, match="cannot be read"):
         load_adapter(model, "b", tmp_path, trainable=False)
     file.rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(R3LiteError, match=r"has no adapter_model\.safetensors"):
+    with pytest.raises(R3LiteError, match=r"adapter_model\.safetensors cannot be read"):
         load_adapter(model, "b", tmp_path, trainable=False)
     with pytest.raises(R3LiteError, match="lora_targets has embed_tokens"):
         add_adapter(model, "c", 8, 16, targets=["embed_tokens"])

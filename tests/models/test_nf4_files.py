@@ -10,7 +10,8 @@ from torch import nn
 from r3lite.errors import R3LiteError
 from r3lite.models import nf4
 from r3lite.models.lora import add_adapter, remove_adapter
-from r3lite.models.weights import load_qwen2, read_config, save_nf4
+from r3lite.models.qwen2_config import read_config
+from r3lite.models.weights import load_qwen2, save_nf4
 
 IDS = torch.arange(5, 45)[None]
 SIZES = {"intermediate_size": 128}  # in_features must be multiples of 64

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 
 import pytest
@@ -202,16 +203,89 @@ def test_unusable_tokenizers_are_explained(folder, tmp_path):
     with pytest.raises(R3LiteError, match=r"no token <\|im_start\|>"):
         Tokenizer.load(folder(PLAIN, tokens=("<s>",)))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(R3LiteError, match=r"tokenizer\.json cannot be read"):
-        Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(R3LiteError, match=r"tokenizer_config\.json is not JSON"):
+    with pytest.raises(R3LiteError, match=r"tokenizer\.json cannot be used"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(R3LiteError, match=r"needs tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    folder(PLAIN)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(R3LiteError, match=r"tokenizer_config\.json: not JSON"):
         Tokenizer.load(tmp_path)
 
 
 def test_an_unknown_role_is_named(folder):
     with pytest.raises(R3LiteError, match="'tool'"):
         Tokenizer.load(folder(PLAIN)).chat([{"role": "tool", "content": "x"}])
+
+
+def edited(path, change):
+    """Changes the JSON object of a file in place."""
+    value = json.loads(path.read_text(encoding="utf-8"))
+    change(value)
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.update(added_tokens={"a": 1}), "cannot be used: invalid type: map"),
+        (lambda t: t["added_tokens"][1].update(id="257"), "cannot be used: invalid type: string"),
+        (
+            lambda t: t["added_tokens"][2].update(id=10**6),
+            r"added_tokens\[2\]\.id is 1000000; the token '<\|im_end\|>' gets 258",
+        ),
+        (lambda t: t["model"].update(vocab=[]), "cannot be used"),
+        (lambda t: t["model"].update(vocab=t["model"]["vocab"] | {"a": 2**40}), "cannot be used"),
+        (lambda t: t["model"].update(vocab=t["model"]["vocab"] | {"a": 66}), "two tokens have the same id"),
+        (lambda t: t["model"]["vocab"].update(ZZ=t["model"]["vocab"].pop("Z")), "does not give every text back"),
+        (lambda t: t.update(decoder=None), "does not give every text back"),
+        (lambda t: t.update(normalizer={"type": "Lowercase"}), "does not give every text back"),
+        (lambda t: t.update(pre_tokenizer=None), "does not give every text back"),
+        (lambda t: t.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}), r"tokenizer\.json"),
+        (lambda t: t.update(model=7), "cannot be used"),
+    ],
+)
+def test_tokenizers_that_would_misread_are_refused(folder, change, words):
+    path = folder(PLAIN)
+    edited(path / "tokenizer.json", change)
+    with pytest.raises(R3LiteError, match=words) as error:
+        Tokenizer.load(path)
+    assert "tokenizer.json" in error.value.cause
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"chat_template": 7}, "chat_template is 7, not text"),
+        ({"chat_template": {"default": "x"}}, "chat_template is .*, not text"),
+        ({"chat_template": ["x"]}, r"chat_template\[0\] is 'x', not a JSON object"),
+        ({"chat_template": [{"name": "default"}]}, r"chat_template\[0\]\.template is missing"),
+        ({"pad_token": 7}, "pad_token is 7, not text"),
+        ({"pad_token": ["<|endoftext|>"]}, "pad_token is .*, not text"),
+        ({"pad_token": {"content": 7}}, r"pad_token\.content is 7"),
+    ],
+)
+def test_configs_of_wrong_types_are_refused(folder, config, words):
+    with pytest.raises(R3LiteError, match=rf"tokenizer_config\.json: {words}"):
+        Tokenizer.load(folder(PLAIN, **config))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.write_text("[" * 200_000), "nested more than|no chat template"),
+        (lambda path: path.write_text('{"a": ' + "1" * 5000 + "}"), "too many digits|no chat template"),
+        (lambda path: path.write_text("[]"), "not a JSON object|no chat template"),
+        (lambda path: path.write_bytes(b"\xff"), "cannot be read"),
+        (os.mkfifo, "is a pipe or a device"),
+        (os.mkdir, "is a folder, not a file"),
+    ],
+)
+def test_files_that_are_not_what_they_should_be_are_refused(folder, name, make, words):
+    path = folder(PLAIN)
+    (path / name).unlink(missing_ok=True)
+    make(path / name)
+    with pytest.raises(R3LiteError, match=words):
+        Tokenizer.load(path)

@@ -1,6 +1,7 @@
 """Encoders: the BERT one against the reference pipeline, E5's conventions, and hashing."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -85,16 +86,20 @@ def test_style_follows_the_name(name, style):
 def test_an_encoder_that_pools_otherwise_is_refused(minilm, tmp_path):
     folder = tmp_path / "cls"
     shutil.copytree(minilm, folder)
-    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    with pytest.raises(R3LiteError, match="does not average its tokens"):
-        BertEncoder(str(folder), "plain")
+    for pooling in (
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},  # both, side by side
+        {"pooling_mode": "cls"},
+    ):
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+        with pytest.raises(R3LiteError, match="does not average its tokens"):
+            BertEncoder(str(folder), "plain")
     shutil.rmtree(folder / "1_Pooling")
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(R3LiteError, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(R3LiteError, match=r"tokenizer\.json: not JSON"):
         BertEncoder(str(folder), "plain")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(R3LiteError, match=r"no tokenizer\.json"):
+    with pytest.raises(R3LiteError, match=r"tokenizer\.json cannot be read"):
         BertEncoder(str(folder), "plain")
 
 
@@ -145,5 +150,83 @@ def test_hashing_is_kept_and_read_back(tmp_path):
     queries = ["film road", "a blue a"]
     assert np.array_equal(encoder.encode_queries(queries), again.encode_queries(queries))
     (tmp_path / "words.json").write_text("{}")
-    with pytest.raises(R3LiteError, match="missing or damaged"):
+    with pytest.raises(R3LiteError, match="passages is missing"):
         HashingEncoder.load(tmp_path)
+
+
+def copied(minilm, tmp_path):
+    return shutil.copytree(minilm, tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("sentence_bert_config.json", {"max_seq_length": "256"}, "max_seq_length is '256', not a whole number"),
+        ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length is 0"),
+        ("sentence_bert_config.json", {"max_seq_length": 2}, "max_seq_length is 2"),
+        ("sentence_bert_config.json", {"do_lower_case": "false"}, "do_lower_case is 'false', not true or false"),
+        ("sentence_bert_config.json", [], "not a JSON object"),
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": "true"}, "pooling_mode_mean_tokens is 'true'"),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean"]}, "pooling_mode is .*, not text"),
+        ("modules.json", {}, "modules is .*, not a list"),
+        ("modules.json", ["Pooling"], r"modules\[0\] is 'Pooling', not a JSON object"),
+        ("modules.json", [{"type": 7}], r"modules\[0\]\.type is 7"),
+        ("modules.json", [{"type": "sentence_transformers.models.Dense", "path": "2"}], "type is Dense, not one of"),
+        ("modules.json", [{"type": "a.Transformer", "path": "0_BERT"}], "must be in the folder itself"),
+        ("modules.json", [{"type": "a.Pooling", "path": "../1_Pooling"}], "is not in the encoder's"),
+        ("modules.json", [{"type": "a.Pooling", "path": ".."}], "is not in the encoder's"),
+        ("modules.json", [{"type": "a.Pooling", "path": ""}], r"modules\[0\]\.path is blank"),
+        ("config.json", {"model_type": 7}, "model_type is 7"),
+    ],
+)
+def test_files_of_sentence_transformers_with_wrong_values_are_refused(minilm, tmp_path, name, value, words):
+    folder = copied(minilm, tmp_path)
+    (folder / name).write_text(json.dumps(value))
+    with pytest.raises(R3LiteError, match=words) as error:
+        BertEncoder(str(folder), "plain")
+    assert str(folder / name) in error.value.cause
+    (folder / name).write_text("[" * 200_000)
+    with pytest.raises(R3LiteError, match="nested more than"):
+        BertEncoder(str(folder), "plain")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(R3LiteError, match="is a pipe or a device"):
+        BertEncoder(str(folder), "plain")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t["model"]["vocab"].update(zebra_=40_000), "has token ids up to 40000, .* embedding 30522 rows"),
+        (lambda t: t.update(post_processor=None), r"does not put a text between \[CLS\] and \[SEP\]"),
+        (lambda t: t.update(model=[]), "cannot be used"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_its_encoder_is_refused(minilm, tmp_path, change, words):
+    folder = copied(minilm, tmp_path)
+    value = json.loads((folder / "tokenizer.json").read_text())
+    change(value)
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    with pytest.raises(R3LiteError, match=words):
+        BertEncoder(str(folder), "plain")
+
+
+def test_a_pooling_folder_of_another_name_is_read(minilm, tmp_path):
+    folder = copied(minilm, tmp_path)
+    (folder / "modules.json").write_text(json.dumps([{"type": "a.b.Pooling", "path": "pool"}]))
+    (folder / "1_Pooling").rename(folder / "pool")
+    BertEncoder(str(folder), "plain")
+    (folder / "pool" / "config.json").write_text('{"pooling_mode": "max"}')
+    with pytest.raises(R3LiteError, match="does not average its tokens"):
+        BertEncoder(str(folder), "plain")
+
+
+def test_an_encoder_that_wants_small_letters_gets_them(minilm, tmp_path):
+    """do_lower_case was ignored; with a tokenizer that keeps capitals, other vectors came out."""
+    folder = copied(minilm, tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["normalizer"]["lowercase"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    upper, lower = BertEncoder(str(folder), "plain").encode_queries(["Blue HARBOR", "blue harbor"])
+    assert (upper == lower).all()

@@ -1,6 +1,7 @@
 """The index folder: built, kept whole, read back, and refused when anything does not match."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -59,10 +60,11 @@ def test_kept_and_read_back_it_finds_the_same(tmp_path):
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_an_index_is_replaced_and_nothing_else_is(tmp_path):
+def test_an_index_of_the_same_corpus_is_replaced_and_nothing_else_is(tmp_path):
     made().save(tmp_path / "i")
-    made(DOCUMENTS[:2]).save(tmp_path / "i")
-    assert len(index.load(tmp_path / "i", "hashing").documents) == 2
+    before = (tmp_path / "i").stat().st_ino
+    made().save(tmp_path / "i")
+    assert (tmp_path / "i").stat().st_ino != before
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1").write_text("years of work")
     with pytest.raises(R3LiteError, match="is no index"):
@@ -70,26 +72,41 @@ def test_an_index_is_replaced_and_nothing_else_is(tmp_path):
     assert (tmp_path / "thesis" / "chapter1").read_text() == "years of work"
 
 
+def test_an_index_of_another_corpus_or_encoder_is_not_replaced(tmp_path, minilm):
+    """It was, without a word: hours of encoding were gone."""
+    made().save(tmp_path / "i")
+    for other, reason in ((made(DOCUMENTS[:2]), "of another corpus"), (made(encoder=str(minilm)), "with encoder hash")):
+        with pytest.raises(R3LiteError, match=reason) as error:
+            other.save(tmp_path / "i")
+        assert "Name another --output, or remove" in error.value.remedy
+    made(encoder=str(minilm), style="e5").save(tmp_path / "e5")
+    with pytest.raises(R3LiteError, match="style e5, not plain"):
+        made(encoder=str(minilm), style="plain").save(tmp_path / "e5")
+    assert len(index.load(tmp_path / "i", "hashing").documents) == 3
+
+
 def test_a_crash_while_writing_leaves_the_old_index(tmp_path, monkeypatch):
     made().save(tmp_path / "i")
+    before = (tmp_path / "i").stat().st_ino
     monkeypatch.setattr(index, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        made(DOCUMENTS[:2]).save(tmp_path / "i")
+        made().save(tmp_path / "i")
     assert len(index.load(tmp_path / "i", "hashing").documents) == 3
-    assert [p.name for p in tmp_path.iterdir()] == ["i"]
+    assert [(p.name, p.stat().st_ino) for p in tmp_path.iterdir()] == [("i", before)]
 
 
 @pytest.mark.parametrize("stop", [OSError("busy"), KeyboardInterrupt()])
 def test_a_stop_between_the_two_renames_puts_the_old_index_back(tmp_path, monkeypatch, stop):
     """The old index, moved aside, was deleted together with the new one: nothing was left."""
     made().save(tmp_path / "i")
+    before = (tmp_path / "i").stat().st_ino
     rename = Path.rename
     monkeypatch.setattr(
         Path, "rename", lambda p, to: (_ for _ in ()).throw(stop) if ".part" in p.name else rename(p, to)
     )
     with pytest.raises(type(stop)):
-        made(DOCUMENTS[:2]).save(tmp_path / "i")
-    assert [p.name for p in tmp_path.iterdir()] == ["i"]
+        made().save(tmp_path / "i")
+    assert [(p.name, p.stat().st_ino) for p in tmp_path.iterdir()] == [("i", before)]
     assert len(index.load(tmp_path / "i", "hashing").documents) == 3
 
 
@@ -155,13 +172,37 @@ def manifest_change(**changes):
     return change
 
 
-def vectors_of(count, dimension):
+def without_digest(folder):
+    """An index as it was written before its manifest held a digest of the vectors."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "vectors"}))
+
+
+def vectors(make, keep_digest=False):
+    """Replaces the vectors, an array [3, 2048], by what `make` gives for them."""
+
     def change(folder):
-        vectors = faiss.IndexFlatIP(dimension)
-        vectors.add(np.ones((count, dimension), dtype=np.float32))
-        faiss.write_index(vectors, str(folder / "index.faiss"))
+        path = str(folder / "index.faiss")
+        made = make(faiss.read_index(path).reconstruct_n(0, 3))
+        if isinstance(made, np.ndarray):
+            array, made = made, faiss.IndexFlatIP(made.shape[1])
+            made.add(np.ascontiguousarray(array, dtype=np.float32))
+        faiss.write_index(made, path)
+        if not keep_digest:
+            without_digest(folder)
 
     return change
+
+
+def of_another_metric(array):
+    made = faiss.IndexFlatL2(array.shape[1])
+    made.add(array)
+    return made
+
+
+def with_nan(array):
+    array[1, 7] = np.nan
+    return array
 
 
 def edited_passages(folder):
@@ -170,8 +211,22 @@ def edited_passages(folder):
 
 
 def cut_vectors(folder):
+    without_digest(folder)
     path = folder / "index.faiss"
     path.write_bytes(path.read_bytes()[:100])
+
+
+def pipe(name):
+    def change(folder):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
+def counts_as_text(folder):
+    path = folder / "words.json"
+    path.write_text(path.read_text().replace(": 1", ': "1"'))
 
 
 @pytest.mark.parametrize(
@@ -183,11 +238,26 @@ def cut_vectors(folder):
         (manifest_change(dimension=64), "built with dimension 64, not 2048"),
         (manifest_change(hashes=1), "built with hashes 1, not 4"),
         (edited_passages, "has changed since"),
-        (vectors_of(5, 2048), "holds 5 vectors for 3 passages"),
-        (vectors_of(3, 16), "has 16 dimensions and not 2048"),
-        (vectors_of(3, 2048), "the vectors differ"),
+        (manifest_change(passages="3"), "passages is '3', not a whole number"),
+        (manifest_change(encoder=["hashing"]), r"encoder is \['hashing'\], not text"),
+        (manifest_change(style="cls"), "style is 'cls', not one of"),
+        (vectors(lambda array: np.ones((5, 2048))), "holds 5 vectors for 3 passages"),
+        (vectors(lambda array: array[:, :16]), "has 16 dimensions and not 2048"),
+        (vectors(np.ones_like), "the vectors differ"),
+        (vectors(lambda array: array[[2, 1, 0]]), "the vectors differ"),
+        (vectors(lambda array: array[[0, 2, 1]]), "the vectors differ"),
+        (vectors(lambda array: array[[0, 2, 1]], keep_digest=True), "has changed since it was written"),
+        (vectors(with_nan), "holds vectors that are not finite"),
+        (vectors(of_another_metric), "is a IndexFlatL2, not an IndexFlatIP"),
         (cut_vectors, "cannot be read"),
-        (lambda folder: (folder / "manifest.json").unlink(), "it is not there"),
+        (counts_as_text, "words.json: frequencies.*is '1', not a whole number"),
+        (pipe("manifest.json"), "is a pipe or a device"),
+        (pipe("passages.jsonl"), "is a pipe or a device"),
+        (pipe("index.faiss"), "is a pipe or a device"),
+        (pipe("words.json"), "is a pipe or a device"),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 9999), "nested more than"),
+        (lambda folder: (folder / "manifest.json").write_text('{"version": ' + "1" * 5000 + "}"), "too many digits"),
+        (lambda folder: (folder / "manifest.json").unlink(), "No such file"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "is no index"),
         (lambda folder: (folder / "passages.jsonl").unlink(), "cannot be read"),
         (lambda folder: (folder / "words.json").unlink(), "words.json"),
@@ -199,6 +269,33 @@ def test_what_does_not_match_is_refused(tmp_path, change, words):
     with pytest.raises(R3LiteError, match=words) as error:
         index.load(tmp_path / "i", "hashing")
     assert "uild" in error.value.remedy
+
+
+def test_an_index_without_a_digest_still_opens(tmp_path):
+    made().save(tmp_path / "i")
+    without_digest(tmp_path / "i")
+    assert titles(index.load(tmp_path / "i", "hashing").search(["capital of Norway"], 1)) == [["Oslo"]]
+
+
+def test_passages_without_words_are_no_obstacle(tmp_path):
+    documents = [Document("x", "", "?!"), *DOCUMENTS]
+    made(documents).save(tmp_path / "i")
+    assert index.load(tmp_path / "i", "hashing").documents == documents
+
+
+def test_a_query_without_any_known_word_brings_nothing():
+    """Its vector is zero, as near to all passages: it brought the first ones of the corpus."""
+    found = made().search(["zebra", "Norway", "", "?!"], 2)
+    assert [len(documents) for documents in found] == [0, 2, 0, 0]
+    assert found[1][0].title == "Oslo"
+
+
+def test_vectors_that_are_not_finite_are_not_indexed(monkeypatch):
+    encoder = HashingEncoder.fit(d.text for d in DOCUMENTS)
+    make = encoder._encode
+    monkeypatch.setattr(encoder, "_encode", lambda texts: make(texts) / 0)
+    with np.errstate(all="ignore"), pytest.raises(R3LiteError, match="the encoder hashing gives vectors that are not"):
+        index.build(encoder, DOCUMENTS, progress=False)
 
 
 def test_another_encoder_or_style_is_refused(tmp_path, minilm):

@@ -98,3 +98,7 @@ def test_without_any_passages_it_says_what_to_pass():
 
 def test_every_retriever_can_be_chosen():
     assert set(RETRIEVERS) == set(get_args(get_type_hints(RetrievalSettings)["retriever"]))
+
+
+def test_a_query_without_any_known_word_brings_nothing():
+    assert retriever()([(ONE, "zebra"), (TWO, "capital of Norway"), (ONE, "?!")]) == [[], [OSLO], []]

@@ -1,0 +1,67 @@
+"""Safetensors files: read with errors that name the file, written whole or not at all."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from r3lite.errors import R3LiteError
+from r3lite.files import check_regular
+from r3lite.records import parse
+
+REMEDY = "The download may be incomplete: fetch the file again."
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, remedy: str = REMEDY) -> Iterator[safe_open]:
+    """A file whose tensors are read one by one within the `with` block; R3LiteError if that fails."""
+    check_regular(path, remedy)  # safetensors would wait for a pipe for ever
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
+
+
+def read_tensors(path: str | Path, remedy: str = REMEDY) -> dict[str, Tensor]:
+    """All tensors of a file, by name: views of the mapped file."""
+    with opened(path, remedy) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+
+
+def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Writes a file via a temporary one beside it, so that a crash leaves the old file or the new one.
+
+    The same tensors and metadata give the same bytes.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, temporary, metadata={"format": "pt"} | (metadata or {}))
+        _sort_metadata(temporary)
+        os.chmod(temporary, 0o644)  # safetensors makes files that only their owner can read
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Puts a file's metadata, which safetensors writes in random order, in the order of their names."""
+    with open(path, "rb+") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = parse(file.read(size).decode())
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        # Spaces fill a header up to a multiple of 8 bytes.
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        assert len(text) == size, "the header of a safetensors file is compact JSON"
+        file.seek(8)
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

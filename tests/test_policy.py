@@ -1,0 +1,193 @@
+"""Where base, tokenizer, lengths and adapter meet: what does not fit is refused in every command; the kept NF4 copy."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from r3lite import evaluate, policy, ppo, sft
+from r3lite.command import usual
+from r3lite.config import shipped, with_values
+from r3lite.devices.precision import Precision
+from r3lite.models import lora, weights
+from r3lite.models.qwen2_config import is_nf4
+from r3lite.settings import SftConfig
+
+QUESTIONS = ["--data", str(shipped("data", "world", "train.jsonl")), "--limit", "2", "--encoder", "hashing"]
+TINY = ["--preset", "tiny", "--device", "cpu"]
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A copy of the tiny checkpoint."""
+    return shutil.copytree(shipped("checkpoints", "tiny"), tmp_path / "base")
+
+
+@pytest.fixture
+def commands(tmp_path, base):
+    """The three commands that run a model, each with its arguments."""
+    row = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ann Lee. " * 200}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"id": "1", **row}) + "\n")
+    here = [*TINY, "--model", str(base), "--output", str(tmp_path / "out")]
+    rows = ["--data", str(tmp_path / "rows.jsonl"), "--validation-fraction", "0"]
+    learn = [*QUESTIONS, "--batch-size", "1", "--num-generations", "2"]
+    return {
+        "sft": (sft.main, [*here, *rows, "--max-steps", "1"]),
+        "ppo": (ppo.main, [*here, *learn, "--max-steps", "1"]),
+        "evaluate": (evaluate.main, [*here, *QUESTIONS]),
+    }
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(folder, change):
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def add_one(name):
+    return lambda tensors: tensors[name].add_(1)
+
+
+def refused(capsys, command, *more) -> str:
+    main, arguments = command
+    assert main([*arguments, *more]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and "stopped: " in error
+    return error.partition("stopped: ")[2]
+
+
+def write_adapter(base, folder, **shape):
+    model = weights.load_qwen2(base, torch.float32, "cpu")
+    lora.add_adapter(model, "a", **({"r": 4, "alpha": 8.0} | shape))
+    lora.save_adapter(model, "a", folder, "the/first-base", weights.fingerprint(base))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo", "evaluate"])
+def test_token_ids_without_a_row_in_the_embedding_are_refused(base, commands, capsys, name):
+    """They were an IndexError in the middle of the run."""
+    change_config(base, vocab_size=1000)
+    error = refused(capsys, commands[name])
+    assert f"the tokenizer in {base} has token ids up to 1023, and the model's embedding 1000 rows" in error
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo", "evaluate"])
+def test_rows_longer_than_the_model_was_made_for_are_refused(base, commands, capsys, name):
+    """max_position_embeddings was ignored."""
+    change_config(base, max_position_embeddings=500)
+    error = refused(capsys, commands[name])
+    assert "was made for 500 (max_position_embeddings in config.json)" in error
+    assert "Pass --max-length 500 or less." in error
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo", "evaluate"])
+def test_the_adapter_of_another_base_is_refused(base, commands, tmp_path, capsys, name):
+    adapter = write_adapter(base, tmp_path / "adapter")
+    first = weights.fingerprint(base)
+    change_weights(base, add_one("model.layers.2.mlp.up_proj.weight"))
+    error = refused(capsys, commands[name], "--adapter", adapter)
+    assert f"trained on another base: the/first-base with the fingerprint {first}" in error
+    assert f"--model {base} has {weights.fingerprint(base)}" in error
+
+
+def test_the_adapter_of_a_run_has_the_fingerprint_of_its_base_and_goes_on(base, commands, tmp_path):
+    main, arguments = commands["sft"]
+    assert main(arguments) == 0
+    assert lora.read_base(tmp_path / "out") == (str(base), weights.fingerprint(base))
+    # Of the preset's rank, which is not the default: it was not asked for, and neither is refused.
+    assert main([*arguments, "--adapter", str(tmp_path / "out"), "--output", str(tmp_path / "more")]) == 0
+    other = write_adapter(base, tmp_path / "other", r=4)
+    assert main([*arguments, "--adapter", other, "--output", str(tmp_path / "third")]) == 0
+    assert lora.read_adapter_config(tmp_path / "third").r == 4
+
+
+def test_an_adapter_without_a_fingerprint_is_taken(base, commands, tmp_path):
+    """As PEFT and earlier versions write them."""
+    adapter = tmp_path / "adapter"
+    write_adapter(base, adapter)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file(tensors, adapter / "adapter_model.safetensors", {"format": "pt"})
+    change_weights(base, add_one("model.norm.weight"))
+    main, arguments = commands["sft"]
+    assert main([*arguments, "--adapter", str(adapter)]) == 0
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--lora-r", "8"], "--lora-r is 8, and the adapter {} has 4"),
+        (["--lora-alpha", "16"], "--lora-alpha is 16.0, and the adapter {} has 8.0"),
+        (["--lora-dropout", "0.1"], "--lora-dropout is 0.1, and the adapter {} has 0.0"),
+        (["--lora-targets", "q_proj,v_proj"], "--lora-targets is ('q_proj', 'v_proj'), and the adapter {} has"),
+        (["--rslora"], "--rslora is True, and the adapter {} has False"),
+    ],
+)
+def test_another_shape_beside_an_adapter_is_refused(base, commands, tmp_path, capsys, name, asked, words):
+    """It was ignored in silence."""
+    adapter = write_adapter(base, tmp_path / "adapter")
+    error = refused(capsys, commands[name], "--adapter", adapter, *asked)
+    assert words.format(adapter) in error
+    assert "Leave that setting out" in error
+
+
+def test_the_same_shape_beside_an_adapter_is_taken(base, commands, tmp_path):
+    adapter = write_adapter(base, tmp_path / "adapter", targets=["q_proj", "v_proj"])
+    main, arguments = commands["sft"]
+    same = ["--lora-r", "4", "--lora-alpha", "8", "--lora-targets", "v_proj,q_proj"]
+    assert main([*arguments, "--adapter", adapter, *same]) == 0
+
+
+def test_usual_settings_are_those_of_the_preset():
+    config = with_values(SftConfig(), {"preset": "tiny", "lora_r": 3})
+    assert (config.lora.lora_r, usual("sft", config).lora.lora_r, SftConfig().lora.lora_r) == (3, 16, 8)
+
+
+def loads(base, cache):
+    """The folders of NF4 weights that the cache holds after a start."""
+    made = policy._load_nf4(base, Precision(torch.float32, torch.device("cpu")), str(cache))
+    assert made.config.rope_theta == json.loads((base / "config.json").read_text())["rope_theta"]
+    return sorted(path.name for path in cache.iterdir())
+
+
+def change_in_place(folder):
+    """Changes a weight file but neither its size nor its time."""
+    before = (folder / "model.safetensors").stat()
+    change_weights(folder, add_one("model.layers.3.self_attn.q_proj.weight"))
+    assert (folder / "model.safetensors").stat().st_size == before.st_size
+    os.utime(folder / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: change_config(folder, rope_theta=5.0),
+        lambda folder: change_config(folder, rms_norm_eps=1e-5),
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        lambda folder: (folder / "tokenizer_config.json").write_text("{}"),
+        lambda folder: (folder / "chat_template.jinja").write_text("x"),
+        lambda folder: change_weights(folder, add_one("model.norm.weight")),
+        change_in_place,
+    ],
+)
+def test_kept_nf4_weights_are_not_used_after_their_source_changed(base, tmp_path, change):
+    """They were after config.json or the tokenizer had changed."""
+    kept = loads(base, tmp_path / "cache")
+    assert len(kept) == 1 and is_nf4(tmp_path / "cache" / kept[0])
+    assert loads(base, tmp_path / "cache") == kept
+    change(base)
+    assert len(loads(base, tmp_path / "cache")) == 2
+
+
+def test_an_adapter_fits_its_base_whether_in_nf4_or_not(base, tmp_path):
+    loads(base, tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").iterdir()
+    assert weights.fingerprint(kept) == weights.fingerprint(base)
