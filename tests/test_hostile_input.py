@@ -112,7 +112,8 @@ READERS = {
     "model config": Reader(
         sample_of("config.json"), lambda path: read_config(path.parent), "config.json",
         ignored=("architectures", "torch_dtype", "dtype", "attention_dropout", "bos_token_id", "eos_token_id",
-                 "initializer_range", "use_cache", "transformers_version", "sliding_window", "pad_token_id", "max_window_layers"),
+                 "initializer_range", "use_cache", "transformers_version", "sliding_window", "pad_token_id",
+                 "max_window_layers"),
     ),
     "tokenizer config": Reader(
         sample_of("tokenizer_config.json"), lambda path: Tokenizer.load(path.parent), "tokenizer_config.json", TINY,
