@@ -99,6 +99,8 @@ def evaluate(config: EvaluateConfig) -> None:
 
 def check(config: EvaluateConfig, output: Path) -> None:
     """What the types of the settings cannot say."""
+    from r3lite.protocols.registry import build_protocol
+
     if output.is_file():
         raise R3LiteError(f"--output {output} is a file", "Name a folder.")
     if (output / "metrics.jsonl").exists() or any(output.glob("checkpoint-*")):
@@ -108,6 +110,11 @@ def check(config: EvaluateConfig, output: Path) -> None:
         )
     if config.evaluate.baseline == "single-retrieval" and config.retrieval.retriever == "none":
         raise R3LiteError("--baseline single-retrieval retrieves, and --retriever is none", "Choose a retriever.")
+    if config.evaluate.baseline == "single-retrieval" and not build_protocol(config.protocol).searches:
+        raise R3LiteError(
+            f"--baseline single-retrieval searches, and --format {config.protocol.format} has no search",
+            "Choose another baseline or format.",
+        )
 
 
 def build_engine(config: EvaluateConfig, questions: int) -> "Engine":

@@ -70,7 +70,9 @@ class RunFolder:
                 f"{self.source} is a checkpoint of {state['command']}, not of {self.command}",
                 "To start from its adapter, pass --adapter instead of --resume.",
             )
-        then, now = state["settings"], json.loads(json.dumps(self.settings))
+        # A setting that did not exist when the run began had the effect of what is now its default.
+        defaults, now = json.loads(json.dumps([flat(type(self.config)()), self.settings]))
+        then = defaults | state["settings"]
         fixed = (then.keys() | now.keys()) - free_settings(self.config)
         changed = [k for k in sorted(fixed) if then.get(k) != now.get(k)]
         if changed:
