@@ -15,7 +15,7 @@ from r3lite.models.qwen2 import Qwen2, Qwen2Config
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
-from r3lite.records import Record, Source
+from r3lite.records import InvalidRecord, Record, Source
 from r3lite.rollout.engine import Engine
 from r3lite.settings import LengthSettings, ProtocolSettings
 
@@ -161,6 +161,13 @@ def test_conversations_train_every_assistant_turn(tokenizer):
     assert tokenizer.decode(trained) == "Hello.Bye."
     assert trained.count(tokenizer.stop_id) == 2
     assert encode_row(conversation, layout_of(tokenizer, max_length=10)) is None
+
+
+def test_steps_that_search_are_refused_by_a_format_without_search():
+    """They cannot be rendered: it was an AssertionError."""
+    row = Record(TRAJECTORY.to_json(), Source("", ""))
+    with pytest.raises(InvalidRecord, match="step 1 asks for documents"):
+        row_from_json(row, build_protocol(ProtocolSettings(format="solution")))
 
 
 def write(path, *rows):
