@@ -178,6 +178,6 @@ def _init_prompt(settings: ProtocolSettings, shipped: str, optional: tuple[str, 
     if settings.step_prompt is not None:
         raise R3LiteError(
             f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have",
-            "Leave it out; --information-open and --information-close are the tags around documents.",
+            "Leave it out, or pass --format r3.",
         )
     return read_template(settings.init_prompt or shipped, "question", optional)

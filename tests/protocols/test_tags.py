@@ -97,6 +97,11 @@ def test_what_leaves_doubt_is_a_fault_in_either_reading(protocol, text, fault, u
     assert set(step.faults) <= set(FAULTS)
 
 
+def test_documents_before_a_thought_do_not_make_it_late():
+    step = STRICT.parse(f"<information>made up</information>{THOUGHT}{QUERY}", [])
+    assert step == Step("a", "q", faults=("wrote_documents",))
+
+
 def test_letter_case_counts_in_strict_reading_only():
     text = "<Think>a</THINK><Search>q</SEARCH>"
     assert LENIENT.parse(text, []) == Step("a", "q")
