@@ -26,7 +26,7 @@ class Tag:
     closing: str
 
     def around(self, text: str) -> str:
-        """A block. The spaces keep the tokens of the text what they are anywhere else: `>Oslo` has others."""
+        """A block. Its spaces keep tag and text apart: in `<answer>Tokyo` one token would span both."""
         return f"{self.opening} {text} {self.closing}"
 
 

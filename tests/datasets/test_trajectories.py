@@ -96,6 +96,16 @@ def test_a_trajectory_is_the_episode_that_a_rollout_would_sample(tokenizer, name
     assert [t for t, action in zip(sequence.tokens, sequence.action_mask) if action] == script
 
 
+@pytest.mark.parametrize("name", ["tags", "solution"])
+def test_an_answer_after_a_forced_prefix_has_the_tokens_that_were_trained(tokenizer, name):
+    """In `<answer>Tokyo` one token spans the end of the tag and the start of the answer."""
+    protocol = build_protocol(ProtocolSettings(format=name))
+    prefix = protocol.forced_prefix(1)
+    text = protocol.render(Step("I answer with what I know.", answer="Tokyo"), 1)
+    assert text.startswith(prefix)
+    assert tokenizer.encode(text) == tokenizer.encode(prefix) + tokenizer.encode(text.removeprefix(prefix))
+
+
 def test_loss_falls_on_the_steps_and_the_ends_of_their_turns_only(tokenizer, encoded):
     ids = [t for t, trained in zip(encoded.tokens, encoded.loss_mask, strict=True) if trained]
     turns, turn = [], []
