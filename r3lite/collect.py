@@ -8,12 +8,13 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3lite import command
 from r3lite.config import to_toml
-from r3lite.episode import Document, Question, Retrieve
+from r3lite.episode import Document, Question, Retrieve, Step
 from r3lite.errors import R3LiteError
 from r3lite.files import append_jsonl, check_writable, recover_jsonl, sole_writer, write_jsonl, write_text
 from r3lite.protocols.base import Protocol
@@ -145,21 +146,27 @@ def read_earlier(output: Path, config: CollectConfig) -> Earlier:
 def gold(
     config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
 ) -> Tally:
-    """Writes a trajectory for every question with a decomposition; documents come from the retriever."""
-    from r3lite.datasets.gold import obstacle, queries, steps, with_gold
+    """Writes a trajectory for every question with a decomposition; documents come from the retriever.
+
+    For a protocol without search nothing is retrieved.
+    """
+    from r3lite.datasets.gold import obstacle, queries, steps, with_gold, without_search
     from r3lite.datasets.trajectories import Trajectory, check_steps
+
+    def demonstration(question: Question, documents: Sequence[Sequence[Document]], hurried: bool) -> tuple[Step, ...]:
+        return steps(question, documents, hurried) if protocol.searches else without_search(question, hurried)
 
     tally, usable = Tally(len(questions)), []
     for question in questions:
-        reason = obstacle(question, config.collect.max_hops)
-        reason = reason or check_steps(steps(question, [()] * len(question.hops)), protocol)
+        reason = obstacle(question, config.collect.max_hops, protocol.searches)
+        reason = reason or check_steps(demonstration(question, [()] * len(question.hops), False), protocol)
         if reason:
             tally.rejected[reason] += 1
         else:
             usable.append(question)
     documents_of: list[list[list[Document]]] = [[] for _ in usable]  # by question and hop
     found = [0] * len(usable)
-    for hop in range(max((len(q.hops) for q in usable), default=0)):
+    for hop in range(max((len(q.hops) for q in usable), default=0) if protocol.searches else 0):
         # One batch for the first queries of all questions, then one for the second queries, ...
         asking = [i for i, q in enumerate(usable) if hop < len(q.hops)]
         answers = retrieve([(usable[i], queries(usable[i])[hop]) for i in asking])
@@ -172,7 +179,7 @@ def gold(
     draws = [random.Random(f"{config.common.seed}/{q.id}/hurried").random() for q in usable]
     hurried = [draw < share and len(q.hops) > 1 for q, draw in zip(usable, draws, strict=True)]
     written = [
-        Trajectory(q.id, q.text, q.answers, steps(q, documents, h), "gold")
+        Trajectory(q.id, q.text, q.answers, demonstration(q, documents, h), "gold")
         for q, documents, h in zip(usable, documents_of, hurried, strict=True)
     ]
     for trajectory, documents, n in zip(written, documents_of, found, strict=True):

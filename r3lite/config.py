@@ -337,6 +337,9 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
         known = f"there are {', '.join(presets)}{nearest(str(preset), presets)}"
         raise UsageError(f"no preset is named {preset!r}; {known}")
     from_preset = read_toml(shipped("presets", f"{preset}.toml"), table, commands, all_settings())
+    # The prompts of a preset are written for its format.
+    if (from_file | given).get("format") not in (None, from_preset.get("format", own.get("format"))):
+        from_preset = {k: v for k, v in from_preset.items() if k not in ("init_prompt", "step_prompt")}
     config = default
     for where, values in (
         (f"preset {preset}: ", from_preset),

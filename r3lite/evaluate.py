@@ -66,10 +66,17 @@ class EvaluateConfig:
 
 def evaluate(config: EvaluateConfig) -> None:
     from r3lite.files import sole_writer
+    from r3lite.protocols.registry import build_protocol
 
     output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
-    if config.evaluate.baseline == "single-retrieval" and config.retrieval.retriever == "none":
-        raise R3LiteError("--baseline single-retrieval retrieves, and --retriever is none", "Choose a retriever.")
+    if config.evaluate.baseline == "single-retrieval":
+        if config.retrieval.retriever == "none":
+            raise R3LiteError("--baseline single-retrieval retrieves, and --retriever is none", "Choose a retriever.")
+        if not build_protocol(config.protocol).searches:
+            raise R3LiteError(
+                f"--baseline single-retrieval searches, and --format {config.protocol.format} has no search",
+                "Choose another baseline or format.",
+            )
     with sole_writer(output):
         check_output(config, output)
         answer_and_score(config, output)

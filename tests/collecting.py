@@ -32,8 +32,8 @@ def lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def read_rows(path):
-    return trajectories.read_rows(path, build_protocol(ProtocolSettings()))
+def read_rows(path, format="r3"):
+    return trajectories.read_rows(path, build_protocol(ProtocolSettings(format=format)))
 
 
 def run(data, output, *arguments):

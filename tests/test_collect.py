@@ -40,6 +40,19 @@ def test_a_hundred_real_questions_become_a_hundred_trajectories(shared, tmp_path
     assert len(read_rows(tmp_path / "out.jsonl")) == 100
 
 
+def test_gold_trajectories_of_the_other_formats(tmp_path, monkeypatch):
+    """Tags have the same steps as R3; without search a demonstration is one step, and no retriever is asked."""
+    data, output = shipped("data", "world", "train.jsonl"), tmp_path / "out.jsonl"
+    assert run(data, output, "--limit", "10", "--format", "tags") == 0
+    assert read_rows(output, "tags") == read_rows(output)
+    retrieve = lambda pairs: pytest.fail(f"asked {pairs}")  # noqa: E731
+    monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", lambda *_, **__: retrieve)
+    assert run(data, output, "--limit", "10", "--preset", "solution") == 0
+    for trajectory, question in zip(read_rows(output, "solution"), read_questions(data, limit=10), strict=True):
+        (step,) = trajectory.steps
+        assert step.answer == question.answers[0] and all(hop.answer in step.analysis for hop in question.hops)
+
+
 def test_questions_that_give_no_trajectory_are_counted_by_reason(tmp_path, capsys):
     twice = [("Who directed it?", "A", 0), ("who directed it", "B", 1)]
     plain = {"id": "p", "question": "Q?", "answer": "a"}

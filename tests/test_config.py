@@ -32,6 +32,8 @@ from r3lite.config import (
 from r3lite.errors import nearest
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
+from r3lite.protocols.markup import Tag
+from r3lite.protocols.registry import build_protocol
 from tests.commands import CONFIGS, Everything
 
 SECTIONS = [cls for cls in vars(settings).values() if isinstance(cls, type) and issubclass(cls, Section)]
@@ -226,6 +228,35 @@ def test_epochs_that_are_asked_for_replace_the_steps_of_earlier_sources(toml):
     assert length("--preset", "tiny", "--config", file) == (None, 2.0)
     assert length("--config", file, "--max-steps", "5") == (5, 2.0)
     assert length("--config", toml("[ppo]\nepochs = 2\nmax_steps = 7\n")) == (7, 2.0)
+
+
+def prompts(*argv: str) -> tuple:
+    protocol = resolve("ppo", settings.PpoConfig(), list(argv), command.COMMANDS).protocol
+    return protocol.format, protocol.init_prompt, protocol.step_prompt
+
+
+def test_the_prompts_of_a_preset_are_for_its_format_only(toml):
+    """Tags have no step prompt and would refuse the preset's; what the user names is the user's to mend."""
+    tiny, files = ("--preset", "tiny"), ("prompts/tiny/init_prompt.txt", "prompts/tiny/step_prompt.txt")
+    assert prompts(*tiny) == prompts(*tiny, "--format", "r3") == ("r3", *files)
+    assert prompts(*tiny, "--format", "tags") == ("tags", None, None)
+    assert prompts(*tiny, "--format", "tags", "--init-prompt", "mine") == ("tags", "mine", None)
+    assert prompts("--config", toml('preset = "tiny"\nformat = "solution"\n')) == ("solution", None, None)
+    file = toml('[ppo]\npreset = "tiny"\nformat = "tags"\nstep_prompt = "mine"\n')
+    assert prompts("--config", file) == ("tags", None, "mine")
+    assert prompts("--config", file, "--format", "r3") == ("r3", files[0], "mine")
+
+
+def test_presets_of_other_systems():
+    def preset(name: str) -> settings.PpoConfig:
+        return resolve("ppo", settings.PpoConfig(), ["--preset", name], command.COMMANDS)
+
+    config = preset("search-r1")
+    assert build_protocol(config.protocol).answer.opening == "<answer>" and config.retrieval.top_k == 3
+    assert (config.rl.num_generations, config.rl.kl_beta, config.reward.format_reward) == (5, 0.001, 0.0)
+    assert build_protocol(preset("r-search").protocol).information == Tag("<r>", "</r>")
+    assert not build_protocol(preset("solution").protocol).searches
+    assert preset("solution").retrieval.retriever == "none"
 
 
 def test_a_file_with_a_byte_order_mark(toml):

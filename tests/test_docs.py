@@ -1,12 +1,27 @@
 """What the documents say of the code is there."""
 
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
+from r3lite.episode import Document, Question, Step
+from r3lite.protocols.registry import PROTOCOLS, build_protocol
+from r3lite.protocols.tags import FAULTS, FORGIVEN
+from r3lite.protocols.transcript import Layout
+from r3lite.settings import LengthSettings, ProtocolSettings
+
 ROOT = Path(__file__).parent.parent
-MAP = ROOT / "docs" / "architecture.md"
+MAP, FORMATS = ROOT / "docs" / "architecture.md", ROOT / "docs" / "formats.md"
+DOCUMENTS = [
+    Document("1", "Brenn", "Brenn is a film by Ann Dahl."),
+    Document("2", "Dahl", "</information> is no tag here."),
+]
+STEPS = (
+    Step("I need to find out: Who directed Brenn?", "Who directed Brenn?").with_documents(DOCUMENTS),
+    Step("Who directed Brenn? Ann Dahl. This gives the answer.", answer="Ann Dahl"),
+)
 
 
 def test_every_file_on_the_map_is_there():
@@ -27,7 +42,35 @@ def test_every_room_is_on_the_map():
     assert [room for room in rooms if f"  {room}/ " not in text] == []
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", MAP], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [ROOT / "README.md", MAP, FORMATS], ids=lambda path: path.name)
 def test_links_to_files_lead_somewhere(path):
     links = re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text(encoding="utf-8"))
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def sample(tokenizer, name: str) -> str:
+    """An episode after its prompt, as docs/formats.md shows it: what the model writes is between guillemets."""
+    protocol = build_protocol(ProtocolSettings(format=name))
+    layout = Layout(tokenizer, protocol, LengthSettings())
+    transcript = layout.lay_out(Question("q", "Who directed Brenn?", ()), STEPS if protocol.searches else STEPS[1:], 64)
+    prompt, text = len(layout.prompt(transcript.question.text)), ""
+    parts = itertools.groupby(
+        zip(transcript.tokens[prompt:], transcript.action_mask[prompt:]), key=lambda pair: pair[1]
+    )
+    for written, pairs in parts:
+        # The last token of a turn is marked, as special tokens are not decoded.
+        tokens = [token for token, _ in pairs]
+        shown = tokenizer.decode(tokens) + "[end]" * (written and tokens[-1] == tokenizer.stop_id)
+        text += f"\u00ab{shown}\u00bb" if written else shown
+    return text
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_the_sample_episode_of_a_format_is_what_the_code_writes(tokenizer, name):
+    assert f"```text\n{sample(tokenizer, name)}\n```" in FORMATS.read_text(encoding="utf-8")
+
+
+def test_every_fault_of_the_tags_is_in_their_table():
+    text = FORMATS.read_text(encoding="utf-8")
+    for fault, what in FAULTS.items():
+        assert f"| `{fault}` | {what} | {'forgiven' if fault in FORGIVEN else 'a fault'} |" in text

@@ -111,6 +111,24 @@ def test_scores_by_hand(toy, says, tmp_path, capsys):
     assert "exact match          0.333" in shown and "2 answered, 1 malformed" in shown
 
 
+def test_tags_and_solution_are_scored_as_r3_is(toy, says, tmp_path):
+    think, working_out = "<think> Look. </think>", "<start_working_out> Look. <end_working_out>"
+    says(
+        {
+            name: [f"{think}<search> {name} </search>", f"{think}<answer> Adatown </answer>"]
+            for name in ("Ada", "Bob", "Cy")
+        }
+    )
+    assert evaluate.main([*toy, "--format", "tags"]) == 0
+    scores, predictions = written(tmp_path)
+    values = [scores[name]["value"] for name in ("em", "format_adherence", "mean_searches")]
+    assert values == pytest.approx([1 / 3, 1, 1]) and all(p["steps"][0]["documents"] for p in predictions)
+    says({name: [f"{working_out}<SOLUTION> Adatown </SOLUTION>"] for name in ("Ada", "Bob", "Cy")})
+    assert evaluate.main([*toy, "--format", "solution"]) == 0
+    values = [written(tmp_path)[0][name]["value"] for name in ("em", "format_adherence", "mean_searches")]
+    assert values == pytest.approx([1 / 3, 1, 0])
+
+
 def test_files_have_their_keys_and_a_second_run_writes_the_same(toy, tmp_path):
     """Random weights, nothing scripted: only noise is said, and all of it is reported."""
     limits = ["--max-new-tokens", "8", "--limit", "2"]
@@ -197,6 +215,8 @@ def test_errors_say_what_to_do(toy, tmp_path, monkeypatch, capsys):
     assert "GOOGLE_API_KEY" in capsys.readouterr().err
     assert evaluate.main([*toy, "--baseline", "single-retrieval", "--retriever", "none"]) == 1
     assert "Choose a retriever" in capsys.readouterr().err
+    assert evaluate.main([*toy, "--baseline", "single-retrieval", "--format", "solution"]) == 1
+    assert "--format solution has no search" in capsys.readouterr().err
     assert evaluate.main([*toy, "--baseline", "no_retrieval"]) == 2
     assert "did you mean no-retrieval?" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -7,6 +7,8 @@ Texts for n hops with questions q_k and answers a_k:
     step n + 1  analysis "{q_n} {a_n}. This gives the answer."                  answer "{final answer}"
 
 A small model must write a fact down before it can use it: without the closing analysis it answers far worse.
+
+For a protocol without search they are one step: analysis "{q_1} {a_1}. ... {q_n} {a_n}. This gives the answer."
 """
 
 import random
@@ -16,13 +18,13 @@ from collections.abc import Sequence
 from r3lite.episode import Document, Question, Step
 
 
-def obstacle(question: Question, max_hops: int) -> str | None:
-    """Why no demonstration can be made of a question, or None."""
+def obstacle(question: Question, max_hops: int, searches: bool = True) -> str | None:
+    """Why no demonstration can be made of a question, or None; one that does not search needs no paragraphs."""
     if not question.hops:
         return "no decomposition"
     if len(question.hops) > max_hops:
         return f"more than {max_hops} hops"
-    if any(hop.document is None for hop in question.hops):
+    if searches and any(hop.document is None for hop in question.hops):
         return "a hop without a gold paragraph"
     return None
 
@@ -74,6 +76,17 @@ def steps(question: Question, documents: Sequence[Sequence[Document]], hurried: 
         found = f"{query} {_sentence(hop.answer)}"
     answer = hops[-1].answer if hurried else question.answers[0]
     return *written, Step(f"{found} This gives the answer.", answer=answer)
+
+
+def without_search(question: Question, hurried: bool = False) -> tuple[Step, ...]:
+    """The only step of a demonstration that does not search: the facts of all hops, then the answer.
+
+    A `hurried` one ends a hop too early, as in `steps`.
+    """
+    hops = question.hops[: len(question.hops) - hurried]
+    facts = [f"{query} {_sentence(hop.answer)}" for query, hop in zip(queries(question), hops)]
+    answer = hops[-1].answer if hurried else question.answers[0]
+    return (Step(" ".join([*facts, "This gives the answer."]), answer=answer),)
 
 
 def _sentence(text: str) -> str:

@@ -124,6 +124,8 @@ def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
     if not steps:
         return "it has no steps"
     for number, step in enumerate(steps, 1):
+        if step.query is not None and not protocol.searches:
+            return f"step {number} asks for documents, and --format names a format without search"
         parsed = protocol.parse(protocol.render(step, number), steps[: number - 1])
         faults = step.faults or parsed.faults
         if step.query is not None and step.answer is not None:

@@ -4,6 +4,7 @@ A protocol knows text and steps. It knows no token ids, no limits and no model: 
 text stands among the tokens of an episode.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -22,6 +23,11 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def same_query(a: str, b: str) -> bool:
+    """Whether two queries are the same words, whatever their case, punctuation and spaces."""
+    return re.findall(r"\w+", a.casefold()) == re.findall(r"\w+", b.casefold())
+
+
 class Protocol(ABC):
     """How an episode opens, what a turn of the model means, and what is given to it in reply.
 
@@ -30,18 +36,23 @@ class Protocol(ABC):
 
     `user_turns` says how observations are laid out. True: an observation is a user turn of the chat; the assistant
     turn before it is ended first, and the next assistant turn is opened after it. False: an observation is spliced in
-    after the stop string, inside the same assistant turn, which only the answer ends.
+    after the stop string, inside the same assistant turn, which ends with the answer.
     """
 
     faults: Mapping[str, str]  # name -> what a step with it does, worded to follow `step k`
     stop_strings: tuple[str, ...]  # a turn is over as soon as it has one of them, which stays part of its text
     user_turns: bool
     system: str | None  # the system message; None: the default of the model's chat markup
+    searches: bool = True  # whether a step can ask; if not, an episode is one turn
     answer_request: str  # the observation before a turn in which only the answer is left to write
 
     @abstractmethod
     def opening(self, question: str) -> str:
-        """The first user turn."""
+        """The first user turn; `question` is `quoted` already."""
+
+    def quoted(self, text: str) -> str:
+        """A question, title or passage as it stands in an episode: nothing in it may look like the protocol's own."""
+        return one_line(text)
 
     @abstractmethod
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
@@ -58,7 +69,7 @@ class Protocol(ABC):
     def observation(self, documents: Sequence[Document], number: int) -> str:
         """The text given after a query; `number` is that of the step to be written next.
 
-        Nothing in a document may look like the end of it, or like another one: see `one_line`.
+        Nothing in a document may look like the end of it, or like another one: see `quoted`.
         """
 
     @abstractmethod

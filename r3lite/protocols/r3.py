@@ -14,12 +14,10 @@ one assistant turn at a time, so the example in the prompt is never read as a st
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from r3lite.config import shipped
 from r3lite.episode import Document, Step
-from r3lite.errors import R3LiteError
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, one_line
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, one_line, same_query
+from r3lite.protocols.templates import read_template
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -47,11 +45,6 @@ ANALYSIS, QUERY, DOCUMENTS, ANSWER = (
 HEADING = re.compile(rf"^[ \t]*({'|'.join(map(re.escape, (ANALYSIS, QUERY, DOCUMENTS, ANSWER)))})", re.MULTILINE)
 
 
-def same_query(a: str, b: str) -> bool:
-    """Whether two queries are the same words, whatever their case, punctuation and spaces."""
-    return re.findall(r"\w+", a.casefold()) == re.findall(r"\w+", b.casefold())
-
-
 @dataclass(frozen=True)
 class R3(Protocol):
     """Parsing and rendering of R3 steps. `parse(render(step, k), earlier) == step` for every well-formed step."""
@@ -69,8 +62,8 @@ class R3(Protocol):
     @staticmethod
     def load(settings: ProtocolSettings) -> "R3":
         """With the prompt files that the settings name; a relative path is looked up here, then among the shipped."""
-        init = _template(settings.init_prompt or "prompts/init_prompt.txt", "question")
-        step = _template(settings.step_prompt or "prompts/step_prompt.txt", "documents", optional="step")
+        init = read_template(settings.init_prompt or "prompts/init_prompt.txt", "question")
+        step = read_template(settings.step_prompt or "prompts/step_prompt.txt", "documents", ("step",))
         return R3(init, step, settings.system_prompt)
 
     def opening(self, question: str) -> str:
@@ -151,22 +144,3 @@ def render_documents(documents: Sequence[Document]) -> str:
     if not documents:
         return "(nothing was found)"
     return "\n".join(f"[{i}] {one_line(d.title)}: {one_line(d.text)}" for i, d in enumerate(documents, 1))
-
-
-def _template(name: str, placeholder: str, optional: str | None = None) -> str:
-    """The text of a prompt file that has `placeholder` once and no other but `optional`."""
-    path = Path(name) if Path(name).exists() else shipped(name)
-    try:
-        text = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
-        raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Name a UTF-8 text file.") from error
-    found = re.findall(r"\{(\w+)\}", text)
-    if found.count(placeholder) != 1 or set(found) - {placeholder, optional}:
-        raise R3LiteError(
-            f"prompt file {path} has the placeholders {found or 'none'}",
-            f"It must hold {{{placeholder}}} exactly once"
-            + (f", may hold {{{optional}}}," if optional else "")
-            + " and no other word in braces.",
-        )
-    return text

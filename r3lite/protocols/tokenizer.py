@@ -109,11 +109,15 @@ class Tokenizer:
         """Tokens of a chat up to the model's first turn; its system message is `system`, else the markup's default."""
         system = self.default_system if system is None else system
         turns = [] if system is None else [*self._open(f"system\n{system}"), self.stop_id, *self._newline]
-        return [*turns, *self._open(f"user\n{user}"), self.stop_id, *self._newline, *self._answer]
+        return [*turns, *self._open(f"user\n{user}"), self.stop_id, *self.assistant_turn()]
+
+    def assistant_turn(self) -> list[int]:
+        """Tokens after the end of a turn that open an assistant turn."""
+        return [*self._newline, *self._answer]
 
     def user_turn(self, text: str) -> list[int]:
         """Tokens after the end of an assistant turn: a user turn and the opening of the next assistant turn."""
-        return [*self._newline, *self._open(f"user\n{text}"), self.stop_id, *self._newline, *self._answer]
+        return [*self._newline, *self._open(f"user\n{text}"), self.stop_id, *self.assistant_turn()]
 
     def chat(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[bool]]:
         """Tokens of a whole conversation of `role` and `content`, and which of them the assistant wrote.

@@ -94,7 +94,7 @@ class Layout:
 
     def prompt(self, question: str) -> list[int]:
         """The tokens that an episode about `question` opens with."""
-        return self.tokenizer.open_chat(self.protocol.opening(base.one_line(question)), self.protocol.system)
+        return self.tokenizer.open_chat(self.protocol.opening(self.protocol.quoted(question)), self.protocol.system)
 
     def open(self, transcript: Transcript) -> None:
         """Gives an empty transcript its prompt, and what the opening has besides.
@@ -110,7 +110,7 @@ class Layout:
                 "Raise --max-length, shorten the prompt file, or remove the question.",
             )
         if self.opening.searches:
-            asked = base.one_line(question.text)
+            asked = self.protocol.quoted(question.text)
             step = Step(f"I need to find out: {asked}", asked)
             transcript.observe(self.tokenizer.encode(self.protocol.render(step, 1)))
             transcript.add_step(step)
@@ -184,8 +184,9 @@ class Layout:
         transcript = Transcript(question)
         transcript.observe(self.prompt(question.text))
         for step in steps:
-            written = self.tokenizer.encode(self.protocol.render(step, len(transcript.steps) + 1))
-            if self.protocol.user_turns or step.answer is not None:
+            text = self.protocol.render(step, len(transcript.steps) + 1)
+            written = self.tokenizer.encode(text)
+            if self.protocol.user_turns or not text.endswith(self.protocol.stop_strings):
                 written = [*written, self.tokenizer.stop_id]
             transcript.write(written)
             documents = self._cut(step.documents, document_tokens)
@@ -243,8 +244,14 @@ class Layout:
         return self.tokenizer.encode(observation)
 
     def _end(self, transcript: Transcript) -> list[int]:
-        """The token that ends the assistant turn before a user turn, if the model has not written it itself."""
-        return [self.tokenizer.stop_id] if self.protocol.user_turns and not self._ended(transcript) else []
+        """What stands between the model's turn and what is given.
+
+        Before a user turn that is the token that ends the assistant turn, if the model has not written it itself.
+        A protocol that goes on in the assistant turn opens another if the model has ended it.
+        """
+        if self.protocol.user_turns:
+            return [] if self._ended(transcript) else [self.tokenizer.stop_id]
+        return self.tokenizer.assistant_turn() if self._ended(transcript) else []
 
     def _ended(self, transcript: Transcript) -> bool:
         return transcript.tokens[-1] == self.tokenizer.stop_id

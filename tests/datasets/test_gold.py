@@ -39,6 +39,18 @@ def test_a_hurried_demonstration_is_well_formed_and_wrong():
     assert check_steps((first, last), build_protocol(ProtocolSettings())) is None
 
 
+def test_a_demonstration_without_search_says_all_facts_and_answers():
+    (step,) = gold.without_search(QUESTION)
+    assert step.analysis == "Who directed Brenn? Ann Dahl. Where was Ann Dahl born? Oslo. This gives the answer."
+    assert (step.query, step.answer) == (None, "Oslo")
+    (hurried,) = gold.without_search(QUESTION, hurried=True)
+    assert (hurried.analysis, hurried.answer) == ("Who directed Brenn? Ann Dahl. This gives the answer.", "Ann Dahl")
+    assert check_steps([step], build_protocol(ProtocolSettings(format="solution"))) is None
+    unsupported = with_hops(Hop("Who?", "x"))
+    assert gold.obstacle(unsupported, 5) == "a hop without a gold paragraph"
+    assert gold.obstacle(unsupported, 5, searches=False) is None
+
+
 def test_only_earlier_hops_are_references():
     hops = (
         Hop("Who sang Mambo #5?", "Bega", FILM),

@@ -9,10 +9,10 @@ from r3lite.episode import ANSWERED, CUT_OFF, Document, Question
 from r3lite.grant import Grant, Memory
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
 from r3lite.protocols.r3 import R3
+from r3lite.protocols.tags import Tags
 from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.rollout.engine import Engine
 from r3lite.settings import EvaluateSettings, LengthSettings
-from tests.tagged import Tagged
 
 PROTOCOL = R3("Q: {question}", "D: {documents}")
 QUESTIONS = [Question("a", "Who wrote it?", ("Ada",)), Question("b", "Where\nis it?", ("Rome",))]
@@ -87,8 +87,9 @@ def test_no_room_is_cut_off(says):
 
 def test_a_protocol_with_one_turn_has_the_same_baselines(says, tokenizer):
     """Nothing is in a user turn of its own: the documents and the forced prefix stand in the model's turn."""
-    engine = says("single-retrieval", "Rome</answer>", Tagged())
+    engine = says("single-retrieval", " Rome </answer>", Tags("Q: {question}"))
     (sequence,) = engine.run(QUESTIONS[1:], ["0"], lambda pairs: [[DOCUMENT] for _ in pairs])
     assert sequence.episode().prediction == "Rome" and sequence.tokens.count(tokenizer.open_id) == 2
-    spliced = "</search><information>Ada wrote it.</information><answer>Rome</answer>"
-    assert tokenizer.decode(sequence.tokens).endswith(spliced)
+    spliced = "</search>\n\n<information>Doc 1(Title: Ada) Ada wrote it.</information>\n\n"
+    answer = "<think> I answer with what I know. </think><answer> Rome </answer>"
+    assert tokenizer.decode(sequence.tokens).endswith(spliced + answer)

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from r3lite.episode import Document, Step
-from r3lite.protocols.r3 import FAULTS, R3, same_query
+from r3lite.protocols.base import same_query
+from r3lite.protocols.r3 import FAULTS, R3
 
 FORMAT = R3("Q: {question}", "D: {documents} {step}", "Be brief.")
 QUERY = "Step 2:\nThe problem analysis: I need the mayor.\nThe retrieval query: Who is mayor of London"

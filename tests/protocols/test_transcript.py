@@ -6,20 +6,26 @@ from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Ste
 from r3lite.errors import R3LiteError
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
+from r3lite.protocols.tags import SOLUTION, WORKING_OUT, Tags
 from r3lite.protocols.transcript import LEAST_DOCUMENT, OPENINGS, Layout, Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
-from tests.tagged import Tagged
 
 QUESTION = Question("q", "Where?", ("here",))
 QUERY, ANSWER = Step("I must look.", "what is where"), Step("So.", answer="here")
 SHORT = [Document("0", "S", "It is here.")]
 DOCUMENTS = [Document("1", "T", "long text " * 20), Document("2", "U", "more of it " * 20)]
-TURNS = {"r3": R3("Q: {question}", "D: {documents}"), "tagged": Tagged()}
+EVERY = {
+    "r3": R3("Q: {question}", "D: {documents}"),
+    "tags": Tags("Q: {question}"),
+    "solution": Tags("Q: {question}", WORKING_OUT, SOLUTION, search=None, information=None),
+}
+for_every_protocol = pytest.mark.parametrize("protocol", EVERY, indirect=True)
 
 
-@pytest.fixture(params=TURNS)
+@pytest.fixture(params=["r3", "tags"])
 def protocol(request):
-    return TURNS[request.param]
+    """Those that search, unless a test asks for more."""
+    return EVERY[request.param]
 
 
 @pytest.fixture
@@ -87,6 +93,30 @@ def test_written_steps_are_laid_out_like_sampled_ones(layout, protocol):
     assert (written.steps, written.step_ends) == (transcript.steps, transcript.step_ends)
 
 
+@for_every_protocol
+def test_an_answer_at_once_is_laid_out_like_a_sampled_one(layout, protocol):
+    transcript = opened(layout)
+    speak(layout, transcript, protocol.render(ANSWER, 1))
+    written = layout.lay_out(QUESTION, [ANSWER], layout.lengths.max_document_tokens)
+    assert transcript.finish == ANSWERED and transcript.steps == [ANSWER]
+    assert (written.tokens, written.action_mask) == (transcript.tokens, transcript.action_mask)
+    ends = layout.tokenizer.decode(written.turn).endswith(protocol.stop_strings)
+    assert (written.tokens[-1] == layout.tokenizer.stop_id) == (protocol.user_turns or not ends)
+
+
+def test_an_assistant_turn_that_the_model_has_ended_is_opened_again(tokenizer):
+    """Lenient reading takes a query whose tag is missing because the turn ended: what follows needs a turn to be in."""
+    layout = Layout(tokenizer, Tags("Q: {question}", lenient=True), LengthSettings(max_length=1000))
+    transcript = opened(layout)
+    speak(layout, transcript, "<search> what is where")
+    assert transcript.pending == ("what is where",)
+    layout.splice(transcript, SHORT)
+    end, *given = transcript.tokens[transcript.step_ends[0] :]
+    assert end == tokenizer.stop_id and given[1] == tokenizer.open_id and given.count(tokenizer.open_id) == 1
+    assert tokenizer.decode(given) == "\nassistant\n" + layout.protocol.observation(SHORT, 2)
+    assert transcript.action_mask[transcript.step_ends[0] :] == [True] + [False] * len(given)
+
+
 def test_an_answer_is_forced_after_the_last_search(layout, protocol):
     transcript = opened(layout)
     for query in ("one", "two", "three"):
@@ -98,8 +128,8 @@ def test_an_answer_is_forced_after_the_last_search(layout, protocol):
     assert transcript.forced_prefix == protocol.forced_prefix(4)
     assert protocol.answer_request in given(layout, transcript)
     assert layout.tokenizer.decode(transcript.tokens).endswith(transcript.forced_prefix)
-    speak(layout, transcript, "here" + ("</answer>" if not protocol.user_turns else ""))
-    assert transcript.finish == ANSWERED and transcript.steps[3].answer.strip() == "here"
+    speak(layout, transcript, " here" if protocol.user_turns else " here </answer>")
+    assert transcript.finish == ANSWERED and transcript.steps[3].answer == "here"
 
 
 def test_a_search_in_place_of_the_forced_answer_is_malformed(layout, protocol):
@@ -112,26 +142,29 @@ def test_a_search_in_place_of_the_forced_answer_is_malformed(layout, protocol):
     assert transcript.finish == MALFORMED
 
 
+@for_every_protocol
 def test_a_turn_ends_at_its_limit_and_is_cut_off(layout, protocol):
     transcript = opened(layout)
-    speak(layout, transcript, protocol.render(Step("x" * 200, "what"), 1))
+    speak(layout, transcript, protocol.render(Step("x" * 200, answer="what"), 1))
     assert transcript.finish == CUT_OFF and transcript.steps[0].faults == ("cut_off",)
     assert len(transcript.turn) == layout.lengths.max_new_tokens
 
 
+@for_every_protocol
 def test_nonsense_is_malformed(layout):
     transcript = opened(layout)
     speak(layout, transcript, "I do not know.")
     assert transcript.finish == MALFORMED and transcript.steps[0].faults
 
 
+@for_every_protocol
 def test_a_turn_is_over_at_the_token_that_completes_a_stop_string(layout, protocol):
-    (stop,) = protocol.stop_strings
-    transcript = opened(layout)
-    for token in layout.tokenizer.encode(stop):
-        assert not transcript.turn or not layout.turn_is_over(transcript)
-        transcript.write([token])
-    assert layout.turn_is_over(transcript)
+    for stop in protocol.stop_strings:
+        transcript = opened(layout)
+        for token in layout.tokenizer.encode(stop):
+            assert not transcript.turn or not layout.turn_is_over(transcript)
+            transcript.write([token])
+        assert layout.turn_is_over(transcript)
 
 
 def test_documents_are_cut_then_dropped_then_an_answer_is_forced(tokenizer, protocol):
@@ -152,6 +185,7 @@ def test_documents_are_cut_then_dropped_then_an_answer_is_forced(tokenizer, prot
     assert {n for n, _ in seen} == {0, 1, 2}
 
 
+@for_every_protocol
 def test_a_prompt_that_leaves_no_room_is_refused(tokenizer, protocol):
     layout = Layout(tokenizer, protocol, LengthSettings(max_length=40))
     with pytest.raises(R3LiteError, match=r"question q .*--max-length 40"):

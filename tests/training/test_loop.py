@@ -210,6 +210,22 @@ def test_other_settings_are_refused_by_name(tmp_path, settings, told):
     assert run(Toy(), output=str(tmp_path), resume="auto", save_every=5, keep_checkpoints=1)  # change no number
 
 
+def test_a_run_that_is_older_than_a_setting_is_resumed_with_its_default_only(tmp_path, monkeypatch):
+    """A setting that the checkpoint lacked counted as None, so a new one ended all older runs."""
+    run(Toy(), output=str(tmp_path), stop_after=2)
+    read = checkpoint.read
+
+    def older(folder):
+        loaded = read(folder)
+        del loaded.state["settings"]["warmup"], loaded.state["settings"]["algorithm"]
+        return loaded
+
+    monkeypatch.setattr(checkpoint, "read", older)
+    with pytest.raises(R3LiteError, match=r"algorithm \(was ppo, is grpo\)"):
+        run(Toy(), output=str(tmp_path), resume="auto", algorithm="grpo")
+    assert run(Toy(), output=str(tmp_path), resume="auto")
+
+
 def test_other_data_command_dtype_or_weights_are_refused(tmp_path):
     run(Toy(), output=str(tmp_path), stop_after=2)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}

@@ -1,0 +1,183 @@
+"""Steps in tags, inside one assistant turn: `--format tags` (Search-R1 and its relatives) and `--format solution`.
+
+With `tags` (arXiv 2503.09516) the model writes
+
+    <think> what is known and what is missing </think><search> what to look up </search>
+
+and is stopped there; the documents follow as `<information>...</information>`, and it goes on in the same turn until
+`<answer> the answer </answer>`. With `solution` it writes one step that does not search:
+
+    <start_working_out> the working-out <end_working_out><SOLUTION> the answer </SOLUTION>
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from r3lite.episode import Document, Step
+from r3lite.errors import R3LiteError
+from r3lite.protocols import markup
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, same_query
+from r3lite.protocols.markup import Block, Markup, Tag
+from r3lite.protocols.templates import read_template
+from r3lite.settings import ProtocolSettings
+
+FAULTS = {
+    **markup.FAULTS,
+    "repeated_tag": "has two blocks of one kind",
+    "no_think": "has no thinking before its query or answer, or a blank one",
+    "late_think": "thinks after its query or answer",
+    "no_query_or_answer": "has neither a query nor an answer",
+    "query_and_answer": "has both a query and an answer",
+    "blank_query": "asks for nothing",
+    "blank_answer": "answers nothing",
+    "repeated_query": "asks again what an earlier step asked",
+    "wrote_documents": "writes retrieved documents itself",
+    **LAYOUT_FAULTS,
+}
+# Lenient reading counts none of these: they leave no doubt about the query or the answer.
+FORGIVEN = {*markup.FAULTS, "no_think", "late_think"}
+THINK, SEARCH, ANSWER = (Tag(f"<{name}>", f"</{name}>") for name in ("think", "search", "answer"))
+WORKING_OUT, SOLUTION = Tag("<start_working_out>", "<end_working_out>"), Tag("<SOLUTION>", "</SOLUTION>")
+
+
+@dataclass(frozen=True)
+class Tags(Protocol):
+    """Reading and rendering of steps in tags. `parse(render(step, k), earlier) == step` for every well-formed step.
+
+    Without `search` and `information` a step can only answer. `lenient` reading takes tags in any letter case, and a
+    block as ended by the next tag or by the end of the turn; it does not count as faults what it forgives.
+    """
+
+    init_prompt: str  # opens an episode; has {question}
+    think: Tag = THINK
+    answer: Tag = ANSWER
+    search: Tag | None = SEARCH
+    information: Tag | None = Tag("<information>", "</information>")
+    lenient: bool = False
+    system: str | None = None
+
+    faults = FAULTS
+    user_turns = False
+
+    @property
+    def searches(self) -> bool:
+        return self.search is not None
+
+    @cached_property
+    def markup(self) -> Markup:
+        return Markup(tuple(filter(None, (self.think, self.search, self.information, self.answer))), self.lenient)
+
+    @cached_property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The closing tags that end a turn; for lenient reading in each of the usual letter cases."""
+        ends = [tag.closing for tag in (self.search, self.answer) if tag]
+        if self.lenient:
+            ends = [case for end in ends for case in (end, end.lower(), end.title(), end.upper())]
+        return tuple(dict.fromkeys(ends))
+
+    @property
+    def answer_request(self) -> str:
+        return self._spliced("No further retrieval is possible. Give the final answer.")
+
+    def opening(self, question: str) -> str:
+        return self.init_prompt.replace("{question}", question)
+
+    def quoted(self, text: str) -> str:
+        return self.markup.quoted(text)
+
+    def render(self, step: Step, number: int) -> str:
+        assert step.query is None or self.search, "a protocol without search renders no query"
+        last = self.search.around(step.query) if step.answer is None else self.answer.around(step.answer)
+        return self.think.around(step.analysis) + last
+
+    def observation(self, documents: Sequence[Document], number: int) -> str:
+        """Numbered passages, one a line, as Search-R1 gives them."""
+        lines = [f"Doc {i}(Title: {self.quoted(d.title)}) {self.quoted(d.text)}" for i, d in enumerate(documents, 1)]
+        return self._spliced("\n".join(lines) or "(nothing was found)")
+
+    def forced_prefix(self, number: int) -> str:
+        """It has a thought already: an answer whose thinking was cut short by us is not at fault for that."""
+        return self.think.around("I answer with what I know.") + self.answer.opening
+
+    def step_request(self, number: int) -> str:
+        last = " or ".join(tag.opening for tag in (self.search, self.answer) if tag)
+        return f"Go on now: write {self.think.opening}, then {last}, and nothing else."
+
+    def first_turn(self, reply: str) -> str:
+        ends = [reply.index(stop) + len(stop) for stop in self.stop_strings if stop in reply]
+        return reply[: min(ends, default=len(reply))]
+
+    def parse(self, text: str, earlier: Sequence[Step]) -> Step:
+        """Reads a turn; what is wrong with it is named in `faults`.
+
+        A step with one whole search block, or else one whole answer block, carries it in spite of its faults, so that
+        an episode can go on and be rewarded for what is right in it. With both, or two of a kind, neither is usable.
+        """
+        blocks, faults = self.markup.read(text)
+        thoughts, searches, answers = (
+            [b for b in blocks if b.tag == tag] for tag in (self.think, self.search, self.answer)
+        )
+        if max(map(len, (thoughts, searches, answers))) > 1:
+            faults.append("repeated_tag")
+        if self.information in self.markup.tags_in(text):
+            faults.append("wrote_documents")
+        if not thoughts or not thoughts[0].text:
+            faults.append("no_think")
+        elif next(b.tag for b in blocks if b.tag != self.information) != self.think:
+            faults.append("late_think")
+        query, answer = self._only(searches, "query", faults), self._only(answers, "answer", faults)
+        if searches and answers:
+            faults.append("query_and_answer")
+            query = answer = None
+        elif not searches and not answers:
+            faults.append("no_query_or_answer")
+        if query and any(same_query(query, s.query) for s in earlier if s.query is not None):
+            faults.append("repeated_query")
+        counted = [f for f in dict.fromkeys(faults) if not (self.lenient and f in FORGIVEN)]
+        return Step(thoughts[0].text if thoughts else "", query, (), answer, tuple(counted))
+
+    def _only(self, blocks: list[Block], what: str, faults: list[str]) -> str | None:
+        """The query or answer of a step: the text of its only block. Adds to `faults`."""
+        if any(not block.text for block in blocks):
+            faults.append(f"blank_{what}")
+        usable = len(blocks) == 1 and (blocks[0].closed or self.lenient)
+        return blocks[0].text or None if usable else None
+
+    def _spliced(self, text: str) -> str:
+        assert self.information, "a protocol without search is given nothing"
+        return f"\n\n{self.information.opening}{text}{self.information.closing}\n\n"
+
+
+def load_tags(settings: ProtocolSettings) -> Tags:
+    """Think, search, answer; the tags around documents and the opening prompt are those of the settings."""
+    ends = settings.information_open, settings.information_close
+    own = Markup((THINK, SEARCH, ANSWER), any_case=True)
+    for flag, end in zip(("--information-open", "--information-close"), ends):
+        if not re.fullmatch(r"</?[A-Za-z][A-Za-z0-9_-]*>", end) or own.tags_in(end):
+            raise R3LiteError(
+                f"{flag} is {end!r}",
+                "A tag is a name in angle brackets, such as <context> or </context>, other than think, search, answer.",
+            )
+    prompt = _init_prompt(settings, "prompts/tags/init_prompt.txt", ("information_open", "information_close"))
+    for name, end in zip(("{information_open}", "{information_close}"), ends):
+        prompt = prompt.replace(name, end)
+    lenient, system = settings.tags == "lenient", settings.system_prompt
+    return Tags(prompt, information=Tag(*ends), lenient=lenient, system=system)
+
+
+def load_solution(settings: ProtocolSettings) -> Tags:
+    """Working-out and solution; no search."""
+    prompt = _init_prompt(settings, "prompts/solution/init_prompt.txt")
+    lenient, system = settings.tags == "lenient", settings.system_prompt
+    return Tags(prompt, WORKING_OUT, SOLUTION, search=None, information=None, lenient=lenient, system=system)
+
+
+def _init_prompt(settings: ProtocolSettings, shipped: str, optional: tuple[str, ...] = ()) -> str:
+    if settings.step_prompt is not None:
+        raise R3LiteError(
+            f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have",
+            "Leave it out, or pass --format r3.",
+        )
+    return read_template(settings.init_prompt or shipped, "question", optional)

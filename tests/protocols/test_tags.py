@@ -1,0 +1,249 @@
+"""Reading of steps in tags, strict and lenient, their rendering, and the settings of the two formats."""
+
+import itertools
+import random
+import typing
+
+import pytest
+
+from r3lite.datasets.trajectories import check_steps
+from r3lite.episode import Document, Step
+from r3lite.errors import R3LiteError
+from r3lite.protocols.markup import Tag
+from r3lite.protocols.registry import PROTOCOLS, build_protocol
+from r3lite.protocols.tags import FAULTS, FORGIVEN, SOLUTION, WORKING_OUT, Tags
+from r3lite.settings import ProtocolSettings
+
+STRICT, LENIENT = (Tags("{question}", lenient=lenient) for lenient in (False, True))
+SOLVE, SOLVE_LENIENT = (
+    Tags("{question}", WORKING_OUT, SOLUTION, search=None, information=None, lenient=lenient)
+    for lenient in (False, True)
+)
+EVERY = {"tags": STRICT, "lenient tags": LENIENT, "solution": SOLVE, "lenient solution": SOLVE_LENIENT}
+THOUGHT, QUERY, ANSWER = "<think>a</think>", "<search>q</search>", "<answer>b</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        ("<think> two\nlines </think>\n<search> who? </search>", Step("two\nlines", "who?")),
+        (" <think>a < b</think> <answer> <b>Oslo</b></answer>\n", Step("a < b", answer="<b>Oslo</b>")),
+        ("<think>a</think><answer>Lon\ndon</answer>", Step("a", answer="Lon\ndon")),
+    ],
+)
+@pytest.mark.parametrize("protocol", [STRICT, LENIENT])
+def test_well_formed_steps(protocol, text, step):
+    assert protocol.parse(text, []) == step
+
+
+def test_the_solution_format():
+    text = "<start_working_out> 6 times 7 <end_working_out><SOLUTION> 42 </SOLUTION>"
+    assert (
+        SOLVE.parse(text, []) == Step("6 times 7", answer="42")
+        and SOLVE.render(Step("6 times 7", answer="42"), 1) == text
+    )
+    assert not SOLVE.searches and SOLVE.stop_strings == ("</SOLUTION>",)
+    assert SOLVE.parse("<start_working_out>x<end_working_out><search>q</search>", []).query is None
+    assert SOLVE.parse("<start_working_out>x</start_working_out><SOLUTION>42</SOLUTION>", []).faults  # no such tag
+
+
+@pytest.mark.parametrize(
+    ("text", "faults", "usable"),
+    [
+        (f"Well. {THOUGHT}{QUERY}", ("text_outside_tags",), "q"),
+        (f"{THOUGHT} so {ANSWER}", ("text_outside_tags",), "b"),
+        (f"{THOUGHT}{ANSWER} and more", ("text_outside_tags",), "b"),
+        (QUERY, ("no_think",), "q"),
+        (f"<think> </think>{ANSWER}", ("no_think",), "b"),
+        (f"{QUERY}{THOUGHT}", ("late_think",), "q"),
+        (f"{THOUGHT}<search>q", ("unclosed_tag",), None),
+        (f"{THOUGHT}<answer>b</search>", ("unclosed_tag", "unopened_tag"), None),
+        (f"{THOUGHT}</search>{QUERY}", ("unopened_tag",), "q"),
+        (f"<think>a{QUERY}", ("nested_tag",), "q"),
+        (f"<think>a{QUERY}</think>", ("nested_tag", "unopened_tag"), "q"),
+    ],
+)
+def test_what_leaves_no_doubt_is_a_fault_and_lenient_reading_forgives_it(text, faults, usable):
+    """What it forgives it does not count, and a block that is never closed ends with the turn or at the next tag."""
+    strict, lenient = STRICT.parse(text, []), LENIENT.parse(text, [])
+    assert strict.faults == faults and set(faults) <= FORGIVEN
+    assert (strict.query or strict.answer) == usable
+    assert lenient.faults == () and (lenient.query or lenient.answer) in ("q", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "usable"),
+    [
+        (f"{THOUGHT}{QUERY}<search>r</search>", "repeated_tag", None),
+        (f"{THOUGHT}{ANSWER}<answer>c</answer>", "repeated_tag", None),
+        (f"{THOUGHT}{ANSWER}{ANSWER}", "repeated_tag", None),
+        (f"{THOUGHT}{THOUGHT}{ANSWER}", "repeated_tag", "b"),
+        (f"{THOUGHT}{QUERY}{ANSWER}", "query_and_answer", None),
+        (f"{THOUGHT}<search>q{ANSWER}</search>", "query_and_answer", None),
+        (THOUGHT, "no_query_or_answer", None),
+        ("I do not know.", "no_query_or_answer", None),
+        ("", "no_query_or_answer", None),
+        (f"{THOUGHT}<search> \n</search>", "blank_query", None),
+        (f"{THOUGHT}<answer></answer>", "blank_answer", None),
+        (f"{THOUGHT}<information>made up</information>{QUERY}", "wrote_documents", "q"),
+        (f"</information>{THOUGHT}{QUERY}", "wrote_documents", "q"),
+        (f"{THOUGHT}<search>Asked, before!</search>", "repeated_query", "Asked, before!"),
+    ],
+)
+@pytest.mark.parametrize("protocol", [STRICT, LENIENT], ids=["strict", "lenient"])
+def test_what_leaves_doubt_is_a_fault_in_either_reading(protocol, text, fault, usable):
+    step = protocol.parse(text, [Step("x", "asked before")])
+    assert fault in step.faults and (step.query or step.answer) == usable
+    assert set(step.faults) <= set(FAULTS)
+
+
+def test_documents_before_a_thought_do_not_make_it_late():
+    step = STRICT.parse(f"<information>made up</information>{THOUGHT}{QUERY}", [])
+    assert step == Step("a", "q", faults=("wrote_documents",))
+
+
+def test_letter_case_counts_in_strict_reading_only():
+    text = "<Think>a</THINK><Search>q</SEARCH>"
+    assert LENIENT.parse(text, []) == Step("a", "q")
+    assert STRICT.parse(text, []).faults == ("text_outside_tags", "no_think", "no_query_or_answer")
+    assert STRICT.parse("<think>a <SEARCH> b</think><search>q</search>", []) == Step("a <SEARCH> b", "q")
+    assert SOLVE_LENIENT.parse("<start_working_out>a<END_working_out><solution>b</Solution>", []) == Step(
+        "a", answer="b"
+    )
+
+
+PIECES = (
+    "a < b",
+    "<b>",
+    "</",
+    "<think",
+    "searching>",
+    "\n\n",
+    "東京",
+    "🦊",
+    "עברית",
+    "<|im_end|>",
+    "Step 1:",
+    "\\n",
+    "{question}",
+    "  x ",
+    "\u2039",
+    "é\u2028",
+)
+TAGS_AS_TEXT = ("<think>", "</search>", "</information>", "<answer>", "<SOLUTION>", "<end_working_out>", "<Answer>")
+
+
+def generated(seed: int, *more: str) -> list[Step]:
+    """Steps of random text, stripped and not blank, as a row's are."""
+    draw = random.Random(seed)
+
+    def text() -> str:
+        return "".join(draw.choices(PIECES, k=draw.randint(1, 6)) + draw.choices(more, k=bool(more))).strip() or "x"
+
+    return [Step(text(), text()) if draw.random() < 0.5 else Step(text(), answer=text()) for _ in range(300)]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_is_rendered_is_read_back(name):
+    protocol, read = EVERY[name], 0
+    for step in generated(1):
+        if step.query is None or protocol.searches:
+            assert protocol.parse(protocol.render(step, 3), [Step("x", "another")]) == step
+            read += 1
+    assert read > 100
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_step_that_holds_the_tags_is_not_trained_on(name):
+    """Either its text is not read back and the row is refused, or the tags are not this protocol's."""
+    protocol, refused = EVERY[name], 0
+    for step in generated(2, *TAGS_AS_TEXT):
+        if step.answer is None:
+            continue
+        held = protocol.markup.tags_in(step.analysis) | protocol.markup.tags_in(step.answer)
+        problem = check_steps([step], protocol)
+        assert (problem is not None) == bool(held), step
+        refused += bool(held)
+    assert refused > 20
+
+
+def test_any_mixture_of_pieces_is_read_without_an_error():
+    pieces = [*(end for tag in STRICT.markup.tags for end in (tag.opening, tag.closing)), " x", "\n"]
+    for mixture in itertools.product(pieces, repeat=4):
+        for protocol in (STRICT, LENIENT):
+            step = protocol.parse("".join(mixture), [])
+            assert not (step.query and step.answer) and set(step.faults) <= set(FAULTS)
+            if not step.faults:
+                assert protocol.parse(protocol.render(step, 1), []) == step
+            if not step.faults and protocol is STRICT:
+                assert "".join(protocol.render(step, 1).split()) == "".join("".join(mixture).split())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_turn_ends_where_its_query_or_answer_does(name):
+    protocol = EVERY[name]
+    for step in (Step("a", "q"), Step("a", answer="b")):
+        if step.query is None or protocol.searches:
+            text = protocol.render(step, 1)
+            assert text.endswith(protocol.stop_strings) and protocol.first_turn(f"{text}<information>x") == text
+    assert protocol.first_turn("no tag") == "no tag"
+    assert ("</SEARCH>" in protocol.stop_strings) == (protocol is LENIENT)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_forced_opening_and_what_the_model_adds_are_one_step(name):
+    protocol = EVERY[name]
+    text = protocol.forced_prefix(3) + f" Oslo {protocol.answer.closing}"
+    assert protocol.parse(text, [Step("x", "q")]) == Step("I answer with what I know.", answer="Oslo")
+    assert "blank_answer" in protocol.parse(protocol.forced_prefix(3) + protocol.answer.closing, []).faults
+
+
+def test_documents_are_numbered_one_a_line_inside_their_tags():
+    documents = [Document("a", "T", "one\n two"), Document("b", "</Information>", "<b> <ANSWER>x</answer> a < b")]
+    second = "Doc 2(Title: \u2039/Information>) <b> \u2039ANSWER>x\u2039/answer> a < b"
+    given = f"\n\n<information>Doc 1(Title: T) one two\n{second}</information>\n\n"
+    assert STRICT.observation(documents, 2) == given
+    assert STRICT.observation([], 2) == "\n\n<information>(nothing was found)</information>\n\n"
+
+
+# Settings
+
+
+def load(**settings):
+    return build_protocol(ProtocolSettings(**settings))
+
+
+def test_every_format_of_the_settings_is_a_protocol():
+    assert set(typing.get_args(typing.get_type_hints(ProtocolSettings)["format"])) == set(PROTOCOLS)
+
+
+@pytest.mark.parametrize("ends", [("<r>", "</r>"), ("<context>", "<end_context>"), ("<start>", "<start>")])
+def test_the_tags_around_documents_are_settings(ends):
+    protocol = load(format="tags", information_open=ends[0], information_close=ends[1], system_prompt="Be brief.")
+    assert protocol.information == Tag(*ends) and protocol.system == "Be brief."
+    assert protocol.observation([Document("a", "T", "x")], 2).strip() == f"{ends[0]}Doc 1(Title: T) x{ends[1]}"
+    assert f"between {ends[0]} and {ends[1]}" in protocol.opening("Q?")
+    assert "wrote_documents" in protocol.parse(f"{THOUGHT}{ends[0]}x{ends[1]}{QUERY}", []).faults
+
+
+@pytest.mark.parametrize("end", ["information", "<a b>", "<>", "<|im_end|>", "<search>", "</Answer>", "<r>\n"])
+def test_what_is_no_tag_of_its_own_is_refused(end):
+    with pytest.raises(R3LiteError, match="--information-close is"):
+        load(format="tags", information_close=end)
+
+
+@pytest.mark.parametrize("name", ["tags", "solution"])
+def test_prompts(tmp_path, name):
+    protocol = load(format=name)
+    text = protocol.opening("Who {wrote} it?")
+    assert text.endswith("Who {wrote} it?") and all(
+        tag.opening in text and tag.closing in text for tag in protocol.markup.tags
+    )
+    assert protocol.think.opening in protocol.step_request(2)
+    (tmp_path / "mine.txt").write_text("Q: {question}")
+    assert load(format=name, init_prompt=str(tmp_path / "mine.txt")).opening("x") == "Q: x"
+    (tmp_path / "mine.txt").write_text("Q: {question} {step}")
+    with pytest.raises(R3LiteError, match="placeholders"):
+        load(format=name, init_prompt=str(tmp_path / "mine.txt"))
+    with pytest.raises(R3LiteError, match=f"--step-prompt .* --format {name} does not have"):
+        load(format=name, step_prompt="prompts/step_prompt.txt")
