@@ -324,9 +324,7 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
     own = flat(default)
     given, rest = parser.parse_known_args(argv)
     if rest:
-        flags = [_flag(name) for name in own]
-        word = rest[0].partition("=")[0]
-        raise UsageError(f"unknown argument {rest[0]}{nearest(word, flags)}")
+        raise UsageError(f"unknown argument {rest[0]}{nearest(rest[0].partition('=')[0], map(_flag, own))}")
     given = vars(given)
     check_texts(given)
     # A file may name its preset, which it then refines.
@@ -334,12 +332,12 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
     preset = given.get("preset") or from_file.get("preset") or own["preset"]
     presets = sorted(p.stem for p in shipped("presets").glob("*.toml"))
     if preset not in presets:
-        known = f"there are {', '.join(presets)}{nearest(str(preset), presets)}"
-        raise UsageError(f"no preset is named {preset!r}; {known}")
+        raise UsageError(
+            f"no preset is named {preset!r}; there are {', '.join(presets)}{nearest(str(preset), presets)}"
+        )
     from_preset = read_toml(shipped("presets", f"{preset}.toml"), table, commands, all_settings())
-    # The prompts of a preset are written for its format.
     if (from_file | given).get("format") not in (None, from_preset.get("format", own.get("format"))):
-        from_preset = {k: v for k, v in from_preset.items() if k not in ("init_prompt", "step_prompt")}
+        from_preset = {k: v for k, v in from_preset.items() if not k.endswith("_prompt")}  # written for its own format
     config = default
     for where, values in (
         (f"preset {preset}: ", from_preset),

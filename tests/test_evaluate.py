@@ -123,6 +123,7 @@ def test_tags_and_solution_are_scored_as_r3_is(toy, says, tmp_path):
     scores, predictions = written(tmp_path)
     values = [scores[name]["value"] for name in ("em", "format_adherence", "mean_searches")]
     assert values == pytest.approx([1 / 3, 1, 1]) and all(p["steps"][0]["documents"] for p in predictions)
+    (tmp_path / "out").rename(tmp_path / "tags")
     says({name: [f"{working_out}<SOLUTION> Adatown </SOLUTION>"] for name in ("Ada", "Bob", "Cy")})
     assert evaluate.main([*toy, "--format", "solution"]) == 0
     values = [written(tmp_path)[0][name]["value"] for name in ("em", "format_adherence", "mean_searches")]

@@ -18,8 +18,8 @@ class RewardSettings(Section):
     """paid at the end per unit of F1"""
     outcome_judge: Judged[NonNegative] = 0.0
     """paid at the end when the judge calls the answer right"""
-    process_recall: NonNegative = 0.3
-    """paid at each query per share of the gold paragraphs found for the first time"""
+    process_recall: NonNegative = 0.0
+    """paid at each query per share of the gold paragraphs found for the first time, which must be known"""
     process_judge: Judged[NonNegative] = 0.0
     """paid at each query per unit of the judge's relevance and coherence"""
     format_reward: NonNegative = 0.1
