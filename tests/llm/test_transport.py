@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -66,7 +67,9 @@ def test_a_signal_ends_a_wait_for_a_server_that_drips(gemini, said, tmp_path, nu
     flags = ["--source", "teacher", "--data", "data.jsonl", "--retriever", "none", "--output", "out.jsonl"]
     command = [sys.executable, "-m", "r3lite.collect", *flags, "--judge-base-url", gemini.url]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
+    options = {"stderr": subprocess.PIPE, "text": True, "preexec_fn": heard}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **options)
     try:
         wait_until(lambda: gemini.requests, 60)
         process.send_signal(number)
