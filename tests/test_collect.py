@@ -47,6 +47,7 @@ def test_gold_trajectories_of_the_other_formats(tmp_path, monkeypatch):
     assert read_rows(output, "tags") == read_rows(output)
     retrieve = lambda pairs: pytest.fail(f"asked {pairs}")  # noqa: E731
     monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", lambda *_, **__: retrieve)
+    output = tmp_path / "solution.jsonl"
     assert run(data, output, "--limit", "10", "--preset", "solution") == 0
     for trajectory, question in zip(read_rows(output, "solution"), read_questions(data, limit=10), strict=True):
         (step,) = trajectory.steps

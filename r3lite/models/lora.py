@@ -269,7 +269,7 @@ def read_adapter_config(folder: str | Path) -> LoraConfig | None:
 
 
 def read_base(folder: str | Path) -> tuple[str, str | None]:
-    """Name and fingerprint of the base that an adapter was trained on; None if whoever wrote it recorded none."""
+    """Name and fingerprint of the base that an adapter was trained on; None if none is recorded."""
     folder = _adapter_folder(folder)
     name = _read_config(folder).text("base_model_name_or_path", "", blank=True)
     with opened(folder / WEIGHTS, REMEDY) as file:
