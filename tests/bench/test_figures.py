@@ -92,20 +92,8 @@ def test_a_profile_in_words_and_in_a_table():
     assert profile.rows(found)[1] == {"part": HEAD, "percent": 3.0, "milliseconds": 60.0}
 
 
-# Claims that have no committed result yet. Each leaves this list with its claim, or when its result comes.
-WITHOUT_RESULT = [
-    "the same, 320 articles of the sample world, short and of like length: little padding to save",
-    "between 1.22 and 1.73 in six runs",
-    "between 1.70 and 2.35 in three",
-]
-
-
 def test_every_figure_of_a_bench_in_the_documents_is_of_a_committed_run():
-    assert [claim for claim in claims.without_result(documents()) if claim not in WITHOUT_RESULT] == []
-
-
-def test_what_is_known_to_have_no_result_is_still_claimed():
-    assert claims.without_result(documents()) == WITHOUT_RESULT
+    assert claims.without_result(documents()) == []
 
 
 def documents() -> str:
