@@ -21,14 +21,21 @@ class IndexConfig:
 
 
 def build_index(config: IndexConfig) -> None:
-    settings = config.index
+    from r3lite.files import sole_writer
+    from r3lite.retrieval.index import check_output
+
+    output = config.common.output or time.strftime("runs/index-%Y%m%d-%H%M%S")
+    check_output(output)  # before the encoding, which may take hours
+    with sole_writer(output, folder=False):  # the folder itself is replaced
+        encode(config.index, output)
+
+
+def encode(settings: IndexSettings, output: str) -> None:
     from r3lite.devices.precision import resolve_device
     from r3lite.retrieval import index
     from r3lite.retrieval.corpus import read_corpus
     from r3lite.retrieval.encoder import make_encoder
 
-    output = config.common.output or time.strftime("runs/index-%Y%m%d-%H%M%S")
-    index.check_output(output)  # before the encoding, which may take hours
     documents = read_corpus(settings.corpus, settings.skip_bad_rows)
     # Hashing has no use for a device, and a run without a card should not be warned of it.
     device = "cpu" if settings.encoder == "hashing" else str(resolve_device(settings.device))

@@ -7,6 +7,7 @@ import pytest
 from r3lite import index, retrieve
 from r3lite.config import shipped
 from r3lite.episode import Document, Question
+from r3lite.files import sole_writer
 
 HOTPOT = ("hotpotqa/train_100.json", "hotpotqa/corpus_994.jsonl")
 MUSIQUE = ("musique/train_100.jsonl", "musique/corpus_1890.jsonl")
@@ -131,3 +132,30 @@ def test_recall_of_questions_that_bring_nothing_is_zero():
     gold = Document("1", "T", "x")
     asked = [Question("q", "zebra?", ("a",), (gold,), gold=(gold,)), Question("p", "x?", ("a",), (gold,), gold=(gold,))]
     assert retrieve.mean_recall(asked, [[], [gold]], 2) == 0.5
+
+
+def test_an_index_that_another_process_builds_is_not_built_a_second_time(tmp_path, capsys):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": "1", "title": "T", "text": "It is here."}\n')
+    arguments = ["--corpus", str(corpus), "--encoder", "hashing", "--output", str(tmp_path / "index")]
+    with sole_writer(tmp_path / "index", folder=False):
+        assert index.main(arguments) == 1
+    assert "another process" in capsys.readouterr().err and not (tmp_path / "index").exists()
+    assert index.main(arguments) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
+
+
+def test_a_full_disk_is_an_error_with_a_remedy_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    """FAISS raises a bare RuntimeError, which ended in a traceback."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": "1", "title": "T", "text": "It is here."}\n')
+
+    def full(vectors, path):
+        raise RuntimeError("Error in void faiss::WRITEANDCHECK\nwrite error: No space left on device")
+
+    monkeypatch.setattr("faiss.write_index", full)
+    arguments = ["--corpus", str(corpus), "--encoder", "hashing", "--output", str(tmp_path / "index")]
+    assert index.main(arguments) == 1
+    told = capsys.readouterr().err
+    assert "cannot be written: write error: No space left on device" in told and "Make room" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]

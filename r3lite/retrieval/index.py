@@ -54,7 +54,12 @@ class PassageIndex:
         temporary, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("part", "old"))
         try:
             temporary.mkdir()
-            faiss.write_index(self.vectors, str(temporary / VECTORS))
+            try:
+                faiss.write_index(self.vectors, str(temporary / VECTORS))
+            except RuntimeError as error:  # what FAISS makes of a full disk
+                reason = str(error).strip().splitlines()[-1]
+                remedy = "Make room, or name another --output."
+                raise R3LiteError(f"the index {folder} cannot be written: {reason}", remedy) from error
             with open(temporary / VECTORS, "rb+") as file:
                 os.fsync(file.fileno())
             write_jsonl(temporary / PASSAGES, (d.to_json() for d in self.documents))
