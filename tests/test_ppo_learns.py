@@ -1,6 +1,7 @@
 """Reinforcement learning learns: on the tiny base a reward rises round by round, and does not if learning is broken.
 
-What is paid can be learned in a few rounds: to go on until the turn is cut off, which the base does one time in four.
+What is paid can be learned in a few rounds: to end the turn within 9 tokens, which the base does one time in eight. A
+model that is broken does not end its turns, so that damage cannot pass for learning: it did while going on was paid.
 """
 
 import json
@@ -15,19 +16,19 @@ from r3lite.training import metrics, optim
 
 @pytest.fixture
 def rewards(tmp_path, monkeypatch):
-    """Runs eight rounds of 32 episodes of at most 12 tokens; returns the mean reward of each."""
+    """Runs eight rounds of 32 episodes of at most 9 tokens; returns the mean reward of each."""
     for name, text in (("init", "{question}"), ("step", "{documents}")):
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     questions = [{"id": str(i), "question": f"Where is {i}?", "answer": "there"} for i in range(4)]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n", encoding="utf-8")
     prompts = [x for name in ("init", "step") for x in (f"--{name}-prompt", str(tmp_path / f"{name}.txt"))]
     monkeypatch.setattr(
-        reward, "score", lambda e, *_: reward.Scored([float(e.finish == "cut_off")] + [0.0] * (len(e.steps) - 1))
+        reward, "score", lambda e, *_: reward.Scored([float(e.finish != "cut_off")] + [0.0] * (len(e.steps) - 1))
     )
 
     def run(*more: str) -> list[float]:
         flags = "--preset tiny --dtype fp32 --retriever none --batch-size 4 --num-generations 8 --mini-batch-size 16"
-        flags += " --update-epochs 1 --max-new-tokens 12 --max-length 64 --max-steps 8 --warmup 0 --learning-rate 4e-3"
+        flags += " --update-epochs 1 --max-new-tokens 9 --max-length 64 --max-steps 8 --warmup 0 --learning-rate 4e-3"
         data = ["--data", str(tmp_path / "questions.jsonl"), "--output", str(tmp_path / "run")]
         assert ppo.main([*flags.split(), *prompts, *data, *more]) == 0
         return [record["reward"] for record in metrics.read(tmp_path / "run" / metrics.FILE)]
@@ -36,9 +37,11 @@ def rewards(tmp_path, monkeypatch):
 
 
 def learned(rewards: list[float]) -> bool:
-    """Whether the last rounds are far above chance, which the first round shows: 0.25 on the four questions."""
-    assert len(rewards) == 8 and 0.1 < rewards[0] < 0.45
-    return statistics.fmean(rewards[-3:]) > 0.6
+    """Whether the last rounds are far above the first, which shows chance."""
+    assert len(rewards) == 8 and 0 < rewards[0] < 0.35
+    end = statistics.fmean(rewards[-3:])
+    assert not 0.5 < end < 0.8, "neither learned nor not"
+    return end >= 0.8
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
