@@ -133,7 +133,7 @@ class Record:
         return self.values.get(key) is not None
 
     def error(self, problem: str) -> InvalidRecord:
-        """The exception that says what is wrong with this record."""
+        """An exception with the place of this record, the problem and the remedy."""
         return InvalidRecord(f"{self.source.where}: {problem}" if self.source.where else problem, self.source.remedy)
 
     def wrong(self, key: str, wanted: str) -> InvalidRecord:

@@ -77,16 +77,17 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None] | None) -> I
             raise R3LiteError(cut, "The file is cut; get it again.")
         try:
             value, end = parse_at(text, at)
+            problem = None if isinstance(value, dict) else "not a JSON object"
         except InvalidRecord as error:
             end = end_of(text, at)
             if end is None:
                 damaged = "The file is damaged from here on; get it again."
                 raise R3LiteError(f"{where}: {error.cause}", damaged) from error
-            value = InvalidRecord(f"{where}: {error.cause}", MEND)
-        if isinstance(value, dict):
+            problem = error.cause
+        if problem is None:
             yield Record(value, Source(where, MEND))
         else:
-            bad = value if isinstance(value, InvalidRecord) else InvalidRecord(f"{where}: not a JSON object", MEND)
+            bad = InvalidRecord(f"{where}: {problem}", MEND)
             if on_bad is None:
                 raise bad
             on_bad(bad)

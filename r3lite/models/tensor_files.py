@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from r3lite.errors import R3LiteError
-from r3lite.files import check_regular
+from r3lite.files import PART, check_regular
 from r3lite.records import parse
 
 REMEDY = "The download may be incomplete: fetch the file again."
@@ -41,7 +41,7 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{PART}")
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(whole, temporary, metadata={"format": "pt"} | (metadata or {}))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from r3lite.config import shipped
 from r3lite.errors import R3LiteError
-from r3lite.files import read_record, write_json
+from r3lite.files import PART, read_record, write_json
 from r3lite.models import nf4
 from r3lite.models.nf4 import Nf4Linear
 from r3lite.models.qwen2 import Qwen2
@@ -266,7 +266,7 @@ def _write_folder(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise R3LiteError(f"{out} is there already", "Name a new folder for the checkpoint.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}{PART}")
     try:
         temporary.mkdir()
         for name in VERBATIM:
