@@ -67,7 +67,7 @@ class Teacher:
 
         The teacher's steps are its own turns, so that no text in a document or a question can pass for one.
         """
-        turns, user = [], [self.protocol.opening(this.question.text)]
+        turns, user = [], [self.protocol.opening(self.protocol.quoted(this.question.text))]
         for k, step in enumerate(this.steps, 1):
             turns += ["\n\n".join(user), self.protocol.render(step, k)]
             user = [self.protocol.observation(step.documents, k + 1)]
