@@ -143,11 +143,6 @@ class Record:
             return self.error(f"{self.path}{key} is missing")
         return self.error(f"{self.path}{key} is {shown(value)}, not {wanted}")
 
-    def only(self, *keys: str) -> None:
-        """Refuses any other key."""
-        if extra := [key for key in self.values if key not in keys]:
-            raise self.error(f"{self.path}{extra[0]} is not a known key")
-
     def first(self, *keys: str) -> str:
         """The first of several spellings of a key that is there; if none is, the first spelling."""
         return next((key for key in keys if self.values.get(key) is not None), keys[0])
