@@ -227,7 +227,7 @@ def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_pa
     gemini.script, run = script, tmp_path / "run"
     judged = ["--judge", "gemini", "--judge-base-url", gemini.url, "--judge-concurrency", "1", "--outcome-judge", "1"]
     judged += ["--learning-rate", "1e-9"]  # the model goes on answering: without an answer no judge is asked
-    assert ppo.main(arguments(cold, run, *judged, "--max-steps", "6")) == 1
+    assert ppo.main(arguments(cold, run, *judged, "--max-steps", "30")) == 1
     records = logged(run, "metrics.jsonl")
     assert 0 < records[-1]["judge/failure_ratio"] < 1 and records[-1]["judge/missing"] > 0
     told = capsys.readouterr().err
