@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 128  # rows of logits that exist at a time
-# A row's gradient is scaled to this size before it is multiplied in the head's dtype: fp16 has no numbers below 6e-8,
-# and the gradient of one token of a large batch is often smaller.
+# A row's gradient has this size when it is multiplied in the head's dtype: fp16 has no numbers below 6e-8, and the
+# gradient of one token of a large batch is often smaller.
 UNIT = 1024.0
 
 Metrics = dict[str, Tensor]
@@ -53,14 +53,15 @@ def token_loss(
     """The sum over chunks of `loss(rows, logprobs, entropies)`, a scalar, and the metrics of each chunk in order.
 
     Arguments are as in `token_logprobs`. The upstream gradient is known as soon as a chunk's log-probabilities are, so
-    the gradient with respect to `hidden` is computed in the forward pass and the logits are computed once, not twice.
+    the gradient with respect to `hidden` is computed in the forward pass and the logits are computed once, not twice;
+    twice only for a loss that depends on the entropies.
     """
     if torch.is_grad_enabled() and hidden.requires_grad:
         return _TokenLoss.apply(hidden, head_weight, targets, loss, temperature, chunk, with_entropy)
     total, metrics = torch.zeros((), device=hidden.device), []
     for rows in _chunks(len(targets), chunk):
         logits = _logits(hidden[rows], head_weight)
-        logprobs, _, entropies = _statistics(logits, targets[rows], temperature, with_entropy)
+        logprobs, entropies = _statistics(logits, targets[rows], temperature, with_entropy)
         del logits  # before the next chunk's are computed
         value, measured = loss(rows, logprobs, entropies)
         total += value
@@ -85,30 +86,27 @@ class _TokenLogprobs(torch.autograd.Function):
         parts = [
             _statistics(_logits(hidden[rows], head_weight), targets[rows], temperature, with_entropy)
             for rows in _chunks(len(targets), chunk)
-        ] or [(hidden.new_zeros(0, dtype=torch.float32),) * 3]
-        logprobs, log_z, entropies = (None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, head_weight, targets, log_z, entropies if with_entropy else None)
+        ] or [(hidden.new_zeros(0, dtype=torch.float32),) * 2]
+        logprobs, entropies = (None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, head_weight, targets, entropies if with_entropy else None)
         ctx.temperature, ctx.chunk = temperature, chunk
         return logprobs, entropies if with_entropy else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, head_weight, targets, log_z, entropies = ctx.saved_tensors
+        hidden, head_weight, targets, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         for rows in _chunks(len(targets), ctx.chunk):
-            logits = _logits(hidden[rows], head_weight)
             grad_hidden[rows] = _grad_hidden(
-                logits,
+                hidden[rows],
                 head_weight,
                 targets[rows],
-                log_z[rows],
                 None if entropies is None else entropies[rows],
                 grad_logprobs[rows],
                 None if grad_entropies is None else grad_entropies[rows],
                 ctx.temperature,
             )
-            del logits  # before the next chunk's are computed
         return grad_hidden, None, None, None, None, None
 
 
@@ -120,14 +118,18 @@ class _TokenLoss(torch.autograd.Function):
         total, metrics = torch.zeros((), device=hidden.device), []
         for rows in _chunks(len(targets), chunk):
             logits = _logits(hidden[rows], head_weight)
-            logprobs, log_z, entropies = _statistics(logits, targets[rows], temperature, with_entropy)
+            logprobs, entropies = _statistics(logits, targets[rows], temperature, with_entropy, to_gradients=True)
             value, measured, grad_logprobs, grad_entropies = _value_and_grads(loss, rows, logprobs, entropies)
             total += value
             metrics.append(measured)
-            grad_hidden[rows] = _grad_hidden(
-                logits, head_weight, targets[rows], log_z, entropies, grad_logprobs, grad_entropies, temperature
-            )
+            if grad_entropies is None:
+                scale = grad_logprobs / (-_unit(logits.dtype) * temperature)
+                grad_hidden[rows] = (logits @ head_weight).float() * scale[:, None]
             del logits  # before the next chunk's are computed
+            if grad_entropies is not None:
+                grad_hidden[rows] = _grad_hidden(
+                    hidden[rows], head_weight, targets[rows], entropies, grad_logprobs, grad_entropies, temperature
+                )
         ctx.save_for_backward(grad_hidden)
         ctx.dtype = hidden.dtype
         return total, metrics
@@ -164,48 +166,65 @@ def _logits(hidden: Tensor, head_weight: Tensor) -> Tensor:
     return F.linear(hidden.to(head_weight.dtype), head_weight)
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """A copy of a few rows in fp32, divided by the temperature."""
-    wide = logits.to(torch.float32, copy=True)
-    return wide if temperature == 1 else wide.div_(temperature)
+def _unit(dtype: torch.dtype) -> float:
+    """How large a row's gradient is made before it is multiplied in `dtype`."""
+    return 1.0 if dtype == torch.float32 else UNIT
 
 
-def _statistics(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, ...]:
-    """Log-probabilities [n] of the targets, log Z [n] and entropies [n] (or None), of logits [n, V]."""
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities [w, V] in fp32 of a few rows of logits divided by the temperature."""
+    if temperature != 1:
+        logits = logits.float() / temperature
+    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+
+
+def _statistics(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, to_gradients: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities [n] of the targets, and entropies [n] or None, of logits [n, V].
+
+    With `to_gradients` each row of logits becomes the gradient of -log p(target), p_v - [v = target], times
+    `_unit(dtype)`. The gradient of any loss of log p(target) is that times a number, so it is made before the loss is.
+    """
     parts, size = [], wide_rows(logits.device.type)
-    for few, target in zip(logits.split(size), targets.split(size)):
-        wide = _scaled(few, temperature)
-        log_z = wide.logsumexp(-1, keepdim=True)  # [w, 1]
-        logprob, entropy = wide.gather(-1, target[:, None]).sub_(log_z)[:, 0], None
+    for few, target in zip(logits.split(size), targets[:, None].split(size)):
+        logprobs = _log_softmax(few, temperature)  # [w, V]
+        logprob, entropy = logprobs.gather(-1, target)[:, 0], None
+        in_place = to_gradients and few.dtype == logprobs.dtype
+        if with_entropy or to_gradients:
+            probs = torch.exp(logprobs, out=few if in_place else None if with_entropy else logprobs)
         if with_entropy:
             # Not log Z - sum_v p_v logit_v: if logits are large, a small entropy is lost in that difference.
-            wide.sub_(log_z)
-            entropy = torch.linalg.vecdot(wide.exp(), wide).neg_()
-        parts.append((logprob, log_z[:, 0], entropy))
+            entropy = torch.linalg.vecdot(probs, logprobs).neg_()
+        if to_gradients:
+            probs.scatter_add_(-1, target, torch.full_like(target, -1, dtype=probs.dtype))
+            if not in_place:
+                torch.mul(probs, UNIT, out=few)
+        parts.append((logprob, entropy))
     return tuple(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))
 
 
 def _grad_hidden(
-    logits: Tensor,
+    hidden: Tensor,
     head_weight: Tensor,
     targets: Tensor,
-    log_z: Tensor,
     entropies: Tensor | None,
     grad_logprobs: Tensor,
     grad_entropies: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The gradient [n, C], fp32, with respect to a chunk's hidden states; the logits [n, V] are overwritten.
+    """The gradient [n, C], fp32, with respect to a chunk's hidden states [n, C], whose logits are computed again.
 
     With p = softmax(logits / T), g and h the gradients with respect to log p(target) and to the entropy H:
     dL/dlogit_v = (g ([v = target] - p_v) - h p_v (log p_v + H)) / T.
     """
+    logits = _logits(hidden, head_weight)
     size = grad_logprobs.abs() if grad_entropies is None else grad_logprobs.abs() + grad_entropies.abs()  # [n]
-    unit = UNIT / size.clamp(min=torch.finfo(torch.float32).tiny * UNIT)
+    unit = _unit(logits.dtype) / size.clamp(min=torch.finfo(torch.float32).tiny * UNIT)
     g = (grad_logprobs * unit)[:, None]  # [n, 1]
     h = None if grad_entropies is None else (grad_entropies * unit)[:, None]
     for few in _chunks(len(logits), wide_rows(logits.device.type)):
-        logprobs = _scaled(logits[few], temperature).sub_(log_z[few, None])  # [w, V]
+        logprobs = _log_softmax(logits[few], temperature)  # [w, V]
         probs = logprobs.exp()
         if h is None:
             grad_logits = probs.mul_(-g[few])
