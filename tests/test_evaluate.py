@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from r3lite import evaluate
@@ -64,7 +65,7 @@ def says(monkeypatch):
                 turn = turns[sequence.question.id][len(sequence.steps)]
                 tokenizer = engine.layout.tokenizer
                 tokens.append([*tokenizer.encode(turn), tokenizer.stop_id][len(sequence.turn)])
-            return tokens, [0.0] * len(rows)
+            return torch.tensor(tokens), torch.zeros(len(rows))
 
         monkeypatch.setattr(Engine, "_sample", sample)
 

@@ -146,11 +146,9 @@ class Precision:
                 "Lower --learning-rate, or look for broken rows in --data; the newest checkpoint is from before.",
             )
         self.changed_weights = True
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            if finite:
-                self.scaler.step(optimizer)
+        if finite:
+            optimizer.step()  # not the scaler's, which waits for the device to learn what the norm has told
+        if self.scaler is not None:
             self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
         self._count(skipped=not finite)

@@ -39,7 +39,7 @@ class Engine:
 
     model: Qwen2
     layout: Layout
-    sampler: Callable[[Tensor, list[float]], tuple[list[int], list[float]]]
+    sampler: Callable[[Tensor, list[float]], tuple[Tensor, Tensor]]
     grant: Grant
     value_head: nn.Module | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
@@ -137,16 +137,19 @@ class Engine:
         hidden = decoder([s.tokens[-1] for s in rows])  # [B, C]
         # Padding rows of the embedding are never sampled.
         logits = F.linear(hidden, self.model.head_weight[: self.layout.tokenizer.size])  # [B, V]
-        values = self.value_head(hidden).tolist() if self.value_head is not None else [0.0] * len(rows)
-        tokens, logprobs = self._sample(logits, rows)
+        drawn = [*self._sample(logits, rows)]
+        if self.value_head is not None:
+            drawn.append(self.value_head(hidden))
+        # All numbers of a step come in one transfer, because each waits for the device; ids are exact in float64.
+        tokens, logprobs, *values = torch.stack([x.to(drawn[1]) for x in drawn]).tolist()
         for sequence, logprob in zip(rows, logprobs):
             if math.isnan(logprob):
                 self._explain_overflow(sequence)
-        for sequence, token, logprob, value in zip(rows, tokens, logprobs, values, strict=True):
+        for i, sequence in enumerate(rows):
             sequence.cached += 1
-            sequence.write([token])
-            sequence.logprobs.append(logprob)
-            sequence.values.append(value)
+            sequence.write([int(tokens[i])])
+            sequence.logprobs.append(logprobs[i])
+            sequence.values.append(values[0][i] if values else 0.0)
 
     def _explain_overflow(self, sequence: Sequence) -> NoReturn:
         with ActivationWatch(self.model) as watch:
@@ -156,6 +159,6 @@ class Engine:
             "Pass --dtype bf16 or --dtype fp32, whose numbers reach further; or start from a sounder adapter.",
         )
 
-    def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[list[int], list[float]]:
-        """One token and its log-probability per row, from logits [B, V]; each row draws from its own stream."""
+    def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[Tensor, Tensor]:
+        """Tokens [B] and their log-probabilities [B], from logits [B, V]; each row draws from its own stream."""
         return self.sampler(logits, [s.stream.random() for s in rows])

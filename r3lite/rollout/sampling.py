@@ -20,8 +20,8 @@ class Sampler:
     top_k: int = 0
     top_p: float = 1.0
 
-    def __call__(self, logits: Tensor, uniforms: list[float]) -> tuple[list[int], list[float]]:
-        """Tokens and their log-probabilities, one of each per row of logits [B, V]."""
+    def __call__(self, logits: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
+        """Tokens [B] and their log-probabilities [B] in float64, one of each per row of logits [B, V]."""
         wide = logits.float()
         wide = wide / self.temperature if self.temperature not in (0, 1) else wide
         top, likeliest = wide.max(-1, keepdim=True)  # [B, 1]
@@ -35,7 +35,7 @@ class Sampler:
                 sums = _block_sums(weights)
             tokens = _inverse_cdf(weights, sums, torch.tensor(uniforms, dtype=sums.dtype, device=sums.device)[:, None])
         logprobs = (wide.gather(-1, tokens) - top).to(log_z.dtype) - log_z
-        return tokens[:, 0].tolist(), logprobs[:, 0].tolist()
+        return tokens[:, 0], logprobs[:, 0]
 
     def _truncate(self, probs: Tensor) -> Tensor:
         """Sets to 0 what top-k and top-p exclude."""

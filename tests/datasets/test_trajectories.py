@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from r3lite.datasets.trajectories import Conversation, Trajectory, encode_row, encode_rows, read_rows, row_from_json
 from r3lite.episode import Document, Question, Step
@@ -81,7 +82,11 @@ def test_a_trajectory_is_the_episode_that_a_rollout_would_sample(tokenizer, name
         script += [tokenizer.stop_id] if protocol.user_turns else []
     said = iter(script)
     model = Qwen2(Qwen2Config(tokenizer.size, 16, 16, 1, 2, 2)).requires_grad_(False)
-    engine = Engine(model, layout_of(tokenizer, protocol), lambda *_: ([next(said)], [0.0]), Grant(Memory()))
+
+    def say(*_):
+        return torch.tensor([next(said)]), torch.zeros(1)
+
+    engine = Engine(model, layout_of(tokenizer, protocol), say, Grant(Memory()))
     asked, found = [], iter([[s.documents] for s in steps])
 
     def retrieve(pairs):

@@ -28,7 +28,7 @@ def says(tokenizer):
     class Scripted(Engine):
         def _sample(self, logits, rows):
             ids = [*tokenizer.encode(self.text), tokenizer.stop_id]
-            return [ids[len(s.turn)] for s in rows], [0.0] * len(rows)
+            return torch.tensor([ids[len(s.turn)] for s in rows]), torch.zeros(len(rows))
 
     def make(baseline, text, protocol=PROTOCOL, **lengths):
         lengths = LengthSettings(**({"max_length": 600, "max_new_tokens": 64} | lengths))

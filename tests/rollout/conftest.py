@@ -43,7 +43,7 @@ class ScriptedEngine(Engine):
             ids = self.layout.tokenizer.encode(turn.removesuffix("..."))
             ids += [] if turn.endswith("...") else [self.layout.tokenizer.stop_id]
             tokens.append(ids[len(sequence.turn)])
-        return tokens, [logprobs[i, token].item() for i, token in enumerate(tokens)]
+        return torch.tensor(tokens), logprobs[range(len(tokens)), tokens]
 
 
 @pytest.fixture

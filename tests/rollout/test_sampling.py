@@ -4,10 +4,15 @@ import torch
 from r3lite.rollout.sampling import Sampler
 
 
+def drawn(sampler, logits, uniforms):
+    """What a sampler draws, as lists."""
+    return tuple(drawn.tolist() for drawn in sampler(logits, uniforms))
+
+
 def test_the_inverse_cdf_by_hand():
     # probabilities 0.1, 0.2, 0.7: u in [0, .1) -> 0, [.1, .3) -> 1, [.3, 1) -> 2
     logits = torch.tensor([[0.1, 0.2, 0.7]]).log().repeat(5, 1)
-    tokens, logprobs = Sampler()(logits, [0.0, 0.0999, 0.1001, 0.2999, 0.9999])
+    tokens, logprobs = drawn(Sampler(), logits, [0.0, 0.0999, 0.1001, 0.2999, 0.9999])
     assert tokens == [0, 0, 1, 1, 2]
     assert np.allclose(np.exp(logprobs), [0.1, 0.1, 0.2, 0.2, 0.7], atol=1e-6)
 
@@ -21,13 +26,13 @@ def test_frequencies_follow_the_distribution():
 
 def test_temperature_scales_what_is_recorded():
     logits = torch.tensor([[1.0, 3.0, 0.0]])
-    tokens, logprobs = Sampler(temperature=0.5)(logits, [0.5])
+    tokens, logprobs = drawn(Sampler(temperature=0.5), logits, [0.5])
     assert np.isclose(logprobs[0], (logits / 0.5).log_softmax(-1)[0, tokens[0]].item())
 
 
 def test_greedy_takes_the_likeliest_and_records_it_at_temperature_one():
     logits = torch.tensor([[1.0, 3.0, 0.0]])
-    tokens, logprobs = Sampler(temperature=0)(logits, [0.999])
+    tokens, logprobs = drawn(Sampler(temperature=0), logits, [0.999])
     assert tokens == [1] and np.isclose(logprobs[0], logits.log_softmax(-1)[0, 1].item())
 
 
@@ -35,22 +40,22 @@ def test_truncation_changes_the_choice_but_not_the_recorded_probability():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(3, 1)
     uniforms = [0.0, 0.7, 0.999]
     # top-k 2: 0.5 and 0.3, so u = 0.7 falls at 0.56 of 0.8
-    tokens, logprobs = Sampler(top_k=2)(logits, uniforms)
+    tokens, logprobs = drawn(Sampler(top_k=2), logits, uniforms)
     assert tokens == [0, 1, 1] and np.isclose(np.exp(logprobs[1]), 0.3)
     # top-p 0.9 keeps 0.5, 0.3 and 0.15 (what is likelier than the third sums to 0.8); top-p 0.8 keeps two
-    assert Sampler(top_p=0.9)(logits, uniforms)[0] == [0, 1, 2]
-    assert Sampler(top_p=0.8)(logits, uniforms)[0] == [0, 1, 1]
-    assert Sampler(top_p=0.01)(logits, uniforms)[0] == [0, 0, 0]
+    assert drawn(Sampler(top_p=0.9), logits, uniforms)[0] == [0, 1, 2]
+    assert drawn(Sampler(top_p=0.8), logits, uniforms)[0] == [0, 1, 1]
+    assert drawn(Sampler(top_p=0.01), logits, uniforms)[0] == [0, 0, 0]
 
 
 def test_a_token_without_probability_is_never_drawn():
     logits = torch.tensor([[-float("inf"), 0.0, -float("inf")]]).repeat(2, 1)
-    assert Sampler()(logits, [0.0, 1 - 2**-53])[0] == [1, 1]
+    assert drawn(Sampler(), logits, [0.0, 1 - 2**-53])[0] == [1, 1]
 
 
 def test_rows_do_not_depend_on_each_other():
     torch.manual_seed(0)
     logits, uniforms = torch.randn(6, 50_000), list(np.random.default_rng(1).random(6))
-    together = Sampler()(logits, uniforms)
-    alone = [Sampler()(logits[i : i + 1], uniforms[i : i + 1]) for i in range(6)]
+    together = drawn(Sampler(), logits, uniforms)
+    alone = [drawn(Sampler(), logits[i : i + 1], uniforms[i : i + 1]) for i in range(6)]
     assert together[0] == [a[0][0] for a in alone]
