@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 from torch.profiler import record_function
 
-from r3lite.models import functions, logprobs, qwen2
+from r3lite.models import functions, logprobs, projections, qwen2
 from r3lite.models.kv_cache import Decode, KVCache, Prefill
-from r3lite.models.nf4 import Nf4Linear
 from r3lite.models.packing import Pack
+from r3lite.models.stacks import STACKS
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 
@@ -37,23 +37,23 @@ MEANINGS = {
     REST: "passes between operators, in Python and in starting them",
 }
 
+MOST = max(map(len, STACKS))  # adapters whose A lie side by side
 # Where a range begins: an owner, the names of its functions, and the part that they belong to.
 RANGES = [
-    (torch.nn.Linear, ("forward",), FROZEN),
-    (Nf4Linear, ("forward",), FROZEN),
-    (functions, ("_dense_weight",), FROZEN),
-    (functions, ("_adapted", "_adapted_in_fp32"), ADAPTERS),
-    (functions._AdaptedLinear, ("backward",), ADAPTERS),
+    (projections, ("_frozen", "_weight"), FROZEN),
+    (projections, ("_without_gradients", "_add_adapters"), ADAPTERS),
+    (projections._Projected, ("forward", "backward"), ADAPTERS),
     (qwen2.Attention, ("forward",), ATTENTION),
     (KVCache, ("reserve", "copy", "swap"), ATTENTION),
     (Prefill, ("__init__",), ATTENTION),
     (Decode, ("__init__",), ATTENTION),
     (Pack, ("of",), ATTENTION),
     (qwen2.RMSNorm, ("forward",), ELEMENTWISE),
-    (qwen2, ("swiglu", "rotate", "rotary_angles"), ELEMENTWISE),
+    (qwen2, ("swiglu", "rotate_", "rotary_angles"), ELEMENTWISE),
     (qwen2.Layer, ("attend", "feed_forward"), ELEMENTWISE),
     (functions._RMSNorm, ("backward",), ELEMENTWISE),
     (functions._SwiGLU, ("backward",), ELEMENTWISE),
+    (functions._Rotated, ("backward",), ELEMENTWISE),
     (logprobs._TokenLoss, ("forward", "backward"), HEAD),
     (logprobs._TokenLogprobs, ("forward", "backward"), HEAD),
     (Engine, ("_decode",), HEAD),  # what is left of it after the model and the sampler
@@ -127,5 +127,5 @@ def _kind(event: Any, part: str, rank: int) -> str:
         return COPIES
     if part == ADAPTERS and event.name in ("aten::mm", "aten::addmm"):
         sizes = [size for shape in event.input_shapes for size in shape if len(shape) == 2]
-        return FROZEN if min(sizes) > rank else ADAPTERS
+        return FROZEN if min(sizes) > MOST * rank else ADAPTERS
     return part

@@ -14,6 +14,7 @@ from r3lite.grant import Memory
 from r3lite.models import logprobs, nf4
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.qwen2 import Qwen2Config
+from r3lite.models.stacks import stacks
 
 MIB = 1 << 20
 GRAIN = 512  # bytes that an allocation is rounded up to, on CUDA as in our count
@@ -64,34 +65,41 @@ def weight_bytes(w: Workload, quantized: bool) -> int:
     m, e = w.model, w.element
     C = m.hidden_size
     shapes = linears(m)
-    if quantized:
-        layer = sum(_nf4_bytes(out * into) for out, into in shapes.values())
-    else:
-        layer = sum(rounded(out * into * e) for out, into in shapes.values())
-    layer += sum(rounded(shapes[name][0] * e) for name in ("q_proj", "k_proj", "v_proj")) + 2 * rounded(C * e)
+    layer = 2 * rounded(C * e) + rounded(sum(shapes[name][0] for name in ("q_proj", "k_proj", "v_proj")) * e)
+    for stack in stacks(shapes):
+        weights = [shapes[name][0] * shapes[name][1] for name in stack]
+        layer += _nf4_bytes(weights) if quantized else rounded(sum(weights) * e)
     tables = 1 if m.tie_word_embeddings else 2
     return m.num_hidden_layers * layer + tables * rounded(m.vocab_size * C * e) + rounded(C * e)
 
 
-def _nf4_bytes(weights: int) -> int:
-    groups = -(-weights // (nf4.BLOCK * nf4.GROUP))
-    return rounded(weights / 2) + rounded(groups * nf4.GROUP) + rounded(groups * 4) + GRAIN
+def _nf4_bytes(weights: list[int]) -> int:
+    """Of linear layers with so many weights each, which lie one after another in memory."""
+    groups = sum(-(-count // (nf4.BLOCK * nf4.GROUP)) for count in weights)
+    return rounded(sum(weights) / 2) + rounded(groups * nf4.GROUP) + 2 * rounded(groups * 4)
 
 
 def adapter_bytes(w: Workload) -> int:
-    """One adapter's fp32 weights; its gradients are as large, its two moments twice."""
+    """One adapter's fp32 weights, the A of a stack together; its gradients are as large."""
     shapes = linears(w.model)
-    layer = sum(rounded(4 * w.lora_r * side) for name in w.targets for side in shapes[name])
+    layer = sum(rounded(4 * w.lora_r * shapes[name][0]) for name in w.targets)
+    layer += sum(rounded(4 * w.lora_r * sum(shapes[name][1] for name in stack)) for stack in stacks(w.targets))
+    return w.model.num_hidden_layers * layer
+
+
+def _moment_bytes(w: Workload) -> int:
+    """The two moments of each of an adapter's weights, and AdamW's count of steps."""
+    shapes = linears(w.model)
+    layer = sum(2 * rounded(4 * w.lora_r * side) + GRAIN for name in w.targets for side in shapes[name])
     return w.model.num_hidden_layers * layer
 
 
 def standing(w: Workload, memory: Memory) -> Parts:
     """What the run holds from its first step to its last, by part."""
     adapter = adapter_bytes(w)
-    tensors = w.model.num_hidden_layers * len(w.targets) * 2
     parts = {"weights": weight_bytes(w, memory.nf4), "adapters": adapter * w.adapters}
     if w.trains:
-        parts["optimizer"] = 2 * adapter + tensors * GRAIN
+        parts["optimizer"] = _moment_bytes(w)
     return parts
 
 
@@ -127,22 +135,23 @@ def _load(w: Workload, memory: Memory) -> Parts:
     return {"weights": weights, "one tensor": max(0, peak - weights)}
 
 
-def _dense(w: Workload, memory: Memory) -> int:
-    """Bytes of the widest weight, dequantized, with the temporaries of dequantization."""
+def _dense(w: Workload, memory: Memory, weights: int) -> int:
+    """Bytes of so many weights of linear layers, dequantized, with the temporaries of that."""
     if not memory.nf4:
         return 0
-    widest = w.model.hidden_size * w.model.intermediate_size
-    tiles = nf4.TILE * 10 if widest > nf4.TILE else widest * 6  # a tile's numbers, beside those of the one before it
-    return widest * w.element + widest // nf4.BLOCK * 8 + tiles
+    # On CUDA the codes as int32, and code points in fp16; elsewhere a tile's numbers, beside those of the one before.
+    temporary = weights * 4 if w.on_cuda else nf4.TILE * 10 if weights > nf4.TILE else weights * 6
+    return weights * w.element + weights // nf4.BLOCK * 8 + temporary
 
 
 def _forward(w: Workload, memory: Memory, tokens: int) -> int:
     """Bytes of a pass without gradients over so many tokens, one layer at a time."""
     C, wide, e = w.model.hidden_size, w.model.intermediate_size, w.element
     tile = min(tokens, memory.mlp_tile)
-    attention = tokens * 6 * C * e
-    feed_forward = tokens * 2 * C * e + tile * (C + 3 * wide) * e + (tokens * C * e if tile < tokens else 0)
-    return tokens * 2 * C * e + max(attention, feed_forward) + _dense(w, memory)
+    attention = tokens * 6 * C * e + _dense(w, memory, C * (C + _kv(w)))
+    inside = max(tile * 3 * wide * e, tile * 2 * wide * e + _dense(w, memory, 2 * C * wide))
+    feed_forward = tokens * 2 * C * e + tile * C * e + inside + (tokens * C * e if tile < tokens else 0)
+    return tokens * 2 * C * e + max(attention, feed_forward)
 
 
 def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool) -> int:
@@ -171,11 +180,11 @@ def _score(w: Workload, memory: Memory) -> Parts:
 
 
 def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
-    """The cache of so many episodes of so many tokens, and the two blocks of a layer that grows."""
+    """The cache of so many episodes of so many tokens, and the second block of a layer that grows."""
     m = w.model
     slots = -(-tokens // BLOCK) * BLOCK
-    block = rows * m.num_key_value_heads * slots * m.head_dim * w.element
-    return 2 * m.num_hidden_layers * rounded(block) + rounded(block)
+    block = rows * _kv(w) * slots * w.element
+    return (m.num_hidden_layers + 1) * rounded(block)
 
 
 def _sample(w: Workload, memory: Memory) -> Parts:
@@ -189,12 +198,17 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     return max(prefill, sampling, key=lambda parts: sum(parts.values()))
 
 
+def _kv(w: Workload) -> int:
+    """Numbers of a token's keys and values in a layer."""
+    return 2 * w.model.num_key_value_heads * w.model.head_dim
+
+
 def _kept(w: Workload) -> int:
     """Activations that a layer which is not recomputed keeps, per token, its input left out."""
     m, e = w.model, w.element
     C, H, wide = m.hidden_size, m.num_attention_heads, m.intermediate_size
-    # Norm, middle, norm; rotated queries, keys and values for every head, output; gate, up and their product.
-    return e * (7 * C + 3 * wide + len(w.targets) * w.lora_r) + 4 * (H + 2)
+    # Norm, middle, norm; rotated queries with keys and values, these for every head, output; gate, up, their product.
+    return e * (7 * C + _kv(w) + 3 * wide + len(w.targets) * w.lora_r) + 4 * (H + 2)
 
 
 def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
@@ -220,13 +234,21 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     # The first of the layers that keep their activations, its gradients beside them.
     if recomputed < L:
         share = accumulated or gradients // L
-        live = max(tokens * (2 * wide + C) * e, tokens * (wide + C) * e + _dense(w, memory))
+        live = max(
+            tokens * (2 * wide + C) * e,
+            tokens * (wide + C) * e + _dense(w, memory, C * wide),
+            tokens * (C - wide) * e + _dense(w, memory, 2 * C * wide),  # by then some of what was kept is freed
+        )
         yield common | {"kept layers": kept, "live layer": live, "gradients": share}
     if recomputed:
         tile = min(tokens, memory.mlp_tile)
-        inside = max(tile * 5 * wide * e, tile * 4 * wide * e + _dense(w, memory))
+        inside = max(
+            tile * 5 * wide * e,
+            tile * 4 * wide * e + _dense(w, memory, C * wide),
+            tile * 2 * wide * e + _dense(w, memory, 2 * C * wide),
+        )
         feed_forward = tokens * 7 * C * e + tile * 2 * C * e + inside
-        attention = tokens * 11 * C * e + _dense(w, memory)
+        attention = tokens * 11 * C * e + _dense(w, memory, C * (C + _kv(w)))
         live = max(feed_forward, attention + again + joined) + tokens * (4 * m.num_attention_heads + 8 * w.lora_r)
         # The last recomputed layer, when all inputs are there, and the first, when all gradients are.
         for layer in (recomputed, 1):

@@ -17,10 +17,10 @@ class AttentionContext(Protocol):
 
     positions: Tensor  # [B, T], or [1, T] if all rows have the same
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention's output [B, T, H D] of a layer, for the pass's queries [B, H, T, D], keys and values [B, K, T, D].
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """Attention's output [B, T, H D] of a layer, for the pass's queries [B, H, T, D].
 
-        Queries and keys are rotated already.
+        `kv` [B, 2 K, T, D] has the pass's keys, then its values. Queries and keys are rotated already.
         """
 
 
@@ -34,18 +34,19 @@ class CausalRows:
         """`input_ids` [B, T]: the tokens of the pass."""
         self.positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # [1, T]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return grouped_attention(q, k, v, None)
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        return grouped_attention(q, kv, None)
 
 
-def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention's output [B, T, H D] for queries [B, H, T, D], keys and values [B, K, S, D]; causal without a mask.
+def grouped_attention(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention's output [B, T, H D] for queries [B, H, T, D] and keys, then values [B, 2 K, S, D]; causal if no mask.
 
     Each key/value head serves H / K query heads. Heads are expanded rather than enable_gqa: on CUDA that flag is served
     only by the flash and math kernels, so cards without FlashAttention-2 would fall silently to the O(T^2) math kernel.
     """
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, S, D]
+    B, K2, S, D = kv.shape
+    groups = 2 * q.shape[1] // K2
+    k, v = kv[:, :, None].expand(B, K2, groups, S, D).reshape(B, -1, S, D).chunk(2, dim=1)  # [B, H, S, D]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, D]
     return out.transpose(1, 2).flatten(2)
 

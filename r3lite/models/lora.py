@@ -7,22 +7,19 @@ those of the bare base, to the bit.
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from r3lite.errors import R3LiteError
 from r3lite.files import read_record, write_json
-from r3lite.models.functions import adapted_linear
-from r3lite.models.nf4 import Nf4Linear
+from r3lite.models.projections import PROJECTIONS, LoraConfig, LoraLinear, Nf4Linear, Switch
+from r3lite.models.stacks import stacked, stacks
 from r3lite.models.tensor_files import opened, read_tensors, write_tensors
 from r3lite.models.weights import FINGERPRINT
 from r3lite.records import Record, shown
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 REMEDY = "Name a run folder or a plain LoRA adapter of PEFT in safetensors format."
 # Keys of adapter_config.json that are used here, and those that do not change what the adapter computes. Any other key
@@ -34,63 +31,6 @@ IGNORED = (
 )  # fmt: skip
 # Initializations that change the base's weights too: such an adapter does not fit the published base.
 BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """Shape and scale of one adapter."""
-
-    r: int
-    alpha: float
-    dropout: float = 0.0
-    targets: tuple[str, ...] = PROJECTIONS
-    rslora: bool = False
-
-    @property
-    def scale(self) -> float:
-        """alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
-        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
-
-
-@dataclass
-class Switch:
-    """What all LoRA layers of a model share: the configs of its adapters, and the name of the one that is on."""
-
-    configs: dict[str, LoraConfig] = field(default_factory=dict)
-    active: str | None = None
-
-    @contextlib.contextmanager
-    def to(self, name: str | None) -> Iterator[None]:
-        """Switches the adapter `name` on (None: all off) within a `with` block."""
-        before, self.active = self.active, name
-        try:
-            yield
-        finally:
-            self.active = before
-
-
-class LoraLinear(nn.Module):
-    """y = base(x) + scale * B A dropout(x), with A [r, in] and B [out, r] of the adapter that is on.
-
-    A and B are fp32 parameters; see functions.adapted_linear for the dtype of products.
-    """
-
-    def __init__(self, base: nn.Linear | Nf4Linear, switch: Switch):
-        super().__init__()
-        self.base, self.switch = base, switch
-        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        self.cast: tuple[Tensor, Tensor] | None = None  # A and B as products need them, see `cast_once`
-
-    def forward(self, x: Tensor) -> Tensor:
-        name = self.switch.active
-        if name is None or name not in self.lora_A:
-            return self.base(x)
-        rows = x.flatten(0, -2)  # [N, in]
-        config = self.switch.configs[name]
-        dropped = F.dropout(rows, config.dropout) if self.training and config.dropout else None
-        A, B = self.lora_A[name], self.lora_B[name]
-        out = adapted_linear(rows, dropped, A, B, self.base, config.scale, self.cast)  # [N, out]
-        return out.unflatten(0, x.shape[:-1])
 
 
 def switch_of(model: nn.Module) -> Switch:
@@ -119,13 +59,15 @@ def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     For passes without gradients, while no weight changes. Results are the same to the bit.
     """
     name = switch_of(model).active
-    layers = [m for m in model.modules() if isinstance(m, LoraLinear) and name in m.lora_A]
-    for layer in layers:
-        layer.cast = layer.lora_A[name].detach().to(dtype), layer.lora_B[name].detach().to(dtype)
+    layers = {path: m for path, m in model.named_modules() if isinstance(m, LoraLinear) and name in m.lora_A}
+    for stack in ([layers[path] for path in paths] for paths in stacks(layers)):
+        As = [layer.lora_A[name].detach() for layer in stack]
+        for layer, A, cast in zip(stack, As, stacked([A.shape for A in As], dtype, As[0].device), strict=True):
+            layer.cast = cast.copy_(A), layer.lora_B[name].detach().to(dtype)
     try:
         yield
     finally:
-        for layer in layers:
+        for layer in layers.values():
             layer.cast = None
 
 
@@ -333,15 +275,19 @@ def _key(path: str, side: str) -> str:
 def _attach(model: nn.Module, name: str, config: LoraConfig, tensors: dict[str, Tensor], trainable: bool) -> None:
     switch = switch_of(model)
     assert name not in switch.configs, f"an adapter named {name!r} is there already"
-    for path, base in _targets(model, config.targets):
-        module = model.get_submodule(path)
-        if not isinstance(module, LoraLinear):
-            module = LoraLinear(base, switch)
-            module.train(base.training)
-            _replace(model, path, module)
-        for side, parameters in (("A", module.lora_A), ("B", module.lora_B)):
-            tensor = tensors[_key(path, side)].to(base.weight.device, torch.float32, copy=True)
-            parameters[name] = nn.Parameter(tensor, requires_grad=trainable)
+    bases = dict(_targets(model, config.targets))
+    for paths in stacks(bases):
+        As = [tensors[_key(path, "A")] for path in paths]
+        together = stacked([A.shape for A in As], torch.float32, bases[paths[0]].weight.device)
+        for path, A, place in zip(paths, As, together, strict=True):
+            base, module = bases[path], model.get_submodule(path)
+            if not isinstance(module, LoraLinear):
+                module = LoraLinear(base, switch)
+                module.train(base.training)
+                _replace(model, path, module)
+            module.lora_A[name] = nn.Parameter(place.copy_(A), requires_grad=trainable)
+            B = tensors[_key(path, "B")].to(base.weight.device, torch.float32, copy=True)
+            module.lora_B[name] = nn.Parameter(B, requires_grad=trainable)
     switch.configs[name] = config
 
 

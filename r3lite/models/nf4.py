@@ -1,4 +1,4 @@
-"""NF4, the 4-bit format of QLoRA (arXiv 2305.14314): weights as 4-bit codes, and a linear layer that uses them.
+"""NF4, the 4-bit format of QLoRA (arXiv 2305.14314): weights as 4-bit codes.
 
 Owns the arithmetic of the format and its layout on disk; knows nothing of model folders or adapters.
 
@@ -6,7 +6,7 @@ A weight [out, in] is cut into blocks of 64 neighbours of a row. A block is its 
 the 16 code points, two codes a byte. The absmax values are quantized as well ("double quantization"): less the mean of
 them all, in groups of 256, to whole numbers in [-127, 127] times one fp32 scale a group. (The paper uses an 8-bit
 float. Centred absmax values lie within a few standard deviations, so evenly spaced steps are as accurate.)
-A weight takes 1/2 + 1/64 + 4/16384 = 0.516 bytes.
+A weight takes 1/2 + 1/64 + 8/16384 = 0.516 bytes.
 
 In a model folder, `config.json` has LAYOUT as its `quantization_config`, and each linear of the layers has in place of
 `<linear>.weight` what `Nf4Weight` lists, under the same names: `<linear>.codes`, `.absmax`, `.absmax_scale` and
@@ -15,14 +15,15 @@ In a model folder, `config.json` has LAYOUT as its `quantization_config`, and ea
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 from r3lite.errors import R3LiteError
+from r3lite.models.stacks import side_by_side
 
 # As published with the paper (bitsandbytes): quantiles of the normal distribution, scaled to [-1, 1]. Eight points are
 # positive, seven negative, and zero is exact.
@@ -44,7 +45,7 @@ class Nf4Weight:
     codes: Tensor  # uint8 [out, in / 2]; the first weight of a pair is in the high four bits
     absmax: Tensor  # int8 [groups, 256]: of the blocks row by row, the last group filled up with zeros
     absmax_scale: Tensor  # fp32 [groups]
-    absmax_mean: Tensor  # fp32 []
+    absmax_mean: Tensor  # fp32 [groups], the same number for all, so that weights of several means can be stacked
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,7 +83,7 @@ def quantize(weight: Tensor) -> Nf4Weight:
     groups = F.pad(centred, (0, -len(centred) % GROUP)).view(-1, GROUP)
     scale = groups.abs().amax(dim=-1) / 127
     steps = groups / scale.masked_fill(scale == 0, 1)[:, None]  # a scale is 0 if all its absmax values are the mean
-    return Nf4Weight(codes, steps.round().to(torch.int8), scale, mean)
+    return Nf4Weight(codes, steps.round().to(torch.int8), scale, mean.expand_as(scale).clone())
 
 
 def unfilled(weight: Tensor) -> Nf4Weight:
@@ -94,7 +95,7 @@ def unfilled(weight: Tensor) -> Nf4Weight:
         torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device),
         torch.empty(groups, GROUP, dtype=torch.int8, device=weight.device),
         torch.empty(groups, device=weight.device),
-        torch.empty((), device=weight.device),
+        torch.empty(groups, device=weight.device),
     )
 
 
@@ -107,71 +108,51 @@ def _check_columns(columns: int) -> None:
 
 
 @torch.no_grad()
-def dequantize(weight: Nf4Weight, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in], computed in fp32 and rounded once to `dtype`. Temporaries have the size of one tile."""
-    rows, columns = weight.shape
-    absmax = (weight.absmax * weight.absmax_scale[:, None]).add_(weight.absmax_mean)  # [groups, 256]
-    absmax = absmax.view(-1)[: rows * columns // BLOCK].view(rows, -1, 1)  # [out, in / 64, 1]
-    dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    pairs, height = _pairs(weight.device), max(1, TILE // columns)
-    for codes, scale, tile in zip(weight.codes.split(height), absmax.split(height), dense.split(height)):
-        values = pairs.index_select(0, codes.int().view(-1)).view(torch.float32)  # [rows * in]
-        shape = len(codes), -1, BLOCK
-        torch.mul(values.view(shape), scale, out=tile.view(shape))
-        del values  # before the next tile's are made
+def dequantize(weights: Sequence[Nf4Weight], dtype: torch.dtype) -> Tensor:
+    """Weights [n, in], one below the other, in `dtype`: [sum of n, in].
+
+    On a CPU they are computed in fp32, rounded once, a tile at a time, so that temporaries stay in the cache. On other
+    devices all are converted at once, because starting a kernel costs more; there a code point is rounded to fp16
+    first if the weights are to be in half precision. Weights that lie one after another in memory take no more
+    operations than one.
+    """
+    codes, absmax = side_by_side([weight.codes for weight in weights]), _absmax(weights)  # [rows, in / 2], [blocks]
+    rows, columns = len(codes), 2 * codes.shape[1]
+    dense = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    here = codes.device.type == "cpu"
+    values = torch.float32 if here or dtype == torch.float32 else torch.float16
+    pairs, height = _pairs(codes.device, values), max(1, TILE // columns) if here else rows
+    tiles = codes.split(height), absmax.view(rows, -1, 1).split(height), dense.split(height)
+    for some, scale, tile in zip(*tiles, strict=True):
+        blocks = tile.view(len(tile), -1, BLOCK)
+        if values == dtype:
+            torch.index_select(pairs, 0, some.int().view(-1), out=tile.view(pairs.dtype).view(-1))
+            blocks.mul_(scale)
+        else:
+            found = pairs.index_select(0, some.int().view(-1)).view(values)
+            torch.mul(found.view(blocks.shape), scale, out=blocks)
+            del found  # before the next tile's are made
     return dense
 
 
+def _absmax(weights: Sequence[Nf4Weight]) -> Tensor:
+    """The fp32 absmax [blocks] of all blocks of several weights."""
+    counts = [weight.codes.numel() * 2 // BLOCK for weight in weights]
+    if len(weights) > 1 and any(count % GROUP for count in counts):  # a group is filled up with what is no absmax
+        return torch.cat([_absmax([weight]) for weight in weights])
+    absmax, scale, mean = (
+        side_by_side([getattr(weight, name) for weight in weights])
+        for name in ("absmax", "absmax_scale", "absmax_mean")
+    )
+    return torch.addcmul(mean[:, None], absmax, scale[:, None]).view(-1)[: sum(counts)]
+
+
 @functools.cache
-def _pairs(device: torch.device) -> Tensor:
-    """The two code points of each of the 256 bytes, int64 [256].
+def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The two code points in `dtype` of each of the 256 bytes, as one integer each, [256].
 
-    The two fp32 numbers are stored as one int64: selecting these takes a third of the time of selecting rows of two.
+    Selecting these takes a third of the time of selecting rows of two.
     """
-    points = torch.tensor(POINTS, device=device)
-    return torch.stack((points.repeat_interleave(16), points.repeat(16)), dim=1).view(torch.int64).view(-1)
-
-
-class _Linear(torch.autograd.Function):
-    """x W^T + b with a frozen W in NF4. Backward dequantizes W again, so that no dense W is kept for it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Nf4Weight, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight
-        return F.linear(x, dequantize(weight, x.dtype), bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad @ dequantize(ctx.weight, grad.dtype), None, None
-
-
-class Nf4Linear(nn.Module):
-    """A frozen linear layer whose weight is in NF4.
-
-    Products are computed in x's dtype, or autocast's. `dtype` is that of the dense layer that this one replaces.
-    """
-
-    def __init__(self, weight: Nf4Weight, bias: nn.Parameter | None, dtype: torch.dtype):
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.bias, self.dtype = bias, dtype
-        for name, tensor in vars(weight).items():
-            self.register_buffer(name, tensor)
-
-    @property
-    def weight(self) -> Nf4Weight:
-        return Nf4Weight(self.codes, self.absmax, self.absmax_scale, self.absmax_mean)
-
-    def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        return _Linear.apply(x, self.weight, None if self.bias is None else self.bias.to(x.dtype))
-
-    def dense(self) -> nn.Linear:
-        """The same layer with an ordinary weight."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(dequantize(self.weight, self.dtype), requires_grad=False)
-        linear.bias = self.bias
-        return linear.train(self.training)
+    points = torch.tensor(POINTS, device=device, dtype=dtype)
+    both = torch.stack((points.repeat_interleave(16), points.repeat(16)), dim=1)  # [256, 2]
+    return both.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1)

@@ -25,13 +25,11 @@ class Segment:
     before: tuple[slice, ...]  # the segments on the way from the root
     mask: Tensor | None  # [own, before + own], added to scores; None: causal, nothing comes before
 
-    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a pack's keys and values [1, K, N, D] those that the segment attends to, its own last."""
+    def gather(self, kv: Tensor) -> Tensor:
+        """Of a pack's keys and values [1, 2 K, N, D] those that the segment attends to, its own last."""
         if not self.before:
-            return k[:, :, self.own], v[:, :, self.own]
-        places = *self.before, self.own
-        keys, values = (torch.cat([x[:, :, place] for place in places], dim=2) for x in (k, v))
-        return keys, values
+            return kv[:, :, self.own]
+        return torch.cat([kv[:, :, place] for place in (*self.before, self.own)], dim=2)
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,9 @@ class Pack:
         ids, at = (torch.tensor([x]).to(device, non_blocking=True) for x in (tokens, positions))
         return Pack(ids, at, segments, places)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See AttentionContext: q [1, H, N, D], k and v [1, K, N, D] -> [1, N, H D]."""
-        parts = [grouped_attention(q[:, :, s.own], *s.gather(k, v), s.mask) for s in self.segments]
+    def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]."""
+        parts = [grouped_attention(q[:, :, s.own], s.gather(kv), s.mask) for s in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def predicted(self, chosen: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from r3lite.models.attention import AttentionContext, CausalRows
-from r3lite.models.functions import rms_norm, swiglu
+from r3lite.models.functions import rms_norm, rotate_, swiglu
+from r3lite.models.projections import project
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,14 @@ class RMSNorm(nn.Module):
 
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [B, 1, T, D] of rotary positions [B, T] (arXiv 2104.09864), as `rotate` takes them.
+    """Cosines and sines [B, T, 1, D] of rotary positions [B, T] (arXiv 2104.09864), as `rotate_` takes them.
 
     Computed in fp32. The sines of the first half are negated here, once, rather than half of every head in every layer.
     """
     powers = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[:, None, :, None].float() / theta**powers  # [B, 1, T, D/2]
+    angles = positions[:, :, None, None].float() / theta**powers  # [B, T, 1, D/2]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The heads x [B, H, T, D], rotated by their positions' angles [B, 1, T, D]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((second, first), dim=-1) * sin
 
 
 class Attention(nn.Module):
@@ -84,13 +79,12 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, self.heads, self.head_dim).transpose(1, 2)  # [B, H, T, D]
-        k = self.k_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, D]
-        v = self.v_proj(x).view(B, T, self.kv_heads, self.head_dim).transpose(1, 2)  # [B, K, T, D]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return self.o_proj(context.attend(self.layer_idx, q, k, v))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, residual: Tensor) -> Tensor:
+        """The attention's output for x [B, T, C], plus the residual [B, T, C]."""
+        qkv = project((self.q_proj, self.k_proj, self.v_proj), x).unflatten(-1, (-1, self.head_dim))  # [B, T, H+2K, D]
+        qkv = rotate_(qkv, self.heads + self.kv_heads, cos, sin).transpose(1, 2)  # [B, H+2K, T, D]
+        q, kv = qkv.split((self.heads, 2 * self.kv_heads), dim=1)  # [B, H, T, D], [B, 2K, T, D]
+        return project((self.o_proj,), context.attend(self.layer_idx, q, kv), residual)
 
 
 class MLP(nn.Module):
@@ -102,15 +96,18 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, tile: int | None = None) -> Tensor:
-        """[..., C] -> [..., C]. Without gradients, x [B, T, C] is run `tile` tokens at a time: the inside is wide."""
-        if tile and not torch.is_grad_enabled() and x.shape[0] * x.shape[1] > tile:
-            pieces = x.flatten(0, 1).split(tile)  # of [B T, C]
-            return torch.cat([self._project(piece) for piece in pieces]).view_as(x)
-        return self._project(x)
+    def forward(self, x: Tensor, residual: Tensor, tile: int | None = None) -> Tensor:
+        """[..., C] -> [..., C], plus the residual [..., C].
 
-    def _project(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        Without gradients, x [B, T, C] is run `tile` tokens at a time: the inside is wide.
+        """
+        if tile and not torch.is_grad_enabled() and x.shape[0] * x.shape[1] > tile:
+            pieces = (t.flatten(0, 1).split(tile) for t in (x, residual))  # of [B T, C]
+            return torch.cat([self._project(*piece) for piece in zip(*pieces, strict=True)]).view_as(x)
+        return self._project(x, residual)
+
+    def _project(self, x: Tensor, residual: Tensor) -> Tensor:
+        return project((self.down_proj,), swiglu(project((self.gate_proj, self.up_proj), x)), residual)
 
 
 class Layer(nn.Module):
@@ -132,11 +129,11 @@ class Layer(nn.Module):
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """The layer's first half: x [B, T, C] plus the attention's output."""
-        return x + self.self_attn(self.input_layernorm(x), cos, sin, context)
+        return self.self_attn(self.input_layernorm(x), cos, sin, context, residual=x)
 
     def feed_forward(self, x: Tensor, tile: int | None = None) -> Tensor:
         """The second half: each token of x [..., C] by itself."""
-        return x + self.mlp(self.post_attention_layernorm(x), tile)
+        return self.mlp(self.post_attention_layernorm(x), x, tile)
 
 
 class Trunk(nn.Module):

@@ -19,9 +19,10 @@ from r3lite.config import shipped
 from r3lite.errors import R3LiteError
 from r3lite.files import PART, read_record, write_json
 from r3lite.models import nf4
-from r3lite.models.nf4 import Nf4Linear
+from r3lite.models.projections import Nf4Linear
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.qwen2_config import SIZES, config_record, is_nf4, read_config
+from r3lite.models.stacks import stacked, stacks
 from r3lite.models.tensor_files import opened, write_tensors
 from r3lite.records import shown
 
@@ -110,13 +111,15 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     _refuse_names(folder, "missing", [name for name in [last] if name not in places])  # a thousand layers take a while
     with torch.device("meta"):
         model = Qwen2(config)
-    linears = _layer_linears(model)
-    if is_nf4(folder):
+    linears, packed = _layer_linears(model), is_nf4(folder)
+    expected = model.state_dict(keep_vars=True)
+    if packed or quantize:
         for path, linear in linears.items():
             _set(model, path, Nf4Linear(nf4.unfilled(linear.weight), linear.bias, dtype))
-        quantize = False
-    expected = model.state_dict(keep_vars=True)
+    filled = model.state_dict(keep_vars=True)
+    expected = filled if packed else expected
     _check_names(folder, expected.keys(), places.keys(), model.config.tie_word_embeddings)
+    memory = _Memory(filled, dtype, torch.device(device))
     by_file = defaultdict(list)
     for name in expected:
         by_file[places[name]].append(name)
@@ -125,17 +128,50 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
             for name in names:
                 tensor = file.get_tensor(name)
                 _check_tensor(path, name, tensor, expected[name])
-                linear, _, kind = name.rpartition(".")
                 # Copied, because a view of the mapped file would change, or crash, with the file.
-                if quantize and linear in linears and kind == "weight":
-                    bias = model.get_submodule(linear).bias
-                    _set(model, linear, Nf4Linear(nf4.quantize(tensor.to(device)), bias, dtype))
-                elif isinstance(expected[name], nn.Parameter):
-                    _set(model, name, nn.Parameter(tensor.to(device, dtype, copy=True), requires_grad=False))
+                if name in filled:
+                    _fill(model, name, memory, tensor)
                 else:
-                    _set(model, name, tensor.to(device, copy=True))
+                    for part, value in vars(nf4.quantize(tensor.to(device))).items():
+                        _fill(model, f"{name.removesuffix('.weight')}.{part}", memory, value)
                 del tensor
     return model.eval()
+
+
+class _Memory:
+    """Memory for the tensors of a model, by name; those of one of `stacks.STACKS` lie one after another.
+
+    It is allocated when it is first asked for, so that never much more is held than what has been read.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device):
+        self.tensors, self.dtype, self.device = tensors, dtype, device
+        self.found: dict[str, Tensor] = {}
+        self.beside: dict[str, list[str]] = {}  # the names of one stack, by each of them
+        kinds = defaultdict(list)
+        for name in tensors:
+            path, _, kind = name.rpartition(".")
+            kinds[kind].append(path)
+        for kind, paths in kinds.items():
+            for stack in stacks(paths):
+                names = [f"{path}.{kind}" for path in stack]
+                self.beside |= dict.fromkeys(names, names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.found:
+            names = self.beside[name]
+            like = self.tensors[name]
+            dtype = self.dtype if isinstance(like, nn.Parameter) else like.dtype
+            together = stacked([self.tensors[n].shape for n in names], dtype, self.device)
+            self.found |= dict(zip(names, together, strict=True))
+        return self.found[name]
+
+
+def _fill(model: nn.Module, name: str, memory: _Memory, value: Tensor) -> None:
+    """Gives the model a tensor that is in its place in memory."""
+    tensor = memory[name].copy_(value)
+    is_parameter = isinstance(memory.tensors[name], nn.Parameter)
+    _set(model, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
 def _layer_linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -152,7 +188,8 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, expected: Tensor) -> No
 
     A parameter may be of any float type of 16 bits or more, a buffer only of the expected type.
     """
-    if tensor.shape != expected.shape:
+    # Folders written when the mean of a weight's absmax was one number are read as well.
+    if tensor.shape != expected.shape and not (tensor.dim() == 0 and name.endswith(".absmax_mean")):
         raise R3LiteError(
             f"{path}: {name} has the shape {list(tensor.shape)}, config.json asks for {list(expected.shape)}", MISMATCH
         )
@@ -220,7 +257,7 @@ def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The base weights, dense, under their published names and without adapters, also while adapters are attached."""
     tensors = _base_tensors(dict(model.named_parameters()))
     dense = {
-        f"{path}.weight": nf4.dequantize(module.weight, module.dtype)
+        f"{path}.weight": nf4.dequantize([module.weight], module.dtype)
         for path, module in model.named_modules()
         if isinstance(module, Nf4Linear)
     }

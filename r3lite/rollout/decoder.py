@@ -28,7 +28,7 @@ class Decoder:
         """Hidden states [n, C] after one more token in each of the first n rows."""
         context = self.cache.decode(len(tokens))
         ids = torch.tensor(tokens, device=self.cache.device)[:, None]
-        # The base is in the run's dtype anyway; functions.adapted_linear chooses the dtype of an adapter's products.
+        # The base is in the run's dtype anyway; projections.project chooses the dtype of an adapter's products.
         with torch.autocast(ids.device.type, enabled=False):
             hidden = self.model(ids, context)[:, 0]
         return hidden
@@ -47,11 +47,11 @@ class GraphDecoder(Decoder):
     def __init__(self, model: Qwen2, cache: KVCache, slots: int, capture: Callable | None = None):
         super().__init__(model, cache)
         cache.reserve(slots)
-        self.slots = cache.keys[0].shape[2]
+        self.slots = cache.blocks[0].shape[2]
         self.capture = capture or Capture()
         self.graphs: dict[tuple[int, int], tuple[Callable[[], object], Tensor]] = {}
-        self.ids = torch.zeros(len(cache.lengths), 1, dtype=torch.long, device=cache.device)
-        self.positions = torch.zeros_like(self.ids)
+        # Tokens and positions, which reach the device in one transfer.
+        self.inputs = torch.zeros(2, len(cache.lengths), 1, dtype=torch.long, device=cache.device)
         self.works = True
 
     def __call__(self, tokens: list[int]) -> Tensor:
@@ -61,9 +61,9 @@ class GraphDecoder(Decoder):
         rows = min(1 << (n - 1).bit_length(), len(lengths))
         blocks = -(-(max(lengths[:n]) + 1) // BLOCK)
         used = min(BLOCK << (blocks - 1).bit_length(), self.slots)
-        spare = [self.slots - 1] * (rows - n)
-        self.ids[:n] = torch.tensor(tokens)[:, None]
-        self.positions[:rows] = torch.tensor(lengths[:n] + spare)[:, None]
+        spare = rows - n
+        given = tokens + [0] * spare, lengths[:n] + [self.slots - 1] * spare
+        self.inputs[:, :rows, 0] = torch.tensor(given)
         if (rows, used) not in self.graphs and not self._add(n, rows, used):
             return super().__call__(tokens)
         replay, hidden = self.graphs[rows, used]
@@ -77,7 +77,7 @@ class GraphDecoder(Decoder):
 
         def step() -> Tensor:
             # The context is made within the graph, which so makes the mask anew from the positions at each replay.
-            return self.model(self.ids[:rows], Decode(self.cache, self.positions[:rows], used))
+            return self.model(self.inputs[0, :rows], Decode(self.cache, self.inputs[1, :rows], used))
 
         # The first call chooses kernels, which cannot be done during a capture. Errors of the model show here.
         expected = step()

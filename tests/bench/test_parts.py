@@ -44,6 +44,7 @@ def test_a_gradient_belongs_to_the_operator_that_it_answers():
     [
         ("aten::mm", [[512, 896], [896, 4864]], FROZEN),  # grad @ W
         ("aten::mm", [[512, 896], [896, 8]], ADAPTERS),  # grad @ B
+        ("aten::mm", [[512, 24], [24, 896]], ADAPTERS),  # of three layers that read the same x
         ("aten::addmm_", [[512, 896], [512, 8], [8, 896]], ADAPTERS),
         ("aten::copy_", [[512, 896], [512, 896], []], COPIES),
     ],

@@ -1,10 +1,11 @@
-"""Norm and SwiGLU against autograd's own gradients, and that they keep only what they were given."""
+"""Norm, SwiGLU and rotary positions against autograd's own gradients, and that they keep only what they were given."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from r3lite.models.functions import rms_norm, swiglu
+from r3lite.models.functions import rms_norm, rotate_, swiglu
+from r3lite.models.qwen2 import rotary_angles
 
 
 @pytest.fixture
@@ -15,6 +16,10 @@ def tensors():
 
 def plain_norm(x, weight, eps):
     return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def joint_swiglu(gate, up):
+    return swiglu(torch.cat((gate, up), dim=-1))
 
 
 def gradients(function, inputs, upstream):
@@ -29,7 +34,7 @@ def test_values_and_gradients(tensors, dtype, bound):
     x, up, upstream, weight = (t.to(dtype) for t in tensors)
     for ours, theirs, inputs in (
         (lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: plain_norm(x, w, 1e-6), (x, weight)),
-        (swiglu, lambda gate, up: F.silu(gate) * up, (x, up)),
+        (joint_swiglu, lambda gate, up: F.silu(gate) * up, (x, up)),
     ):
         got, grads = gradients(ours, inputs, upstream)
         expected, right = gradients(theirs, [t.double() for t in inputs], upstream)
@@ -48,9 +53,27 @@ def test_squares_beyond_fp16(tensors):
 def test_only_what_was_given_is_kept(tensors):
     x, up, _, weight = tensors
     x.requires_grad_()
-    kept = []
+    gate_up, kept = torch.cat((x, up), dim=-1), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         rms_norm(x, weight, 1e-6)
-        swiglu(x, up)
-    given = {t.data_ptr() for t in (x, up, weight)}
+        swiglu(gate_up)
+    given = {t.data_ptr() for t in (x, gate_up, weight)}
     assert sum(t.numel() for t in kept if t.data_ptr() not in given) == x.numel() / 16  # one number per row
+
+
+def test_rotation_in_place(tensors):
+    """Only the first heads turn; the gradient is autograd's own, and that of what was rotated is left as it was."""
+    x, upstream = (torch.randn(2, 5, 6, 8, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    cos, sin = rotary_angles(torch.arange(5)[None].expand(2, -1), 8, 100.0, torch.float32)
+    own, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+    turned = own[:, :, :4] * cos + own[:, :, :4].roll(4, -1) * sin
+    torch.cat((turned, own[:, :, 4:]), dim=2).backward(upstream)
+    kept = upstream.clone()
+    out = rotate_(ours * 1, 4, cos, sin)
+    out.backward(upstream)
+    assert torch.allclose(out[:, :, :4], turned) and torch.equal(out[:, :, 4:], x[:, :, 4:])
+    assert torch.allclose(ours.grad, own.grad, atol=1e-6) and torch.equal(upstream, kept)
+    assert torch.allclose(out.norm(dim=-1), x.norm(dim=-1), atol=1e-5)
+    with torch.no_grad():
+        y = x.clone()
+        assert rotate_(y, 4, cos, sin).data_ptr() == y.data_ptr() and torch.equal(y, out)

@@ -37,7 +37,7 @@ def logits(model, name=None):
 
 
 def test_one_layer_by_hand():
-    base = torch.nn.Linear(2, 2)
+    base = torch.nn.Linear(2, 2).requires_grad_(False)
     base.weight.data, base.bias.data = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0.5, 0.0])
     model = torch.nn.Module()
     model.q_proj = base
@@ -135,7 +135,7 @@ def test_an_adapter_that_is_cast_once_gives_the_same_to_the_bit(small_model):
 def test_for_few_rows_products_are_in_fp32(rows):
     """Without gradients: the adapter's part is rounded once; for more rows, and in training, it is of half products."""
     model = torch.nn.Sequential()
-    model.add_module("q_proj", torch.nn.Linear(512, 256, bias=False, dtype=torch.bfloat16))
+    model.add_module("q_proj", torch.nn.Linear(512, 256, bias=False, dtype=torch.bfloat16).requires_grad_(False))
     torch.nn.init.zeros_(model.q_proj.weight)  # so that the adapter is all there is
     add_adapter(model, "a", 4, 8, targets=["q_proj"])
     shaken(model, "a")

@@ -140,14 +140,13 @@ def test_copied_and_exchanged_rows():
     torch.manual_seed(0)
     prefill = Prefill(cache, [(row, [0] * count) for row, count in enumerate((5, 9, 2))])
     for layer in range(2):
-        k, v = torch.randn(1, 2, 16, 4), torch.randn(1, 2, 16, 4)
-        prefill.attend(layer, torch.randn(1, 2, 16, 4), k, v)
-    before = [block.clone() for block in (*cache.keys, *cache.values)]
+        prefill.attend(layer, torch.randn(1, 2, 16, 4), torch.randn(1, 4, 16, 4))
+    before = [block.clone() for block in cache.blocks]
     cache.swap(0, 1)
     assert cache.lengths == [9, 5, 2]
     cache.copy(0, 2, 7)
     assert cache.lengths == [9, 5, 7]
-    for block, old in zip((*cache.keys, *cache.values), before):
+    for block, old in zip(cache.blocks, before):
         assert torch.equal(block[0, :, :9], old[1, :, :9]) and torch.equal(block[1, :, :5], old[0, :, :5])
         assert torch.equal(block[2, :, :7], old[1, :, :7])
 
@@ -159,7 +158,7 @@ def test_the_block_wise_inverse_cdf_equals_the_plain_one():
     logits[:, 1500:] = -float("inf")
     uniforms = torch.rand(50, dtype=torch.float64)
     uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
-    tokens, logprobs = Sampler()(logits, uniforms.tolist())
+    tokens, logprobs = (drawn.tolist() for drawn in Sampler()(logits, uniforms.tolist()))
     cumulative = logits.double().softmax(-1).cumsum(-1)
     expected = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
     assert tokens[2:] == expected[2:].tolist() and max(tokens) < 1500

@@ -1,0 +1,251 @@
+"""The linear layers of a network that read the same x, computed as one product, each with the adapter that is on.
+
+Owns what a layer with adapters computes and its gradient; which adapters there are is up to models/lora.py. Few large
+products take less time than many small ones: on a card, starting a kernel takes longer than computing one token's.
+So the weights of STACKS are laid one after another in memory, where each still is a parameter of its own.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from r3lite.models.nf4 import Nf4Weight, dequantize
+from r3lite.models.stacks import side_by_side
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Up to this many rows a CPU computes the small products of an adapter faster in fp32 than in half precision: 1 row in
+# 12 to 22 us instead of 31 to 63, 8 rows in 28 to 62 instead of 50 to 65 (two cores with bf16, Qwen2.5-0.5B's shape,
+# r=8).
+FEW_ROWS = 8
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Shape and scale of one adapter."""
+
+    r: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = PROJECTIONS
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+
+@dataclass
+class Switch:
+    """What all LoRA layers of a model share: the configs of its adapters, and the name of the one that is on."""
+
+    configs: dict[str, LoraConfig] = field(default_factory=dict)
+    active: str | None = None
+
+    @contextmanager
+    def to(self, name: str | None) -> Iterator[None]:
+        """Switches the adapter `name` on (None: all off) within a `with` block."""
+        before, self.active = self.active, name
+        try:
+            yield
+        finally:
+            self.active = before
+
+
+class Nf4Linear(nn.Module):
+    """A frozen linear layer whose weight is in NF4.
+
+    Products are computed in x's dtype, or autocast's. `dtype` is that of the dense layer that this one replaces.
+    """
+
+    def __init__(self, weight: Nf4Weight, bias: nn.Parameter | None, dtype: torch.dtype):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias, self.dtype = bias, dtype
+        for name, tensor in vars(weight).items():
+            self.register_buffer(name, tensor)
+
+    @property
+    def weight(self) -> Nf4Weight:
+        return Nf4Weight(self.codes, self.absmax, self.absmax_scale, self.absmax_mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return project([self], x)
+
+    def dense(self) -> nn.Linear:
+        """The same layer with an ordinary weight."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(dequantize([self.weight], self.dtype), requires_grad=False)
+        linear.bias = self.bias
+        return linear.train(self.training)
+
+
+class Adapter(NamedTuple):
+    """What an adapter that is on adds to one layer: scale * B A dropout(x)."""
+
+    A: Tensor  # fp32 [r, in]
+    B: Tensor  # fp32 [out, r]
+    scale: float
+    dropout: float
+    cast: tuple[Tensor, Tensor] | None  # A and B in half precision, see lora.cast_once
+
+
+class LoraLinear(nn.Module):
+    """A linear layer with adapters: base(x), plus what the adapter that is on adds."""
+
+    def __init__(self, base: nn.Linear | Nf4Linear, switch: Switch):
+        super().__init__()
+        self.base, self.switch = base, switch
+        self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        self.cast: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that is on, if this layer is one of its targets."""
+        name = self.switch.active
+        if name is None or name not in self.lora_A:
+            return None
+        config = self.switch.configs[name]
+        dropout = config.dropout if self.training else 0.0
+        return Adapter(self.lora_A[name], self.lora_B[name], config.scale, dropout, self.cast)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return project([self], x)
+
+
+def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """The outputs of linear layers for the same x [..., in], side by side: [..., sum of out]; plus `residual` if given.
+
+    A layer is an nn.Linear, an Nf4Linear, or a LoraLinear of one of them. The products of an adapter are in the dtype
+    of the base's, or in fp32 for a few half-precision rows on a CPU without gradients.
+    """
+    bases = [layer.base if isinstance(layer, LoraLinear) else layer for layer in layers]
+    adapters = [layer.adapter if isinstance(layer, LoraLinear) else None for layer in layers]
+    dropout = max((adapter.dropout for adapter in adapters if adapter), default=0.0)
+    if dropout and len(layers) > 1:  # each of them drops other numbers of x
+        assert residual is None
+        return torch.cat([project([layer], x) for layer in layers], dim=-1)
+    rows = x.flatten(0, -2)  # [N, in]
+    if torch.is_autocast_enabled(x.device.type):
+        rows = rows.to(torch.get_autocast_dtype(x.device.type))
+    added = residual.flatten(0, -2) if residual is not None and residual.dtype == rows.dtype else None  # [N, out]
+    dropped = F.dropout(rows, dropout) if dropout else None
+    if not torch.is_grad_enabled():
+        out = _without_gradients(bases, adapters, rows, dropped, added)
+    elif any(base.weight.requires_grad for base in bases if isinstance(base, nn.Linear)):
+        assert not any(adapters), "the base of an adapter is frozen"
+        out = torch.cat([base(rows) for base in bases], dim=-1)
+        out = out if added is None else added + out
+    else:
+        weights = [weight for adapter in adapters if adapter for weight in (adapter.A, adapter.B)]
+        out = _Projected.apply(rows, dropped, added, bases, adapters, *weights)
+    out = out.unflatten(0, x.shape[:-1])
+    return out if residual is None or added is not None else residual + out  # under autocast the residual is wider
+
+
+def _without_gradients(
+    bases: list[nn.Module], adapters: list[Adapter | None], x: Tensor, dropped: Tensor | None, added: Tensor | None
+) -> Tensor:
+    """The layers' outputs [N, sum of out] for x [N, in], of which the adapters get `dropped` if that is given."""
+    out, adapter_x = _frozen(bases, x, added), x if dropped is None else dropped
+    on = [adapter for adapter in adapters if adapter]
+    if not on:
+        return out
+    if len(x) <= FEW_ROWS and x.dtype.itemsize == 2 and x.device.type == "cpu":
+        low = F.linear(adapter_x.float(), side_by_side([adapter.A for adapter in on]))  # [N, sum of r]
+        for adapter, columns, ranks in _places(bases, adapters):
+            out[:, columns].add_(F.linear(low[:, ranks], adapter.B), alpha=adapter.scale)
+        return out
+    pairs = [adapter.cast or (adapter.A.to(out.dtype), adapter.B.to(out.dtype)) for adapter in on]
+    low = F.linear(adapter_x, side_by_side([A for A, _ in pairs]))
+    return _add_adapters(out, low, [B for _, B in pairs], bases, adapters)
+
+
+def _frozen(bases: list[nn.Module], x: Tensor, added: Tensor | None) -> Tensor:
+    """The outputs [N, sum of out] of the layers without adapters, for x [N, in], plus `added`."""
+    weight = _weight(bases, x.dtype)
+    if added is None:
+        biases = [base.bias for base in bases]
+        return F.linear(x, weight, None if biases[0] is None else side_by_side(biases).to(x.dtype))
+    assert bases[0].bias is None and len(bases) == 1
+    return torch.addmm(added, x, weight.t())
+
+
+def _weight(bases: list[nn.Module], dtype: torch.dtype) -> Tensor:
+    """The layers' weights [sum of out, in]. Those in NF4 are dequantized, which costs less memory than keeping them."""
+    weights = [base.weight for base in bases]
+    if all(isinstance(weight, Nf4Weight) for weight in weights):
+        return dequantize(weights, dtype)
+    if any(isinstance(weight, Nf4Weight) for weight in weights):  # an adapter was merged into some of them
+        return torch.cat([_weight([base], dtype) for base in bases])
+    return side_by_side(weights).to(dtype)
+
+
+def _places(bases: list[nn.Module], adapters: list[Adapter | None]) -> Iterator[tuple[Adapter, slice, slice]]:
+    """The adapters that are on, each with its columns of the output and its columns of all A x side by side."""
+    column = rank = 0
+    for base, adapter in zip(bases, adapters, strict=True):
+        if adapter:
+            yield adapter, slice(column, column + base.out_features), slice(rank, rank + len(adapter.A))
+            rank += len(adapter.A)
+        column += base.out_features
+
+
+def _add_adapters(
+    out: Tensor, low: Tensor, Bs: list[Tensor], bases: list[nn.Module], adapters: list[Adapter | None]
+) -> Tensor:
+    """Adds scale * B low to the outputs [N, sum of out], in place: an adapter's output is never a tensor of its own."""
+    for B, (adapter, columns, ranks) in zip(Bs, _places(bases, adapters), strict=True):
+        out[:, columns].addmm_(low[:, ranks], B.t(), alpha=adapter.scale)
+    return out
+
+
+class _Projected(torch.autograd.Function):
+    """Frozen linear layers with their adapters. All add to one gradient of x; autograd would make many and sum them."""
+
+    @staticmethod
+    def forward(ctx, x, dropped, added, bases, adapters, *weights):
+        out, adapter_x, low = _frozen(bases, x, added), x if dropped is None else dropped, None
+        As, Bs = weights[::2], weights[1::2]
+        if As:
+            low = F.linear(adapter_x, side_by_side(As).to(out.dtype))  # [N, sum of r]
+            _add_adapters(out, low, [B.to(out.dtype) for B in Bs], bases, adapters)
+            ctx.save_for_backward(adapter_x, low, *weights)
+        ctx.bases, ctx.adapters, ctx.drops, ctx.adds = bases, adapters, dropped is not None, added is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad_x = grad_dropped = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ _weight(ctx.bases, grad.dtype)  # [N, in]
+        grads = [None] * (len(ctx.needs_input_grad) - 5)
+        if grads:
+            adapter_x, low, *weights = ctx.saved_tensors
+            A, Bs = side_by_side(weights[::2]).to(grad.dtype), weights[1::2]
+            places, grad_low = list(_places(ctx.bases, ctx.adapters)), torch.empty_like(low)
+            for B, (adapter, columns, ranks) in zip(Bs, places, strict=True):
+                _product(grad[:, columns], B.to(grad.dtype), adapter.scale, out=grad_low[:, ranks])
+            if weights[0].requires_grad:
+                grad_A = (grad_low.t() @ adapter_x).to(weights[0].dtype)  # [sum of r, in]
+                for i, (adapter, columns, ranks) in enumerate(places):
+                    grad_B = _product(grad[:, columns].t(), low[:, ranks], adapter.scale)
+                    grads[2 * i : 2 * i + 2] = grad_A[ranks], grad_B.to(weights[0].dtype)
+            if ctx.drops:
+                grad_dropped = grad_low @ A
+            elif grad_x is not None:
+                grad_x.addmm_(grad_low, A)
+        return grad_x, grad_dropped, grad if ctx.adds else None, None, None, *grads
+
+
+def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """scale * a b in one operation; written to `out` if that is given."""
+    return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=scale, out=out)

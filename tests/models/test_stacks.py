@@ -1,0 +1,111 @@
+"""Layers that read the same x lie one after another in memory, are used as one, and give what each gives by itself."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from r3lite.models import lora
+from r3lite.models.nf4 import dequantize, quantize
+from r3lite.models.projections import Nf4Linear, project
+from r3lite.models.stacks import side_by_side, stacked, stacks
+from r3lite.models.weights import load_qwen2, save_nf4
+
+SIZES = {"hidden_size": 128, "intermediate_size": 320}
+
+
+def test_neighbours_are_one_view_and_others_a_copy():
+    parts = stacked([(2, 3), (1, 3), (4, 3)], torch.float32, torch.device("cpu"))
+    for i, part in enumerate(parts):
+        part.fill_(i)
+    whole = side_by_side(parts)
+    assert whole[:, 0].tolist() == [0, 0, 1, 2, 2, 2, 2] and whole.data_ptr() == parts[0].data_ptr()
+    for others in ([parts[1], parts[0]], [parts[0], parts[2]], [parts[0], parts[1].clone()]):
+        copy = side_by_side(others)
+        assert torch.equal(copy, torch.cat(others)) and copy.data_ptr() != parts[0].data_ptr()
+    assert side_by_side([parts[1]]) is parts[1]
+
+
+def test_layers_of_one_parent_that_read_the_same_x_are_together():
+    paths = ["a.q_proj", "a.k_proj", "a.o_proj", "b.q_proj", "b.up_proj", "q_proj"]
+    assert stacks(paths) == [["a.q_proj", "a.k_proj"], ["a.o_proj"], ["b.q_proj"], ["b.up_proj"], ["q_proj"]]
+
+
+@pytest.mark.parametrize("quantize_it", [False, True])
+def test_a_loaded_model_and_its_adapters_are_stacked(small_model, write_folder, tmp_path, quantize_it):
+    source = small_model(**SIZES)
+    model = load_qwen2(write_folder(source, tmp_path), torch.float32, "cpu", quantize=quantize_it)
+    lora.add_adapter(model, "a", 4, 8)
+    lora.set_adapter(model, "a")
+    for layer in model.model.layers:
+        for stack in ((layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+                      (layer.mlp.gate_proj, layer.mlp.up_proj)):  # fmt: skip
+            bases = [module.base for module in stack]
+            tensors = (
+                [[b.codes for b in bases], [b.absmax for b in bases]] if quantize_it else [[b.weight for b in bases]]
+            )
+            tensors += [[module.lora_A["a"] for module in stack]]
+            with lora.cast_once(model, torch.bfloat16):
+                tensors += [[module.cast[0] for module in stack]]
+            for beside in tensors:
+                assert side_by_side(beside).data_ptr() == beside[0].data_ptr()
+    biases = [getattr(model.model.layers[0].self_attn, f"{name}_proj").base.bias for name in "qkv"]
+    assert side_by_side(biases).data_ptr() == biases[0].data_ptr()
+    if not quantize_it:
+        assert all(torch.equal(p, source.get_parameter(n.replace(".base", ""))) for n, p in model.named_parameters()
+                   if "lora" not in n)  # fmt: skip
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "k_proj", "v_proj"], ["k_proj"], ["q_proj", "v_proj"], []])
+@pytest.mark.parametrize("quantize_it", [False, True])
+def test_a_stack_gives_what_its_layers_give(small_model, write_folder, tmp_path, targets, quantize_it):
+    """Outputs and gradients, against plain products that autograd differentiates."""
+    model = load_qwen2(write_folder(small_model(**SIZES), tmp_path), torch.float32, "cpu", quantize=quantize_it)
+    attention = model.model.layers[1].self_attn
+    if targets:
+        lora.add_adapter(model, "a", 4, 8, targets=targets)
+        for i, parameter in enumerate(lora.adapter_parameters(model, "a").values()):
+            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
+    x, upstream = (torch.randn(5, n, generator=torch.Generator().manual_seed(n)) for n in (128, 128 + 2 * 64))
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    ours, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, weights = [], []
+    for layer in layers:
+        base = getattr(layer, "base", layer)
+        dense = dequantize([base.weight], torch.float32) if isinstance(base, Nf4Linear) else base.weight
+        out = F.linear(plain, dense, base.bias)
+        if base is not layer:
+            pair = [side["a"].detach().clone().requires_grad_() for side in (layer.lora_A, layer.lora_B)]
+            out, weights = out + 2 * plain @ pair[0].t() @ pair[1].t(), [*weights, *pair]
+        expected.append(out)
+    torch.cat(expected, dim=-1).backward(upstream)
+    with lora.use_adapter(model, "a" if targets else None):
+        out = project(layers, ours)
+        with torch.no_grad():
+            assert torch.allclose(project(layers, x), out, atol=1e-6)
+    out.backward(upstream)
+    assert torch.allclose(out, torch.cat(expected, dim=-1), atol=1e-5)
+    assert torch.allclose(ours.grad, plain.grad, atol=1e-5)
+    found = [side["a"].grad for layer in layers if hasattr(layer, "base") for side in (layer.lora_A, layer.lora_B)]
+    assert len(found) == len(weights) and all(torch.allclose(a, w.grad, atol=1e-5) for a, w in zip(found, weights))
+
+
+@pytest.mark.parametrize("rows", [(256, 64, 64), (40, 8, 8)])
+def test_stacked_nf4_weights_are_those_of_each(rows):
+    """Blocks of 64 by 256 of them fill whole groups in the first case, and leave gaps in the second."""
+    generator = torch.Generator().manual_seed(0)
+    packed = [quantize(torch.randn(n, 256, generator=generator) * (i + 1)) for i, n in enumerate(rows)]
+    together = torch.cat([dequantize([weight], torch.bfloat16) for weight in packed])
+    assert torch.equal(dequantize(packed, torch.bfloat16), together)
+
+
+def test_a_folder_whose_absmax_mean_is_one_number_is_read(small_model, write_folder, tmp_path):
+    """So it was written before weights were stacked."""
+    folder = write_folder(small_model(**SIZES), tmp_path / "dense")
+    model = load_qwen2(folder, torch.float32, "cpu", quantize=True)
+    save_nf4(model, folder, tmp_path / "nf4")
+    file = tmp_path / "nf4" / "model.safetensors"
+    tensors = {k: v[0].clone() if k.endswith(".absmax_mean") else v for k, v in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    ids = torch.arange(20)[None]
+    assert torch.equal(load_qwen2(tmp_path / "nf4", torch.float32, "cpu")(ids), model(ids))
