@@ -19,17 +19,11 @@ GRANULE = 16  # prefixes are shared in multiples of this many tokens: fewer are 
 
 @dataclass(frozen=True)
 class Segment:
-    """Places among a pack's N tokens."""
+    """One of a pack's segments, which together are its N tokens in order."""
 
-    own: slice
-    before: tuple[slice, ...]  # the segments on the way from the root
-    mask: Tensor | None  # [own, before + own], added to scores; None: causal, nothing comes before
-
-    def gather(self, kv: Tensor) -> Tensor:
-        """Of a pack's keys and values [1, 2 K, N, D] those that the segment attends to, its own last."""
-        if not self.before:
-            return kv[:, :, self.own]
-        return torch.cat([kv[:, :, place] for place in (*self.before, self.own)], dim=2)
+    size: int  # tokens
+    before: tuple[int, ...]  # the segments on the way from the root, by their numbers
+    mask: Tensor | None  # [size, before + size], added to scores; None: causal, nothing comes before
 
 
 @dataclass(frozen=True)
@@ -47,10 +41,10 @@ class Pack:
         order, shared = _sorted(rows)
         tokens: list[int] = []
         positions: list[int] = []
-        found: list[tuple[slice, tuple[slice, ...]]] = []
+        found: list[tuple[slice, tuple[int, ...]]] = []
         places: list[list[int]] = [[]] * len(rows)
 
-        def grow(first: int, last: int, depth: int, before: tuple[slice, ...]) -> None:
+        def grow(first: int, last: int, depth: int, before: tuple[int, ...]) -> None:
             """Lays out rows first .. last - 1 in order, which share `depth` tokens, the segments `before`."""
             row = rows[order[first]]
             end = min(shared[first + 1 : last], default=len(row))
@@ -58,10 +52,10 @@ class Pack:
                 own = slice(len(tokens), len(tokens) + end - depth)
                 tokens.extend(row[depth:end])
                 positions.extend(range(depth, end))
-                found.append((own, before))
-                before = (*before, own)
+                before = (*before, len(found))
+                found.append((own, before[:-1]))
             if last == first + 1:
-                places[order[first]] = [i for s in before for i in range(s.start, s.stop)]
+                places[order[first]] = [i for number in before for i in range(len(tokens))[found[number][0]]]
                 return
             for a, b in pairwise([first, *(i for i in range(first + 1, last) if shared[i] == end), last]):
                 grow(a, b, end, before)
@@ -69,14 +63,21 @@ class Pack:
         if rows:
             grow(0, len(rows), 0, ())
         masks = causal_masks([(positions[own.start], own.stop - own.start) for own, _ in found], device, dtype)
-        segments = [Segment(own, before, mask) for (own, before), mask in zip(found, masks, strict=True)]
+        segments = [
+            Segment(own.stop - own.start, before, mask) for (own, before), mask in zip(found, masks, strict=True)
+        ]
         # From the host without waiting for what the device is still doing.
         ids, at = (torch.tensor([x]).to(device, non_blocking=True) for x in (tokens, positions))
         return Pack(ids, at, segments, places)
 
     def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]."""
-        parts = [grouped_attention(q[:, :, s.own], s.gather(kv), s.mask) for s in self.segments]
+        # Split, not sliced: the gradient of each slice is a tensor of all N tokens, nearly all of them zeros.
+        queries, own = (x.split([segment.size for segment in self.segments], dim=2) for x in (q, kv))
+        parts = []
+        for i, segment in enumerate(self.segments):
+            seen = torch.cat([own[j] for j in (*segment.before, i)], dim=2) if segment.before else own[i]
+            parts.append(grouped_attention(queries[i], seen, segment.mask))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def predicted(self, chosen: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
