@@ -1,0 +1,124 @@
+"""How fast a device is: the figures that times are predicted from, measured by `doctor` or of a table of cards.
+
+The table holds the makers' peaks, which no program reaches: a time that is predicted from it is one at best.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from r3lite.errors import R3LiteError
+from r3lite.files import read_record
+
+DOCTOR = "~/.cache/r3lite/doctor.json"  # where `doctor` leaves what it measured, beside the weights kept in NF4
+MEASURED = "measured"
+DTYPES = ("fp32", "fp16", "bf16")
+GIB = 1 << 30
+# Seconds of the host for a kernel, assumed for every card of the table: 4 to 6 microseconds were measured on an
+# RTX 5070 Ti (https://susun-blog.com/blog/pegainfer-3-cuda-graph). `doctor` measures what PyTorch takes.
+LAUNCH = 5e-6
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a device does in a second; `source` is MEASURED or the address that the figures are from."""
+
+    name: str  # as `device_name` gives it
+    bandwidth: float  # bytes of the device's memory
+    flops: dict[str, float]  # operations of large matrix products by dtype, those that it has
+    launch: float  # seconds that one kernel costs, however small
+    source: str
+    memory: int | None = None  # bytes; None: not told
+
+
+def _card(name: str, gib: int, gigabytes: float, fp32: float, half: dict[str, float], source: str) -> Speeds:
+    flops = {dtype: tera * 1e12 for dtype, tera in {"fp32": fp32, **half}.items()}
+    return Speeds(name, gigabytes * 1e9, flops, LAUNCH, source, gib * GIB)
+
+
+def _ampere(name: str, gib: int, gigabytes: float, fp32: float, source: str) -> Speeds:
+    """A GeForce card since Ampere: its tensor cores have fp16 and bf16, at twice its rate of fp32."""
+    return _card(name, gib, gigabytes, fp32, {"fp16": 2 * fp32, "bf16": 2 * fp32}, source)
+
+
+# Names as NVIDIA's driver gives them, without what `card` takes off; GB/s, and TFLOPS of products that accumulate in
+# fp32, as training needs: on GeForce cards half of what is advertised for fp16 on tensor cores. The cards without
+# (MX and GTX) have a double rate of fp16 that accumulates in fp16, so that of fp32 is assumed here. Turing (all up to
+# the T4) has no bf16. A card of a laptop is slower the less power the laptop gives it: the middle is taken, and named.
+CARDS = (
+    _card("MX450", 2, 64.0, 2.285, {"fp16": 2.285}, "https://cputronic.com/it/gpu/nvidia-geforce-mx450-30-5w-8gbps"),
+    _card("GTX 1650", 4, 128.1, 2.984, {"fp16": 2.984}, "https://cputronic.com/gpu/nvidia-geforce-gtx-1650"),
+    _card(
+        "GTX 1650 GDDR6", 4, 192.0, 2.849, {"fp16": 2.849}, "https://cputronic.com/gpu/nvidia-geforce-gtx-1650-gddr6"
+    ),
+    _card("GTX 1660", 6, 192.1, 5.027, {"fp16": 5.027}, "https://cputronic.com/en/gpu/nvidia-geforce-gtx-1660"),
+    _card(
+        "RTX 2060", 6, 336.0, 6.451, {"fp16": 25.8}, "https://topcpu.net/pt/gpu-c/geforce-rtx-2060-vs-geforce-rtx-4060"
+    ),
+    _card("T4", 16, 320.0, 8.141, {"fp16": 65.13}, "https://sysrqmts.com/en/gpus/nvidia/tesla/t4"),
+    _ampere(  # 55 W of 35 to 80
+        "RTX 3050 Laptop",
+        4,
+        192.0,
+        6.08,
+        "https://hmc-tech.com/gpu/nvidia-geforce-rtx-3050-laptop-50w-vs-nvidia-geforce-rtx-3050-laptop-55w",
+    ),
+    _ampere(  # 85 W of 60 to 115
+        "RTX 3060 Laptop",
+        6,
+        336.0,
+        11.41,
+        "https://hmc-tech.com/gpu/nvidia-geforce-rtx-4060-laptop-45w-vs-nvidia-geforce-rtx-3060-laptop-85w",
+    ),
+    _ampere(  # 90 W of 35 to 115
+        "RTX 4060 Laptop",
+        8,
+        256.0,
+        12.35,
+        "https://hmc-tech.com/gpu/nvidia-geforce-rtx-4060-laptop-90w-vs-nvidia-geforce-rtx-3060-laptop-95w",
+    ),
+    _ampere("RTX 4060", 8, 272.0, 15.11, "https://hmc-tech.com/gpu/nvidia-geforce-rtx-4060-vs-nvidia-geforce-rtx-4060"),
+)
+
+
+def device_name(device: torch.device) -> str:
+    """What figures of a device are kept under. A CPU's hold for one number of threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+
+
+def card(name: str) -> Speeds | None:
+    """The card of the table that a driver's or a user's name means, such as `NVIDIA GeForce RTX 3050 Laptop GPU`."""
+    words = [word for word in name.lower().split() if word not in ("nvidia", "geforce", "tesla", "gpu")]
+    return next((known for known in CARDS if known.name.lower().split() == words), None)
+
+
+def measured(device: torch.device) -> Speeds | None:
+    """What `doctor` measured of a device; None if it has not, or if that cannot be read, which is warned of."""
+    path = os.path.expanduser(DOCTOR)
+    if not os.path.exists(path):
+        return None
+    try:
+        found = read_record(path, "Run python -m r3lite.doctor again.").record("speeds")
+        flops = found.record("flops")
+        speeds = Speeds(
+            name=found.text("name"),
+            bandwidth=found.number("bandwidth", low=0, above=True),
+            flops={dtype: flops.number(dtype, low=0, above=True) for dtype in DTYPES if dtype in flops},
+            launch=found.number("launch", low=0),
+            source=found.choice("source", [MEASURED]),
+            memory=found.whole("memory", None),
+        )
+    except R3LiteError as error:
+        print(f"warning: what doctor measured is not used: {error.cause}. {error.remedy}", file=sys.stderr)
+        return None
+    return speeds if speeds.name == device_name(device) else None
+
+
+def speeds_of(device: torch.device) -> Speeds | None:
+    """What `doctor` measured of a device, else its entry in the table of cards, else None: nothing is known."""
+    found = measured(device)
+    return card(torch.cuda.get_device_name(device)) if found is None and device.type == "cuda" else found
