@@ -113,9 +113,7 @@ def run_command(case: Case, folder: str, precision: Precision) -> float:
     ):
         main = sft.main if case.algorithm == "sft" else ppo.main
         assert main(arguments(case, folder, Path(where), precision)) == 0, "the command failed"
-    # The planner counts the context, which PyTorch's allocator does not see.
-    phases = plans[0].report()["phases"].values()
-    return max(sum(v for k, v in parts.items() if k != "context") for parts in phases)
+    return plans[0].allocated / MIB
 
 
 def measure(case: Case, folder: str, precision: Precision) -> dict:

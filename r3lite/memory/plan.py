@@ -7,12 +7,13 @@ import torch
 
 from r3lite.grant import Memory
 from r3lite.memory import planner
-from r3lite.memory.planner import MIB, Workload
+from r3lite.memory.cuda_parts import CONTEXT, MIB
+from r3lite.memory.planner import Workload
 from r3lite.memory.workloads import KNOWN
 from r3lite.settings import MemorySettings, SamplingSettings
 
 DEFAULT_BUDGET = 4 << 30
-MARGIN = 256 << 20  # of a card's free memory, left to the desktop and to fragmentation
+MARGIN = 256 << 20  # of a card's free memory, left to the desktop, which takes more and less of it
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Plan:
     @property
     def peak(self) -> int:
         return planner.peak(self.workload, self.memory)
+
+    @property
+    def allocated(self) -> int:
+        return planner.allocated(self.workload, self.memory)
 
     def table(self) -> str:
         """For people: MiB by phase and part, the peak, and what was chosen."""
@@ -92,7 +97,7 @@ def _budget(settings: MemorySettings, on_cuda: bool) -> int:
     if on_cuda and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         # What is free no longer has our own context in it, which is in the budget.
-        return min(DEFAULT_BUDGET, free + planner.CUDA_CONTEXT - MARGIN)
+        return min(DEFAULT_BUDGET, free + CONTEXT - MARGIN)
     return DEFAULT_BUDGET
 
 
@@ -100,7 +105,7 @@ def enforce(plan: Plan, device: torch.device) -> None:
     """On CUDA, the process gets no more than its budget, so that "fits" can be shown on a larger card."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        share = (plan.budget - planner.CUDA_CONTEXT) / total
+        share = (plan.budget - CONTEXT) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
 

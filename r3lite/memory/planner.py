@@ -1,8 +1,8 @@
 """The memory planner: what a run will hold, phase by phase, and the settings that make it fit.
 
-All figures are bytes of live tensors, in closed form from the model's sizes; nothing is loaded to find them. They
-follow what `models` keeps: `activation_checkpointing` (layer inputs, one layer at a time), `logprobs` (one chunk of
-logits), `kv_cache` and `nf4`. `bench/memory.py` holds them against measured peaks.
+All figures are bytes of live tensors, in closed form from the model's sizes, and on CUDA what `cuda_parts` adds;
+nothing is loaded to find them. They follow what `models` keeps: `activation_checkpointing` (layer inputs, one layer at
+a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.py` holds them against measured peaks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from r3lite.config import UsageError
 from r3lite.errors import R3LiteError
 from r3lite.grant import Memory
+from r3lite.memory.cuda_parts import MIB, NOT_TENSORS, beside_tensors
 from r3lite.models import logprobs, nf4
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.qwen2 import Qwen2Config
 
-MIB = 1 << 20
 GRAIN = 512  # bytes that an allocation is rounded up to, on CUDA as in our count
-SLACK = {False: 0.02, True: 0.06}  # of a budget, left free: for what the formulas leave out; on CUDA, fragmentation
-CUDA_CONTEXT = 450 * MIB  # of the driver and cuBLAS, before the first tensor; 300 to 500 are reported
+SLACK = 0.02  # of a budget, left free for what the formulas leave out
 Parts = dict[str, int]
 
 
@@ -107,12 +106,20 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
         found["update"] = fixed | max(_update(w, memory), key=lambda parts: sum(parts.values()))
         found["save"] = dict(fixed)
     if w.on_cuda:
-        found = {name: parts | {"context": CUDA_CONTEXT} for name, parts in found.items()}
+        captured = {"sample": _forward(w, memory, min(memory.rollout_batch_size, w.episodes))}  # see rollout/decoder.py
+        for name, parts in found.items():
+            found[name] = parts | beside_tensors(sum(parts.values()), captured.get(name, 0))
     return found
 
 
 def peak(w: Workload, memory: Memory) -> int:
     return max(sum(parts.values()) for parts in phases(w, memory).values())
+
+
+def allocated(w: Workload, memory: Memory) -> int:
+    """The peak of tensors alone: what a count of them finds, and on CUDA PyTorch's allocator as allocated."""
+    found = phases(w, memory).values()
+    return max(sum(size for name, size in parts.items() if name not in NOT_TENSORS) for parts in found)
 
 
 def _load(w: Workload, memory: Memory) -> Parts:
@@ -283,7 +290,7 @@ def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, Qw
     for memory in candidates(w, fixed):
         memory = replace(memory, **fixed)
         size = peak(w, memory)
-        if size <= budget * (1 - SLACK[w.on_cuda]):
+        if size <= budget * (1 - SLACK):
             return memory
         least = size if least is None else min(least, size)
     raise R3LiteError(
@@ -298,8 +305,7 @@ def _remedies(
     """Up to three changes that help, each on its own; `least` bytes are taken without any."""
 
     def fits(work: Workload, given: dict) -> bool:
-        room = budget * (1 - SLACK[work.on_cuda])
-        return any(peak(work, replace(m, **given)) <= room for m in candidates(work, given))
+        return any(peak(work, replace(m, **given)) <= budget * (1 - SLACK) for m in candidates(work, given))
 
     found = []
     if fixed.get("nf4") is False and fits(w, {k: v for k, v in fixed.items() if k != "nf4"}):
@@ -316,6 +322,6 @@ def _remedies(
         if model.hidden_size < w.model.hidden_size and fits(replace(w, model=model), fixed):
             found.append(f"--model {name}")
             break
-    needed = least / (1 - SLACK[w.on_cuda])
+    needed = least / (1 - SLACK)
     found.append(f"--vram-budget {-(-int(needed) // MIB)}MiB")
     return found[:3]

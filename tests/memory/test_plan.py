@@ -2,7 +2,8 @@
 
 import torch
 
-from r3lite.memory import plan, planner
+from r3lite.memory import plan
+from r3lite.memory.cuda_parts import CONTEXT
 from r3lite.memory.planner import MIB
 from r3lite.settings import MemorySettings
 
@@ -12,4 +13,4 @@ def test_the_default_budget_has_our_own_context_in_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3000 * MIB, 4000 * MIB))
     granted = plan._budget(MemorySettings(), on_cuda=True)
-    assert granted - planner.CUDA_CONTEXT == 3000 * MIB - plan.MARGIN
+    assert granted - CONTEXT == 3000 * MIB - plan.MARGIN

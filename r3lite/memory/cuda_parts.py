@@ -1,0 +1,32 @@
+"""What a run takes on a CUDA card beside its tensors: one figure a part, each with its source.
+
+None was measured on a card yet. `python -m r3lite.doctor` prints each beside what it measures, so that a card that has
+another figure corrects that one.
+"""
+
+MIB = 1 << 20
+# The driver's context, made before the first tensor. 426 MiB were told of PyTorch 2.10 on an RTX 6000 Ada
+# (https://github.com/unslothai/unsloth-zoo/pull/1053), about 250 of 1.13 (https://github.com/pytorch/pytorch/pull/86509).
+# Kernels are loaded into it when they are first used, hence a little more.
+CONTEXT = 434 * MIB
+# cuBLAS gets :4096:2:16:8 for each stream that multiplies, unless CUBLAS_WORKSPACE_CONFIG says otherwise
+# (aten/src/ATen/cuda/CublasHandlePool.cpp). Hopper, and Blackwell in newer versions, have 32 MiB.
+CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) << 10
+# PyTorch's allocator takes memory from the driver in such pieces, the small one for tensors below 1 MiB; tensors above
+# 10 MiB have pieces of their own, in steps of the small one (c10/core/AllocatorConfig.h: kSmallBuffer, kLargeBuffer).
+SMALL_PIECE, LARGE_PIECE = 2 * MIB, 20 * MIB
+# Of the bytes of tensors: what lies unused in pieces that are in use. Assumed, as nothing was found that measures it.
+FRAGMENTATION = 0.05
+NOT_TENSORS = ("context", "graph pools", "fragmentation")  # parts that the allocator does not count as allocated
+
+
+def beside_tensors(tensors: int, captured: int = 0) -> dict[str, int]:
+    """Bytes by part, in a phase whose tensors take so many; `captured` are those of a step run as CUDA graphs, or 0.
+
+    The graphs of a run share one pool, which no other tensor can use, and have a cuBLAS workspace of their own in it.
+    """
+    parts = {"context": CONTEXT, "cuBLAS workspace": CUBLAS_WORKSPACE}
+    if captured:
+        pieces = -(-(captured + CUBLAS_WORKSPACE) // SMALL_PIECE) * SMALL_PIECE
+        parts["graph pools"] = SMALL_PIECE + max(LARGE_PIECE, pieces)
+    return parts | {"fragmentation": int(tensors * FRAGMENTATION)}

@@ -1,0 +1,57 @@
+"""What the plan adds to the tensors on a card, by hand; on a CPU it adds nothing."""
+
+from dataclasses import replace
+
+import pytest
+
+from r3lite.grant import Memory
+from r3lite.memory import planner
+from r3lite.memory.cuda_parts import CONTEXT, MIB, NOT_TENSORS, beside_tensors
+from r3lite.memory.planner import Workload
+from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
+from r3lite.settings import LoraSettings
+
+SFT = Workload(KNOWN["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 2048, targets=LoraSettings().lora_targets)
+RL = replace(SFT, episodes=64, reads=880, retrieves=True)
+
+
+def test_the_parts_by_hand():
+    """1,000 MiB of tensors: 5 % of fragments. cuBLAS: 2 x 4,096 + 8 x 16 = 8,320 KiB."""
+    expected = {"context": 434 * MIB, "cuBLAS workspace": 8320 * 1024, "fragmentation": 50 * MIB}
+    assert beside_tensors(1000 * MIB) == expected
+
+
+@pytest.mark.parametrize(
+    ("captured", "pool"),
+    [
+        (1, 22),  # 8.1 MiB of workspace in one piece of 20, small tensors in one of 2
+        (11 * MIB, 22),  # 19.1
+        (12 * MIB, 24),  # 20.1, so 22
+        (60 * MIB, 72),  # 68.1, so 70
+    ],
+)
+def test_the_pool_of_graphs_by_hand(captured, pool):
+    assert beside_tensors(0, captured)["graph pools"] == pool * MIB
+
+
+@pytest.mark.parametrize("workload", [SFT, RL])
+def test_a_card_has_them_in_every_phase_and_a_cpu_in_none(workload):
+    memory = Memory(rollout_batch_size=8, offload=False)
+    names = beside_tensors(0, 1).keys()
+    for parts in planner.phases(workload, memory).values():
+        assert not names & parts.keys()
+    assert planner.allocated(workload, memory) == planner.peak(workload, memory)
+    card = replace(workload, on_cuda=True)
+    for name, parts in planner.phases(card, memory).items():
+        assert names - parts.keys() == (set() if name == "sample" else {"graph pools"})
+        tensors = sum(size for part, size in parts.items() if part not in names)
+        assert parts["fragmentation"] == pytest.approx(0.05 * tensors, abs=1)
+    beside = max(sum(parts[n] for n in NOT_TENSORS if n in parts) for parts in planner.phases(card, memory).values())
+    assert CONTEXT < planner.peak(card, memory) - planner.allocated(card, memory) <= beside
+
+
+def test_what_is_left_for_tensors_of_4_gib_is_what_was_left_before_the_parts_had_names():
+    """450 MiB of context and 6 % of the budget were held back: 3,400 MiB were left."""
+    room = 4096 * MIB * (1 - planner.SLACK)
+    tensors = 3400 * MIB
+    assert tensors + sum(beside_tensors(tensors).values()) == pytest.approx(room, rel=0.002)
