@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.live_tensors import LiveTensors
+from r3lite.devices.live_tensors import LiveTensors
 
 OURS, FLOOR, PEAK = "r3lite", "floor", "peak"
 LIMITS = (FLOOR, PEAK)  # what a device can do at the most; not rivals

@@ -25,7 +25,7 @@ import torch
 
 from bench import options, peers, records
 from bench.full_length import FullTurns, full_question, full_rows
-from bench.live_tensors import MIB, LiveTensors
+from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.devices.precision import Precision
 from r3lite.protocols.transcript import Layout
 from r3lite.training.metrics import peak_memory_mib

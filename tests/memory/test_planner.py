@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.live_tensors import LiveTensors
 from bench.memory import full_question, full_rows
 from r3lite import policy, ppo, sft
 from r3lite.config import UsageError
+from r3lite.devices.live_tensors import LiveTensors
 from r3lite.errors import R3LiteError
 from r3lite.grant import Memory
 from r3lite.memory import planner

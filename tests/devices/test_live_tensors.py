@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from bench.live_tensors import GRAIN, LiveTensors
+from r3lite.devices.live_tensors import GRAIN, LiveTensors
 from r3lite.episode import Document, Question
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sequence import Sequence
