@@ -101,8 +101,8 @@ def test_a_prediction_has_the_phases_of_the_run_or_is_none():
 
 @pytest.mark.parametrize(
     ("seconds", "told"),
-    [(0.0123, "12 ms"), (0.99, "990 ms"), (1.9, "1.9 s"), (2.04, "2.0 s"), (119, "119 s"), (121, "2.0 min"), (5000, "83 min"),
-     (7300, "2.0 h"), (172_799, "48 h"), (200_000, "2.3 days"), (1e10, "115,741 days")],
+    [(0.0123, "12 ms"), (0.99, "990 ms"), (1.9, "1.9 s"), (2.04, "2.0 s"), (119, "119 s"), (121, "2.0 min"),
+     (5000, "83 min"), (7300, "2.0 h"), (172_799, "48 h"), (200_000, "2.3 days"), (1e10, "115,741 days")],
 )  # fmt: skip
 def test_times_in_words(seconds, told):
     assert in_words(seconds) == told
