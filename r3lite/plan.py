@@ -1,4 +1,4 @@
-"""The memory that a run will take, before it runs: a table by phase, and the settings chosen to make it fit."""
+"""The memory and the time that a run will take, before it runs: a table by phase, and the settings chosen to fit."""
 
 import argparse
 import contextlib
@@ -9,41 +9,48 @@ from typing import get_args
 
 from r3lite import command
 from r3lite.config import UsageError, load_toml
-from r3lite.settings import DataSettings, PlanSettings, PpoConfig, SftConfig
+from r3lite.settings import CardSettings, DataSettings, PlanSettings, PpoConfig, SftConfig
 from r3lite.settings.rl import Algorithm
 
 
 @dataclass(frozen=True)
 class PlanSftConfig(SftConfig):
-    """Plans the memory of a run before it runs: nothing is downloaded, no weights are loaded.
+    """Plans the memory and the time of a run before it runs: nothing is downloaded, no weights are loaded.
 
     Give it the flags of the run: those of `sft`, or with --algorithm ppo or grpo those of `ppo`. The sizes of Qwen2.5
-    up to 3B are known offline; --device cuda plans for a card that is elsewhere. --output FOLDER writes plan.json, too.
+    up to 3B are known offline; --card plans for a card that is elsewhere. --output FOLDER writes plan.json, too.
     """
 
     data: DataSettings = DataSettings()  # a plan needs no data
     plan: PlanSettings = PlanSettings()
+    elsewhere: CardSettings = CardSettings()
 
 
 @dataclass(frozen=True)
 class PlanRlConfig(PpoConfig):
     __doc__ = PlanSftConfig.__doc__
     data: DataSettings = DataSettings()
+    elsewhere: CardSettings = CardSettings()
 
 
 def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.files import write_json
-    from r3lite.memory.plan import make_plan
+    from r3lite.memory.plan import make_plan, plan_for_card
     from r3lite.memory.workloads import rl_workload, sft_workload
     from r3lite.rl.algorithms import ALGORITHMS
 
     if isinstance(config, PlanSftConfig):
-        plan = make_plan(sft_workload(config.model, config.sft, config.lora), config.memory)
+        sampling = None
+        workload = sft_workload(config.model, config.sft, config.lora, steps=config.schedule.max_steps)
     else:
-        critic = ALGORITHMS[config.rl.algorithm].has_critic
-        workload = rl_workload(config.model, config.rl, config.lora, config.lengths, config.retrieval, critic=critic)
-        plan = make_plan(workload, config.memory, config.sampling)
+        critic, sampling = ALGORITHMS[config.rl.algorithm].has_critic, config.sampling
+        settings = config.model, config.rl, config.lora, config.lengths, config.retrieval
+        workload = rl_workload(*settings, critic=critic, steps=config.rounds(None))
+    if config.elsewhere.card:
+        plan = plan_for_card(config.elsewhere.card, workload, config.model.dtype, config.memory, sampling)
+    else:
+        plan = make_plan(workload, config.memory, sampling)
     print(plan.table())
     if config.common.output:
         path = Path(config.common.output) / "plan.json"

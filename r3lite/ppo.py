@@ -4,7 +4,6 @@
 is in `rl/algorithms`, a file each.
 """
 
-import math
 import sys
 import time
 import zlib
@@ -45,8 +44,7 @@ class RLTrainer:
     ):
         self.config, self.questions, self.engine, self.retrieve = config, questions, engine, retrieve
         self.judge, self.learner, self.state, self.episodes_file = judge, learner, state, episodes_file
-        epochs = math.ceil(config.schedule.epochs * len(questions) / config.rl.batch_size)
-        self.total = config.schedule.max_steps or epochs
+        self.total = config.rounds(len(questions))
 
     def step(self, number: int) -> tuple[dict, int]:
         """One round; its metrics, and how many tokens its episodes have."""
@@ -137,7 +135,7 @@ def build(config: PpoConfig, questions: list[Question]) -> "tuple[Engine, Learne
     texts = [question.text for question in questions]
     # What the first and the last in alphabetical order have in common, all have.
     first, last = (layout.prompt(text) for text in (min(texts), max(texts)))
-    plan = plan_memory(config, common_prefix(first, last))
+    plan = plan_memory(config, common_prefix(first, last), len(questions))
     algorithm = ALGORITHMS[rl.algorithm](rl)
     training = Training(
         config.lora,
@@ -164,16 +162,15 @@ def build(config: PpoConfig, questions: list[Question]) -> "tuple[Engine, Learne
     return engine, learner, state
 
 
-def plan_memory(config: PpoConfig, shared: int = 0) -> "Plan":
+def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> "Plan":
     """The memory plan of a round whose episodes all reach --max-length, and begin with `shared` tokens alike."""
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import rl_workload
     from r3lite.rl.algorithms import ALGORITHMS
 
-    critic = ALGORITHMS[config.rl.algorithm].has_critic
-    workload = rl_workload(
-        config.model, config.rl, config.lora, config.lengths, config.retrieval, shared, critic=critic
-    )
+    settings = config.model, config.rl, config.lora, config.lengths, config.retrieval
+    critic, rounds = ALGORITHMS[config.rl.algorithm].has_critic, config.rounds(questions)
+    workload = rl_workload(*settings, shared, critic=critic, steps=rounds)
     return make_plan(workload, config.memory, config.sampling)
 
 

@@ -154,10 +154,9 @@ def build_trainer(
     validation: "list[Trajectory | Conversation]",
 ) -> SFTTrainer:
     """Lays the rows out in tokens, plans the memory that they take and loads the model."""
-    from r3lite.datasets.trajectories import encode_row, encode_rows
+    from r3lite.datasets.trajectories import encode_row, encode_rows, lengths_of
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import sft_workload
-    from r3lite.models.packing import common_prefix
     from r3lite.models.weights import resolve_folder
     from r3lite.policy import Training, load_policy
     from r3lite.protocols.tokenizer import Tokenizer
@@ -169,9 +168,8 @@ def build_trainer(
     layout = Layout(tokenizer, protocol, lengths)
     trained = encode_rows(rows, layout)
     held_out = [encoded for row in validation if (encoded := encode_row(row, layout))]
-    tokens = [row.tokens for row in [*trained, *held_out]]
-    longest, shared = max(map(len, tokens)), common_prefix(min(tokens), max(tokens))
-    plan = make_plan(sft_workload(config.model, config.sft, config.lora, longest, shared), config.memory)
+    known, (steps, _) = lengths_of(trained, held_out), length_of_run(config, len(trained))
+    plan = make_plan(sft_workload(config.model, config.sft, config.lora, **known, steps=steps), config.memory)
     training = Training(config.lora, command.usual("sft", config).lora, config.optimizer, config.common.seed)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     return SFTTrainer(config, policy, tokenizer.size, trained, held_out)

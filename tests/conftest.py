@@ -21,6 +21,12 @@ ROOT = Path(__file__).parent.parent
 pytest_plugins = ["tests.fake_gemini"]
 
 
+@pytest.fixture(autouse=True)
+def no_doctor(monkeypatch):
+    """What `doctor` measured of this machine is not read: a test that tells times says of which speeds."""
+    monkeypatch.setattr("r3lite.devices.cards.DOCTOR", str(ROOT / "no-such-file.json"))
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder `shared/` beside the repository, with real data and the real tokenizer."""

@@ -11,7 +11,11 @@ import pytest
 
 from r3lite import evaluate, plan, ppo, sft
 from r3lite.config import shipped
+from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.grant import Memory
+from r3lite.memory import workloads
+from r3lite.memory.plan import announce
+from r3lite.settings import ModelSettings, PpoConfig, RLSettings
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -31,7 +35,7 @@ def planned(tmp_path, *arguments) -> dict:
 
 def test_the_table_and_the_file_say_the_same(tmp_path, capsys):
     found = planned(tmp_path, "--model", QWEN, "--max-length", "1024", "--device", "cpu", "--dtype", "bf16")
-    assert found.keys() == {"budget_mib", "peak_mib", "fits", "phases", "chosen"}
+    assert found.keys() == {"budget_mib", "peak_mib", "fits", "phases", "chosen", "seconds"}
     assert found["budget_mib"] == 4096 and found["fits"] and 1000 < found["peak_mib"] < 4096
     assert list(found["phases"]) == ["load", "update", "save"]
     assert found["phases"]["update"]["weights"] == pytest.approx(942, abs=1)
@@ -56,6 +60,51 @@ def test_reinforcement_learning_takes_the_flags_of_ppo(tmp_path, algorithm, form
     assert list(found["phases"]) == ["load", "sample", "score", "update", "save"]
     assert "KV cache" in found["phases"]["sample"] and found["phases"]["load"]["context"] > 0
     assert found["budget_mib"] == 3072
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_a_card_that_is_elsewhere_is_planned_for_by_its_name(tmp_path, capsys, algorithm):
+    given = ["--algorithm", algorithm, "--card", "nvidia geforce rtx 3050 laptop gpu", "--max-steps", "7"]
+    found = planned(tmp_path, *given)
+    assert found["budget_mib"] == 4096 - 256 and found["phases"]["update"]["context"] > 0
+    told, seconds = capsys.readouterr().out, found["seconds"]
+    assert seconds["device"] == "RTX 3050 Laptop" and seconds["speeds_from"].startswith("https://")
+    assert seconds["run"] == pytest.approx(7 * seconds["step"], rel=1e-3)
+    assert sum(seconds["phases"].values()) == pytest.approx(seconds["step"], rel=1e-3)
+    assert re.search(r"^time: up to .* for 7; predicted from the peak speeds of the RTX 3050 Laptop", told, re.M)
+    assert planned(tmp_path, *given, "--vram-budget", "3GiB")["budget_mib"] == 3072
+    other = planned(tmp_path, *given[:2], "--card", "T4")  # Turing multiplies no bf16
+    assert other["seconds"]["device"] == "T4" and other["seconds"]["step"] < seconds["step"]
+
+
+def test_a_card_that_is_not_known_is_an_error_that_names_those_that_are(capsys):
+    assert plan.main(["--card", "RTX 3050 Laptp"]) == 2
+    told = capsys.readouterr().err
+    assert "--card RTX 3050 Laptp is not in the table (did you mean RTX 3050 Laptop?); there are MX450, " in told
+
+
+def test_times_are_told_only_of_a_device_whose_speeds_are_known(tmp_path, capsys, monkeypatch):
+    elsewhere = ["--device", "cpu", "--dtype", "fp32"]
+    assert planned(tmp_path, *elsewhere)["seconds"] is None
+    assert "time: unknown; python -m r3lite.doctor measures" in capsys.readouterr().out
+    speeds = Speeds("cpu", 1e10, {"fp32": 1e11}, 1e-6, MEASURED)
+    monkeypatch.setattr(workloads, "speeds_of", lambda device: speeds)
+    assert planned(tmp_path, *elsewhere)["seconds"]["speeds_from"] == "measured"
+    assert re.search(r"^time: up to .* for a step; predicted from what doctor measured$", capsys.readouterr().out, re.M)
+
+
+def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypatch):
+    """1,024 generations of each question were begun without a word of the weeks that a round would take."""
+    speeds = Speeds("cpu", 1e10, {"fp32": 1e11}, 1e-6, MEASURED)
+    for generations, warned in ((1024, True), (2, False)):
+        settings = PpoConfig(
+            model=ModelSettings(device="cpu", dtype="fp32"), rl=RLSettings(num_generations=generations, batch_size=2)
+        )
+        monkeypatch.setattr(workloads, "speeds_of", lambda device: speeds)
+        announce(ppo.plan_memory(settings))
+        told = capsys.readouterr().err
+        assert bool(re.search("^warning: a round is predicted to take up to [0-9]+ days", told, re.M)) == warned
+        assert told.splitlines()[1].startswith("time: up to ")
 
 
 def test_flags_of_the_other_algorithm_are_refused(capsys):

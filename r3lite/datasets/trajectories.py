@@ -16,6 +16,7 @@ from tqdm import tqdm
 from r3lite.datasets.rows import converted_rows
 from r3lite.episode import Question, Step
 from r3lite.errors import R3LiteError
+from r3lite.models.packing import common_prefix
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import ROLES
 from r3lite.protocols.transcript import LEAST_DOCUMENT, Layout
@@ -174,6 +175,19 @@ def encode_rows(rows: Sequence[Trajectory | Conversation], layout: Layout) -> li
         raise R3LiteError(f"no row fits into {max_length} tokens", "Raise --max-length.")
     assert all(any(row.loss_mask) for row in kept)
     return kept
+
+
+def lengths_of(rows: Sequence[Row], held_out: Sequence[Row]) -> dict:
+    """Of all rows the tokens of the longest, and how many all begin with alike; of those to train on the means of
+    their tokens, and of those that are trained on.
+    """
+    tokens = [row.tokens for row in [*rows, *held_out]]
+    return {
+        "longest": max(map(len, tokens)),
+        "shared": common_prefix(min(tokens), max(tokens)),
+        "mean_tokens": sum(len(row.tokens) for row in rows) / len(rows),
+        "writes": sum(row.loss_tokens for row in rows) / len(rows),
+    }
 
 
 def fingerprint(rows: Sequence[Row]) -> str:

@@ -1,18 +1,22 @@
-"""A memory plan: the budget that a run has, what was chosen for it, and what the run will hold, phase by phase."""
+"""A plan: the budget that a run has, what was chosen for it, what the run will hold and how long it takes, by phase."""
 
+import functools
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from r3lite.grant import Memory
-from r3lite.memory import planner
+from r3lite.memory import duration, planner
 from r3lite.memory.cuda_parts import CONTEXT, MIB
+from r3lite.memory.duration import Duration, in_words
 from r3lite.memory.planner import Workload
-from r3lite.memory.workloads import KNOWN
+from r3lite.memory.workloads import KNOWN, on_card
 from r3lite.settings import MemorySettings, SamplingSettings
 
 DEFAULT_BUDGET = 4 << 30
+A_DAY = 86400  # seconds
+UNKNOWN = "unknown; python -m r3lite.doctor measures what this device can do, and plan --card takes a card of a table"
 MARGIN = 256 << 20  # of a card's free memory, left to the desktop, which takes more and less of it
 
 
@@ -24,6 +28,11 @@ class Plan:
     memory: Memory
     budget: int  # bytes
     fixed: dict  # the figures of `memory` that the user gave
+
+    @functools.cached_property
+    def duration(self) -> Duration | None:
+        """None if the speeds of the device are not known."""
+        return duration.predict(self.workload, self.memory)
 
     @property
     def peak(self) -> int:
@@ -45,7 +54,7 @@ class Plan:
         top = max(found, key=lambda name: sum(found[name].values()))
         lines.append(f"peak {self.peak / MIB:,.0f} MiB ({top}) of a budget of {self.budget / MIB:,.0f} MiB")
         lines.append("chosen: " + ", ".join(f"{k} {v}" for k, v in asdict(self.memory).items()))
-        return "\n".join(lines)
+        return "\n".join([*lines, self.time_line()])
 
     def report(self) -> dict:
         """As JSON."""
@@ -60,6 +69,7 @@ class Plan:
             "fits": self.peak <= self.budget,
             "phases": {name: {k: mib(v) for k, v in parts.items()} for name, parts in found.items()},
             "chosen": asdict(self.memory),
+            "seconds": self.duration and self.duration.report(),
         }
 
     def line(self) -> str:
@@ -73,11 +83,29 @@ class Plan:
         parts += [f"{min(m.rollout_batch_size, w.episodes)} episodes at a time"] if w.episodes else []
         return "memory plan: " + ", ".join(parts + (["offload"] if m.offload else []))
 
+    def time_line(self) -> str:
+        """One line for the start of a run."""
+        return f"time: {self.duration.line() if self.duration else UNKNOWN}"
+
 
 def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
     """The fastest settings that fit into the budget; R3LiteError with what would help if none do."""
     given, room = _given(settings, sampling), _budget(settings, workload.on_cuda)
     return Plan(workload, planner.choose(workload, given, room, list(KNOWN.items())), room, given)
+
+
+def plan_for_card(
+    name: str, workload: Workload, dtype: str, settings: MemorySettings, sampling: SamplingSettings | None = None
+) -> Plan:
+    """The plan of a workload on a card of the table, in the dtype of --dtype, whatever device is here.
+
+    By default the budget is that of a run: 4 GiB, or the card's memory less a margin if that is less.
+    """
+    known = on_card(workload, name, dtype)
+    if not settings.vram_budget:
+        size = min(DEFAULT_BUDGET, known.speeds.memory - MARGIN)
+        settings = replace(settings, vram_budget=f"{size / MIB}MiB")
+    return make_plan(known, settings, sampling)
 
 
 def _given(settings: MemorySettings, sampling: SamplingSettings | None = None) -> dict:
@@ -110,4 +138,10 @@ def enforce(plan: Plan, device: torch.device) -> None:
 
 
 def announce(plan: Plan) -> None:
-    print(plan.line(), file=sys.stderr)
+    print(f"{plan.line()}\n{plan.time_line()}", file=sys.stderr)
+    if plan.duration and plan.duration.seconds > A_DAY:
+        print(
+            f"warning: {plan.duration.what} is predicted to take up to {in_words(plan.duration.seconds)}. Fewer or "
+            "shorter episodes or rows take less: see --batch-size, --num-generations and --max-length.",
+            file=sys.stderr,
+        )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from r3lite.config import UsageError
+from r3lite.devices.cards import Speeds
 from r3lite.errors import R3LiteError
 from r3lite.grant import Memory
 from r3lite.memory.cuda_parts import MIB, NOT_TENSORS, beside_tensors
@@ -45,6 +46,13 @@ class Workload:
     adapters: int = 1  # the policy's, and the reference's if it has one of its own
     critic: bool = False
     on_cuda: bool = False
+    # What only the time depends on; see duration.py.
+    dtype: str = "fp32"  # of products
+    mean_tokens: float = 0  # of a row, or of an episode at most; 0: row_tokens
+    writes: float = 0  # of these, sampled or trained on; 0: all
+    epochs: int = 1  # passes over the episodes of a round
+    steps: int | None = None  # optimizer steps or rounds of the run; None: not known
+    speeds: Speeds | None = None  # of the device; None: not known
 
 
 def rounded(size: float) -> int:

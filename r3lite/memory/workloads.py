@@ -1,10 +1,14 @@
 """From a command's settings to its workload: what the run computes, in the sizes that the planner takes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from r3lite.devices.precision import resolve_dtype
+from r3lite.config import UsageError
+from r3lite.devices.cards import CARDS, card, speeds_of
+from r3lite.devices.precision import DTYPES, resolve_dtype
+from r3lite.errors import nearest
 from r3lite.memory.planner import Workload
 from r3lite.models.lora import read_adapter_config
 from r3lite.models.qwen2 import Qwen2Config
@@ -42,9 +46,19 @@ def shape_of(model: str) -> tuple[Qwen2Config, int]:
 
 
 def sft_workload(
-    model: ModelSettings, sft: SftSettings, lora: LoraSettings, longest: int | None = None, shared: int = 0
+    model: ModelSettings,
+    sft: SftSettings,
+    lora: LoraSettings,
+    longest: int | None = None,
+    shared: int = 0,
+    mean_tokens: float = 0,
+    writes: float = 0,
+    steps: int | None = None,
 ) -> Workload:
-    """SFT over rows of at most `longest` tokens (by default --max-length), of which all begin with `shared` alike."""
+    """SFT over rows of at most `longest` tokens (by default --max-length), of which all begin with `shared` alike.
+
+    Once the rows are read it is known how many tokens they have in the mean, and how many of them are trained on.
+    """
     longest = min(sft.max_length, longest or sft.max_length)
     return Workload(
         **_base(model),
@@ -53,6 +67,9 @@ def sft_workload(
         shared=min(shared, longest),
         rows=sft.batch_size,
         step_rows=sft.batch_size * sft.gradient_accumulation,
+        mean_tokens=mean_tokens,
+        writes=writes,
+        steps=steps,
     )
 
 
@@ -65,6 +82,7 @@ def rl_workload(
     shared: int = 0,
     *,
     critic: bool,
+    steps: int | None = None,
 ) -> Workload:
     """A round whose episodes all reach --max-length and begin with `shared` equal tokens, with a critic or without."""
     episodes = rl.batch_size * rl.num_generations
@@ -72,7 +90,7 @@ def rl_workload(
     return Workload(
         **_base(model),
         **_adapter(model, lora),
-        **_sampling(lengths, retrieval, episodes),
+        **_sampling(lengths, retrieval, episodes, shared),
         rows=min(most, rl.mini_batch_size),
         step_rows=min(rl.mini_batch_size, episodes),
         scored_rows=most,
@@ -80,6 +98,8 @@ def rl_workload(
         scores=bool(rl.kl_beta),
         adapters=2 if rl.kl_beta and model.adapter else 1,  # without --adapter, the bare base is the reference
         critic=critic,
+        epochs=rl.update_epochs,
+        steps=steps,
     )
 
 
@@ -91,14 +111,32 @@ def evaluate_workload(
     return Workload(**_base(model), **adapter, **_sampling(lengths, retrieval, questions), trains=False)
 
 
+def on_card(workload: Workload, name: str, dtype: str) -> Workload:
+    """The same work on a card of the table, in the dtype of --dtype."""
+    found = card(name)
+    if found is None:
+        known = [card.name for card in CARDS]
+        raise UsageError(f"--card {name} is not in the table{nearest(name, known)}; there are {', '.join(known)}")
+    if dtype == "auto":
+        dtype = "bf16" if "bf16" in found.flops else "fp16"
+    return replace(workload, element=DTYPES[dtype].itemsize, dtype=dtype, on_cuda=True, speeds=found)
+
+
 def _base(model: ModelSettings) -> dict:
     sizes, vocabulary = shape_of(model.model)
-    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    kind = model.device if model.device != "auto" else next((name for name, found in here.items() if found), "cpu")
+    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    kind = model.device if model.device != "auto" else next(name for name, found in here.items() if found)
     # A device that is not in this machine can be planned for: it has 16-bit numbers, whichever they are.
-    elsewhere = kind != "cpu" and not here[kind] and model.dtype == "auto"
-    element = 2 if elsewhere else resolve_dtype(model.dtype, torch.device(kind)).itemsize
-    return {"model": sizes, "vocabulary": vocabulary, "element": element, "on_cuda": kind == "cuda"}
+    elsewhere = not here[kind] and model.dtype == "auto"
+    dtype = torch.float16 if elsewhere else resolve_dtype(model.dtype, torch.device(kind))
+    return {
+        "model": sizes,
+        "vocabulary": vocabulary,
+        "element": dtype.itemsize,
+        "on_cuda": kind == "cuda",
+        "dtype": next(name for name, known in DTYPES.items() if known == dtype),
+        "speeds": speeds_of(torch.device(kind)) if here[kind] else None,
+    }
 
 
 def _adapter(model: ModelSettings, lora: LoraSettings) -> dict:
@@ -108,8 +146,19 @@ def _adapter(model: ModelSettings, lora: LoraSettings) -> dict:
     return {"lora_r": lora.lora_r, "targets": lora.lora_targets}
 
 
-def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: int) -> dict:
-    found = retrieval.top_k * (lengths.max_document_tokens + MARKUP) if retrieval.retriever != "none" else 0
-    reads = max(1, min(lengths.max_length - lengths.max_new_tokens, max(PROMPT, found)))
+def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: int, shared: int = 0) -> dict:
     retrieves = retrieval.retriever != "none"
-    return {"episodes": episodes, "row_tokens": lengths.max_length, "reads": reads, "retrieves": retrieves}
+    found = retrieval.top_k * (lengths.max_document_tokens + MARKUP) if retrieves else 0
+    reads = max(1, min(lengths.max_length - lengths.max_new_tokens, max(PROMPT, found)))
+    # As much is sampled as can be: documents get what is left.
+    turns = (lengths.max_hops + 1) * lengths.max_new_tokens
+    prompt = shared or max(1, min(PROMPT, lengths.max_length - lengths.max_new_tokens))
+    writes = max(1, min(turns, lengths.max_length - prompt))
+    return {
+        "episodes": episodes,
+        "row_tokens": lengths.max_length,
+        "reads": reads,
+        "retrieves": retrieves,
+        "mean_tokens": min(lengths.max_length, prompt + turns + lengths.max_hops * found),
+        "writes": writes,
+    }

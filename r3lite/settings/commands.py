@@ -4,6 +4,7 @@ The other commands put their sections together in their own file; these two do s
 same flags.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -57,6 +58,14 @@ class PlanSettings(Section):
 
 
 @dataclass(frozen=True)
+class CardSettings(Section):
+    """Card."""
+
+    card: str | None = None
+    """plan for a card that is elsewhere: a name such as "RTX 3050 Laptop"; a wrong one tells which are known"""
+
+
+@dataclass(frozen=True)
 class QuickstartSettings(Section):
     """Quickstart."""
 
@@ -106,3 +115,9 @@ class PpoConfig:
     rl: RLSettings = RLSettings()
     lora: LoraSettings = LoraSettings()
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5, min_learning_rate=1.0)
+
+    def rounds(self, questions: int | None) -> int | None:
+        """Rounds of the run over so many questions; None if their number is not known and decides."""
+        if self.schedule.max_steps or questions is None:
+            return self.schedule.max_steps
+        return math.ceil(self.schedule.epochs * questions / self.rl.batch_size)

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ FILE = "metrics.jsonl"
 MEASURED = ("step_time", "tokens_per_second", "peak_memory_mib")
 MEASURED_GROUPS = ("time/", "judge/")
 LINES = 20  # progress lines of a run whose stderr is a file
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # tqdm's, without its own guess of the time left
 MIB = 1 << 20
 
 
@@ -85,6 +86,28 @@ def progress_line(record: dict) -> str:
     return "  ".join(form.format(record[k]) for k, form in SHOWN.items() if record.get(k) is not None)
 
 
+class Clock:
+    """Tells how long a run still takes, by the mean time of this process's steps and of what lies between them.
+
+    The first step takes longer, because kernels are loaded and memory is first asked for in it. It counts only while it
+    is the only one.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self.now, self.start = now, now()
+        self.first: float | None = None  # when the first step ended
+        self.later = 0  # steps since then
+
+    def left(self, steps: int) -> float:
+        """Seconds that so many more steps take; called at the end of each step."""
+        now = self.now()
+        if self.first is None:
+            self.first = now
+            return steps * (now - self.start)
+        self.later += 1
+        return steps * (now - self.first) / self.later
+
+
 def _plain(value):
     """JSON has no nan and no inf: they become null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -100,7 +123,8 @@ class MetricsLog:
         self.path, self.total, self.label = output / FILE, total, label
         self.every = max(1, total // LINES)
         self.file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115
-        self.bar = tqdm(initial=start, total=total, desc=label, unit="step", disable=None)
+        self.bar = tqdm(initial=start, total=total, desc=label, unit="step", disable=None, bar_format=BAR)
+        self.clock = Clock()
 
     def write(self, record: dict) -> None:
         """Appends one step's record and shows it."""
@@ -108,10 +132,12 @@ class MetricsLog:
         with self._writing():
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self.file.flush()
-        self.bar.set_postfix_str(progress_line(record), refresh=False)
+        left = self.clock.left(self.total - record["step"])
+        line = progress_line(record) + (f"  ETA {tqdm.format_interval(left)}" if left else "")
+        self.bar.set_postfix_str(line, refresh=False)
         self.bar.update()
         if self.bar.disable and (record["step"] % self.every == 0 or record["step"] in (1, self.total)):
-            print(f"{self.label} {record['step']}/{self.total}  {progress_line(record)}", file=sys.stderr, flush=True)
+            print(f"{self.label} {record['step']}/{self.total}  {line}", file=sys.stderr, flush=True)
 
     def sync(self) -> None:
         """Flushes the file to the disk, so that no checkpoint is newer than the log."""

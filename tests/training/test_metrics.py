@@ -20,9 +20,9 @@ def logged(output, records, total=10):
 
 def test_a_record_is_one_line_and_one_progress_line(tmp_path, capsys):
     record = {"step": 3, "loss": 1.25, "grad_norm": 0.5, "learning_rate": 2e-4, "tokens_per_second": 99.6, "extra": 7}
-    logged(tmp_path, [record])
+    logged(tmp_path, [record], total=3)
     assert metrics.read(tmp_path / metrics.FILE) == [record]
-    assert capsys.readouterr().err.strip() == "sft 3/10  loss 1.2500  grad_norm 0.5  lr 0.0002  100 tok/s"
+    assert capsys.readouterr().err.strip() == "sft 3/3  loss 1.2500  grad_norm 0.5  lr 0.0002  100 tok/s"
 
 
 def test_away_from_a_terminal_a_long_run_prints_about_twenty_lines(tmp_path, capsys):
@@ -32,6 +32,43 @@ def test_away_from_a_terminal_a_long_run_prints_about_twenty_lines(tmp_path, cap
     assert len(lines) == 21
     assert lines[0].startswith("sft 1/400")
     assert lines[-1].startswith("sft 400/400")
+
+
+def times_left(total: int, seconds: list[float], done: int = 0) -> list[float]:
+    """What a clock tells after each step of a run that goes on from step `done`, and whose steps take so long."""
+    now = [100.0]
+    clock, told = metrics.Clock(lambda: now[0]), []
+    for number, taken in enumerate(seconds, done + 1):
+        now[0] += taken
+        told.append(clock.left(total - number))
+    return told
+
+
+def test_the_time_left_is_the_mean_of_the_steps_so_far_without_the_first():
+    assert times_left(10, [30, 2, 4, 3]) == [270, 8 * 2, 7 * 3, 6 * 3]
+    assert times_left(10, [30, 2, 4], done=5) == [4 * 30, 3 * 2, 2 * 3]  # resumed: what came before took other times
+    assert times_left(2, [30, 2])[-1] == 0
+
+
+@pytest.mark.parametrize("done", [0, 100])
+def test_after_a_tenth_of_a_run_the_time_left_is_right_to_15_percent(done):
+    """A slow first step, uneven rows, and a checkpoint with an evaluation of 20 s every 10 steps."""
+    total = 300
+    seconds = [2.0 + n % 3 + (20 if n % 10 == 0 else 0) for n in range(total - done)]
+    seconds[0] = 60.0
+    told = times_left(total, seconds, done)
+    for taken in range(total // 10, total - done - 30):
+        assert told[taken - 1] == pytest.approx(sum(seconds[taken:]), rel=0.15), taken
+
+
+def test_the_progress_line_tells_the_time_left(tmp_path, capsys, monkeypatch):
+    ticks = iter([0.0, 50.0, 60.0])
+    monkeypatch.setattr(metrics, "Clock", lambda clock=metrics.Clock: clock(lambda: next(ticks)))
+    logged(tmp_path, [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}], total=9)
+    assert capsys.readouterr().err.splitlines() == [
+        "sft 1/9  loss 1.0000  ETA 06:40",
+        "sft 2/9  loss 1.0000  ETA 01:10",
+    ]
 
 
 def test_what_is_not_a_number_is_null_because_json_has_no_nan(tmp_path):

@@ -1,0 +1,236 @@
+"""How long a run takes, in closed form: what its work moves, computes and launches, over the speeds of a device.
+
+The costs are in bytes, operations and kernels, from the model's sizes and from how memory divides the work; nothing is
+run to find them. `bench/memory.py` holds the seconds against measured ones. Not counted: loading, retrieval, judges,
+validation and checkpoints. Episodes and rows are taken to be as long as they may be, unless it is known that they are
+not.
+"""
+
+from dataclasses import dataclass
+
+from r3lite.devices.cards import MEASURED, Speeds
+from r3lite.grant import Memory
+from r3lite.memory.planner import Workload, adapter_bytes, linears
+
+# Kernels: of a layer, forward, and backward; more for the weights of a layer in NF4; of all else in a pass; of the loss
+# of a chunk of logits; of clipping and AdamW for each tensor of an adapter. Views are none.
+LAYER_FORWARD, LAYER_BACKWARD, LAYER_NF4, AROUND, CHUNK, PER_TENSOR = 24, 60, 16, 30, 16, 5
+# Numbers that are read or written for a token in a layer, beside products: of the width of hidden states, and of the
+# inside of the MLP.
+FORWARD, BACKWARD = (30, 5), (60, 12)
+# Bytes that are read or written for each logit: of a loss, of a loss with entropies, of scoring, of sampling.
+LOSS, POLICY_LOSS, SCORING, SAMPLING = 32, 64, 12, 24
+NF4_MOVED = 6  # bytes that are moved for each NF4 weight in a product: its code, and the weight written and read
+TRAINED = 40  # bytes that an optimizer step moves for each trained weight
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's speeds that kinds of work reach."""
+
+    activations: float  # of the bandwidth: what goes through activations number by number
+    attention: float  # of the speed of matrix products
+    launches: float  # how many launches in a loop one in a pass costs, with the Python and the views around it
+    overlaps: bool  # whether weights are read while products are computed
+
+
+# The CPU's are measured: one core of an AMD EPYC with bf16. No card's are: it is taken to reach its speeds.
+CPU, CARD = Efficiency(0.25, 0.25, 5.0, False), Efficiency(1.0, 1.0, 1.0, True)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a piece of work moves, computes and launches."""
+
+    weights: float = 0.0  # bytes of weights, and of the KV cache in decoding
+    products: float = 0.0  # operations of matrix products with weights
+    attention: float = 0.0  # operations of attention
+    activations: float = 0.0  # bytes, read or written
+    kernels: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def __mul__(self, times: float) -> "Cost":
+        return Cost(*(a * times for a in vars(self).values()))
+
+    def seconds(self, speeds: Speeds, dtype: str, efficiency: Efficiency) -> float:
+        flops, e = speeds.flops[dtype], efficiency
+        read, computed = self.weights / speeds.bandwidth, self.products / flops
+        products = max(read, computed) if e.overlaps else read + computed
+        beside = self.activations / (e.activations * speeds.bandwidth) + self.attention / (e.attention * flops)
+        return products + beside + self.kernels * e.launches * speeds.launch
+
+
+def forward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
+    """All layers over so many tokens, each of which attends to so many keys in the mean, without gradients."""
+    m, shapes, L = w.model, linears(w.model), w.model.num_hidden_layers
+    weights = sum(out * into for out, into in shapes.values())
+    adapted = [shapes[name] for name in w.targets]
+    low = w.lora_r * sum(out + into for out, into in adapted)  # weights of a layer's adapters
+    numbers = FORWARD[0] * m.hidden_size + FORWARD[1] * m.intermediate_size
+    numbers += sum(into + 2 * out for out, into in adapted)
+    return Cost(
+        weights=L * (weights * (0 if memory.nf4 else w.element) + 4 * low),
+        products=L * 2 * (weights + low) * tokens,
+        attention=L * 4 * m.num_attention_heads * m.head_dim * tokens * keys,
+        activations=L * (numbers * tokens * w.element + (weights * NF4_MOVED if memory.nf4 else 0)),
+        kernels=L * (LAYER_FORWARD + (LAYER_NF4 if memory.nf4 else 0)) + AROUND,
+    )
+
+
+def backward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
+    """The gradients of `forward`: of the inputs, and of the adapters' weights; layers that keep nothing run again."""
+    again = forward(w, memory, tokens, keys)
+    m, shapes, L = w.model, linears(w.model), w.model.num_hidden_layers
+    adapted = [shapes[name] for name in w.targets]
+    low = w.lora_r * sum(out + into for out, into in adapted)
+    numbers = BACKWARD[0] * m.hidden_size + BACKWARD[1] * m.intermediate_size
+    numbers += 3 * sum(into + out for out, into in adapted)
+    nf4 = L * NF4_MOVED * sum(out * into for out, into in shapes.values()) if memory.nf4 else 0
+    own = Cost(
+        weights=again.weights,
+        products=again.products + L * 2 * low * tokens,
+        attention=2.5 * again.attention,  # its scores are computed again
+        activations=L * numbers * tokens * w.element + nf4,
+        kernels=L * (LAYER_BACKWARD + (LAYER_NF4 if memory.nf4 else 0)) + AROUND,
+    )
+    return own + again * (min(memory.recompute_layers, L) / L)
+
+
+def head(w: Workload, memory: Memory, tokens: int, per_logit: int, products: int) -> Cost:
+    """The head on so many tokens, in `products` products, and what is done with the logits."""
+    size, chunks = w.vocabulary * w.model.hidden_size, -(-tokens // memory.loss_chunk)
+    return Cost(
+        weights=chunks * products * size * w.element,
+        products=products * 2 * size * tokens,
+        activations=per_logit * w.vocabulary * tokens,
+        kernels=chunks * CHUNK,
+    )
+
+
+def optimizer_step(w: Workload) -> Cost:
+    weights = adapter_bytes(w) / 4
+    return Cost(activations=TRAINED * weights, kernels=PER_TENSOR * 2 * len(w.targets) * w.model.num_hidden_layers)
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Passes over rows that are laid end to end, and begin alike."""
+
+    count: int
+    tokens: int  # of one pass
+    keys: float  # that a token attends to, in the mean
+    said: int  # tokens of one pass that the rows did not begin with as given ones
+
+
+def packs(w: Workload, memory: Memory, rows: int, most: int) -> Packs:
+    """The passes over `rows` rows, at most `most` of them in one."""
+    length = w.mean_tokens or w.row_tokens
+    shared = min(w.shared, length)
+    apart = length - shared
+    fit = max(1, (max(memory.micro_batch_tokens, w.row_tokens) - shared) // max(1, apart))
+    count = -(-rows // min(fit, most))
+    each = rows / count
+    tokens = shared + each * apart
+    keys = (shared * shared / 2 + each * apart * (shared + apart / 2)) / tokens
+    return Packs(count, tokens, keys, each * (w.writes or length))
+
+
+def sample(w: Workload, memory: Memory) -> Cost:
+    """The episodes of a round: given tokens are read, the others decoded one after the other."""
+    rows, length = min(memory.rollout_batch_size, w.episodes), w.mean_tokens or w.row_tokens
+    given = length - w.writes
+    start = min(given, w.shared or w.reads)
+    reading = w.episodes * (given - min(w.shared, given)) + min(w.shared, given)
+    passes = max(1, -(-reading // memory.micro_batch_tokens))
+    read = forward(w, memory, reading / passes, given / 2) * passes
+    return read + decode(w, memory, rows, (start + length) / 2) * (w.episodes * w.writes / rows)
+
+
+def decode(w: Workload, memory: Memory, rows: int, slots: float) -> Cost:
+    """One more token in each of so many rows, whose caches hold so many in the mean."""
+    m = w.model
+    cache = rows * slots * 2 * m.num_key_value_heads * m.head_dim * w.element * m.num_hidden_layers
+    logits = head(w, memory, rows, SAMPLING, products=1)
+    return forward(w, memory, rows, slots) + logits + Cost(weights=cache)
+
+
+def score(w: Workload, memory: Memory) -> Cost:
+    """Log-probabilities of a round's episodes under the reference policy."""
+    p = packs(w, memory, w.episodes, w.scored_rows)
+    return (forward(w, memory, p.tokens, p.keys) + head(w, memory, p.said, SCORING, products=1)) * p.count
+
+
+def update(w: Workload, memory: Memory) -> Cost:
+    """The optimizer steps of a round, or one of SFT."""
+    rows = w.episodes or w.step_rows
+    steps = -(-rows // w.step_rows)
+    p = packs(w, memory, w.step_rows, w.rows)
+    one = forward(w, memory, p.tokens, p.keys) + backward(w, memory, p.tokens, p.keys)
+    one += head(w, memory, p.said, POLICY_LOSS if w.episodes else LOSS, products=2)
+    return (one * (p.count * rows / (steps * w.step_rows)) + optimizer_step(w)) * steps * w.epochs
+
+
+@dataclass(frozen=True)
+class Duration:
+    """The predicted time of a step of SFT, of a round or of an evaluation, and of all of a run's."""
+
+    phases: dict[str, float]  # seconds
+    workload: Workload
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def run(self) -> float | None:
+        """Seconds of the whole run; None if its steps are not known."""
+        return self.workload.steps and self.workload.steps * self.seconds
+
+    @property
+    def what(self) -> str:
+        w = self.workload
+        return ("a round" if w.trains else f"the evaluation of {w.episodes:,} questions") if w.episodes else "a step"
+
+    def line(self) -> str:
+        """For people."""
+        w, speeds = self.workload, self.workload.speeds
+        assert speeds
+        about = "about" if w.mean_tokens and not w.episodes else "up to"  # episodes may end early
+        told = f"{about} {in_words(self.seconds)} for {self.what}"
+        if len(self.phases) > 1:
+            told += f" ({', '.join(f'{phase} {in_words(s)}' for phase, s in self.phases.items())})"
+        if self.run and w.trains:
+            told += f", {in_words(self.run)} for {w.steps:,}"
+        if speeds.source == MEASURED:
+            return f"{told}; predicted from what doctor measured"
+        return f"{told}; predicted from the peak speeds of the {speeds.name}, so at best"
+
+    def report(self) -> dict:
+        """As JSON."""
+        speeds = self.workload.speeds
+        assert speeds
+        phases = {phase: round(s, 4) for phase, s in self.phases.items()}
+        run = None if self.run is None else round(self.run, 1)
+        told = {"phases": phases, "step": round(self.seconds, 4), "run": run}
+        return told | {"device": speeds.name, "speeds_from": speeds.source}
+
+
+def predict(w: Workload, memory: Memory) -> Duration | None:
+    """How long it takes; None if the device's speeds are not known."""
+    if w.speeds is None or w.dtype not in w.speeds.flops:
+        return None
+    costs = {"sample": sample(w, memory)} if w.episodes else {}
+    costs |= {"score": score(w, memory)} if w.scores else {}
+    costs |= {"update": update(w, memory)} if w.trains else {}
+    efficiency = CARD if w.on_cuda else CPU
+    return Duration({phase: cost.seconds(w.speeds, w.dtype, efficiency) for phase, cost in costs.items()}, w)
+
+
+def in_words(seconds: float) -> str:
+    """A time as people say it, in two digits."""
+    units = {"days": 86400, "h": 3600, "min": 60, "s": 1, "ms": 0.001}
+    name = next((name for name, size in units.items() if seconds >= (2 * size if size > 1 else size)), "ms")
+    number = seconds / units[name]
+    return f"{number:.1f} {name}" if number < 9.95 else f"{number:,.0f} {name}"
