@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from r3lite.grant import Memory
-from r3lite.memory import duration, planner
+from r3lite.memory import choice, duration, planner
 from r3lite.memory.cuda_parts import CONTEXT, MIB
 from r3lite.memory.duration import Duration, in_words
 from r3lite.memory.planner import Workload
@@ -91,7 +91,7 @@ class Plan:
 def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
     """The fastest settings that fit into the budget; R3LiteError with what would help if none do."""
     given, room = _given(settings, sampling), _budget(settings, workload.on_cuda)
-    return Plan(workload, planner.choose(workload, given, room, list(KNOWN.items())), room, given)
+    return Plan(workload, choice.choose(workload, given, room, list(KNOWN.items())), room, given)
 
 
 def plan_for_card(
@@ -121,7 +121,7 @@ def _given(settings: MemorySettings, sampling: SamplingSettings | None = None) -
 def _budget(settings: MemorySettings, on_cuda: bool) -> int:
     """Bytes of --vram-budget; by default 4 GiB, or what is free on the card less a margin if that is less."""
     if settings.vram_budget:
-        return planner.budget_bytes(settings.vram_budget)
+        return choice.budget_bytes(settings.vram_budget)
     if on_cuda and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         # What is free no longer has our own context in it, which is in the budget.

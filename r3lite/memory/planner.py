@@ -1,25 +1,22 @@
-"""The memory planner: what a run will hold, phase by phase, and the settings that make it fit.
+"""The memory planner: what a run will hold, phase by phase, with given settings.
 
 All figures are bytes of live tensors, in closed form from the model's sizes, and on CUDA what `cuda_parts` adds;
 nothing is loaded to find them. They follow what `models` keeps: `activation_checkpointing` (layer inputs, one layer at
 a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.py` holds them against measured peaks.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from r3lite.config import UsageError
 from r3lite.devices.cards import Speeds
-from r3lite.errors import R3LiteError
 from r3lite.grant import Memory
-from r3lite.memory.cuda_parts import MIB, NOT_TENSORS, beside_tensors
+from r3lite.memory.cuda_parts import NOT_TENSORS, beside_tensors
 from r3lite.models import logprobs, nf4
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.stacks import stacks
 
 GRAIN = 512  # bytes that an allocation is rounded up to, on CUDA as in our count
-SLACK = 0.02  # of a budget, left free for what the formulas leave out
 Parts = dict[str, int]
 
 
@@ -270,88 +267,3 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
             here = min(layer, held) if offload else layer
             yield {"layer inputs": (here + 1) * state + rotary + masks, "live layer": live,
                    "gradients": accumulated or gradients * (L - layer + 1) // L}  # fmt: skip
-
-
-def budget_bytes(text: str) -> int:
-    """Bytes of a budget such as 4GiB, 1300MiB or 3.5 GB."""
-    units = {"GIB": 1 << 30, "MIB": MIB, "GB": 10**9, "MB": 10**6}
-    for unit, size in units.items():
-        number = text.upper().replace(" ", "").removesuffix(unit)
-        if number != text.upper().replace(" ", ""):
-            try:
-                value = float(number) * size
-            except ValueError:
-                break
-            if 0 < value < float("inf"):
-                return int(value)
-    raise UsageError(f"--vram-budget {text} is not an amount of memory: write it as 4GiB or 1300MiB")
-
-
-def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:
-    """Settings from the fastest to the smallest. What is `fixed` is not varied."""
-
-    def options(name: str, values: list) -> list:
-        return [fixed[name]] if name in fixed else values
-
-    L, longest = w.model.num_hidden_layers, w.row_tokens
-    passes = sorted({max(longest, t) for t in (8192, 4096, 2048, longest)}, reverse=True)
-    rollouts = [r for r in (128, 64, 32, 16, 8, 4, 2, 1) if r < 2 * max(w.episodes, 1)]
-    for quantized in options("nf4", [False, True]):
-        # Recomputing costs a third of a step, more than anything that follows; small passes cost little.
-        for layers in options("recompute_layers", list(range(L + 1)) if w.trains else [L]):
-            yield from (
-                Memory(quantized, layers, tokens, logprobs.CHUNK, 1024, False, rows)
-                for rows in options("rollout_batch_size", rollouts)
-                for tokens in options("micro_batch_tokens", passes if layers in (0, L) else passes[-1:])
-            )
-        for offload in options("offload", [False, True] if w.on_cuda else [False]):
-            for chunk, tile in ((128, 512), (64, 512), (64, 128), (32, 64), (16, 32)):
-                for rows in options("rollout_batch_size", rollouts):
-                    yield Memory(quantized, L, longest, chunk, tile, offload, rows)
-
-
-def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, Qwen2Config]] = ()) -> Memory:
-    """The fastest settings whose peak is within the budget (bytes); `fixed` holds those that the user gave.
-
-    If none fits, raises R3LiteError with the changes that would help; a smaller one of `models`, which are in
-    falling order of size, may be one of them.
-    """
-    least = None
-    for memory in candidates(w, fixed):
-        memory = replace(memory, **fixed)
-        size = peak(w, memory)
-        if size <= budget * (1 - SLACK):
-            return memory
-        least = size if least is None else min(least, size)
-    raise R3LiteError(
-        f"this run takes {least / MIB:,.0f} MiB at the least, and the budget is {budget / MIB:,.0f} MiB",
-        "It would fit with " + "; or ".join(_remedies(w, fixed, budget, least, models)) + ".",
-    )
-
-
-def _remedies(
-    w: Workload, fixed: dict, budget: int, least: int, models: Sequence[tuple[str, Qwen2Config]]
-) -> list[str]:
-    """Up to three changes that help, each on its own; `least` bytes are taken without any."""
-
-    def fits(work: Workload, given: dict) -> bool:
-        return any(peak(work, replace(m, **given)) <= budget * (1 - SLACK) for m in candidates(work, given))
-
-    found = []
-    if fixed.get("nf4") is False and fits(w, {k: v for k, v in fixed.items() if k != "nf4"}):
-        found.append("--quantize nf4")
-    loose = {k: v for k, v in fixed.items() if k == "nf4"}
-    if loose != fixed and fits(w, loose):
-        free = {"offload": "auto"}  # what leaves a setting to the plan
-        found.append(" ".join(f"--{k.replace('_', '-')} {free.get(k, 'none')}" for k in fixed if k != "nf4"))
-    for tokens in (t for t in (8192, 4096, 2048, 1024, 512, 256) if t < w.row_tokens):
-        if fits(replace(w, row_tokens=tokens, reads=min(w.reads, tokens)), fixed):
-            found.append(f"--max-length {tokens}")
-            break
-    for name, model in models:
-        if model.hidden_size < w.model.hidden_size and fits(replace(w, model=model), fixed):
-            found.append(f"--model {name}")
-            break
-    needed = least / (1 - SLACK)
-    found.append(f"--vram-budget {-(-int(needed) // MIB)}MiB")
-    return found[:3]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from r3lite.grant import Memory
-from r3lite.memory import planner
+from r3lite.memory import choice, planner
 from r3lite.memory.cuda_parts import CONTEXT, MIB, NOT_TENSORS, beside_tensors
 from r3lite.memory.planner import Workload
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
@@ -52,6 +52,6 @@ def test_a_card_has_them_in_every_phase_and_a_cpu_in_none(workload):
 
 def test_what_is_left_for_tensors_of_4_gib_is_what_was_left_before_the_parts_had_names():
     """450 MiB of context and 6 % of the budget were held back: 3,400 MiB were left."""
-    room = 4096 * MIB * (1 - planner.SLACK)
+    room = 4096 * MIB * (1 - choice.SLACK)
     tensors = 3400 * MIB
     assert tensors + sum(beside_tensors(tensors).values()) == pytest.approx(room, rel=0.002)

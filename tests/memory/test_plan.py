@@ -3,8 +3,7 @@
 import torch
 
 from r3lite.memory import plan
-from r3lite.memory.cuda_parts import CONTEXT
-from r3lite.memory.planner import MIB
+from r3lite.memory.cuda_parts import CONTEXT, MIB
 from r3lite.settings import MemorySettings
 
 

@@ -17,7 +17,9 @@ from r3lite.devices.live_tensors import LiveTensors
 from r3lite.errors import R3LiteError
 from r3lite.grant import Memory
 from r3lite.memory import planner
-from r3lite.memory.planner import MIB, Workload, choose, peak
+from r3lite.memory.choice import budget_bytes, choose
+from r3lite.memory.cuda_parts import MIB
+from r3lite.memory.planner import Workload, peak
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.models import lora
 from r3lite.models.kv_cache import KVCache
@@ -293,13 +295,13 @@ def test_what_cannot_fit_is_refused_with_remedies_that_work(size, algorithm, fix
     [("4GiB", 4 << 30), ("1300MiB", 1300 << 20), ("3.5 GB", 3_500_000_000), ("800 mb", 8 * 10**8), ("1.5gib", 3 << 29)],
 )
 def test_a_budget_is_read(text, size):
-    assert planner.budget_bytes(text) == size
+    assert budget_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["4", "GiB", "four GiB", "-1GiB", "0MiB", "4GiBs", "4 KiB", "nanGiB", "infGiB", ""])
 def test_a_budget_that_is_no_amount_of_memory_is_refused(text):
     with pytest.raises(UsageError, match="is not an amount of memory: write it as 4GiB"):
-        planner.budget_bytes(text)
+        budget_bytes(text)
 
 
 def test_on_a_cpu_offload_is_not_counted_on():
