@@ -168,9 +168,10 @@ def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None
     from r3lite.memory.workloads import rl_workload
     from r3lite.rl.algorithms import ALGORITHMS
 
-    settings = config.model, config.rl, config.lora, config.lengths, config.retrieval
-    critic, rounds = ALGORITHMS[config.rl.algorithm].has_critic, config.rounds(questions)
-    workload = rl_workload(*settings, shared, critic=critic, steps=rounds)
+    workload = rl_workload(
+        config.model, config.rl, config.lora, config.lengths, config.retrieval, shared,
+        critic=ALGORITHMS[config.rl.algorithm].has_critic, steps=config.rounds(questions),
+    )  # fmt: skip
     return make_plan(workload, config.memory, config.sampling)
 
 
