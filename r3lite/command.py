@@ -13,7 +13,7 @@ from typing import Any
 from r3lite.config import UsageError, check_required, flat, free_settings, load_toml, resolve, sections, with_values
 from r3lite.errors import R3LiteError
 
-COMMANDS = ("sft", "ppo", "evaluate", "collect", "index", "retrieve", "plan", "quickstart")
+COMMANDS = ("sft", "ppo", "evaluate", "collect", "index", "retrieve", "plan", "doctor", "quickstart")
 # Of writing and flushing a file, which name no path. (Those of a network have other numbers.)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 

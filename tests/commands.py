@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import r3lite.settings as settings
 from r3lite.collect import CollectConfig
+from r3lite.doctor import DoctorConfig
 from r3lite.evaluate import EvaluateConfig
 from r3lite.index import IndexConfig
 from r3lite.plan import PlanRlConfig, PlanSftConfig
@@ -33,6 +34,7 @@ CONFIGS = {
     "collect": (CollectConfig(), "collect"),
     "index": (IndexConfig(), "index"),
     "retrieve": (RetrieveConfig(), "retrieve"),
+    "doctor": (DoctorConfig(), "doctor"),
     "quickstart": (QuickstartConfig(), "quickstart"),
     "plan": (PlanSftConfig(), "sft"),
     "plan of RL": (PlanRlConfig(), "ppo"),

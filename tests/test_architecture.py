@@ -20,6 +20,7 @@ GROUND = {"__init__", "errors", "config", "settings", "command", "episode", "fil
 FIRST = {"models", "devices", "llm", "protocols", "answer_match"}
 SECOND = {"datasets", "retrieval", "rollout", "rewards", "evaluation", "rl", "training", "memory"}
 SHARED = {"policy"}  # what several recipes share: it may import what they may
+CHECKS = {"checks"}  # what doctor runs, and no other recipe: real commands among it, so it may import recipes
 ENTRY = {"__main__"}  # `python -m r3lite`: it starts recipes by name
 SHORT = {"ppo.py", "sft.py", "rollout/engine.py", "rl/learner.py"}  # files that read as an algorithm
 TEXT_ONLY = {"protocols", "llm"}  # rooms that never import torch
@@ -57,6 +58,10 @@ def allowed(room: str) -> set[str]:
     if room in SECOND:
         return GROUND | FIRST | {room}
     everything = GROUND | FIRST | SECOND | SHARED | {room}
+    if room == "doctor":
+        return everything | CHECKS
+    if room in CHECKS:
+        return everything | RECIPES - {"doctor"}
     return everything | RECIPES if room in {"quickstart", *ENTRY} else everything
 
 
@@ -77,8 +82,8 @@ def violations(path: Path) -> list[str]:
 
 def test_every_folder_is_a_known_room():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert folders <= GROUND | FIRST | SECOND
-    assert {room_of(path) for path in SOURCES} <= GROUND | FIRST | SECOND | SHARED | ENTRY | RECIPES
+    assert folders <= GROUND | FIRST | SECOND | CHECKS
+    assert {room_of(path) for path in SOURCES} <= GROUND | FIRST | SECOND | SHARED | CHECKS | ENTRY | RECIPES
     assert set(COMMANDS) == RECIPES, "a module that no command runs, or a command without one"
 
 
@@ -100,12 +105,15 @@ def test_imports_go_down_only(path):
         ("episode.py", "from r3lite.models import qwen2"),
         ("sft.py", "from r3lite import ppo"),
         ("rollout/engine.py", "from r3lite.ppo import main"),
+        ("ppo.py", "from r3lite.checks import runs"),
+        ("memory/plan.py", "from r3lite.checks.finding import tiny"),
+        ("checks/runs.py", "from r3lite.doctor import main"),
     ],
 )
 def test_the_rules_catch_what_they_are_for(tmp_path, monkeypatch, file, line):
-    for room in ("models", "devices", "protocols", "training", "rewards", "rollout", "rl"):
+    for room in ("models", "devices", "protocols", "training", "rewards", "rollout", "rl", "memory", "checks"):
         (tmp_path / room).mkdir()
-    for name in ("sft.py", "ppo.py", file):
+    for name in ("sft.py", "ppo.py", "doctor.py", file):
         (tmp_path / name).write_text(line if name == file else "", encoding="utf-8")
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     assert len(violations(tmp_path / file)) == 1

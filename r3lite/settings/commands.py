@@ -66,6 +66,16 @@ class CardSettings(Section):
 
 
 @dataclass(frozen=True)
+class DoctorSettings(Section):
+    """Doctor."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """what is examined; auto: cuda if there is one, else mps, else cpu"""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """precision of the runs that it is examined for; auto: bf16 if the device has it, else fp16 (on a CPU fp32)"""
+
+
+@dataclass(frozen=True)
 class QuickstartSettings(Section):
     """Quickstart."""
 

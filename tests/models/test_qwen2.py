@@ -5,10 +5,8 @@ import sys
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
-from r3lite.models.packing import Pack
 from r3lite.models.weights import load_qwen2, resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 
@@ -152,38 +150,3 @@ def test_adapters_aside_the_base_runs_under_autocast_and_without_gradients(small
         hidden = model(ids)
     assert torch.isfinite(hidden).all() and not hidden.requires_grad
     assert torch.nn.functional.cosine_similarity(hidden.float(), model(ids), dim=-1).min() > 0.99
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_on_a_card_attention_never_falls_back_to_the_kernel_that_holds_all_pairs(small_model, dtype):
-    """A mask or grouped heads that the fused kernels do not take are computed in O(T^2) memory, without a word."""
-    exact = small_model(hidden_size=256)  # heads of 64, as Qwen2.5-0.5B has
-    model, ids = small_model(hidden_size=256).to("cuda", dtype), tokens(exact, 2, 200)
-    with torch.no_grad():
-        expected = exact(ids)
-
-    def assert_close(hidden: torch.Tensor, part: slice) -> None:
-        likeness = torch.nn.functional.cosine_similarity(hidden.float().cpu(), expected[:, part], dim=-1)
-        assert likeness.mean() > 0.99 and likeness.min() > 0.95
-
-    # Where none of these takes the inputs, PyTorch raises.
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
-        # Else nothing requires a gradient: the base is frozen.
-        handle = model.model.embed_tokens.register_forward_hook(lambda module, inputs, out: out.requires_grad_())
-        hidden = model(ids.cuda())
-        hidden.float().sum().backward()
-        assert_close(hidden.detach(), slice(None))
-        rows = [*ids.tolist(), ids[0, :50].tolist() + [7] * 30]  # the last one begins as the first one does
-        pack = Pack.of(rows, torch.device("cuda"), dtype)
-        hidden = model(pack.tokens, pack)[0]
-        hidden.float().sum().backward()
-        assert_close(torch.stack([hidden[places].detach() for places in pack.places[:2]]), slice(None))
-        handle.remove()
-        with torch.no_grad():
-            cache, cuda = new_cache(model, 2), ids.cuda()
-            for part in (slice(0, 131), slice(131, 132), slice(132, 195), slice(195, 196)):  # odd widths too
-                if part.stop - part.start == 1:
-                    assert_close(step(model, cache, cuda[:, part]), part)
-                else:
-                    assert_close(torch.stack(prefilled(model, cache, cuda[:, part])), part)

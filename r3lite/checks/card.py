@@ -1,0 +1,132 @@
+"""Checks of a card: that PyTorch can use it, which attention kernels it runs, and what it holds beside tensors."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from r3lite.checks.finding import Finding, judged, padded, sentences, skipped, tiny
+from r3lite.devices.precision import Precision
+from r3lite.memory import cuda_parts
+from r3lite.memory.cuda_parts import MIB
+from r3lite.models.kv_cache import KVCache, Prefill
+from r3lite.models.packing import Pack
+
+BUILDS = "install a build for it: https://pytorch.org/get-started/locally/"
+
+
+def usable(precision: Precision) -> Finding:
+    """Whether PyTorch can use the machine's NVIDIA card, if it has one."""
+    if precision.device.type == "cuda":
+        return _built_for(torch.cuda.get_device_capability(precision.device))
+    if torch.cuda.is_available():
+        return skipped(f"the run is on {precision.device.type}; a card is here too")
+    if not (shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()):
+        return skipped("no NVIDIA card is here")
+    if torch.version.cuda is None:
+        return judged(False, "there is an NVIDIA card, and PyTorch was built without CUDA", f"To use it, {BUILDS}")
+    told = f"there is an NVIDIA card, and PyTorch, built for CUDA {torch.version.cuda}, cannot use it"
+    return judged(False, told, "Update the card's driver, or install a build of PyTorch for an older CUDA.")
+
+
+def _built_for(capability: tuple[int, int]) -> Finding:
+    """Whether PyTorch's build has kernels for a compute capability: those of the same major version, or code that the
+    driver compiles for it."""
+    kernels = torch.cuda.get_arch_list() if torch.backends.cuda.is_built() else []
+    version = capability[0] * 10 + capability[1]
+    sound = not kernels
+    for kind, _, number in (kernel.partition("_") for kernel in kernels):
+        built = int("".join(filter(str.isdigit, number)))
+        sound |= built <= version and (kind == "compute" or built // 10 == capability[0])
+    told = f"compute capability {capability[0]}.{capability[1]}; PyTorch has kernels for {', '.join(kernels) or '?'}"
+    return judged(sound, told, f"The card is too old or too new for this PyTorch: {BUILDS}")
+
+
+class _Kernels(TorchDispatchMode):
+    """Notes which attention kernels are run: the fused ones have names, the math kernel shows by its softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in ("_softmax", "_safe_softmax"):
+            self.found.add("math")
+        elif name.startswith("_scaled_dot_product_") and not name.endswith("_backward"):
+            kind = name.removeprefix("_scaled_dot_product_").partition("_attention")[0]
+            self.found.add("cpu" if name.endswith("_for_cpu") else kind)
+        return function(*args, **(kwargs or {}))
+
+
+def attention_kernels(precision: Precision) -> Finding:
+    """The kernel that attention runs under each mask, in training and without; never math, on Turing `efficient`."""
+    model, rows, device = tiny(precision), sentences(), precision.device
+    rows[1] = rows[0][:48] + rows[1]  # a pack's common prefix
+    used: dict[str, str] = {}
+
+    def note(mask: str, ids: torch.Tensor, context=None) -> None:
+        with _Kernels() as kernels:
+            with precision.autocast():
+                hidden = model(ids, context)
+            if hidden.requires_grad:
+                hidden.float().sum().backward()  # some kernel there must take it, too
+        used[mask] = "+".join(sorted(kernels.found)) or "none"
+
+    for grad in (False, True):
+        model.model.embed_tokens.requires_grad_(grad)  # else nothing requires a gradient: the base is frozen
+        suffix = " in training" if grad else ""
+        with torch.set_grad_enabled(grad):
+            note("causal" + suffix, padded(rows, device))
+            pack = Pack.of(rows, device, precision.dtype)
+            note("shared prefix" + suffix, pack.tokens, pack)
+    c = model.config
+    with torch.no_grad():
+        cache = KVCache(c.num_hidden_layers, 1, c.num_key_value_heads, c.head_dim, precision.dtype, device)
+        for mask, part in {"prompt": rows[0][:41], "documents": rows[0][41:100]}.items():
+            prefill = Prefill(cache, [(0, part)])
+            note(mask, prefill.tokens, prefill)
+        note("decoding", torch.tensor([[rows[0][100]]], device=device), cache.decode(1))
+    return _judged_kernels(used, device)
+
+
+def _judged_kernels(used: dict[str, str], device: torch.device) -> Finding:
+    """Ok if no mask runs the math kernel and, on a card without FlashAttention-2, each the memory-efficient one."""
+    turing = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    sound = {"efficient", "cpu"} if turing else {"flash", "efficient", "cudnn", "cpu"}  # cpu: also of a pretended card
+    if bad := [mask for mask, kernel in used.items() if kernel not in sound]:
+        told = ", ".join(f"{mask}: {used[mask]}" for mask in bad)
+        return judged(False, told, "Rows take O(T^2) memory there: keep them short, and send doctor.json to us.")
+    masks = {kernel: [mask for mask in used if used[mask] == kernel] for kernel in used.values()}
+    if len(masks) == 1:
+        return judged(True, f"the fused kernel `{next(iter(masks))}` under each of {len(used)} masks")
+    return judged(True, "; ".join(f"{kernel}: {', '.join(under)}" for kernel, under in masks.items()))
+
+
+def beside_tensors(precision: Precision, told: dict[str, str], measured: dict[str, float]) -> Finding:
+    """What the card holds beside tensors, each part as measured and as planned, once everything else has run.
+
+    `told` is what the driver said before CUDA was used. `measured` has the figures of the other checks.
+    """
+    if precision.device.type != "cuda":
+        return skipped("of cards alone: context, cuBLAS workspace, graph pools, fragmentation")
+    if not torch.cuda.memory_reserved():
+        return skipped("PyTorch's allocator tells no sizes here")
+    found: dict[str, float] = {}
+    if "used_mib" in told:
+        free, total = torch.cuda.mem_get_info(precision.device)
+        found["context"] = (total - free - torch.cuda.memory_reserved()) / MIB - float(told["used_mib"])
+    if hasattr(torch.backends.cuda, "cublas_workspace_size"):  # since PyTorch 2.13
+        found["cuBLAS workspace"] = cuda_parts.THREADS * torch.backends.cuda.cublas_workspace_size() / MIB
+    if measured.get("graph_pools_mib"):
+        found["graph pools"] = measured["graph_pools_mib"]
+    planned = {part: size / MIB for part, size in cuda_parts.beside_tensors(0, captured=1).items() if part in found}
+    parts = [f"{part} {size:,.0f} of {planned[part]:,.0f}" for part, size in found.items()]
+    if "fragmentation" in measured:
+        parts.append(f"fragmentation {measured['fragmentation']:.0%} of {cuda_parts.FRAGMENTATION:.0%}")
+    remedy = "Plans hold back too little on this card: pass a --vram-budget below its memory, and send us doctor.json."
+    figures = {f"{part} MiB": size for part, size in found.items()}
+    return judged(
+        sum(found.values()) <= sum(planned.values()), "MiB measured of planned: " + ", ".join(parts), remedy, **figures
+    )

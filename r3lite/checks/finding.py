@@ -1,0 +1,115 @@
+"""What a check found, and what the checks of this room have in common: the shipped model and sentences to run it on."""
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from r3lite.config import shipped
+from r3lite.datasets.qa import read_questions
+from r3lite.devices.precision import Precision
+from r3lite.episode import Question
+from r3lite.models import lora
+from r3lite.models.qwen2 import Qwen2
+from r3lite.models.weights import load_qwen2, resolve_folder
+from r3lite.protocols.tokenizer import Tokenizer
+
+# Bounds of the mean difference between log-probabilities that should be equal. Measured on CPUs: 1e-6 in fp32, 0.002 in
+# fp16, 0.016 in bf16. A mistake, such as a token that sees what comes after it, makes them differ by 0.1 and more.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+REPORT = "An error of r3lite or of this PyTorch: please send doctor.json with a bug report."
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found, in a line; `remedy` says what to do if it failed. `measured` are the figures behind it."""
+
+    state: Literal["ok", "failed", "skipped"]
+    told: str
+    remedy: str = ""
+    measured: dict[str, float] = field(default_factory=dict)
+
+
+def skipped(reason: str) -> Finding:
+    """The check does not apply here."""
+    return Finding("skipped", reason)
+
+
+def judged(sound: bool, told: str, remedy: str = REPORT, **measured: float) -> Finding:
+    """Ok if `sound`, else failed."""
+    return Finding("ok", told, "", measured) if sound else Finding("failed", told, remedy, measured)
+
+
+def closeness(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> Finding:
+    """Ok if log-probabilities that should be equal differ on average by no more than BOUNDS has for a dtype."""
+    difference = (ours.float().cpu() - theirs.float().cpu()).abs()
+    mean, largest, bound = float(difference.mean()), float(difference.max()), BOUNDS[dtype]
+    told = (
+        f"{len(difference)} log-probabilities differ by {mean:.1e} on average, {bound:g} allowed, {largest:.1e} at most"
+    )
+    return judged(mean <= bound, told, mean_difference=mean, largest_difference=largest)  # a nan is not below either
+
+
+def exact_on(device: torch.device) -> Precision:
+    """Precision of fp32 on a device."""
+    return Precision(torch.float32, device)
+
+
+def tiny(precision: Precision, adapted: bool = False) -> Qwen2:
+    """The shipped model in a precision and on its device; if `adapted`, with an adapter on that changes its output."""
+    model = load_qwen2(resolve_folder("tiny"), precision.dtype, precision.device)
+    if adapted:
+        lora.add_adapter(model, "policy", r=4, alpha=8)
+        lora.set_adapter(model, "policy")
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in lora.adapter_parameters(model, "policy").items():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return model
+
+
+def questions(count: int) -> list[Question]:
+    """The first questions of the sample world that training does not see."""
+    return read_questions(shipped("data", "world", "test.jsonl"), count)
+
+
+def sentences(count: int = 4) -> list[list[int]]:
+    """Tokens of what the sample world says around as many questions, 125 to 191 a row."""
+    tokenizer = Tokenizer.load(resolve_folder("tiny"))
+    texts = (" ".join([*(document.text for document in q.documents), q.text, *q.answers]) for q in questions(count))
+    return [tokenizer.encode(text) for text in texts]
+
+
+def padded(rows: list[list[int]], device: torch.device) -> Tensor:
+    """Rows [B, T] on a device, padded on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+
+
+def predicted(logits: Tensor, row: list[int]) -> Tensor:
+    """Log-probabilities [n - 1] on the host of the tokens of a row of n after its first, from its logits [>= n, V]."""
+    targets = torch.tensor(row[1:], device=logits.device)[:, None]
+    return logits[: len(row) - 1].float().log_softmax(-1).gather(-1, targets)[:, 0].cpu()
+
+
+@torch.no_grad()
+def logprobs(model: Qwen2, rows: list[list[int]], precision: Precision) -> Tensor:
+    """Log-probabilities of all tokens of rows but their first ones, end to end, on the host."""
+    with precision.autocast():
+        logits = model.logits(model(padded(rows, precision.device)))
+    return torch.cat([predicted(own, row) for own, row in zip(logits, rows, strict=True)])
+
+
+@contextlib.contextmanager
+def whole_card(device: torch.device):
+    """At the end of the `with` block the process may use all of the card again, whatever budget a run enforced."""
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.empty_cache()

@@ -1,0 +1,225 @@
+"""Checks of a pass: that a device, a cache, a graph, a sampler, NF4 and offload change no number."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from r3lite.checks.finding import (
+    CPU,
+    Finding,
+    closeness,
+    exact_on,
+    judged,
+    logprobs,
+    padded,
+    predicted,
+    questions,
+    sentences,
+    skipped,
+    tiny,
+)
+from r3lite.devices.precision import Precision
+from r3lite.grant import Grant, Memory
+from r3lite.models import activation_checkpointing, nf4
+from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
+from r3lite.models.logprobs import cross_entropy, token_loss
+from r3lite.models.lora import adapter_parameters
+from r3lite.models.offload import Offload
+from r3lite.models.packing import Pack
+from r3lite.models.projections import Nf4Linear
+from r3lite.models.qwen2 import Qwen2
+from r3lite.models.weights import resolve_folder
+from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.transcript import Layout
+from r3lite.rl.batch import Batch, Rollout
+from r3lite.rl.learner import action_logprobs
+from r3lite.rollout.decoder import LEAST_COSINE, Decoder, GraphDecoder
+from r3lite.rollout.engine import Engine
+from r3lite.rollout.sampling import Sampler
+from r3lite.settings import LengthSettings, ProtocolSettings
+
+# Of the shipped model on `sentences()`, nats a token, in fp32. Whoever ships another model records its own.
+ENTROPY, ENTROPY_BOUND = 3.6177, 0.001
+LOGIT_BOUND = 1e-3  # in fp32; a card that multiplies in TF32 is off by 1e-2
+WRONG_BUILD = "This PyTorch computes wrong numbers on this device: install another build, and send doctor.json to us."
+
+
+def logits(precision: Precision) -> Finding:
+    """The device's logits in fp32 against the CPU's, and the shipped model's cross-entropy against the recorded one."""
+    exact, rows = exact_on(precision.device), sentences()
+    model = tiny(exact)
+    entropy = -float(logprobs(model, rows, exact).mean())
+    told = f"cross-entropy {entropy:.4f} nats a token, recorded {ENTROPY}"
+    if not abs(entropy - ENTROPY) <= ENTROPY_BOUND:
+        return judged(False, told, WRONG_BUILD, entropy=entropy)
+    if precision.device.type == "cpu":
+        return judged(True, told, entropy=entropy)
+    return against_the_cpu(model, rows, precision.device, told)
+
+
+@torch.no_grad()
+def against_the_cpu(model: Qwen2, rows: list[list[int]], device: torch.device, told: str) -> Finding:
+    """The largest difference of a model's logits in fp32 from those of the same one on the CPU; `told` goes along."""
+    exact = tiny(exact_on(CPU))
+    ours, theirs = model.logits(model(padded(rows, device))), exact.logits(exact(padded(rows, CPU)))
+    largest = float((ours.cpu() - theirs).abs().max())
+    told = f"largest difference from the CPU's {largest:.1e}, {LOGIT_BOUND:g} allowed; {told}"
+    remedy = f"Is TF32 switched on for this process? If not: {WRONG_BUILD}"
+    return judged(largest <= LOGIT_BOUND, told, remedy, largest_difference=largest)
+
+
+def logits_in_dtype(precision: Precision) -> Finding:
+    """What the model says in the run's dtype against the CPU in fp32."""
+    if precision.dtype == torch.float32:
+        return skipped("the run is in fp32")
+    rows = sentences()
+    exact = logprobs(tiny(exact_on(CPU)), rows, exact_on(CPU))
+    return closeness(logprobs(tiny(precision), rows, precision), exact, precision.dtype)
+
+
+@torch.no_grad()
+def cached_decode(precision: Precision) -> Finding:
+    """Rows read piece by piece into a KV cache, single tokens and long stretches in turn, against whole rows."""
+    model, rows = tiny(precision), sentences()
+    whole = logprobs(model, rows, precision)
+    cache, states, done = _cache(model, len(rows)), [[] for _ in rows], [0] * len(rows)
+    stretches = [[40, 25, 61, 5], *[[1] * len(rows)] * 3, [30, 41, 1, 17], *[[1] * len(rows)] * 3]
+    stretches.append([len(row) - sum(s[i] for s in stretches) for i, row in enumerate(rows)])
+    with precision.autocast():
+        for counts in stretches:
+            parts = [row[start : start + n] for row, start, n in zip(rows, done, counts)]
+            for own, hidden in zip(states, _read(model, cache, parts)):
+                own.append(hidden)
+            done = [start + n for start, n in zip(done, counts)]
+        pieces = torch.cat([predicted(model.logits(torch.cat(own)), row) for own, row in zip(states, rows)])
+    return closeness(pieces, whole, precision.dtype)
+
+
+def _cache(model: Qwen2, rows: int) -> KVCache:
+    c, weight = model.config, model.head_weight
+    return KVCache(c.num_hidden_layers, rows, c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
+
+
+def _read(model: Qwen2, cache: KVCache, parts: list[list[int]]) -> list[Tensor]:
+    """Hidden states of what the rows of a cache are given: one token each by a decoding step, else by a prefill."""
+    if all(len(part) == 1 for part in parts):
+        return list(model(torch.tensor(parts, device=cache.device), cache.decode(len(parts))))
+    prefill = Prefill(cache, list(enumerate(parts)))
+    return list(model(prefill.tokens, prefill)[0].split([len(part) for part in parts]))
+
+
+# Rows of each step: 3 rows fill a bucket of 4, and the longest row passes into a second block.
+STEPS = (3, 3, 3, 3, 6, 1, 5)
+BUCKETS = [(4, BLOCK), (4, 2 * BLOCK), (6, 2 * BLOCK), (1, BLOCK)]  # in the order in which they are captured
+
+
+@torch.no_grad()
+def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
+    """Decoding by CUDA graphs against the model itself, in buckets of several sizes. `capture` is a test's stand-in."""
+    if precision.device.type != "cuda" and capture is None:
+        return skipped("graphs are of CUDA")
+    model, (row, *_) = tiny(precision, adapted=True), sentences()
+    caches = [_cache(model, 6) for _ in range(2)]
+    with precision.autocast():
+        for cache in caches:
+            _read(model, cache, [row[:n] for n in (5, 40, BLOCK - 3, 17, 2, 9)])
+        plain, captured = Decoder(model, caches[0]), GraphDecoder(model, caches[1], 2 * BLOCK, capture)
+        cosines = []
+        for step, n in enumerate(STEPS):
+            tokens = row[step : step + n]
+            cosines.append(F.cosine_similarity(captured(tokens).float(), plain(tokens).float(), dim=-1).min().item())
+    least, pool = min(cosines), _pools_mib()
+    remedy = "Decoding goes on without graphs, only slower; please send doctor.json with a bug report."
+    if not captured.works or list(captured.graphs) != BUCKETS:
+        return judged(False, "a graph could not be captured, or gave other numbers", remedy)
+    told = f"{len(captured.graphs)} graphs; least cosine {least:.6f} of hidden states, {LEAST_COSINE} allowed"
+    return judged(least >= LEAST_COSINE, told, remedy, least_cosine=least, graph_pools_mib=pool)
+
+
+def _pools_mib() -> float:
+    """MiB of the memory pools of all graphs that exist now; 0 if PyTorch's allocator says nothing."""
+    if not torch.cuda.is_available() or not torch.cuda.memory_reserved():
+        return 0.0
+    pieces = torch.cuda.memory_snapshot()
+    return sum(piece["total_size"] for piece in pieces if tuple(piece["segment_pool_id"]) != (0, 0)) / 2**20
+
+
+def sampler(precision: Precision) -> Finding:
+    """The log-probabilities that the rollout engine records against those that the trainer recomputes."""
+    model = tiny(precision, adapted=True)
+    lengths = LengthSettings(max_hops=2, max_new_tokens=24, max_length=512, max_document_tokens=64)
+    prompts = ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", step_prompt="prompts/tiny/step_prompt.txt")
+    layout = Layout(Tokenizer.load(resolve_folder("tiny")), build_protocol(prompts), lengths)
+    engine = Engine(model, layout, Sampler(1.0), Grant(Memory()), autocast=precision.autocast)
+    found = engine.run(questions(8), list("abcdefgh"), lambda asked: [list(q.gold) for q, _ in asked])
+    batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in found])
+    with torch.no_grad(), precision.autocast():
+        trainers = action_logprobs(model, batch, layout.tokenizer.size, 1.0)
+    return closeness(batch.logprobs[batch.action_mask], trainers, precision.dtype)
+
+
+def nf4_weights(precision: Precision) -> Finding:
+    """NF4 on the device against the CPU, both against the format's definition, and a product against a dense one."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(512, 256, generator=generator), torch.randn(16, 256, generator=generator)
+    here = nf4.quantize(weight)
+    there = nf4.quantize(weight.to(precision.device))
+    other = float((here.codes != there.codes.cpu()).float().mean())
+    moved = nf4.Nf4Weight(*(tensor.to(precision.device) for tensor in vars(here).values()))
+    by_hand = _dequantized_by_hand(here)
+    off = float((nf4.dequantize([moved], torch.float32).cpu() - by_hand).abs().max())
+    error = float((by_hand - weight).square().mean().sqrt())  # of weights whose standard deviation is 1
+    layer = Nf4Linear(moved, None, precision.dtype)
+    product, exact = layer(x.to(precision.device, precision.dtype)).float().cpu(), x @ by_hand.t()
+    share = float((product - exact).abs().mean() / exact.abs().mean())
+    bound = NF4_BOUNDS[precision.dtype]
+    told = (
+        f"{other:.1%} of codes are not the CPU's; weights off by {off:.1e}, product by {share:.1e}, {bound:g} allowed"
+    )
+    sound = other <= 1e-3 and off <= 1e-5 and share <= bound and error <= 0.11
+    return judged(sound, told, codes_differ=other, dequantized_off=off, product_off=share, quantization_error=error)
+
+
+# Of a product's mean size: rounding of weights, inputs and outputs to the dtype. Measured on a CPU: see the tests.
+NF4_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.02}
+
+
+def _dequantized_by_hand(weight: nf4.Nf4Weight) -> Tensor:
+    """The weight [out, in] in fp32 by the definition of the format, on the CPU, in none of the ways of `nf4`."""
+    codes = torch.stack((weight.codes >> 4, weight.codes & 15), dim=-1).view(-1, nf4.BLOCK).long()
+    absmax = weight.absmax.float() * weight.absmax_scale[:, None] + weight.absmax_mean[:, None]  # [groups, 256]
+    return (torch.tensor(nf4.POINTS)[codes] * absmax.view(-1)[: len(codes), None]).view(weight.shape)
+
+
+def offload(precision: Precision) -> Finding:
+    """Tensors put into the host's memory and taken back, and a backward pass with its inputs there against without."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1 << 16, generator=generator).to(precision.device, precision.dtype) for _ in range(6)]
+    host = Offload(precision.device)
+    for x in given:
+        host.put(x)
+    back = [host.take() for _ in given][::-1]
+    if not all(torch.equal(x, y) for x, y in zip(given, back, strict=True)):
+        return judged(False, "what came back from the host's memory is not what was put there")
+    with_host, without = (_gradients(precision, offloaded) for offloaded in (True, False))
+    share = float((with_host - without).abs().max() / without.abs().max())
+    told = f"tensors come back as they were; gradients differ by {share:.2g} of the largest, 0.001 allowed"
+    told += "" if host.pinned or precision.device.type != "cuda" else "; memory cannot be pinned here, so it is slower"
+    return judged(share <= 1e-3, told, gradient_difference=share)
+
+
+def _gradients(precision: Precision, offloaded: bool) -> Tensor:
+    """An adapter's gradients, end to end on the host, of the cross-entropy of `sentences`; all layers recomputed."""
+    model, rows = tiny(precision, adapted=True), [row[:48] for row in sentences()]
+    layers = model.config.num_hidden_layers
+    activation_checkpointing.enable(model, Grant(Memory(recompute_layers=layers, mlp_tile=64, offload=offloaded)))
+    with precision.autocast():
+        pack = Pack.of(rows, precision.device, precision.dtype)
+        states, targets = pack.predicted([[True] * len(row) for row in rows])
+        hidden = model(pack.tokens, pack)[0, states]
+        loss, _ = token_loss(hidden, model.head_weight, targets, cross_entropy)
+    (loss / len(targets)).backward()
+    return torch.cat([p.grad.flatten().cpu() for p in adapter_parameters(model, "policy").values()])

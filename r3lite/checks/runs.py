@@ -1,0 +1,168 @@
+"""Checks of whole runs of SFT on the shipped model: what it learns, the memory that it takes, and resuming."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from r3lite import command, sft
+from r3lite.checks.finding import CPU, Finding, exact_on, judged, questions, sentences, skipped, whole_card
+from r3lite.config import resolve
+from r3lite.devices.live_tensors import MIB, LiveTensors
+from r3lite.devices.precision import DTYPES, Precision
+from r3lite.errors import R3LiteError
+from r3lite.files import write_jsonl
+from r3lite.grant import Memory
+from r3lite.memory.cuda_parts import CUBLAS_WORKSPACE, THREADS
+from r3lite.memory.plan import Plan
+from r3lite.models.weights import resolve_folder
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.settings import SftConfig
+from r3lite.training import metrics
+
+# Of a step's loss, against the CPU in fp32, over STEPS steps: a CPU differs by 0.002 in fp16 and by 0.026 in bf16.
+STEPS = 4
+LOSS_BOUNDS = {torch.float32: 0.005, torch.float16: 0.02, torch.bfloat16: 0.1}
+PLAN_BOUND = 0.08  # of the planned peak: in so small a run what the formulas leave out weighs more
+TOKENS = {False: 1500, True: 3500}  # of the rows whose memory is measured: elsewhere, and on a card
+SPARE = 64 * MIB  # of the budget on a card: beside so small a run the pieces that the allocator takes are large
+
+
+def sft_flags(folder: Path, precision: Precision, *more: str) -> list[str]:
+    """Flags of an SFT of the shipped model on `folder`/rows.jsonl, in a precision and on its device."""
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == precision.dtype)
+    flags = ["--preset", "tiny", "--device", precision.device.type, "--dtype", dtype, "--quantize", "none"]
+    flags += ["--data", str(folder / "rows.jsonl"), "--validation-rows", "0", "--warmup", "0", "--save-every", "0"]
+    return [*flags, *more]
+
+
+@contextmanager
+def place(precision: Precision) -> Iterator[Path]:
+    """A temporary folder with a few short rows to train on."""
+    answers = [("user", "assistant"), *((q.text, f"The answer is {q.answers[0]}.") for q in questions(16))]
+    rows = [{"messages": [{"role": r, "content": c} for r, c in zip(answers[0], turn)]} for turn in answers[1:]]
+    with tempfile.TemporaryDirectory(prefix="r3lite-doctor-") as name, whole_card(precision.device):
+        write_jsonl(Path(name) / "rows.jsonl", rows)
+        yield Path(name)
+
+
+def train(output: Path, flags: list[str]) -> list[dict]:
+    """Runs the command; the records of its steps. What it printed before it failed is in the check's output."""
+    status = sft.main([*flags, "--output", str(output)])
+    if status == 130:
+        raise KeyboardInterrupt
+    if status == 143:
+        raise command.Terminated
+    if status:
+        raise R3LiteError(f"the run ended with status {status}")
+    return metrics.read(output / metrics.FILE)
+
+
+def training(precision: Precision) -> Finding:
+    """A few steps of SFT in a dtype on the device against the same steps on the CPU in fp32."""
+    if precision.device.type == "cpu" and precision.dtype == torch.float32:
+        return skipped("the CPU in fp32 is what the others are compared with")
+    steps = ["--max-steps", str(STEPS), "--batch-size", "4", "--learning-rate", "2e-3"]
+    with place(precision) as folder:
+        exact = train(folder / "cpu", sft_flags(folder, exact_on(CPU), *steps))
+        found = train(folder / "device", sft_flags(folder, precision, *steps))
+    losses = [record["loss"] if record["loss"] is not None else float("nan") for record in found]
+    off = max(abs(loss - record["loss"]) for loss, record in zip(losses, exact, strict=True))
+    skips = found[-1].get("skipped_steps", 0)
+    bound = LOSS_BOUNDS[precision.dtype]
+    told = f"losses {', '.join(f'{loss:.3f}' for loss in losses)}, off by {off:.2g}, {bound:g} allowed"
+    told += f"; {skips} steps skipped" if skips else ""
+    return judged(off <= bound, told, loss_off=off, skipped_steps=skips)
+
+
+def training_in_fp16(precision: Precision) -> Finding:
+    """`training` in fp16, whatever the run's dtype is: what cards before Ampere train in."""
+    if precision.dtype == torch.float16:
+        return skipped("the run is in fp16: see above")
+    return training(Precision(torch.float16, precision.device))
+
+
+def memory(precision: Precision) -> Finding:
+    """The peak of a short run of long rows against its plan, under a budget that is enforced on a card."""
+    on_card = precision.device.type == "cuda"
+    if precision.device.type == "cpu" and precision.dtype == torch.float16:
+        precision = Precision(torch.bfloat16, CPU)  # the same sizes; a CPU's products in fp16 take minutes
+    with place(precision) as folder:
+        write_jsonl(folder / "rows.jsonl", [long_row(start, TOKENS[on_card]) for start in (0, 400)])
+        flags = sft_flags(folder, precision, "--batch-size", "1", "--max-length", "4096", "--recompute-layers", "none")
+        wanted, _ = _run(flags, steps=int(on_card))  # a step on a card makes what cuBLAS keeps
+        budget = wanted.peak - 0.3 * wanted.allocated + on_card * SPARE  # too little to keep all activations
+        before = 0
+        if on_card:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        with LiveTensors() as counter:
+            plan, used = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"])
+    planned, peak = plan.allocated, counter.peak
+    figures = {"budget_mib": plan.budget / MIB}
+    if on_card:
+        planned -= THREADS * CUBLAS_WORKSPACE
+    if on_card and torch.cuda.max_memory_allocated():
+        peak = torch.cuda.max_memory_allocated() - before
+        figures["fragmentation"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1
+    if used != plan.memory:
+        told = f"memory ran out under the budget of {plan.budget / MIB:,.0f} MiB that the run was planned for"
+        return judged(False, told, "Close what else uses the card; else plans are too small: send doctor.json to us.")
+    off = peak / planned - 1
+    figures |= {"planned_mib": planned / MIB, "measured_mib": peak / MIB, "off": off}
+    told = (
+        f"{peak / MIB:,.0f} MiB of tensors, {planned / MIB:,.0f} planned ({off:+.1%}, {PLAN_BOUND:.0%} allowed), "
+        f"{plan.memory.recompute_layers} layers recomputed for a budget of {plan.budget / MIB:,.0f}"
+    )
+    remedy = "Plans are wrong by as much here: leave room in --vram-budget, and send doctor.json with a bug report."
+    return judged(abs(off) <= PLAN_BOUND, told, remedy, **figures)
+
+
+def _run(flags: list[str], steps: int = 2) -> tuple[Plan, Memory]:
+    """Takes the first steps of an SFT, and saves nothing: its plan, and the figures that it has worked with."""
+    config = resolve("sft", SftConfig(), flags, command.COMMANDS)
+    trainer = sft.build_trainer(config, *sft.read_data(config))
+    for number in range(1, steps + 1):
+        trainer.step(number)
+    return trainer.policy.grant.plan, trainer.policy.grant.memory
+
+
+def long_row(start: int, tokens: int) -> dict:
+    """A conversation whose answer is about so many tokens of the sample world, from the token `start` on."""
+    tokenizer = Tokenizer.load(resolve_folder("tiny"))
+    words = [token for row in sentences(24) for token in row]
+    turns = {"user": "What is in the encyclopedia?", "assistant": tokenizer.decode(words[start : start + tokens])}
+    return {"messages": [{"role": role, "content": text} for role, text in turns.items()]}
+
+
+def resume(precision: Precision) -> Finding:
+    """A run that is left after two of four steps and resumed, against one that is not: equal to the bit."""
+    with place(precision) as folder:
+        flags = sft_flags(folder, precision, "--max-steps", "4", "--batch-size", "4", "--lora-dropout", "0.1")
+        whole = train(folder / "whole", flags)
+        train(folder / "parted", [*flags, "--stop-after", "2"])
+        parted = train(folder / "parted", [*flags, "--resume", "auto"])
+        if _same(folder / "whole", folder / "parted") and _repeatable(whole) == _repeatable(parted):
+            return judged(True, "weights, optimizer, random streams and metrics are equal to the bit")
+        again = train(folder / "again", flags)
+        sound = _same(folder / "whole", folder / "again") and _repeatable(whole) == _repeatable(again)
+    off, noise = (max(abs(a["loss"] - b["loss"]) for a, b in zip(whole, other)) for other in (parted, again))
+    if not sound and off <= 10 * noise:
+        return skipped(
+            f"this device adds in no fixed order: losses of two equal runs differ by {noise:.2g}, resumed by {off:.2g}"
+        )
+    return judged(False, f"the resumed run differs: losses by {off:.2g}, and an equal run by {noise:.2g}", loss_off=off)
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether the last checkpoints of two runs hold the same tensors, to the bit."""
+    names = [f"checkpoint-4/{name}.safetensors" for name in ("weights", "optimizer", "random")]
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+def _repeatable(records: list[dict]) -> str:
+    return json.dumps([metrics.repeatable(record) for record in records])

@@ -1,0 +1,125 @@
+"""The checks of whole runs: sound code passes them, and each fails if what it looks at is broken."""
+
+import itertools
+
+import pytest
+import torch
+
+from r3lite import sft
+from r3lite.checks import runs
+from r3lite.checks.finding import CPU
+from r3lite.devices.precision import Precision
+from r3lite.errors import R3LiteError
+from r3lite.memory.plan import Plan
+from r3lite.training import state
+
+EXACT, HALF = Precision(torch.float32, CPU), Precision(torch.float16, CPU)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Fewer steps, and shorter rows."""
+    monkeypatch.setattr(runs, "STEPS", 2)
+    monkeypatch.setattr(runs, "TOKENS", {False: 1000, True: 1000})
+
+
+def failed(found) -> bool:
+    return found.state == "failed" and bool(found.told) and bool(found.remedy)
+
+
+def test_training_in_bf16_is_close_to_fp32_and_fp32_is_what_it_is_compared_with():
+    assert runs.training(Precision(torch.bfloat16, CPU)).state == "ok"
+    assert runs.training(EXACT).state == "skipped"
+
+
+def test_training_in_fp16_is_close_to_fp32():
+    assert runs.training_in_fp16(EXACT).state == "ok"
+    assert runs.training_in_fp16(HALF).state == "skipped"  # `training` is in fp16 then
+
+
+def test_training_fails_that_learns_otherwise(monkeypatch):
+    step = Precision.step
+
+    def still(self, optimizer, parameters, max_norm):
+        """In bf16 nothing is learned."""
+        if self.dtype == torch.bfloat16:
+            optimizer.zero_grad()
+            return 1.0, False
+        return step(self, optimizer, parameters, max_norm)
+
+    monkeypatch.setattr(Precision, "step", still)
+    monkeypatch.setattr(runs, "STEPS", 3)
+    assert failed(runs.training(Precision(torch.bfloat16, CPU)))
+
+
+def test_training_fails_whose_losses_are_no_numbers(monkeypatch):
+    loss = sft.SFTTrainer.add_gradients
+    nan = float("nan")
+    monkeypatch.setattr(
+        sft.SFTTrainer,
+        "add_gradients",
+        lambda self, rows: loss(self, rows) * (nan if self.policy.precision.dtype == torch.bfloat16 else 1),
+    )
+    assert failed(runs.training(Precision(torch.bfloat16, CPU)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_takes_what_was_planned(dtype):
+    found = runs.memory(Precision(dtype, CPU))
+    assert found.state == "ok" and 0 < found.measured["measured_mib"] <= found.measured["budget_mib"]
+
+
+@pytest.mark.parametrize("share", [0.8, 1.2])
+def test_memory_fails_that_was_planned_wrongly(monkeypatch, share):
+    planned = Plan.allocated.fget
+    monkeypatch.setattr(Plan, "allocated", property(lambda self: int(share * planned(self))))
+    assert failed(runs.memory(EXACT))
+
+
+def test_memory_fails_if_it_runs_out(monkeypatch):
+    work, calls = sft.SFTTrainer.add_gradients, itertools.count()
+
+    def runs_out(self, rows):
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return work(self, rows)
+
+    monkeypatch.setattr(sft.SFTTrainer, "add_gradients", runs_out)
+    found = runs.memory(EXACT)
+    assert failed(found) and "memory ran out" in found.told
+
+
+def test_a_resumed_run_is_equal_to_the_bit():
+    assert runs.resume(EXACT).state == "ok"
+
+
+def test_resume_fails_that_forgets_the_random_stream(monkeypatch):
+    """Dropout then draws other numbers than it would have."""
+    monkeypatch.setattr(state, "set_random_state", lambda states: None)
+    assert failed(runs.resume(EXACT))
+
+
+def test_resume_fails_that_forgets_the_moments(monkeypatch):
+    monkeypatch.setattr(state.optim, "load_state_tensors", lambda optimizer, tensors: None)
+    assert failed(runs.resume(EXACT))
+
+
+def test_where_equal_runs_differ_nothing_can_be_equal_to_the_bit(monkeypatch):
+    noise, step = itertools.count(), sft.SFTTrainer.step
+
+    def noisy(self, number):
+        record, tokens = step(self, number)
+        return record | {"loss": record["loss"] + 1e-7 * next(noise)}, tokens
+
+    monkeypatch.setattr(sft.SFTTrainer, "step", noisy)
+    found = runs.resume(EXACT)
+    assert found.state == "skipped" and "in no fixed order" in found.told
+
+
+def test_a_run_that_fails_is_an_error_and_one_that_is_stopped_stops(monkeypatch, tmp_path):
+    monkeypatch.setattr(sft, "main", lambda argv: 1)
+    with pytest.raises(R3LiteError, match="status 1"):
+        runs.train(tmp_path, [])
+    monkeypatch.setattr(sft, "main", lambda argv: 130)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(tmp_path, [])

@@ -1,0 +1,223 @@
+"""The doctor: a line for each check, whatever becomes of it, and a file that can be sent without a thought."""
+
+import json
+import os
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3lite import doctor
+from r3lite.checks import registry
+from r3lite.checks.finding import Finding, judged, skipped
+from r3lite.checks.registry import Check
+from r3lite.devices import cards, speed
+from r3lite.devices.cards import MEASURED, Speeds
+from r3lite.errors import R3LiteError
+
+CPU = torch.device("cpu")
+FP32 = ["--device", "cpu", "--dtype", "fp32"]
+
+
+def sound(precision) -> Finding:
+    return judged(True, "as it should be", figure=1 / 3, lost=float("nan"))
+
+
+def broken(precision) -> Finding:
+    return judged(False, "2 is not 3", "Count again.")
+
+
+def raising(precision) -> Finding:
+    raise ValueError("no such number\nand more of it")
+
+
+def out_of_memory(precision) -> Finding:
+    print("warning: memory is short")
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+
+def absent(precision) -> Finding:
+    return skipped("it is not here")
+
+
+@pytest.fixture
+def checks(monkeypatch, tmp_path):
+    """Has the doctor make these checks, in an own home, where speeds are known without measuring."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    speeds = Speeds(cards.device_name(CPU), 1e10, {"fp32": 5e10, "bf16": 123e9}, 4e-6, MEASURED)
+    monkeypatch.setattr(speed, "measure", lambda device: speeds)
+
+    def make(*functions) -> None:
+        monkeypatch.setattr(registry, "CHECKS", tuple(Check(f.__name__, "a thing", f) for f in functions))
+
+    make(sound)
+    return make
+
+
+def report(path: Path) -> dict:
+    """The file, which must be JSON that every reader takes: without nan."""
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def test_each_check_is_a_line_and_one_that_raises_has_failed_while_the_others_go_on(checks, tmp_path, capsys):
+    checks(sound, raising, absent, out_of_memory, broken, sound)
+    assert doctor.main([*FP32, "--output", str(tmp_path / "d.json")]) == 1
+    told = capsys.readouterr()
+    lines = [
+        line.rstrip() for line in told.out.split("whether r3lite is right on it\n")[1].split("\n\n")[0].splitlines()
+    ]
+    assert lines[0] == "ok sound               as it should be"
+    assert lines[1] == "!! raising             ValueError: no such number"
+    assert "bug report" in lines[2]
+    assert lines[3] == "-- absent              it is not here"
+    assert lines[4].startswith("!! out_of_memory       OutOfMemoryError: CUDA out of memory.")
+    assert [line.strip() for line in lines[5:7]] == ["Close what else uses the card.", "warning: memory is short"]
+    assert lines[7] == "!! broken              2 is not 3" and lines[8].strip() == "Count again."
+    assert lines[9].startswith("ok sound") and lines[10].startswith("-- beside the tensors")
+    assert "Traceback" not in told.out + told.err
+    assert "3 of 8 checks failed: raising, out_of_memory, broken" in told.err
+
+
+def test_the_file_has_all_that_was_printed(checks, tmp_path, capsys):
+    checks(sound, raising)
+    path = tmp_path / "of" / "mine.json"
+    assert doctor.main([*FP32, "--output", str(path)]) == 1
+    found = report(path)
+    assert found.keys() == {"r3lite", "ok", "seconds", "dtype", "machine", "speeds", "checks"}
+    assert not found["ok"] and found["dtype"] == "fp32" and found["machine"]["torch"] == torch.__version__
+    speeds, one, other, beside = found["checks"]
+    assert (speeds["name"], one["state"], other["state"], beside["state"]) == ("speeds", "ok", "failed", "skipped")
+    assert one["measured"] == {"figure": 0.333333, "lost": None}
+    assert other["told"] == "ValueError: no such number" and other["remedy"]
+    assert other["where"][-1].startswith("elsewhere:") and other["where"][0].startswith("r3lite/doctor.py:")
+    out = capsys.readouterr().out
+    assert all(entry["told"].split(";")[0] in out for entry in found["checks"])
+
+
+def test_all_is_well_and_times_are_predicted_from_what_was_measured(checks, tmp_path, capsys):
+    assert doctor.main(FP32) == 0
+    path = tmp_path / ".cache" / "r3lite" / "doctor.json"
+    assert report(path)["ok"] and cards.measured(CPU) == speed.measure(CPU)
+    out = capsys.readouterr().out
+    assert "memory 10 GB/s; products fp32 50, bf16 123 GFLOPS; a kernel 4.0 us" in " ".join(out.split())
+
+
+def test_speeds_that_cannot_be_measured_are_a_failure_and_predict_nothing(checks, monkeypatch, tmp_path, capsys):
+    def refuse(device):
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr(speed, "measure", refuse)
+    assert doctor.main(FP32) == 1
+    assert "!! speeds              RuntimeError: no clock" in capsys.readouterr().out
+    assert report(tmp_path / ".cache" / "r3lite" / "doctor.json")["speeds"] is None
+    assert cards.measured(CPU) is None
+
+
+def test_fp16_that_is_slower_than_fp32_on_a_card_is_said(checks, monkeypatch):
+    flops = {"fp32": 3e12, "fp16": 2e12}
+    monkeypatch.setattr(speed, "measure", lambda device: Speeds("card", 1e11, flops, 4e-6, MEASURED))
+    monkeypatch.setattr(speed, "host_copy_speed", lambda device, pinned: 6e9 if pinned else 3e9)
+    told = doctor.measured_speeds(torch.device("cuda"), []).told
+    assert told.endswith(
+        "from the host 3.0 GB/s, pinned 6.0; fp16 is the slower: where a run fits, --dtype fp32 is faster"
+    )
+
+
+def test_a_dry_run_lists_the_checks_and_makes_none(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(registry, "CHECKS", tuple(Check(c.name, c.about, raising) for c in registry.CHECKS))
+    monkeypatch.setattr(speed, "measure", raising)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert doctor.main(["--dry-run"]) == 0
+    lines = capsys.readouterr().out.split("Checks\n")[1].splitlines()
+    assert [line.strip().split("  ")[0] for line in lines] == [
+        "speeds", *(check.name for check in registry.CHECKS), registry.BESIDE[0]
+    ]  # fmt: skip
+    assert not (tmp_path / ".cache").exists()
+
+
+def test_an_interruption_is_not_a_finding(checks):
+    def stopped(precision):
+        raise KeyboardInterrupt
+
+    checks(stopped)
+    assert doctor.main(FP32) == 130
+
+
+USER, HOST, PROJECT, HIDDEN = "zoe_planted", "zoes-planted-laptop", "Planted Thesis", "planted-tmp"
+
+
+@pytest.fixture
+def planted(monkeypatch, tmp_path):
+    """A home, a working folder, a temporary folder and a machine with names that none may read."""
+    home = tmp_path / USER
+    for name, folder in {"work": home / PROJECT, "tmp": home / HIDDEN}.items():
+        folder.mkdir(parents=True)
+        monkeypatch.setattr(doctor.tempfile, "tempdir", str(folder)) if name == "tmp" else monkeypatch.chdir(folder)
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(home))
+    for variable in ("USER", "LOGNAME", "USERNAME", "LNAME"):
+        monkeypatch.setenv(variable, USER)
+    monkeypatch.setattr(platform, "node", lambda: f"{HOST}.planted.example")
+    return home
+
+
+def assert_nothing_planted(text: str) -> None:
+    assert [word for word in ("planted", "thesis", "zoe", str(Path.home()).lower()) if word in text.lower()] == []
+
+
+def test_no_path_and_no_name_of_the_user_is_told(planted, checks, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(planted))
+    inside = planted / PROJECT / "weights of mine.safetensors"
+
+    def missing(precision):
+        print(f"warning: {inside}: nothing is there")
+        raise FileNotFoundError(2, "No such file or directory", str(inside))
+
+    def unreadable(precision):
+        raise R3LiteError(
+            f"{planted / 'model' / 'config.json'} cannot be read", f"Ask {USER} on {HOST} about {inside}."
+        )
+
+    def windows(precision):
+        return judged(False, rf"C:\Users\{USER}\{HIDDEN}\x.bin is locked, and 'D:\{PROJECT}\y z.bin' is not there")
+
+    def relative(precision):
+        raise OSError(f"[Errno 2] '../{PROJECT}/rows of mine.jsonl'")
+
+    checks(missing, unreadable, windows, relative)
+    assert doctor.main(FP32) == 1
+    told, path = capsys.readouterr(), planted / ".cache" / "r3lite" / "doctor.json"
+    written = path.read_text(encoding="utf-8")
+    assert_nothing_planted(written)
+    assert_nothing_planted(told.out.replace(str(path), "") + told.err)
+    found = [entry["told"] for entry in report(path)["checks"]]
+    assert found[1] == "FileNotFoundError: [Errno 2] No such file or directory: <path>"
+    assert found[2] == "<path> cannot be read"
+    assert found[3] == "<path> is locked, and <path> is not there"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["15.8 GB/s; products", "see https://pytorch.org/get-started/locally/", "O(T^2)", "2 of 3", "a/b", "causal: flash"],
+)
+def test_what_is_not_a_path_stays(text):
+    assert doctor.hider(["/home/zoe"], ["zoe"])(text) == text
+
+
+def test_the_real_checks_on_a_cpu(planted, capsys):
+    """All of them, in fp32; what they print and write names nobody."""
+    assert doctor.main([*FP32, "--output", "found.json"]) == 0, capsys.readouterr().out
+    told, found = capsys.readouterr(), report(planted / PROJECT / "found.json")
+    assert_nothing_planted(told.out + told.err + json.dumps(found))
+    states = {entry["name"]: entry["state"] for entry in found["checks"]}
+    assert list(states) == ["speeds", *(check.name for check in registry.CHECKS), registry.BESIDE[0]]
+    skips = {"logits in 16 bits", "graphs", "training", "beside the tensors"}
+    assert {name for name, state in states.items() if state == "skipped"} - {"card"} == skips
+    assert found["speeds"]["name"] == cards.device_name(CPU)
+    assert [name for name in os.listdir(planted / HIDDEN) if name.startswith("r3lite")] == []  # no folder is left over
