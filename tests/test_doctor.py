@@ -41,6 +41,11 @@ def absent(precision) -> Finding:
     return skipped("it is not here")
 
 
+@pytest.fixture(autouse=True)
+def no_doctor():
+    """Here what was measured is written and read, in the home folder that a test sets."""
+
+
 @pytest.fixture
 def checks(monkeypatch, tmp_path):
     """Has the doctor make these checks, in an own home, where speeds are known without measuring."""

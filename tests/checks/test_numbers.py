@@ -9,6 +9,7 @@ from r3lite.checks import finding, numbers
 from r3lite.checks.finding import CPU, closeness
 from r3lite.devices.precision import DTYPES, Precision
 from r3lite.models import kv_cache, nf4, offload, qwen2
+from r3lite.models.projections import Nf4Linear
 from r3lite.rollout.sampling import Sampler
 
 EXACT = Precision(torch.float32, CPU)
@@ -34,7 +35,7 @@ def failed(found) -> bool:
 
 
 def test_logits_fail_without_rotary_positions(monkeypatch):
-    monkeypatch.setattr(qwen2, "rotate", lambda x, cos, sin: x)
+    monkeypatch.setattr(qwen2, "rotate_", lambda x, heads, cos, sin: x)
     assert failed(numbers.logits(EXACT))
 
 
@@ -142,8 +143,8 @@ def test_nf4_fails_whose_weights_are_not_as_defined(monkeypatch):
 
 
 def test_nf4_fails_whose_products_are_not_of_its_weights(monkeypatch):
-    forward = nf4.Nf4Linear.forward
-    monkeypatch.setattr(nf4.Nf4Linear, "forward", lambda self, x: forward(self, x) * 1.001)
+    forward = Nf4Linear.forward
+    monkeypatch.setattr(Nf4Linear, "forward", lambda self, x: forward(self, x) * 1.001)
     assert failed(numbers.nf4_weights(EXACT))
 
 
