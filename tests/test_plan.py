@@ -103,7 +103,7 @@ def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypa
         monkeypatch.setattr(workloads, "speeds_of", lambda device: speeds)
         announce(ppo.plan_memory(settings))
         told = capsys.readouterr().err
-        assert bool(re.search("^warning: a round is predicted to take up to [0-9]+ days", told, re.M)) == warned
+        assert bool(re.search("^warning: a round is predicted to take up to [0-9.]+ days", told, re.M)) == warned
         assert told.splitlines()[1].startswith("time: up to ")
 
 

@@ -35,7 +35,7 @@ class Efficiency:
 
 
 # The CPU's are measured: one core of an AMD EPYC with bf16. No card's are: it is taken to reach its speeds.
-CPU, CARD = Efficiency(0.25, 0.25, 5.0, False), Efficiency(1.0, 1.0, 1.0, True)
+CPU, CARD = Efficiency(0.6, 0.4, 12.0, False), Efficiency(1.0, 1.0, 1.0, True)
 
 
 @dataclass(frozen=True)
