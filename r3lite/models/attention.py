@@ -11,11 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The memory-efficient kernel, the only fused one on Turing cards, reads masks whose rows begin at multiples of so many
-# numbers. Of any other mask PyTorch makes a copy in every layer, and keeps it for the backward pass (`preprocess_mask`
-# in aten/src/ATen/native/transformers/attention.cpp).
-ALIGNMENT = 8
-
 
 class AttentionContext(Protocol):
     """Where the tokens of a pass are in their rows, and which keys and values each of them attends to."""
@@ -58,11 +53,8 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> T
 def causal_masks(stretches: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype) -> list[Tensor | None]:
     """What is added to the scores of T tokens that come after `start` others, [T, start + T], for each (start, T).
 
-    None if nothing comes before: `grouped_attention` is causal without a mask. Rows are aligned, see ALIGNMENT.
+    None if nothing comes before: `grouped_attention` is causal without a mask.
     """
     longest = max((T for start, T in stretches if start), default=0)
     causal = torch.full((longest, longest), float("-inf"), dtype=dtype, device=device).triu(1)
-    return [
-        F.pad(causal[:T, :T], (start, -(start + T) % ALIGNMENT))[:, : start + T] if start else None
-        for start, T in stretches
-    ]
+    return [F.pad(causal[:T, :T], (start, 0)) if start else None for start, T in stretches]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.models.attention import ALIGNMENT, causal_masks, grouped_attention
+from r3lite.models.attention import causal_masks, grouped_attention
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 
@@ -59,10 +59,9 @@ class Decode:
     def __init__(self, cache: "KVCache", positions: Tensor, used: int):
         self.cache, self.positions = cache, positions  # [B, 1]
         self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
-        slots = torch.arange(used + -used % ALIGNMENT, device=positions.device)  # rows of the mask are aligned
-        later = slots > positions[:, None, :, None]  # [B, 1, 1, >= S]
+        later = torch.arange(used, device=positions.device) > positions[:, None, :, None]  # [B, 1, 1, S]
         zeros = torch.zeros(later.shape, dtype=cache.keys[0].dtype, device=positions.device)
-        self.mask = zeros.masked_fill_(later, float("-inf"))[..., :used]  # [B, 1, 1, S]
+        self.mask = zeros.masked_fill_(later, float("-inf"))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See AttentionContext: q [B, H, 1, D], k and v [B, K, 1, D] -> [B, 1, H D]. Writes k and v to the cache."""
