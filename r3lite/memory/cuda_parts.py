@@ -9,9 +9,11 @@ MIB = 1 << 20
 # (https://github.com/unslothai/unsloth-zoo/pull/1053), about 250 of 1.13 (https://github.com/pytorch/pytorch/pull/86509).
 # Kernels are loaded into it when they are first used, hence a little more.
 CONTEXT = 434 * MIB
-# cuBLAS gets :4096:2:16:8 for each stream that multiplies, unless CUBLAS_WORKSPACE_CONFIG says otherwise
-# (aten/src/ATen/cuda/CublasHandlePool.cpp). Hopper, and Blackwell in newer versions, have 32 MiB.
+# cuBLAS gets :4096:2:16:8, unless CUBLAS_WORKSPACE_CONFIG says otherwise, for each thread and stream that multiply
+# (aten/src/ATen/cuda/CublasHandlePool.cpp): for ours, and for autograd's. On Hopper, and in newer versions on
+# Blackwell, it is 32 MiB.
 CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) << 10
+THREADS = 2
 # PyTorch's allocator takes memory from the driver in such pieces, the small one for tensors below 1 MiB; tensors above
 # 10 MiB have pieces of their own, in steps of the small one (c10/core/AllocatorConfig.h: kSmallBuffer, kLargeBuffer).
 SMALL_PIECE, LARGE_PIECE = 2 * MIB, 20 * MIB
@@ -25,7 +27,7 @@ def beside_tensors(tensors: int, captured: int = 0) -> dict[str, int]:
 
     The graphs of a run share one pool, which no other tensor can use, and have a cuBLAS workspace of their own in it.
     """
-    parts = {"context": CONTEXT, "cuBLAS workspace": CUBLAS_WORKSPACE}
+    parts = {"context": CONTEXT, "cuBLAS workspace": THREADS * CUBLAS_WORKSPACE}
     if captured:
         pieces = -(-(captured + CUBLAS_WORKSPACE) // SMALL_PIECE) * SMALL_PIECE
         parts["graph pools"] = SMALL_PIECE + max(LARGE_PIECE, pieces)

@@ -16,8 +16,8 @@ RL = replace(SFT, episodes=64, reads=880, retrieves=True)
 
 
 def test_the_parts_by_hand():
-    """1,000 MiB of tensors: 5 % of fragments. cuBLAS: 2 x 4,096 + 8 x 16 = 8,320 KiB."""
-    expected = {"context": 434 * MIB, "cuBLAS workspace": 8320 * 1024, "fragmentation": 50 * MIB}
+    """1,000 MiB of tensors: 5 % of fragments. cuBLAS: 2 x 4,096 + 8 x 16 = 8,320 KiB in each of two threads."""
+    expected = {"context": 434 * MIB, "cuBLAS workspace": 2 * 8320 * 1024, "fragmentation": 50 * MIB}
     assert beside_tensors(1000 * MIB) == expected
 
 
