@@ -51,6 +51,10 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
         settings = config.model, config.rl, config.lora, config.lengths, config.retrieval
         workload = rl_workload(*settings, critic=critic, steps=config.rounds(None))
     if config.elsewhere.card:
+        if config.model.device not in ("auto", "cuda"):
+            raise UsageError(
+                f"--card plans for a CUDA card, and --device is {config.model.device}: leave one of them out"
+            )
         return plan_for_card(config.elsewhere.card, workload, config.model.dtype, config.memory, sampling)
     return make_plan(workload, config.memory, sampling)
 
