@@ -5,12 +5,15 @@ import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from r3lite import command
 from r3lite.config import UsageError, load_toml
 from r3lite.settings import CardSettings, DataSettings, PlanSettings, PpoConfig, SftConfig
 from r3lite.settings.rl import Algorithm
+
+if TYPE_CHECKING:
+    from r3lite.memory.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,9 @@ class PlanRlConfig(PpoConfig):
     elsewhere: CardSettings = CardSettings()
 
 
-def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
+def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
+    """The plan of the run that the settings are of."""
     # Imported after the arguments are read: torch takes seconds to load.
-    from r3lite.files import write_json
     from r3lite.memory.plan import make_plan, plan_for_card
     from r3lite.memory.workloads import rl_workload, sft_workload
     from r3lite.rl.algorithms import ALGORITHMS
@@ -48,9 +51,18 @@ def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
         settings = config.model, config.rl, config.lora, config.lengths, config.retrieval
         workload = rl_workload(*settings, critic=critic, steps=config.rounds(None))
     if config.elsewhere.card:
-        plan = plan_for_card(config.elsewhere.card, workload, config.model.dtype, config.memory, sampling)
-    else:
-        plan = make_plan(workload, config.memory, sampling)
+        if config.model.device not in ("auto", "cuda"):
+            raise UsageError(
+                f"--card plans for a CUDA card, and --device is {config.model.device}: leave one of them out"
+            )
+        return plan_for_card(config.elsewhere.card, workload, config.model.dtype, config.memory, sampling)
+    return make_plan(workload, config.memory, sampling)
+
+
+def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
+    from r3lite.files import write_json
+
+    plan = make(config)
     print(plan.table())
     if config.common.output:
         path = Path(config.common.output) / "plan.json"

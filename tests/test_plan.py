@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from r3lite import evaluate, plan, ppo, sft
 from r3lite.config import shipped
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.grant import Memory
 from r3lite.memory import workloads
-from r3lite.memory.plan import announce
+from r3lite.memory.plan import UNKNOWN, announce
 from r3lite.settings import ModelSettings, PpoConfig, RLSettings
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -81,12 +82,17 @@ def test_a_card_that_is_not_known_is_an_error_that_names_those_that_are(capsys):
     assert plan.main(["--card", "RTX 3050 Laptp"]) == 2
     told = capsys.readouterr().err
     assert "--card RTX 3050 Laptp is not in the table (did you mean RTX 3050 Laptop?); there are MX450, " in told
+    assert plan.main(["--card", "T4", "--device", "cpu"]) == 2
+    assert "--card plans for a CUDA card, and --device is cpu" in capsys.readouterr().err
 
 
 def test_times_are_told_only_of_a_device_whose_speeds_are_known(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     elsewhere = ["--device", "cpu", "--dtype", "fp32"]
     assert planned(tmp_path, *elsewhere)["seconds"] is None
-    assert "time: unknown; python -m r3lite.doctor measures" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[-2] == f"time: {UNKNOWN}"
+    assert planned(tmp_path, "--device", "cuda")["seconds"] is None
+    assert "has measured this device; plan --card tells that of some cards\n" in capsys.readouterr().out
     speeds = Speeds("cpu", 1e10, {"fp32": 1e11}, 1e-6, MEASURED)
     monkeypatch.setattr(workloads, "speeds_of", lambda device: speeds)
     assert planned(tmp_path, *elsewhere)["seconds"]["speeds_from"] == "measured"
@@ -103,8 +109,9 @@ def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypa
         monkeypatch.setattr(workloads, "speeds_of", lambda device: speeds)
         announce(ppo.plan_memory(settings))
         told = capsys.readouterr().err
-        assert bool(re.search("^warning: a round is predicted to take up to [0-9]+ days", told, re.M)) == warned
+        assert bool(re.search("^warning: a round is predicted to take up to [0-9.]+ days", told, re.M)) == warned
         assert told.splitlines()[1].startswith("time: up to ")
+        assert ("--num-generations" in told) == warned
 
 
 def test_flags_of_the_other_algorithm_are_refused(capsys):

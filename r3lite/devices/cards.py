@@ -45,10 +45,11 @@ def _ampere(name: str, gib: int, gigabytes: float, fp32: float, source: str) -> 
     return _card(name, gib, gigabytes, fp32, {"fp16": 2 * fp32, "bf16": 2 * fp32}, source)
 
 
-# Names as NVIDIA's driver gives them, without what `card` takes off; GB/s, and TFLOPS of products that accumulate in
-# fp32, as training needs: on GeForce cards half of what is advertised for fp16 on tensor cores. The cards without
-# (MX and GTX) have a double rate of fp16 that accumulates in fp16, so that of fp32 is assumed here. Turing (all up to
-# the T4) has no bf16. A card of a laptop is slower the less power the laptop gives it: the middle is taken, and named.
+# Names as NVIDIA's driver gives them, without what `card` takes off; GiB; GB/s; and TFLOPS of products that accumulate
+# in fp32, as training needs: on GeForce cards half of what is advertised for fp16 on tensor cores (52 for the RTX
+# 2060). The cards without tensor cores (MX and GTX) have a double rate of fp16 that accumulates in fp16; that of fp32
+# is assumed for them. Turing (all up to the T4) has no bf16. A card of a laptop is slower the less power the laptop
+# gives it: the middle is taken, and named. Of cards that differ in their memory under one name the slower is taken.
 CARDS = (
     _card("MX450", 2, 64.0, 2.285, {"fp16": 2.285}, "https://cputronic.com/it/gpu/nvidia-geforce-mx450-30-5w-8gbps"),
     _card("GTX 1650", 4, 128.1, 2.984, {"fp16": 2.984}, "https://cputronic.com/gpu/nvidia-geforce-gtx-1650"),

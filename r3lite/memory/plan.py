@@ -16,7 +16,7 @@ from r3lite.settings import MemorySettings, SamplingSettings
 
 DEFAULT_BUDGET = 4 << 30
 A_DAY = 86400  # seconds
-UNKNOWN = "unknown; python -m r3lite.doctor measures what this device can do, and plan --card takes a card of a table"
+UNKNOWN = "unknown until python -m r3lite.doctor has measured this device"
 MARGIN = 256 << 20  # of a card's free memory, left to the desktop, which takes more and less of it
 
 
@@ -85,7 +85,9 @@ class Plan:
 
     def time_line(self) -> str:
         """One line for the start of a run."""
-        return f"time: {self.duration.line() if self.duration else UNKNOWN}"
+        if self.duration:
+            return f"time: {self.duration.line()}"
+        return f"time: {UNKNOWN}" + ("; plan --card tells that of some cards" if self.workload.on_cuda else "")
 
 
 def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
@@ -140,8 +142,5 @@ def enforce(plan: Plan, device: torch.device) -> None:
 def announce(plan: Plan) -> None:
     print(f"{plan.line()}\n{plan.time_line()}", file=sys.stderr)
     if plan.duration and plan.duration.seconds > A_DAY:
-        print(
-            f"warning: {plan.duration.what} is predicted to take up to {in_words(plan.duration.seconds)}. Fewer or "
-            "shorter episodes or rows take less: see --batch-size, --num-generations and --max-length.",
-            file=sys.stderr,
-        )
+        told = f"{plan.duration.what} is predicted to take up to {in_words(plan.duration.seconds)}"
+        print(f"warning: {told}. {plan.duration.remedy}", file=sys.stderr)

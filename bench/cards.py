@@ -1,0 +1,193 @@
+"""What classes of cards are predicted to do, as the page docs/cards.md: what fits, and how fast, for each model size.
+
+    python -m bench.cards > docs/cards.md
+
+Nothing is run: every figure is one of `python -m r3lite.plan --card`, or of the same formulas with rows and episodes as
+long as trajectories of HotpotQA are. A test holds the page to what this prints.
+"""
+
+import math
+from dataclasses import replace
+
+from bench import records
+from bench.options import HUB
+from r3lite import plan
+from r3lite.command import COMMANDS
+from r3lite.config import resolve
+from r3lite.devices.cards import CARDS, GIB, LAUNCH, Speeds, card
+from r3lite.errors import R3LiteError
+from r3lite.memory import duration
+from r3lite.memory.duration import in_words
+from r3lite.memory.plan import Plan
+from r3lite.memory.planner import Workload
+
+CLASSES = {
+    "2 GB": "MX450",
+    "4 GB, Turing": "GTX 1650",
+    "4 GB, Ampere": "RTX 3050 Laptop",
+    "6 GB, Ampere": "RTX 3060 Laptop",
+    "8 GB, Ada": "RTX 4060 Laptop",
+}
+SFT = {tokens: ["--max-length", str(tokens)] for tokens in (1024, 2048)}
+ROUND = ["--algorithm", "ppo", "--adapter", "runs/sft"]
+# The trajectories of 100 training questions of HotpotQA, by `collect --encoder hashing`, in tokens of Qwen2.5: the
+# mean of a row, how many of them the model writes, and with how many all rows begin.
+TYPICAL = {"mean_tokens": 1522, "writes": 213, "shared": 144}
+# The README's recipe: 2,000 trajectories, 64 of them held out, once; 200 rounds; an evaluation.
+TRAJECTORIES, QUESTIONS = 2000 - 64, 500
+UNFIT = "does not fit"
+PAGE = """\
+# Cards
+
+**Predicted, not measured.** r3lite has not run on a card yet. Here is what its formulas say of five classes of cards,
+each by one card, from the peak speeds of data sheets: no card keeps them up, so every time is one at best. What your
+own card does is measured in a minute by `python -m r3lite.doctor`, and from then on its figures are what predictions
+are made from. This page is what `python -m bench.cards` prints.
+
+## How it is predicted
+
+A piece of work takes the time in which its weights are read or that in which its matrix products are computed,
+whichever is longer; then come attention, what goes through activations number by number, and {launch:.0f} microseconds
+for each kernel (`r3lite/memory/duration.py`). `python -m bench.memory` holds the same formulas against seconds measured
+on a CPU. Not counted are loading, retrieval (the CPU's: an index of the paragraphs is built first, and every query is
+encoded), offload to the host's memory, judges, validation and checkpoints.
+
+## What fits, and how fast
+
+By `python -m r3lite.plan --card CARD --model MODEL`, with `--max-length 1024` or `2048` for SFT and with
+`--algorithm ppo --adapter runs/sft` for a round of PPO; all else as in the preset `laptop-4gb`. Cards of more than
+4 GB get `--vram-budget` of a GiB less than they have, since a run takes 4 GiB at most if it is told nothing. All tokens
+of a row are trained on. A round is of 64 episodes that all reach 4,096 tokens, of which they sample 1,536, so that it
+takes no longer. GRPO, which has no critic, takes as long.
+
+{tables}
+
+"NF4" is the 4-bit base, which the plan takes if nothing else fits; "recomputed" tells how many layers run again in the
+backward pass, "at a time" how many episodes are sampled together.
+
+## The README's recipe on HotpotQA
+
+SFT on 2,000 trajectories, 200 rounds of PPO and an evaluation of 500 questions, if rows and episodes are as long as
+trajectories of HotpotQA are: {mean_tokens:,} tokens in the mean, {writes} of them the model's (100 training questions,
+three steps each, by `collect --encoder hashing`). If a policy searches more often a round takes longer, up to the one
+above.
+
+{recipes}
+
+## The table of cards
+
+What `--card` goes by: memory, its bandwidth, and TFLOPS of matrix products that accumulate in fp32.
+`r3lite/devices/cards.py` says which of them are assumed, and what power of a laptop's card is meant.
+
+{cards}
+"""
+
+
+def flags(known: Speeds, size: str, more: list[str]) -> list[str]:
+    """What `python -m r3lite.plan` is given."""
+    assert known.memory
+    budget = ["--vram-budget", f"{known.memory // GIB - 1}GiB"] if known.memory > 4 * GIB else []
+    return ["--card", known.name, "--model", HUB[size], *more, *budget]
+
+
+def planned(known: Speeds, size: str, more: list[str]) -> Plan | None:
+    """The plan of a run on a card; None if it does not fit."""
+    given = flags(known, size, more)
+    learns = plan.learns(given)
+    config = plan.PlanRlConfig() if learns else plan.PlanSftConfig()
+    try:
+        return plan.make(resolve("plan", config, given, COMMANDS, table="ppo" if learns else "sft"))
+    except R3LiteError:
+        return None
+
+
+def seconds(found: Plan, workload: Workload) -> float:
+    predicted = duration.predict(workload, found.memory)
+    assert predicted
+    return predicted.seconds
+
+
+def settings(found: Plan) -> str:
+    memory, layers = found.memory, found.workload.model.num_hidden_layers
+    told = ["NF4"] if memory.nf4 else []
+    told += [f"{memory.recompute_layers} of {layers} recomputed"] if memory.recompute_layers else []
+    return ", ".join(told + (["offload"] if memory.offload else []))
+
+
+def training(found: Plan | None) -> str:
+    """A cell of SFT."""
+    if found is None:
+        return UNFIT
+    w, more = found.workload, settings(found)
+    speed = w.step_rows * w.row_tokens / seconds(found, w)
+    return f"{speed:,.0f} tokens/s" + (f" ({more})" if more else "")
+
+
+def learning(found: Plan | None) -> str:
+    """A cell of a round."""
+    if found is None:
+        return UNFIT
+    w = found.workload
+    more = [f"{min(found.memory.rollout_batch_size, w.episodes)} at a time", settings(found)]
+    return f"{in_words(seconds(found, w))} ({', '.join(filter(None, more))})"
+
+
+def fits(size: str) -> list[dict]:
+    rows = []
+    for kind, name in CLASSES.items():
+        known = card(name)
+        assert known
+        row = {"card": f"{kind}: {name}"}
+        row |= {f"SFT, {tokens:,} tokens": training(planned(known, size, more)) for tokens, more in SFT.items()}
+        rows.append(row | {"a round of PPO, at most": learning(planned(known, size, ROUND))})
+    return rows
+
+
+def recipe(known: Speeds, size: str) -> str:
+    """A cell: the times of SFT, of PPO and of the evaluation."""
+    tuned, learned = planned(known, size, SFT[2048]), planned(known, size, ROUND)
+    if tuned is None or learned is None or not learned.workload.steps:
+        return UNFIT
+    step = replace(tuned.workload, **TYPICAL)
+    one = replace(learned.workload, **TYPICAL)
+    asked = replace(one, episodes=QUESTIONS, trains=False, scores=False)
+    stages = [
+        seconds(tuned, step) * math.ceil(TRAJECTORIES / step.step_rows),
+        seconds(learned, one) * learned.workload.steps,
+        seconds(learned, asked),
+    ]
+    return " + ".join(map(in_words, stages))
+
+
+def recipes() -> list[dict]:
+    found = []
+    for kind, name in CLASSES.items():
+        known = card(name)
+        assert known
+        found.append({"card": f"{kind}: {name}"} | {size: recipe(known, size) for size in HUB})
+    return found
+
+
+def figures(known: Speeds) -> dict:
+    """A row of the table of cards."""
+    assert known.memory
+    tera = {dtype: round(flops / 1e12, 2) for dtype, flops in known.flops.items()}
+    return {"card": known.name, "GiB": known.memory // GIB, "GB/s": f"{known.bandwidth / 1e9:g}"} | {
+        **{dtype: tera.get(dtype, "") for dtype in ("fp32", "fp16", "bf16")},
+        "source": f"<{known.source}>",
+    }
+
+
+def page() -> str:
+    tables = [f"### {size}\n\n{records.table(fits(size))}" for size in HUB]
+    return PAGE.format(
+        launch=LAUNCH * 1e6,
+        tables="\n\n".join(tables),
+        recipes=records.table(recipes()),
+        cards=records.table([figures(known) for known in CARDS]),
+        **TYPICAL,
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")

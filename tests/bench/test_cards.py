@@ -1,0 +1,34 @@
+"""docs/cards.md says what the code predicts now."""
+
+from bench import cards
+from r3lite.devices.cards import card
+from tests.bench import claims
+
+
+def test_the_page_is_what_the_code_says_now():
+    """If it fails after a change of the planner, the formulas or the table: python -m bench.cards > docs/cards.md"""
+    assert (claims.ROOT / "docs" / "cards.md").read_text(encoding="utf-8") == cards.page()
+
+
+def test_a_cell_is_the_figure_of_the_command_that_the_page_names(tmp_path, capsys):
+    known = card("GTX 1650")
+    given = cards.flags(known, "0.5B", cards.SFT[1024])
+    assert given == ["--card", "GTX 1650", "--model", "Qwen/Qwen2.5-0.5B-Instruct", "--max-length", "1024"]
+    assert cards.flags(card("RTX 4060"), "3B", [])[-2:] == ["--vram-budget", "7GiB"]
+    found = cards.planned(known, "0.5B", cards.SFT[1024])
+    assert found.budget == 3840 << 20
+    told = cards.training(found)
+    assert told == f"{16 * 1024 / found.duration.seconds:,.0f} tokens/s"
+    assert cards.planned(card("MX450"), "3B", cards.ROUND) is None
+    assert cards.training(None) == cards.learning(None) == cards.UNFIT
+
+
+def test_a_recipe_has_119_or_more_steps_of_sft_and_200_rounds():
+    """1,936 rows in steps of 16 are 121; the times of typical rows and episodes, not of the longest."""
+    known = card("RTX 3050 Laptop")
+    tuned, learned = (cards.planned(known, "0.5B", more) for more in (cards.SFT[2048], cards.ROUND))
+    assert learned.workload.steps == 200
+    first, second, _ = cards.recipe(known, "0.5B").split(" + ")
+    longest = 121 * tuned.duration.seconds
+    assert first.endswith(" min") and 0.3 * longest < 60 * float(first[:-4]) < 0.75 * longest
+    assert second.endswith(" h") and 3600 * float(second[:-2]) < 0.4 * 200 * learned.duration.seconds
