@@ -16,6 +16,12 @@ from r3lite.settings import LoraSettings
 SMALL = KNOWN["Qwen/Qwen2.5-0.5B"]
 BASE = 357_826_560  # weights of the 24 layers: 24 x 896 x (2 x 896 + 2 x 128 + 3 x 4864)
 FREE = {"launch": 0.0, "source": MEASURED}
+
+
+def total(costs: list[Cost]) -> Cost:
+    return sum(costs, Cost())
+
+
 SFT = Workload(SMALL, QWEN_TOKENS, 2, 1024, targets=LoraSettings().lora_targets, dtype="fp16")
 ROUND = replace(SFT, episodes=8, row_tokens=768, writes=512, shared=256, rows=8, step_rows=8, scored_rows=8)
 
@@ -31,12 +37,12 @@ def test_seconds_of_a_cost_worked_by_hand():
 
 def test_operations_of_a_training_step_are_those_of_the_other_formula():
     """bench.limits counts what is of use: attention's scores are made once there, twice in a fused backward pass."""
-    found = duration.update(SFT, Memory())
+    found = total(duration.update(SFT, Memory()))
     adapters = adapter_bytes(SFT) // 4
     useful = training_flops(BASE, QWEN_TOKENS * 896, adapters, layers=24, width=896, tokens=1024)
     assert found.products + found.attention * 6 / 7 == pytest.approx(useful, rel=1e-9)
     # A third more products of the layers if all run again, attention once more beside 1 + 2.5 times; the head's stay.
-    again = duration.update(SFT, Memory(recompute_layers=24))
+    again = total(duration.update(SFT, Memory(recompute_layers=24)))
     assert again.products - found.products == 2 * 1024 * (BASE + adapters)
     assert again.attention / found.attention == pytest.approx(4.5 / 3.5)
 
@@ -48,33 +54,31 @@ def test_decoding_is_bound_by_the_weights_as_computed_elsewhere():
     """
     speeds = Speeds("x", 192e9, {"fp16": 1e18}, **FREE)
     for rows, most in ((1, 193), (8, 1479)):
-        cost = duration.decode(ROUND, Memory(), rows, 512)
-        assert rows / (cost.weights / speeds.bandwidth) == pytest.approx(most, rel=0.05)
-        assert 0.9 * most < rows / cost.seconds(speeds, "fp16", CARD) < most
+        costs = duration.decode(ROUND, Memory(), rows, 512)
+        assert rows / (total(costs).weights / speeds.bandwidth) == pytest.approx(most, rel=0.05)
+        assert 0.9 * most < rows / sum(cost.seconds(speeds, "fp16", CARD) for cost in costs) < most
 
 
 def test_a_round_is_made_of_steps_of_decoding_passes_and_optimizer_steps():
     memory = Memory(rollout_batch_size=8, micro_batch_tokens=8192)
-    one = duration.decode(ROUND, memory, 8, 256 + 512 / 2)
-    reading = duration.sample(ROUND, memory) + one * -512
-    assert reading.products == pytest.approx(duration.forward(ROUND, memory, 256, 1).products)  # the prompt, once
+    reading, *steps = duration.sample(ROUND, memory)
+    assert steps == [cost * 512 for cost in duration.decode(ROUND, memory, 8, 256 + 512 / 2)]
+    assert reading == duration.forward(ROUND, memory, 256, 256 / 2)  # the prompt, once
     # In four rows at a time twice as many steps are taken, each as cheap as the weights' reading allows.
     halves = duration.sample(ROUND, replace(memory, rollout_batch_size=4))
-    assert halves.weights / duration.sample(ROUND, memory).weights == pytest.approx(2, rel=0.05)
+    assert total(halves).weights / total([reading, *steps]).weights == pytest.approx(2, rel=0.05)
     # 256 + 8 x 512 tokens in one pass, the prompt not again in each; 8 x 512 logits.
     tokens = 256 + 8 * 512
     expected = 2 * tokens * (BASE + adapter_bytes(ROUND) / 4) + 2 * 8 * 512 * QWEN_TOKENS * 896
-    assert duration.score(ROUND, memory).products == pytest.approx(expected)
+    assert total(duration.score(ROUND, memory)).products == pytest.approx(expected)
     assert duration.packs(ROUND, memory, 8, 8).tokens == tokens
     assert duration.packs(ROUND, replace(memory, micro_batch_tokens=256 + 2 * 512), 8, 8).count == 4
-    twice = replace(ROUND, epochs=2)
-    assert duration.update(twice, memory).products == 2 * duration.update(ROUND, memory).products
-    more = replace(ROUND, episodes=16)
-    assert duration.update(more, memory).products == pytest.approx(2 * duration.update(ROUND, memory).products)
+    for twice in (replace(ROUND, epochs=2), replace(ROUND, episodes=16)):
+        assert duration.update(twice, memory) == [cost * 2 for cost in duration.update(ROUND, memory)]
 
 
 def test_nf4_is_counted_by_its_codes_and_takes_longer():
-    dense, nf4 = (duration.decode(ROUND, Memory(nf4=quantized), 1, 512) for quantized in (False, True))
+    dense, nf4 = (duration.forward(ROUND, Memory(nf4=quantized), 1, 512) for quantized in (False, True))
     assert nf4.activations - dense.activations == duration.NF4_MOVED * BASE
     assert dense.weights - nf4.weights == 2 * BASE and nf4.products == dense.products
     assert nf4.kernels - dense.kernels == 24 * duration.LAYER_NF4
