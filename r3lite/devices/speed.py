@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from r3lite.devices.cards import DTYPES, MEASURED, Speeds, device_name
 from r3lite.devices.precision import DTYPES as TORCH_DTYPES
 
-COPIED = 1 << 28  # bytes: beyond what any processor's or card's cache holds, but for the largest servers'
+READ = 1 << 28  # bytes: beyond what any processor's or card's cache holds, but for the largest servers'
+WIDTH = 896  # of the weights that are read: Qwen2.5-0.5B's
 LAUNCHES = 200  # kernels of one measurement of their cost
 ENOUGH = 0.02  # seconds of one call, beyond which a larger product says no more
 LARGEST = {"cuda": 8192}  # edge of the largest product; elsewhere 2048
@@ -22,7 +24,7 @@ def measure(device: torch.device) -> Speeds:
     """What a device does in a second."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     flops = {name: product_speed(device, TORCH_DTYPES[name]) for name in DTYPES if has(device, name)}
-    return Speeds(device_name(device), copy_speed(device), flops, launch_seconds(device), MEASURED, memory)
+    return Speeds(device_name(device), read_speed(device), flops, launch_seconds(device), MEASURED, memory)
 
 
 def has(device: torch.device, dtype: str) -> bool:
@@ -30,13 +32,13 @@ def has(device: torch.device, dtype: str) -> bool:
     return dtype != "bf16" or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def copy_speed(device: torch.device, size: int = COPIED) -> float:
-    """Bytes a second that the device's memory reads and writes, while it copies `size` bytes."""
+def read_speed(device: torch.device, size: int = READ) -> float:
+    """Bytes a second of `size` bytes of weights, as a product of one row reads them. A CPU's core copies far more."""
     if device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info(device)[0] // 8)
-    source = torch.ones(size // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds(lambda: target.copy_(source), device)
+    weights = torch.ones(size // (4 * WIDTH), WIDTH, device=device)
+    row = torch.ones(1, WIDTH, device=device)
+    return weights.nbytes / seconds(lambda: F.linear(row, weights), device)
 
 
 def product_speed(device: torch.device, dtype: torch.dtype) -> float:

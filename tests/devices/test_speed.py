@@ -26,8 +26,8 @@ def timed(monkeypatch):
     monkeypatch.setattr(speed, "seconds", lambda work, device, repeats=5: (work(), 0.5)[1])
 
 
-def test_a_copy_reads_and_writes(timed):
-    assert speed.copy_speed(CPU, 1 << 20) == pytest.approx(2 * (1 << 20) / 0.5)
+def test_weights_are_read_once_and_a_copy_from_the_host_is_counted_once(timed):
+    assert speed.read_speed(CPU, 4 * speed.WIDTH * 300) == pytest.approx(4 * speed.WIDTH * 300 / 0.5)
     assert speed.host_copy_speed(CPU, pinned=False, size=1 << 20) == pytest.approx((1 << 20) / 0.5)
 
 
