@@ -14,13 +14,19 @@ from torch.utils.flop_counter import flop_registry
 from bench.simulation.streams import use_of
 
 aten = torch.ops.aten
-COMPOSITES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")  # keys of PyTorch's dispatcher
+# Keys of the kernels by which PyTorch's dispatcher makes operators of others; the last is seen in inference mode alone.
+COMPOSITES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 # Operators that allocate, or only look at memory in another way, though their schema does not say that they are views.
 NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.lift_fresh}
 NO_KERNEL |= {aten.resize_, aten.set_, aten._unsafe_view, aten.alias}
 COPIES = {aten.copy_, aten._to_copy}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}  # take indices of the host, too
-HOST_SCALARS = INDEXING | {aten.fill_, aten.masked_fill, aten.masked_fill_}  # and operators tagged pointwise
+HOST_SCALARS = INDEXING | {
+    aten.fill_,
+    aten.masked_fill,
+    aten.masked_fill_,
+    aten.where,
+}  # and operators tagged pointwise
 OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}  # in place, and what was there is not read
 PICKING = {aten.embedding, aten.index_select, aten.gather, aten.index}  # read as much of a tensor as the result has
 PLACING = {aten._index_put_impl_, aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_copy_}

@@ -268,6 +268,17 @@ def test_an_operator_made_of_others_counts_as_those(card):
     assert sum(kernels(card, lambda: x.logsumexp(-1)).values()) == 9
 
 
+def test_in_inference_mode_operators_are_the_same(card):
+    """PyTorch does not take them apart there before it hands them on."""
+    layer, x = nn.Linear(8, 2).to("cuda"), torch.ones(4, 8, device="cuda")
+    with torch.inference_mode():
+        assert kernels(card, lambda: layer(x)) == {"addmm": 1}
+        assert kernels(card, lambda: layer(x[None])) == {"addmm": 1}
+        before = card.so_far()
+        assert bool((x > 0).all())
+        assert (card.so_far() - before).waits.total() == 1
+
+
 def test_what_is_one_kernel_on_cuda_is_one_here(card):
     x, weight = torch.ones(4, 8, device="cuda"), torch.ones(8, device="cuda")
     assert kernels(card, lambda: F.dropout(x, 0.5)) == {"dropout": 1}
