@@ -33,12 +33,13 @@ class LiveTensors(TorchDispatchMode):
         return self.peak / MIB
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self._count((args, kwargs))
+        self.count((args, kwargs))
         result = function(*args, **(kwargs or {}))
-        self._count(result)
+        self.count(result)
         return result
 
-    def _count(self, tree) -> None:
+    def count(self, tree) -> None:
+        """Counts what is new among the tensors of a tree."""
         for tensor in tree_leaves(tree):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()

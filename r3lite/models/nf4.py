@@ -153,6 +153,7 @@ def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
 
     Selecting these takes a third of the time of selecting rows of two.
     """
-    points = torch.tensor(POINTS, device=device, dtype=dtype)
+    # This runs in a layer, where the host must not wait for the device.
+    points = torch.tensor(POINTS, dtype=dtype).to(device, non_blocking=True)
     both = torch.stack((points.repeat_interleave(16), points.repeat(16)), dim=1)  # [256, 2]
     return both.view(torch.int64 if dtype == torch.float32 else torch.int32).view(-1)

@@ -1,0 +1,1 @@
+"""Parts of the simulated device: bench/simulated_cuda.py."""
