@@ -30,11 +30,11 @@ from torch import Tag, Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.live_tensors import LiveTensors
 from bench.simulation import operators, runtime
 from bench.simulation.counts import Counts
 from bench.simulation.operators import bytes_of, on_card, size_of, tensors_in
 from bench.simulation.streams import Stream, Unordered, Use, use_of, uses_of
+from r3lite.devices.live_tensors import LiveTensors
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

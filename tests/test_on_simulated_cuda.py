@@ -8,7 +8,6 @@ on other shapes, which changes the last bits.
 import functools
 import itertools
 import json
-import zlib
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,6 @@ SCALE = 2.0**19  # of the loss in fp16: the first step overflows, the third does
 SMALL = "--preset tiny --dtype fp32 --batch-size 2 --max-steps 2 --save-every 1 --keep-checkpoints 9"
 TURNS = f"--max-new-tokens 24 --max-hops 2 --max-length {SLOTS}"
 RL = f"{SMALL} {TURNS} --num-generations 2 --mini-batch-size 4 --micro-batch-size 2 --update-epochs 1 --kl-beta 0.05"
-RL += " --temperature 2"  # else episodes of one question are the same
 
 
 def on_card(main, arguments: list[str], card: SimulatedCuda | None = None, status: int = 0) -> SimulatedCuda:
@@ -190,11 +188,11 @@ def graphs_on_the_cpu(monkeypatch):
 
 
 def train(questions: list[str], output: Path, flags: str, card: SimulatedCuda | bool = True) -> SimulatedCuda | None:
-    """A run of RL. All its episodes are wrong: they are paid 0, 1/2 or 1 by what they say."""
+    """A run of RL. All its episodes are wrong: the four of a round are paid 0, 1/2, 1 and 0, for something to learn."""
+    count = itertools.count()
 
     def paid(episode, *_) -> reward.Scored:
-        said = zlib.crc32(repr(episode.steps).encode())
-        return reward.Scored([said % 3 / 2] + [0.0] * (len(episode.steps) - 1))
+        return reward.Scored([next(count) % 4 % 3 / 2] + [0.0] * (len(episode.steps) - 1))
 
     run = [*RL.split(), *questions, *flags.split(), "--output", str(output)]
     with pytest.MonkeyPatch.context() as patch:
@@ -218,7 +216,7 @@ def played(questions, tmp_path_factory) -> Path:
 def test_rl_gives_the_numbers_of_the_cpu(played, questions, tmp_path, graphs_on_the_cpu, algorithm):
     train(questions, tmp_path / "cpu", f"--algorithm {algorithm}", card=False)
     assert_same(tmp_path / "cpu", played / algorithm)
-    assert any(record["grad_norm"] > 0 for record in logged(played / algorithm))
+    assert all(record["grad_norm"] > 0 for record in logged(played / algorithm))
 
 
 def test_rl_stopped_and_resumed_equals_uninterrupted(played, questions, tmp_path):

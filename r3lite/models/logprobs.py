@@ -173,9 +173,8 @@ def _unit(dtype: torch.dtype) -> float:
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     """Log-probabilities [w, V] in fp32 of a few rows of logits divided by the temperature."""
-    if temperature != 1:
-        logits = logits.float() / temperature
-    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    wide = logits.float() if temperature == 1 else logits.float() / temperature
+    return torch.log_softmax(wide, dim=-1)
 
 
 def _statistics(
