@@ -106,7 +106,7 @@ def enforce(plan: Plan, device: torch.device) -> None:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         share = (plan.budget - CONTEXT) / total
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))  # not `device`: it refuses one without a number
 
 
 def announce(plan: Plan) -> None:
