@@ -1,4 +1,4 @@
-"""What this machine can do, and whether r3lite is right on it, in about a minute: a line a check, with what to do."""
+"""What this machine can do and whether r3lite is right on it, in about a minute: a line a check, with what to do."""
 
 import contextlib
 import getpass

@@ -13,7 +13,7 @@ from r3lite.memory.cuda_parts import MIB
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.packing import Pack
 
-BUILDS = "install a build for it: https://pytorch.org/get-started/locally/"
+BUILDS = "Install a build of PyTorch for it: https://pytorch.org/get-started/locally/"
 
 
 def usable(precision: Precision) -> Finding:
@@ -25,7 +25,7 @@ def usable(precision: Precision) -> Finding:
     if not (shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()):
         return skipped("no NVIDIA card is here")
     if torch.version.cuda is None:
-        return judged(False, "there is an NVIDIA card, and PyTorch was built without CUDA", f"To use it, {BUILDS}")
+        return judged(False, "there is an NVIDIA card, and PyTorch was built without CUDA", BUILDS)
     told = f"there is an NVIDIA card, and PyTorch, built for CUDA {torch.version.cuda}, cannot use it"
     return judged(False, told, "Update the card's driver, or install a build of PyTorch for an older CUDA.")
 
@@ -40,7 +40,7 @@ def _built_for(capability: tuple[int, int]) -> Finding:
         built = int("".join(filter(str.isdigit, number)))
         sound |= built <= version and (kind == "compute" or built // 10 == capability[0])
     told = f"compute capability {capability[0]}.{capability[1]}; PyTorch has kernels for {', '.join(kernels) or '?'}"
-    return judged(sound, told, f"The card is too old or too new for this PyTorch: {BUILDS}")
+    return judged(sound, told, f"The card is too old or too new for this PyTorch. {BUILDS}")
 
 
 class _Kernels(TorchDispatchMode):
@@ -95,7 +95,7 @@ def _judged_kernels(used: dict[str, str], device: torch.device) -> Finding:
     """Ok if no mask runs the math kernel and, on a card without FlashAttention-2, each the memory-efficient one."""
     turing = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     sound = {"efficient", "cpu"} if turing else {"flash", "efficient", "cudnn", "cpu"}  # cpu: also of a pretended card
-    if bad := [mask for mask, kernel in used.items() if kernel not in sound]:
+    if bad := [mask for mask, kernels in used.items() if not set(kernels.split("+")) <= sound]:
         told = ", ".join(f"{mask}: {used[mask]}" for mask in bad)
         return judged(False, told, "Rows take O(T^2) memory there: keep them short, and send doctor.json to us.")
     masks = {kernel: [mask for mask in used if used[mask] == kernel] for kernel in used.values()}

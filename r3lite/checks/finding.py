@@ -111,5 +111,5 @@ def whole_card(device: torch.device):
         yield
     finally:
         if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
+            torch.cuda.set_per_process_memory_fraction(1.0)
             torch.cuda.empty_cache()

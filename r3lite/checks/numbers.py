@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.checks.finding import (
+    BOUNDS,
     CPU,
     Finding,
     closeness,
@@ -44,6 +45,12 @@ from r3lite.settings import LengthSettings, ProtocolSettings
 ENTROPY, ENTROPY_BOUND = 3.6177, 0.001
 LOGIT_BOUND = 1e-3  # in fp32; a card that multiplies in TF32 is off by 1e-2
 WRONG_BUILD = "This PyTorch computes wrong numbers on this device: install another build, and send doctor.json to us."
+
+
+# Of an NF4 product's mean size: what it costs to round weights, inputs and outputs to the dtype. A CPU needs 0 in fp32,
+# 4e-4 in fp16 and 3e-3 in bf16.
+NF4_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.02}
+NF4_ERROR = 0.11  # of weights of size 1: a normal distribution loses 0.092
 
 
 def logits(precision: Precision) -> Finding:
@@ -178,12 +185,8 @@ def nf4_weights(precision: Precision) -> Finding:
     told = (
         f"{other:.1%} of codes are not the CPU's; weights off by {off:.1e}, product by {share:.1e}, {bound:g} allowed"
     )
-    sound = other <= 1e-3 and off <= 1e-5 and share <= bound and error <= 0.11
+    sound = other <= 1e-3 and off <= 1e-5 and share <= bound and error <= NF4_ERROR
     return judged(sound, told, codes_differ=other, dequantized_off=off, product_off=share, quantization_error=error)
-
-
-# Of a product's mean size: rounding of weights, inputs and outputs to the dtype. Measured on a CPU: see the tests.
-NF4_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.02}
 
 
 def _dequantized_by_hand(weight: nf4.Nf4Weight) -> Tensor:
@@ -197,7 +200,7 @@ def offload(precision: Precision) -> Finding:
     """Tensors put into the host's memory and taken back, and a backward pass with its inputs there against without."""
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(1 << 16, generator=generator).to(precision.device, precision.dtype) for _ in range(6)]
-    host = Offload(precision.device)
+    host, on_card = Offload(precision.device), precision.device.type == "cuda"
     for x in given:
         host.put(x)
     back = [host.take() for _ in given][::-1]
@@ -205,9 +208,10 @@ def offload(precision: Precision) -> Finding:
         return judged(False, "what came back from the host's memory is not what was put there")
     with_host, without = (_gradients(precision, offloaded) for offloaded in (True, False))
     share = float((with_host - without).abs().max() / without.abs().max())
-    told = f"tensors come back as they were; gradients differ by {share:.2g} of the largest, 0.001 allowed"
-    told += "" if host.pinned or precision.device.type != "cuda" else "; memory cannot be pinned here, so it is slower"
-    return judged(share <= 1e-3, told, gradient_difference=share)
+    bound = BOUNDS[precision.dtype]  # a card's attention adds gradients in no fixed order
+    told = f"tensors come back as they were; gradients differ by {share:.1e} of the largest, {bound:g} allowed"
+    told += "; memory cannot be pinned here, so it is slower" if on_card and not host.pinned else ""
+    return judged(share <= bound, told, gradient_difference=share)
 
 
 def _gradients(precision: Precision, offloaded: bool) -> Tensor:

@@ -1,9 +1,9 @@
 """Checks of whole runs of SFT on the shipped model: what it learns, the memory that it takes, and resuming."""
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -39,11 +39,10 @@ def sft_flags(folder: Path, precision: Precision, *more: str) -> list[str]:
     return [*flags, *more]
 
 
-@contextmanager
+@contextlib.contextmanager
 def place(precision: Precision) -> Iterator[Path]:
     """A temporary folder with a few short rows to train on."""
-    answers = [("user", "assistant"), *((q.text, f"The answer is {q.answers[0]}.") for q in questions(16))]
-    rows = [{"messages": [{"role": r, "content": c} for r, c in zip(answers[0], turn)]} for turn in answers[1:]]
+    rows = [conversation(q.text, f"The answer is {q.answers[0]}.") for q in questions(16)]
     with tempfile.TemporaryDirectory(prefix="r3lite-doctor-") as name, whole_card(precision.device):
         write_jsonl(Path(name) / "rows.jsonl", rows)
         yield Path(name)
@@ -100,26 +99,27 @@ def memory(precision: Precision) -> Finding:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        with LiveTensors() as counter:
+        told, counter = on_card and torch.cuda.memory_reserved() > 0, LiveTensors()
+        with contextlib.nullcontext() if told else counter:  # PyTorch's allocator counts itself, if it is a real one
             plan, used = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"])
     planned, peak = plan.allocated, counter.peak
     figures = {"budget_mib": plan.budget / MIB}
     if on_card:
         planned -= THREADS * CUBLAS_WORKSPACE
-    if on_card and torch.cuda.max_memory_allocated():
+    if told:
         peak = torch.cuda.max_memory_allocated() - before
         figures["fragmentation"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1
     if used != plan.memory:
-        told = f"memory ran out under the budget of {plan.budget / MIB:,.0f} MiB that the run was planned for"
-        return judged(False, told, "Close what else uses the card; else plans are too small: send doctor.json to us.")
+        what = f"memory ran out under the budget of {plan.budget / MIB:,.0f} MiB that the run was planned for"
+        return judged(False, what, "Close what else uses the card; else plans are too small: send doctor.json to us.")
     off = peak / planned - 1
     figures |= {"planned_mib": planned / MIB, "measured_mib": peak / MIB, "off": off}
-    told = (
+    what = (
         f"{peak / MIB:,.0f} MiB of tensors, {planned / MIB:,.0f} planned ({off:+.1%}, {PLAN_BOUND:.0%} allowed), "
         f"{plan.memory.recompute_layers} layers recomputed for a budget of {plan.budget / MIB:,.0f}"
     )
     remedy = "Plans are wrong by as much here: leave room in --vram-budget, and send doctor.json with a bug report."
-    return judged(abs(off) <= PLAN_BOUND, told, remedy, **figures)
+    return judged(abs(off) <= PLAN_BOUND, what, remedy, **figures)
 
 
 def _run(flags: list[str], steps: int = 2) -> tuple[Plan, Memory]:
@@ -131,12 +131,16 @@ def _run(flags: list[str], steps: int = 2) -> tuple[Plan, Memory]:
     return trainer.policy.grant.plan, trainer.policy.grant.memory
 
 
+def conversation(asked: str, answered: str) -> dict:
+    """A row to train on."""
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
+
+
 def long_row(start: int, tokens: int) -> dict:
-    """A conversation whose answer is about so many tokens of the sample world, from the token `start` on."""
-    tokenizer = Tokenizer.load(resolve_folder("tiny"))
-    words = [token for row in sentences(24) for token in row]
-    turns = {"user": "What is in the encyclopedia?", "assistant": tokenizer.decode(words[start : start + tokens])}
-    return {"messages": [{"role": role, "content": text} for role, text in turns.items()]}
+    """A row whose answer is about so many tokens of the sample world, from the token `start` on."""
+    words = [token for row in sentences(30) for token in row][start : start + tokens]
+    assert len(words) == tokens
+    return conversation("What is in the encyclopedia?", Tokenizer.load(resolve_folder("tiny")).decode(words))
 
 
 def resume(precision: Precision) -> Finding:

@@ -42,12 +42,14 @@ def copy_speed(device: torch.device, size: int = COPIED) -> float:
 def product_speed(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second of matrix products in a dtype: of the first size that takes long enough to be measured."""
     edge = 256
-    while True:
-        a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
-        once = seconds(lambda: a @ b, device, repeats=1)  # noqa: B023 (called here and now)
-        if once >= ENOUGH or edge >= LARGEST.get(device.type, 2048):
-            return 2 * edge**3 / seconds(lambda: a @ b, device)  # noqa: B023
+    while edge < LARGEST.get(device.type, 2048) and _product_seconds(device, dtype, edge, repeats=1) < ENOUGH:
         edge *= 2
+    return 2 * edge**3 / _product_seconds(device, dtype, edge, repeats=5)
+
+
+def _product_seconds(device: torch.device, dtype: torch.dtype, edge: int, repeats: int) -> float:
+    a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
+    return seconds(lambda: a @ b, device, repeats)
 
 
 def launch_seconds(device: torch.device) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from r3lite.checks import card
+from r3lite.checks import card, numbers
 from r3lite.checks.finding import CPU
 from r3lite.devices.precision import Precision
 from r3lite.memory.cuda_parts import MIB
@@ -79,6 +79,8 @@ def test_attention_by_the_math_kernel_is_a_failure():
         ((7, 5), {"causal": "efficient", "decoding": "efficient"}, "ok"),
         ((7, 5), {"causal": "efficient", "decoding": "flash"}, "failed"),
         ((8, 6), {"causal": "flash", "decoding": "efficient"}, "ok"),
+        ((8, 6), {"shared prefix": "efficient+flash"}, "ok"),  # the prefix itself has no mask
+        ((7, 5), {"shared prefix": "efficient+flash"}, "failed"),
         ((8, 6), {"causal": "flash", "decoding": "math"}, "failed"),
         ((8, 6), {"causal": "efficient+math"}, "failed"),
         ((8, 6), {"causal": "none"}, "failed"),
@@ -122,3 +124,14 @@ def test_what_no_one_tells_is_left_out(pretended, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     assert card.beside_tensors(CUDA, {}, {}).state == "skipped"
     assert card.beside_tensors(EXACT, {}, {}).state == "skipped"
+
+
+def test_the_pools_of_graphs_are_counted_and_other_memory_is_not(monkeypatch):
+    pieces = [((0, 0), 20), ((0, 1), 2), ((0, 1), 20), ((3, 0), 5)]
+    described = [{"segment_pool_id": pool, "total_size": size * MIB} for pool, size in pieces]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: described)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 47 * MIB)
+    assert numbers._pools_mib() == 27
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    assert numbers._pools_mib() == 0

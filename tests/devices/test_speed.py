@@ -1,7 +1,5 @@
 """Speeds: that figures are what was done divided by the time it took; how fast a machine is, no test can say."""
 
-import time
-
 import pytest
 import torch
 
@@ -10,10 +8,15 @@ from r3lite.devices import cards, speed
 CPU = torch.device("cpu")
 
 
-def test_seconds_are_those_of_one_call_and_of_the_quickest_measurement():
-    # The first loads kernels. After the second, 0.02 s are two calls, of which there are three measurements.
-    waits = iter([0.2, 0.01, *[0.15] * 2, *[0.01] * 2, *[0.15] * 2])
-    assert 0.01 <= speed.seconds(lambda: time.sleep(next(waits)), CPU, repeats=3) < 0.15
+def test_seconds_are_those_of_one_call_and_of_the_quickest_measurement(monkeypatch):
+    """After a first call, of 0.2 s, and one of 0.01 s, two calls are enough for each of three measurements."""
+    now, waits = [0.0], iter([0.2, 0.01, 0.15, 0.15, 0.01, 0.012, 0.15, 0.15])
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
+
+    def work() -> None:
+        now[0] += next(waits)
+
+    assert speed.seconds(work, CPU, repeats=3) == pytest.approx(0.011)
     assert next(waits, None) is None
 
 
