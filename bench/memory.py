@@ -1,4 +1,4 @@
-"""Peak memory of SFT, PPO and GRPO, beside the planner's figure and beside other trainers.
+"""Peak memory of SFT, PPO and GRPO and the time of a step, beside the planner's figures and beside other trainers.
 
     python -m bench.memory                              # every case; JSON and a table under bench/results
     python -m bench.memory --only 0.5B --algorithms sft # some of them
@@ -7,17 +7,20 @@
 
 Each case is the real command in a process of its own: two steps on full-length rows, or a round of rollouts that run
 to their limit, with two optimizer steps. On the CPU the peak is that of live tensor bytes, on CUDA that of PyTorch's
-allocator; beside it stands the peak of the process's resident memory (VmHWM), with Python and all libraries. Peers
-(transformers + peft, and TRL where it is installed) do steps of the same shape.
+allocator; beside it stands the peak of the process's resident memory (VmHWM), with Python and all libraries. Then the
+command runs once more, for the seconds of its newest step or round, and of the rollout in it, beside those that are
+predicted from the speeds measured just before. On one thread of a CPU they are seconds of the processor, so that other
+programs on it do not count. Peers (transformers + peft, and TRL where it is installed) do steps of the same shape.
 """
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -25,9 +28,13 @@ import torch
 
 from bench import options, peers, records
 from bench.full_length import FullTurns, full_question, full_rows
+from r3lite.devices import speed
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.devices.precision import Precision
+from r3lite.memory import duration
+from r3lite.memory.plan import Plan
 from r3lite.protocols.transcript import Layout
+from r3lite.training import metrics
 from r3lite.training.metrics import peak_memory_mib
 
 PROMPT = 256  # tokens of a question with its instructions, in RL
@@ -71,7 +78,10 @@ MEMORY = records.Bench(
     "memory",
     "Peak memory",
     keys=("size", "algorithm", "tokens", "quantize", "budget"),
-    figures=("peak_mib", "planned_mib", "planned_off_percent", "reserved_mib", "resident_mib"),
+    figures=(
+        *("peak_mib", "planned_mib", "planned_off_percent", "reserved_mib", "resident_mib"),
+        *("step_s", "predicted_step_s", "step_off_percent", "sample_s", "predicted_sample_s", "sample_off_percent"),
+    ),
 )
 COLUMNS = [*MEMORY.keys, *MEMORY.figures, "seconds"]
 
@@ -101,8 +111,8 @@ def run_peer(case: Case, folder: str, precision: Precision) -> None:
         keeping() if case.algorithm == WITHOUT else recomputing()
 
 
-def run_command(case: Case, folder: str, precision: Precision) -> float:
-    """Runs the real command, all of whose turns are full; returns the MiB that were planned."""
+def run_command(case: Case, folder: str, precision: Precision) -> tuple[Plan, dict]:
+    """Runs the real command, all of whose turns are full; returns its plan and the record of its newest step."""
     from r3lite import policy, ppo, sft
 
     plans, announce = [], policy.announce
@@ -113,19 +123,39 @@ def run_command(case: Case, folder: str, precision: Precision) -> float:
     ):
         main = sft.main if case.algorithm == "sft" else ppo.main
         assert main(arguments(case, folder, Path(where), precision)) == 0, "the command failed"
-    return plans[0].allocated / MIB
+        return plans[0], metrics.read(Path(where) / "run" / metrics.FILE)[-1]
+
+
+def times(case: Case, folder: str, precision: Precision) -> dict[str, float]:
+    """Seconds of a step or round, and of the rollout in it: measured, and predicted from the device's speeds now."""
+    alone = precision.device.type == "cpu" and torch.get_num_threads() == 1
+    with mock.patch.object(time, "perf_counter", time.process_time if alone else time.perf_counter):
+        speeds = speed.measure(precision.device)
+        plan, record = run_command(case, folder, precision)
+    predicted = duration.predict(replace(plan.workload, speeds=speeds), plan.memory)
+    pairs = {"step": (record["step_time"], predicted.seconds)}
+    if "sample" in predicted.phases:
+        pairs["sample"] = record["time/rollout"], predicted.phases["sample"]
+    found = {}
+    for what, (measured, guess) in pairs.items():
+        off = 100 * (guess - measured) / measured
+        found |= {f"{what}_s": round(measured, 3), f"predicted_{what}_s": round(guess, 3)}
+        found[f"{what}_off_percent"] = round(off, 1)
+    return found
 
 
 def measure(case: Case, folder: str, precision: Precision) -> dict:
-    """Runs one case in this process: peak, planned and resident MiB, and seconds."""
-    counter, start = LiveTensors(), time.perf_counter()
-    run = run_command if case.algorithm in ("sft", "ppo", "grpo") else run_peer
+    """Runs one case in this process: peak, planned and resident MiB, seconds of it all, and those of `times`."""
+    counter, start, planned = LiveTensors(), time.perf_counter(), None
+    ours = case.algorithm in ("sft", "ppo", "grpo")
+    with counter if precision.device.type == "cpu" else contextlib.nullcontext():
+        if ours:
+            planned = run_command(case, folder, precision)[0].allocated / MIB
+        else:
+            run_peer(case, folder, precision)
     if precision.device.type == "cpu":
-        with counter:
-            planned = run(case, folder, precision)
         peak, reserved = counter.peak_mib, None
     else:
-        planned = run(case, folder, precision)
         peak, reserved = torch.cuda.max_memory_allocated() / MIB, torch.cuda.max_memory_reserved() / MIB
     found = {
         "peak_mib": peak,
@@ -135,7 +165,8 @@ def measure(case: Case, folder: str, precision: Precision) -> dict:
         "resident_mib": peak_memory_mib(torch.device("cpu")),
         "seconds": time.perf_counter() - start,
     }
-    return asdict(case) | {name: None if value is None else round(value, 1) for name, value in found.items()}
+    found = {name: None if value is None else round(value, 1) for name, value in found.items()}
+    return asdict(case) | found | (times(case, folder, precision) if ours else {})
 
 
 def in_its_own_process(case: Case, flags: argparse.Namespace) -> dict:

@@ -7,6 +7,7 @@ import torch
 
 from bench import memory
 from bench.memory import MINI_BATCH, PROMPT, WITHOUT, Case
+from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.devices.precision import Precision
 from r3lite.rl.learner import Learner
 
@@ -17,6 +18,7 @@ FP32 = Precision(torch.float32, torch.device("cpu"))
 def test_a_command_takes_what_was_planned_and_its_turns_are_full(folder, monkeypatch, case):
     batches, learn = [], Learner.learn
     monkeypatch.setattr(Learner, "learn", lambda self, batch, seed: batches.append(batch) or learn(self, batch, seed))
+    monkeypatch.setattr(memory.speed, "measure", lambda device: Speeds("x", 1e10, {"fp32": 1e11}, 1e-6, MEASURED))
     found = memory.measure(case, folder, FP32)
     assert found["planned_off_percent"] == pytest.approx(
         100 * (found["planned_mib"] - found["peak_mib"]) / found["peak_mib"], abs=5
@@ -24,7 +26,14 @@ def test_a_command_takes_what_was_planned_and_its_turns_are_full(folder, monkeyp
     assert found["planned_mib"] == pytest.approx(found["peak_mib"], rel=0.15)
     assert found["resident_mib"] > 100 > found["peak_mib"] and found["reserved_mib"] is None
     lengths = [row.sum().item() for batch in batches for row in batch.action_mask]
-    assert lengths == ([48] * 8 if case.algorithm == "grpo" else [])
+    assert lengths == ([48] * 16 if case.algorithm == "grpo" else [])  # once under the counter, once by the clock
+    timed = ["step", "sample"] if case.algorithm == "grpo" else ["step"]
+    for what in timed:
+        measured, predicted = found[f"{what}_s"], found[f"predicted_{what}_s"]
+        assert 0 < measured < 60 and 0 < predicted < 60
+        assert found[f"{what}_off_percent"] == pytest.approx(100 * (predicted - measured) / measured, abs=5)
+    assert [name for name in found if name.endswith("_s")] == [n for w in timed for n in (f"{w}_s", f"predicted_{w}_s")]
+    assert set(found) <= set(memory.COLUMNS)
 
 
 @pytest.mark.parametrize("algorithm", ["peft", WITHOUT])
@@ -33,6 +42,7 @@ def test_peers_are_measured_without_a_plan(folder, monkeypatch, algorithm):
     monkeypatch.setattr("bench.full_length.ORDINARY", (300, 1024))
     found = memory.measure(Case("x", algorithm, 64), folder, FP32)
     assert found["peak_mib"] > 0 and found["planned_mib"] is None and found["planned_off_percent"] is None
+    assert "step_s" not in found
 
 
 def test_trl_has_the_batch_shape_of_r3lites_own_round(monkeypatch, tmp_path):
