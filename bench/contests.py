@@ -33,14 +33,14 @@ PASSAGES = 320  # of an encoding contest
 class Ours:
     """r3lite's model with an adapter that is on."""
 
-    def __init__(self, folder: str, precision: Precision, quantize: bool = False):
+    def __init__(self, folder: str, precision: Precision):
         from r3lite.models import lora, weights
         from r3lite.protocols.tokenizer import Tokenizer
 
         self.folder, self.precision, self.device = folder, precision, precision.device
         where = weights.resolve_folder(folder)
         self.tokenizer = Tokenizer.load(where)
-        self.model = weights.load_qwen2(where, precision.dtype, self.device, quantize)
+        self.model = weights.load_qwen2(where, precision.dtype, self.device)
         lora.add_adapter(self.model, "policy", 8, 16)
         lora.set_adapter(self.model, "policy")
 
@@ -66,11 +66,14 @@ class Ours:
 
         return work
 
-    def memory_for(self, tokens: int, budget: str) -> Memory:
-        """What the planner chooses for SFT on rows of so many tokens."""
+    def sft(self, tokens: int, budget: str) -> Callable[[], None]:
+        """One optimizer step on one row, with the memory settings that the planner chooses for the budget."""
         from r3lite.memory.plan import make_plan
         from r3lite.memory.workloads import sft_workload
+        from r3lite.models import activation_checkpointing, lora
+        from r3lite.models.logprobs import token_loss
         from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, SftSettings
+        from r3lite.training import optim
 
         dtype = records.name_of(self.precision.dtype)
         workload = sft_workload(
@@ -78,15 +81,7 @@ class Ours:
             SftSettings(max_length=tokens, batch_size=1),
             LoraSettings(),
         )
-        return make_plan(workload, MemorySettings(vram_budget=budget, quantize="none")).memory
-
-    def sft(self, tokens: int, memory: Memory | str) -> Callable[[], None]:
-        """One optimizer step on one row; of a budget, such as 4GiB, the planner makes the figures of memory."""
-        from r3lite.models import activation_checkpointing, lora
-        from r3lite.models.logprobs import token_loss
-        from r3lite.training import optim
-
-        memory = self.memory_for(tokens, memory) if isinstance(memory, str) else memory
+        memory = make_plan(workload, MemorySettings(vram_budget=budget, quantize="none")).memory
         parameters = lora.adapter_parameters(self.model, "policy")
         optimizer = optim.adamw([optim.Group(parameters, 1e-4)], 0.0)
         ids = torch.tensor(full_prompts(1, tokens), device=self.device)  # [1, T]
@@ -127,14 +122,7 @@ class Ours:
 
 
 def rl_round(
-    folder: str,
-    precision: Precision,
-    algorithm: str,
-    episodes: int,
-    prompt: int,
-    new: int,
-    searches: int = 0,
-    flags: str = "",
+    folder: str, precision: Precision, algorithm: str, episodes: int, prompt: int, new: int, searches: int = 0
 ) -> Callable[[int], dict[str, float]]:
     """A round of PPO or GRPO on what r3lite.ppo builds for so many episodes; it may be run with fewer, and again.
 
@@ -150,7 +138,7 @@ def rl_round(
     from r3lite.settings import PpoConfig, RetrievalSettings
 
     turns = prompt + new + searches * (new + DOCUMENTS)
-    flags += f" --model {folder} --algorithm {algorithm} --quantize none --batch-size 1"
+    flags = f"--model {folder} --algorithm {algorithm} --quantize none --batch-size 1"
     flags += f" --device {precision.device.type} --dtype {records.name_of(precision.dtype)}"
     flags += f" --num-generations {episodes} --mini-batch-size {episodes}"
     flags += f" --max-new-tokens {new} --max-length {turns}"

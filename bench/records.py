@@ -86,12 +86,9 @@ def read(path: Path) -> list[dict]:
     return read_record(path, remedy).items("runs") if path.exists() else []
 
 
-def keep(folder: Path, device: str | None, bench: Bench, run: dict) -> None:
-    """Adds a run, or what it has measured so far: a run of the same section and date is the same one, grown.
-
-    `device` is None if a bench's figures are of no device in this machine.
-    """
-    stem = folder / (f"{bench.name}-{device}" if device else bench.name)
+def keep(folder: Path, device: str, bench: Bench, run: dict) -> None:
+    """Adds a run, or what it has measured so far: a run of the same section and date is the same one, grown."""
+    stem = folder / f"{bench.name}-{device}"
     runs = read(stem.with_suffix(".json"))
     if runs and (runs[-1]["section"], runs[-1]["date"]) == (run["section"], run["date"]):
         runs.pop()
