@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
 
     from r3lite.checks.finding import Finding
     from r3lite.devices.cards import Speeds
-    from r3lite.devices.precision import Precision
 
 MARKS = {"ok": "ok", "failed": "!!", "skipped": "--"}
 # A path: in quotes, where it may have blanks, or else from its beginning to the next blank. Not the `/` of a unit.
@@ -164,6 +163,7 @@ def users_own() -> Callable[[str], str]:
 def examine(config: DoctorConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.checks.card import beside_tensors
+    from r3lite.checks.finding import name_of
     from r3lite.checks.registry import BESIDE, CHECKS
     from r3lite.devices import machine
     from r3lite.devices.cards import DOCTOR
@@ -178,7 +178,7 @@ def examine(config: DoctorConfig) -> None:
         device = resolve_device(config.doctor.device)
     precision = Precision(resolve_dtype(config.doctor.dtype, device), device)
     here = machine.describe(device, driver)
-    print(f"r3lite {r3lite.__version__}, {name_of(precision)} on {device.type}\n\nwhat this machine is")
+    print(f"r3lite {r3lite.__version__}, {name_of(precision.dtype)} on {device.type}\n\nwhat this machine is")
     for what, which in here.lines():
         print_line(f"   {what}", hide(which))
     print("\nwhat it can do", flush=True)
@@ -197,7 +197,7 @@ def examine(config: DoctorConfig) -> None:
             "r3lite": r3lite.__version__,
             "ok": not report.failed,
             "seconds": round(seconds, 1),
-            "dtype": name_of(precision),
+            "dtype": name_of(precision.dtype),
             "machine": facts,
             "speeds": asdict(speeds[0]) if speeds else None,
             "checks": report.checks,
@@ -207,13 +207,6 @@ def examine(config: DoctorConfig) -> None:
     if report.failed:
         told = f"{len(report.failed)} of {len(report.checks)} checks failed: {', '.join(report.failed)}"
         raise R3LiteError(told, "Their lines say what to do.")
-
-
-def name_of(precision: "Precision") -> str:
-    """`fp32`, `fp16` or `bf16`."""
-    from r3lite.devices.precision import DTYPES
-
-    return next(name for name, dtype in DTYPES.items() if dtype == precision.dtype)
 
 
 def measured_speeds(device: "torch.device", kept: "list[Speeds]") -> "Finding":

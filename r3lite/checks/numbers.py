@@ -13,7 +13,9 @@ from r3lite.checks.finding import (
     closeness,
     exact_on,
     judged,
+    largest,
     logprobs,
+    name_of,
     padded,
     predicted,
     questions,
@@ -72,10 +74,10 @@ def against_the_cpu(model: Qwen2, rows: list[list[int]], device: torch.device, t
     """The largest difference of a model's logits in fp32 from those of the same one on the CPU; `told` goes along."""
     exact = tiny(exact_on(CPU))
     ours, theirs = model.logits(model(padded(rows, device))), exact.logits(exact(padded(rows, CPU)))
-    largest = float((ours.cpu() - theirs).abs().max())
-    told = f"largest difference from the CPU's {largest:.1e}, {LOGIT_BOUND:g} allowed; {told}"
+    off = float((ours.cpu() - theirs).abs().max())
+    told = f"largest difference from the CPU's {off:.1e}, {LOGIT_BOUND:g} allowed; {told}"
     remedy = f"Is TF32 switched on for this process? If not: {WRONG_BUILD}"
-    return judged(largest <= LOGIT_BOUND, told, remedy, largest_difference=largest)
+    return judged(off <= LOGIT_BOUND, told, remedy, largest_difference=off)
 
 
 def logits_in_dtype(precision: Precision) -> Finding:
@@ -84,12 +86,17 @@ def logits_in_dtype(precision: Precision) -> Finding:
         return skipped("the run is in fp32")
     rows = sentences()
     exact = logprobs(tiny(exact_on(CPU)), rows, exact_on(CPU))
-    return closeness(logprobs(tiny(precision), rows, precision), exact, precision.dtype)
+    return closeness({precision.dtype: (logprobs(tiny(precision), rows, precision), exact)})
+
+
+def cached_decode(precision: Precision) -> Finding:
+    """Rows read piece by piece into a KV cache, against whole rows: in fp32, where mistakes show, and as the run is."""
+    return closeness({p.dtype: _in_pieces(p) for p in (exact_on(precision.device), precision)})
 
 
 @torch.no_grad()
-def cached_decode(precision: Precision) -> Finding:
-    """Rows read piece by piece into a KV cache, single tokens and long stretches in turn, against whole rows."""
+def _in_pieces(precision: Precision) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of rows given to a cache in single tokens and long stretches in turn, and of whole rows."""
     model, rows = tiny(precision), sentences()
     whole = logprobs(model, rows, precision)
     cache, states, done = _cache(model, len(rows)), [[] for _ in rows], [0] * len(rows)
@@ -102,7 +109,7 @@ def cached_decode(precision: Precision) -> Finding:
                 own.append(hidden)
             done = [start + n for start, n in zip(done, counts)]
         pieces = torch.cat([predicted(model.logits(torch.cat(own)), row) for own, row in zip(states, rows)])
-    return closeness(pieces, whole, precision.dtype)
+    return pieces, whole
 
 
 def _cache(model: Qwen2, rows: int) -> KVCache:
@@ -121,13 +128,33 @@ def _read(model: Qwen2, cache: KVCache, parts: list[list[int]]) -> list[Tensor]:
 # Rows of each step: 3 rows fill a bucket of 4, and the longest row passes into a second block.
 STEPS = (3, 3, 3, 3, 6, 1, 5)
 BUCKETS = [(4, BLOCK), (4, 2 * BLOCK), (6, 2 * BLOCK), (1, BLOCK)]  # in the order in which they are captured
+COSINES = {torch.float32: 0.99999}  # the least that is allowed; in other dtypes what the decoder itself asks for
+
+
+def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
+    """Decoding by CUDA graphs against the model itself, in buckets of several sizes; in fp32, and as the run is.
+
+    `capture` is a test's stand-in.
+    """
+    if precision.device.type != "cuda" and capture is None:
+        return skipped("graphs are of CUDA")
+    parts, figures, sound = [], {}, True
+    for p in {p.dtype: p for p in (exact_on(precision.device), precision)}.values():
+        cosine, pool = _captured(p, capture)
+        bound = COSINES.get(p.dtype, LEAST_COSINE)
+        sound &= cosine >= bound
+        parts.append(f"{cosine:.6f} in {name_of(p.dtype)} ({bound} allowed)")
+        figures |= {f"least_cosine_{name_of(p.dtype)}": cosine, "graph_pools_mib": pool}
+    remedy = "If decoding goes on without graphs, it is only slower; please send doctor.json with a bug report."
+    return judged(sound, f"{len(BUCKETS)} graphs; least cosine of states {', '.join(parts)}", remedy, **figures)
 
 
 @torch.no_grad()
-def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
-    """Decoding by CUDA graphs against the model itself, in buckets of several sizes. `capture` is a test's stand-in."""
-    if precision.device.type != "cuda" and capture is None:
-        return skipped("graphs are of CUDA")
+def _captured(precision: Precision, capture: Callable | None) -> tuple[float, float]:
+    """The least cosine between hidden states of graphs and of the model, and MiB of the graphs' pools.
+
+    The cosine is -1 if graphs were given up, or were not those of BUCKETS.
+    """
     model, (row, *_) = tiny(precision, adapted=True), sentences()
     caches = [_cache(model, 6) for _ in range(2)]
     with precision.autocast():
@@ -137,13 +164,9 @@ def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
         cosines = []
         for step, n in enumerate(STEPS):
             tokens = row[step : step + n]
-            cosines.append(F.cosine_similarity(captured(tokens).float(), plain(tokens).float(), dim=-1).min().item())
-    least, pool = min(cosines), _pools_mib()
-    remedy = "Decoding goes on without graphs, only slower; please send doctor.json with a bug report."
-    if not captured.works or list(captured.graphs) != BUCKETS:
-        return judged(False, "a graph could not be captured, or gave other numbers", remedy)
-    told = f"{len(captured.graphs)} graphs; least cosine {least:.6f} of hidden states, {LEAST_COSINE} allowed"
-    return judged(least >= LEAST_COSINE, told, remedy, least_cosine=least, graph_pools_mib=pool)
+            cosines += F.cosine_similarity(captured(tokens).float(), plain(tokens).float(), dim=-1).tolist()
+    works = captured.works and list(captured.graphs) == BUCKETS
+    return (-largest(-cosine for cosine in cosines) if works else -1.0), _pools_mib()
 
 
 def _pools_mib() -> float:
@@ -155,7 +178,12 @@ def _pools_mib() -> float:
 
 
 def sampler(precision: Precision) -> Finding:
-    """The log-probabilities that the rollout engine records against those that the trainer recomputes."""
+    """The log-probabilities that the rollout engine records against those that the trainer recomputes; as above."""
+    return closeness({p.dtype: _sampled(p) for p in (exact_on(precision.device), precision)})
+
+
+def _sampled(precision: Precision) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens of a few episodes, as they were recorded and as they are recomputed."""
     model = tiny(precision, adapted=True)
     lengths = LengthSettings(max_hops=2, max_new_tokens=24, max_length=512, max_document_tokens=64)
     prompts = ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", step_prompt="prompts/tiny/step_prompt.txt")
@@ -165,7 +193,7 @@ def sampler(precision: Precision) -> Finding:
     batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in found])
     with torch.no_grad(), precision.autocast():
         trainers = action_logprobs(model, batch, layout.tokenizer.size, 1.0)
-    return closeness(batch.logprobs[batch.action_mask], trainers, precision.dtype)
+    return batch.logprobs[batch.action_mask], trainers
 
 
 def nf4_weights(precision: Precision) -> Finding:

@@ -9,10 +9,21 @@ from pathlib import Path
 import torch
 
 from r3lite import command, sft
-from r3lite.checks.finding import CPU, Finding, exact_on, judged, questions, sentences, skipped, whole_card
+from r3lite.checks.finding import (
+    CPU,
+    Finding,
+    exact_on,
+    judged,
+    largest,
+    name_of,
+    questions,
+    sentences,
+    skipped,
+    whole_card,
+)
 from r3lite.config import resolve
 from r3lite.devices.live_tensors import MIB, LiveTensors
-from r3lite.devices.precision import DTYPES, Precision
+from r3lite.devices.precision import Precision
 from r3lite.errors import R3LiteError
 from r3lite.files import write_jsonl
 from r3lite.grant import Memory
@@ -33,8 +44,8 @@ SPARE = 64 * MIB  # of the budget on a card: beside so small a run the pieces th
 
 def sft_flags(folder: Path, precision: Precision, *more: str) -> list[str]:
     """Flags of an SFT of the shipped model on `folder`/rows.jsonl, in a precision and on its device."""
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == precision.dtype)
-    flags = ["--preset", "tiny", "--device", precision.device.type, "--dtype", dtype, "--quantize", "none"]
+    flags = ["--preset", "tiny", "--device", precision.device.type, "--dtype", name_of(precision.dtype)]
+    flags += ["--quantize", "none"]
     flags += ["--data", str(folder / "rows.jsonl"), "--validation-rows", "0", "--warmup", "0", "--save-every", "0"]
     return [*flags, *more]
 
@@ -69,7 +80,7 @@ def training(precision: Precision) -> Finding:
         exact = train(folder / "cpu", sft_flags(folder, exact_on(CPU), *steps))
         found = train(folder / "device", sft_flags(folder, precision, *steps))
     losses = [record["loss"] if record["loss"] is not None else float("nan") for record in found]
-    off = max(abs(loss - record["loss"]) for loss, record in zip(losses, exact, strict=True))
+    off = largest(abs(loss - record["loss"]) for loss, record in zip(losses, exact, strict=True))
     skips = found[-1].get("skipped_steps", 0)
     bound = LOSS_BOUNDS[precision.dtype]
     told = f"losses {', '.join(f'{loss:.3f}' for loss in losses)}, off by {off:.2g}, {bound:g} allowed"
@@ -154,7 +165,7 @@ def resume(precision: Precision) -> Finding:
             return judged(True, "weights, optimizer, random streams and metrics are equal to the bit")
         again = train(folder / "again", flags)
         sound = _same(folder / "whole", folder / "again") and _repeatable(whole) == _repeatable(again)
-    off, noise = (max(abs(a["loss"] - b["loss"]) for a, b in zip(whole, other)) for other in (parted, again))
+    off, noise = (largest(abs(a["loss"] - b["loss"]) for a, b in zip(whole, other)) for other in (parted, again))
     if not sound and off <= 10 * noise:
         return skipped(
             f"this device adds in no fixed order: losses of two equal runs differ by {noise:.2g}, resumed by {off:.2g}"

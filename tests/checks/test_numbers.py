@@ -86,6 +86,7 @@ def test_a_cache_fails_whose_steps_see_the_slots_of_others(monkeypatch):
 
     monkeypatch.setattr(kv_cache.Decode, "__init__", all_seen)
     assert failed(numbers.cached_decode(EXACT))
+    assert failed(numbers.cached_decode(Precision(torch.bfloat16, CPU)))  # in 16 bits alone it would not show
 
 
 def test_graphs_are_skipped_without_cuda_and_pass_if_they_do_the_work_again():
@@ -108,11 +109,17 @@ def wrong(work):
     return lambda: result.copy_(-work()), result
 
 
+def lost(work):
+    """Right when it is captured and once more, then not a number."""
+    result, calls = work(), []
+    return lambda: result.copy_(work() * (float("nan") if calls.append(1) or len(calls) == 3 else 1)), result
+
+
 def refused(work):
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
-@pytest.mark.parametrize("capture", [stale, wrong, refused])
+@pytest.mark.parametrize("capture", [stale, wrong, lost, refused])
 def test_graphs_fail_that_give_other_numbers(capture):
     assert failed(numbers.graphs(EXACT, capture))
 
@@ -167,12 +174,13 @@ def test_offload_fails_that_changes_gradients(monkeypatch):
 
 
 def test_what_is_not_a_number_is_not_close():
-    ours = torch.zeros(4)
-    assert closeness(ours, ours, torch.float32).state == "ok"
+    ours, sound = torch.zeros(4), (torch.zeros(4), torch.zeros(4))
+    assert closeness({torch.float32: sound, torch.float16: sound}).state == "ok"
     for off in (1.0, float("nan"), float("inf")):
         theirs = ours.clone()
         theirs[2] = off
-        assert failed(closeness(ours, theirs, torch.float32))
+        assert failed(closeness({torch.float32: (ours, theirs), torch.float16: sound}))
+        assert failed(closeness({torch.float32: sound, torch.float16: (ours, theirs)}))
 
 
 def test_the_recorded_entropy_is_that_of_the_shipped_model():

@@ -52,14 +52,16 @@ def test_training_fails_that_learns_otherwise(monkeypatch):
     assert failed(runs.training(Precision(torch.bfloat16, CPU)))
 
 
-def test_training_fails_whose_losses_are_no_numbers(monkeypatch):
-    loss = sft.SFTTrainer.add_gradients
-    nan = float("nan")
-    monkeypatch.setattr(
-        sft.SFTTrainer,
-        "add_gradients",
-        lambda self, rows: loss(self, rows) * (nan if self.policy.precision.dtype == torch.bfloat16 else 1),
-    )
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_training_fails_if_the_loss_of_a_step_is_no_number(monkeypatch, wrong):
+    step = sft.SFTTrainer.step
+
+    def lost(self, number):
+        record, tokens = step(self, number)
+        is_wrong = self.policy.precision.dtype == torch.bfloat16 and number == wrong
+        return record | ({"loss": float("nan")} if is_wrong else {}), tokens
+
+    monkeypatch.setattr(sft.SFTTrainer, "step", lost)
     assert failed(runs.training(Precision(torch.bfloat16, CPU)))
 
 
