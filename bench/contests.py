@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import peers, records
+from bench import peers
 from bench.contest import OURS, Contest
 from bench.full_length import FullTurns, check_lengths, full_prompts, full_question
 from bench.limits import products, sft_flops
-from r3lite.devices.precision import Precision
+from r3lite.devices.precision import Precision, dtype_name
 from r3lite.episode import Question
 from r3lite.grant import Grant, Memory
 from r3lite.rollout.engine import Engine
@@ -75,7 +75,7 @@ class Ours:
         from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, SftSettings
         from r3lite.training import optim
 
-        dtype = records.name_of(self.precision.dtype)
+        dtype = dtype_name(self.precision.dtype)
         workload = sft_workload(
             ModelSettings(model=self.folder, device=self.device.type, dtype=dtype),
             SftSettings(max_length=tokens, batch_size=1),
@@ -139,7 +139,7 @@ def rl_round(
 
     turns = prompt + new + searches * (new + DOCUMENTS)
     flags = f"--model {folder} --algorithm {algorithm} --quantize none --batch-size 1"
-    flags += f" --device {precision.device.type} --dtype {records.name_of(precision.dtype)}"
+    flags += f" --device {precision.device.type} --dtype {dtype_name(precision.dtype)}"
     flags += f" --num-generations {episodes} --mini-batch-size {episodes}"
     flags += f" --max-new-tokens {new} --max-length {turns}"
     with tempfile.TemporaryDirectory() as where:

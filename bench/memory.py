@@ -30,7 +30,7 @@ from bench import options, peers, records
 from bench.full_length import FullTurns, full_question, full_rows
 from r3lite.devices import speed
 from r3lite.devices.live_tensors import MIB, LiveTensors
-from r3lite.devices.precision import Precision
+from r3lite.devices.precision import Precision, dtype_name
 from r3lite.memory import duration
 from r3lite.memory.plan import Plan
 from r3lite.protocols.transcript import Layout
@@ -88,7 +88,7 @@ COLUMNS = [*MEMORY.keys, *MEMORY.figures, "seconds"]
 
 def arguments(case: Case, folder: str, where: Path, precision: Precision) -> list[str]:
     """The flags of the command that a case runs."""
-    flags = ["--model", folder, "--device", precision.device.type, "--dtype", records.name_of(precision.dtype)]
+    flags = ["--model", folder, "--device", precision.device.type, "--dtype", dtype_name(precision.dtype)]
     flags += ["--batch-size", "1", "--output", str(where / "run"), "--vram-budget", case.budget]
     flags += ["--quantize", case.quantize, "--nf4-cache", "none"]
     if case.algorithm == "sft":

@@ -10,11 +10,11 @@ import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from platform import machine
 
 import torch
 
-from r3lite.devices.precision import DTYPES, Precision
+from r3lite.devices import machine
+from r3lite.devices.precision import Precision, dtype_name
 from r3lite.files import read_record, write_text
 
 NOT_RECORDED = "not recorded"
@@ -40,14 +40,9 @@ def provenance(precision: Precision) -> dict:
         "commit": commit(ROOT),
         "processor": processor(precision.device.type),
         "threads": torch.get_num_threads(),
-        "precision": name_of(precision.dtype),
+        "precision": dtype_name(precision.dtype),
         "versions": {name: version(name) for name in PACKAGES},
     }
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """As --dtype has it."""
-    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def commit(folder: Path) -> str:
@@ -68,9 +63,7 @@ def processor(device: str) -> str:
     """The name of the card or, on the CPU, of the processor."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text(encoding="utf-8", errors="replace").splitlines() if information.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), machine())
+    return machine.processor()
 
 
 def version(package: str) -> str:

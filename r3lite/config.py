@@ -58,7 +58,7 @@ class Trait(enum.Enum):
 
 @dataclass(frozen=True)
 class Required:
-    """Trait of a setting that must be given before the work begins (not for a dry run); the hint says what to pass."""
+    """Trait of a setting that must be given, except for a dry run; `hint` says what to pass."""
 
     hint: str
 

@@ -163,11 +163,10 @@ def users_own() -> Callable[[str], str]:
 def examine(config: DoctorConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.checks.card import beside_tensors
-    from r3lite.checks.finding import name_of
     from r3lite.checks.registry import BESIDE, CHECKS
     from r3lite.devices import machine
     from r3lite.devices.cards import DOCTOR
-    from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
+    from r3lite.devices.precision import Precision, dtype_name, resolve_device, resolve_dtype
     from r3lite.files import write_json
 
     start, hide = time.perf_counter(), users_own()
@@ -178,7 +177,7 @@ def examine(config: DoctorConfig) -> None:
         device = resolve_device(config.doctor.device)
     precision = Precision(resolve_dtype(config.doctor.dtype, device), device)
     here = machine.describe(device, driver)
-    print(f"r3lite {r3lite.__version__}, {name_of(precision.dtype)} on {device.type}\n\nwhat this machine is")
+    print(f"r3lite {r3lite.__version__}, {dtype_name(precision.dtype)} on {device.type}\n\nwhat this machine is")
     for what, which in here.lines():
         print_line(f"   {what}", hide(which))
     print("\nwhat it can do", flush=True)
@@ -197,7 +196,7 @@ def examine(config: DoctorConfig) -> None:
             "r3lite": r3lite.__version__,
             "ok": not report.failed,
             "seconds": round(seconds, 1),
-            "dtype": name_of(precision.dtype),
+            "dtype": dtype_name(precision.dtype),
             "machine": facts,
             "speeds": asdict(speeds[0]) if speeds else None,
             "checks": report.checks,

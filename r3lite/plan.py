@@ -47,9 +47,11 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
         sampling = None
         workload = sft_workload(config.model, config.sft, config.lora, steps=config.schedule.max_steps)
     else:
-        critic, sampling = ALGORITHMS[config.rl.algorithm].has_critic, config.sampling
-        settings = config.model, config.rl, config.lora, config.lengths, config.retrieval
-        workload = rl_workload(*settings, critic=critic, steps=config.rounds(None))
+        sampling = config.sampling
+        workload = rl_workload(
+            config.model, config.rl, config.lora, config.lengths, config.retrieval,
+            critic=ALGORITHMS[config.rl.algorithm].has_critic, steps=config.rounds(None),
+        )  # fmt: skip
     if config.elsewhere.card:
         if config.model.device not in ("auto", "cuda"):
             raise UsageError(

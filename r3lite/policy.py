@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from r3lite.devices.precision import Precision, resolve_device, resolve_dtype, warn_of_slow_fp16
+from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
+from r3lite.devices.speed import warn_of_slow_fp16
 from r3lite.errors import R3LiteError
 from r3lite.grant import Grant
 from r3lite.memory.plan import Plan, announce, enforce

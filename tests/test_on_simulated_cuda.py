@@ -17,7 +17,7 @@ import torch
 from bench.simulated_cuda import GIB, SimulatedCuda
 from r3lite import evaluate, index, plan, ppo, sft
 from r3lite.config import shipped
-from r3lite.devices import precision
+from r3lite.devices import speed
 from r3lite.files import write_jsonl
 from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.rewards import reward
@@ -107,7 +107,7 @@ FEATURES = {
 def in_fp16(patch: pytest.MonkeyPatch) -> None:
     """The loss is scaled by SCALE at first; the card is timed with small products, as large ones take a CPU minutes."""
     patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=SCALE))
-    patch.setattr(precision, "_product_seconds", functools.partial(precision._product_seconds, size=64))
+    patch.setattr(speed, "EDGE", 64)
 
 
 @pytest.fixture(scope="module")

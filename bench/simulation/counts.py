@@ -21,7 +21,7 @@ class Wait:
 
 @dataclass
 class Counts:
-    """What a device did. The difference of two is what it did in between, their sum what it did in both."""
+    """What a device did. The difference of two is what it did in between."""
 
     kernels: int = 0
     launches: int = 0  # by the host: of a kernel, or of a graph with all its kernels
@@ -34,9 +34,6 @@ class Counts:
     download_bytes: int = 0
     operators: Counter[str] = field(default_factory=Counter)  # the kernels, by name
     waits: Counter[Wait] = field(default_factory=Counter)  # of the host for the device
-
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def __sub__(self, before: "Counts") -> "Counts":
         return Counts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))

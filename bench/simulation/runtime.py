@@ -163,11 +163,41 @@ def _one_kernel(card: "SimulatedCuda", function: Callable) -> Callable:
     return run
 
 
+def _one(value: Any) -> Callable:
+    return lambda *_, **__: value
+
+
 def _of_cuda(card: "SimulatedCuda") -> tuple[Any, dict[str, Any]]:
-    """Functions of `torch.cuda`: what the card is, its memory, its random numbers, its streams and graphs."""
+    """Functions of `torch.cuda`."""
+    return torch.cuda, _facts(card) | _memory(card) | _random_numbers(card) | _streams_and_graphs(card)
+
+
+def _facts(card: "SimulatedCuda") -> dict[str, Any]:
+    """What the card is."""
 
     def initialize(*_: Any) -> None:
         card.initialized = True
+
+    properties = SimpleNamespace(
+        name=NAME, major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=card.total, multi_processor_count=PROCESSORS
+    )
+    return {
+        "is_available": _one(True),
+        "device_count": _one(1),
+        "current_device": _one(0),
+        "get_device_name": _one(NAME),
+        "get_device_capability": _one(CAPABILITY),
+        "get_device_properties": _one(properties),
+        "is_bf16_supported": lambda including_emulation=True: card.bf16 or including_emulation,
+        "is_initialized": lambda: card.initialized,
+        "init": initialize,
+        "_lazy_init": initialize,
+        "device": lambda _: contextlib.nullcontext(),
+    }
+
+
+def _memory(card: "SimulatedCuda") -> dict[str, Any]:
+    """How much of the card's memory there is, is used, and may be used."""
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         card.initialized = True
@@ -178,6 +208,31 @@ def _of_cuda(card: "SimulatedCuda") -> tuple[Any, dict[str, Any]]:
 
     def set_share(fraction: float, device: Any = None) -> None:
         card.share = fraction
+
+    return {
+        "empty_cache": _one(None),
+        "mem_get_info": mem_get_info,
+        "set_per_process_memory_fraction": set_share,
+        **{name: lambda device=None: card.memory.live for name in ("memory_allocated", "memory_reserved")},
+        **{name: lambda device=None: card.memory.peak for name in ("max_memory_allocated", "max_memory_reserved")},
+        "reset_peak_memory_stats": reset_peak,
+    }
+
+
+def _random_numbers(card: "SimulatedCuda") -> dict[str, Any]:
+    """The card's generator, seeded, saved and restored."""
+    return {
+        "manual_seed": card.generator.manual_seed,
+        "manual_seed_all": card.generator.manual_seed,
+        "get_rng_state": lambda device=None: card.generator.get_state(),
+        "get_rng_state_all": lambda: [card.generator.get_state()],
+        "set_rng_state": lambda state, device=None: card.generator.set_state(state),
+        "set_rng_state_all": lambda states: card.generator.set_state(states[0]),
+    }
+
+
+def _streams_and_graphs(card: "SimulatedCuda") -> dict[str, Any]:
+    """Streams, events and graphs, and waiting for them."""
 
     @contextlib.contextmanager
     def stream(of: Stream) -> Iterator[None]:
@@ -196,44 +251,14 @@ def _of_cuda(card: "SimulatedCuda") -> tuple[Any, dict[str, Any]]:
         finally:
             card.graph = None
 
-    def one(value: Any) -> Callable:
-        return lambda *_, **__: value
-
-    properties = SimpleNamespace(
-        name=NAME, major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=card.total, multi_processor_count=PROCESSORS
-    )
-    default = card.stream
-    return torch.cuda, {
-        "is_available": one(True),
-        "device_count": one(1),
-        "current_device": one(0),
-        "get_device_name": one(NAME),
-        "get_device_capability": one(CAPABILITY),
-        "get_device_properties": one(properties),
-        "is_bf16_supported": lambda including_emulation=True: card.bf16 or including_emulation,
-        "is_initialized": lambda: card.initialized,
-        "init": initialize,
-        "_lazy_init": initialize,
-        "device": lambda _: contextlib.nullcontext(),
+    return {
         "synchronize": lambda device=None: card.wait("synchronize"),
-        "empty_cache": one(None),
-        "mem_get_info": mem_get_info,
-        "set_per_process_memory_fraction": set_share,
-        **{name: lambda device=None: card.memory.live for name in ("memory_allocated", "memory_reserved")},
-        **{name: lambda device=None: card.memory.peak for name in ("max_memory_allocated", "max_memory_reserved")},
-        "reset_peak_memory_stats": reset_peak,
-        "manual_seed": card.generator.manual_seed,
-        "manual_seed_all": card.generator.manual_seed,
-        "get_rng_state": lambda device=None: card.generator.get_state(),
-        "get_rng_state_all": lambda: [card.generator.get_state()],
-        "set_rng_state": lambda state, device=None: card.generator.set_state(state),
-        "set_rng_state_all": lambda states: card.generator.set_state(states[0]),
         "Stream": functools.partial(CardStream, card),
         "Event": functools.partial(CardEvent, card),
         "stream": stream,
         "current_stream": lambda device=None: card.stream,
-        "default_stream": one(default),
-        "graph_pool_handle": one((0, 0)),
+        "default_stream": _one(card.stream),
+        "graph_pool_handle": _one((0, 0)),
         "CUDAGraph": functools.partial(Graph, card),
         "graph": graph,
         "is_current_stream_capturing": lambda: card.graph is not None,

@@ -1,15 +1,12 @@
 """Checks of a card: that PyTorch can use it, which attention kernels it runs, and what it holds beside tensors."""
 
-import shutil
-from pathlib import Path
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3lite.checks.finding import Finding, judged, padded, sentences, skipped, tiny
-from r3lite.devices.precision import Precision
+from r3lite.devices.live_tensors import MIB
+from r3lite.devices.precision import Precision, has_nvidia_card
 from r3lite.memory import cuda_parts
-from r3lite.memory.cuda_parts import MIB
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.packing import Pack
 
@@ -22,7 +19,7 @@ def usable(precision: Precision) -> Finding:
         return _built_for(torch.cuda.get_device_capability(precision.device))
     if torch.cuda.is_available():
         return skipped(f"the run is on {precision.device.type}; a card is here too")
-    if not (shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()):
+    if not has_nvidia_card():
         return skipped("no NVIDIA card is here")
     if torch.version.cuda is None:
         return judged(False, "there is an NVIDIA card, and PyTorch was built without CUDA", BUILDS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from r3lite.config import shipped
 from r3lite.datasets.qa import read_questions
-from r3lite.devices.precision import DTYPES, Precision
+from r3lite.devices.precision import Precision, dtype_name
 from r3lite.episode import Question
 from r3lite.models import lora
 from r3lite.models.qwen2 import Qwen2
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, in a line; `remedy` says what to do if it failed. `measured` are the figures behind it."""
+    """The result of a check: a line for people, what to do if it failed, and the figures that it was judged by."""
 
     state: Literal["ok", "failed", "skipped"]
     told: str
@@ -49,17 +49,12 @@ def closeness(pairs: dict[torch.dtype, tuple[Tensor, Tensor]]) -> Finding:
     """Ok if log-probabilities that should be equal differ on average by no more than BOUNDS has for their dtype."""
     parts, figures, sound = [], {}, True
     for dtype, (ours, theirs) in pairs.items():
-        name, difference = name_of(dtype), (ours.float().cpu() - theirs.float().cpu()).abs()
+        name, difference = dtype_name(dtype), (ours.float().cpu() - theirs.float().cpu()).abs()
         mean = float(difference.mean())
         sound &= mean <= BOUNDS[dtype]  # a nan is not
         parts.append(f"{mean:.1e} in {name} ({BOUNDS[dtype]:g} allowed)")
         figures |= {f"mean_difference_{name}": mean, f"largest_difference_{name}": float(difference.max())}
     return judged(sound, f"log-probabilities differ by {', '.join(parts)}", **figures)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """`fp32`, `fp16` or `bf16`."""
-    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def largest(values: Iterable[float]) -> float:

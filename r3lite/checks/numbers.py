@@ -15,7 +15,6 @@ from r3lite.checks.finding import (
     judged,
     largest,
     logprobs,
-    name_of,
     padded,
     predicted,
     questions,
@@ -23,7 +22,7 @@ from r3lite.checks.finding import (
     skipped,
     tiny,
 )
-from r3lite.devices.precision import Precision
+from r3lite.devices.precision import Precision, dtype_name
 from r3lite.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, nf4
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
@@ -44,7 +43,7 @@ from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings, ProtocolSettings
 
-# Of the shipped model on `sentences()`, nats a token, in fp32. Whoever ships another model records its own.
+# Cross-entropy in nats a token of the shipped model on `sentences()`, in fp32. Another model has another figure.
 ENTROPY, ENTROPY_BOUND = 3.6177, 0.001
 LOGIT_BOUND = 1e-3  # in fp32; a card that multiplies in TF32 is off by 1e-2
 WRONG_BUILD = "This PyTorch computes wrong numbers on this device: install another build, and send doctor.json to us."
@@ -143,8 +142,8 @@ def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
         cosine, pool = _captured(p, capture)
         bound = COSINES.get(p.dtype, LEAST_COSINE)
         sound &= cosine >= bound
-        parts.append(f"{cosine:.6f} in {name_of(p.dtype)} ({bound} allowed)")
-        figures |= {f"least_cosine_{name_of(p.dtype)}": cosine, "graph_pools_mib": pool}
+        parts.append(f"{cosine:.6f} in {dtype_name(p.dtype)} ({bound} allowed)")
+        figures |= {f"least_cosine_{dtype_name(p.dtype)}": cosine, "graph_pools_mib": pool}
     remedy = "If decoding goes on without graphs, it is only slower; please send doctor.json with a bug report."
     return judged(sound, f"{len(BUCKETS)} graphs; least cosine of states {', '.join(parts)}", remedy, **figures)
 

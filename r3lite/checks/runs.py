@@ -15,7 +15,6 @@ from r3lite.checks.finding import (
     exact_on,
     judged,
     largest,
-    name_of,
     questions,
     sentences,
     skipped,
@@ -23,7 +22,7 @@ from r3lite.checks.finding import (
 )
 from r3lite.config import resolve
 from r3lite.devices.live_tensors import MIB, LiveTensors
-from r3lite.devices.precision import Precision
+from r3lite.devices.precision import Precision, dtype_name
 from r3lite.errors import R3LiteError
 from r3lite.files import write_jsonl
 from r3lite.grant import Memory
@@ -44,7 +43,7 @@ SPARE = 64 * MIB  # of the budget on a card: beside so small a run the pieces th
 
 def sft_flags(folder: Path, precision: Precision, *more: str) -> list[str]:
     """Flags of an SFT of the shipped model on `folder`/rows.jsonl, in a precision and on its device."""
-    flags = ["--preset", "tiny", "--device", precision.device.type, "--dtype", name_of(precision.dtype)]
+    flags = ["--preset", "tiny", "--device", precision.device.type, "--dtype", dtype_name(precision.dtype)]
     flags += ["--quantize", "none"]
     flags += ["--data", str(folder / "rows.jsonl"), "--validation-rows", "0", "--warmup", "0", "--save-every", "0"]
     return [*flags, *more]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from r3lite.devices.precision import DTYPES, resolve_dtype
+from r3lite.devices.live_tensors import MIB
+from r3lite.devices.precision import dtype_name, resolve_dtype
 
-MIB = 1 << 20
 # What nvidia-smi is asked for: its names, and ours. A value that a driver does not tell is left out.
 ASKED = {
     "driver_version": "driver",
@@ -86,10 +86,9 @@ class Machine:
 
 def describe(device: torch.device, told: dict[str, str]) -> Machine:
     """This machine; `told` is what `ask_driver` found."""
-    default = resolve_dtype("auto", device)
     return Machine(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        processor=_processor(),
+        processor=processor(),
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         memory_mib=_host_memory(),
@@ -97,7 +96,7 @@ def describe(device: torch.device, told: dict[str, str]) -> Machine:
         torch=torch.__version__,
         cuda=torch.version.cuda,
         device=device.type,
-        default_dtype=next(name for name, dtype in DTYPES.items() if dtype == default),
+        default_dtype=dtype_name(resolve_dtype("auto", device)),
         card=_card(device, told) if device.type == "cuda" else None,
     )
 
@@ -136,7 +135,7 @@ def _pins_memory() -> bool:
         return False
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's name, of /proc/cpuinfo if there is one."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []

@@ -40,10 +40,14 @@ def resolve_device(device: str) -> torch.device:
     return torch.device(device)
 
 
+def has_nvidia_card() -> bool:
+    """Whether the machine has an NVIDIA card's driver, whatever PyTorch can use."""
+    return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists()
+
+
 def _warn_of_unused_card() -> None:
     """Warns if there is an NVIDIA card that this PyTorch cannot use: on Windows pip installs a build for the CPU."""
-    card = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists()
-    if card and torch.version.cuda is None:
+    if has_nvidia_card() and torch.version.cuda is None:
         print(
             f"warning: there is an NVIDIA card, but this PyTorch ({torch.__version__}) was built without CUDA, so the "
             "CPU is used.\n  Install a CUDA build with the command that https://pytorch.org/get-started/locally/ "
@@ -64,6 +68,11 @@ def _cpu_has_bf16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As --dtype has it: fp32, bf16 or fp16."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """The dtype of `--dtype`. `auto` is bf16 if the device has it, else fp16, or fp32 on a CPU."""
     if dtype != "auto":
@@ -73,36 +82,6 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if device.type == "mps":
         return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float16
     return torch.bfloat16 if _cpu_has_bf16() else torch.float32
-
-
-def warn_of_slow_fp16(precision: "Precision") -> None:
-    """Warns if a CUDA card multiplies fp16 more slowly than fp32, as GTX 16xx cards have been reported to do.
-
-    Both are timed once.
-    """
-    if precision.device.type != "cuda" or precision.dtype != torch.float16:
-        return
-    fast, slow = (_product_seconds(dtype, precision.device) for dtype in (torch.float16, torch.float32))
-    if fast > slow:
-        print(
-            f"warning: this card multiplies fp16 at {slow / fast:.2f} times the speed of fp32. fp16 still halves the "
-            "memory; where the run fits, --dtype fp32 is faster.",
-            file=sys.stderr,
-        )
-
-
-def _product_seconds(dtype: torch.dtype, device: torch.device, size: int = 2048, repeats: int = 5) -> float:
-    """Median time of a matrix product [size, size] x [size, size]."""
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    times = []
-    for _ in range(repeats + 1):  # the first one loads the kernel
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        a @ a
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return sorted(times[1:])[repeats // 2]
 
 
 class Precision:

@@ -4,6 +4,7 @@ Knows no model. What is measured is what `cards` describes: what times are predi
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable
 
@@ -12,11 +13,13 @@ import torch.nn.functional as F
 
 from r3lite.devices.cards import DTYPES, MEASURED, Speeds, device_name
 from r3lite.devices.precision import DTYPES as TORCH_DTYPES
+from r3lite.devices.precision import Precision
 
 READ = 1 << 28  # bytes: beyond what any processor's or card's cache holds, but for the largest servers'
 WIDTH = 896  # of the weights that are read: Qwen2.5-0.5B's
 LAUNCHES = 200  # kernels of one measurement of their cost
 ENOUGH = 0.02  # seconds of one call, beyond which a larger product says no more
+EDGE = 2048  # of the products by which fp16 is held against fp32
 LARGEST = {"cuda": 8192}  # edge of the largest product; elsewhere 2048
 
 
@@ -52,6 +55,20 @@ def product_speed(device: torch.device, dtype: torch.dtype) -> float:
 def _product_seconds(device: torch.device, dtype: torch.dtype, edge: int, repeats: int) -> float:
     a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
     return seconds(lambda: a @ b, device, repeats)
+
+
+def warn_of_slow_fp16(precision: Precision) -> None:
+    """Warns if a CUDA card multiplies fp16 more slowly than fp32, as GTX 16xx cards have been reported to do."""
+    device = precision.device
+    if device.type != "cuda" or precision.dtype != torch.float16:
+        return
+    fast, slow = (_product_seconds(device, dtype, EDGE, repeats=1) for dtype in (torch.float16, torch.float32))
+    if fast > slow:
+        print(
+            f"warning: this card multiplies fp16 at {slow / fast:.2f} times the speed of fp32. fp16 still halves the "
+            "memory; where the run fits, --dtype fp32 is faster.",
+            file=sys.stderr,
+        )
 
 
 def launch_seconds(device: torch.device) -> float:

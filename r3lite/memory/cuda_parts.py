@@ -4,7 +4,8 @@ None was measured on a card yet. `python -m r3lite.doctor` prints each beside wh
 another figure corrects that one.
 """
 
-MIB = 1 << 20
+from r3lite.devices.live_tensors import MIB
+
 # The driver's context, made before the first tensor. 426 MiB were told of PyTorch 2.10 on an RTX 6000 Ada
 # (https://github.com/unslothai/unsloth-zoo/pull/1053), about 250 of 1.13 (https://github.com/pytorch/pytorch/pull/86509).
 # Kernels are loaded into it when they are first used, hence a little more.

@@ -63,12 +63,18 @@ class Cost:
         return products + beside + self.kernels * e.launches * speeds.launch
 
 
+def adapter_weights(w: Workload) -> int:
+    """Weights of a layer's adapters."""
+    shapes = linears(w.model)
+    return w.lora_r * sum(sum(shapes[name]) for name in w.targets)
+
+
 def forward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
     """All layers over so many tokens, each of which attends to so many keys in the mean, without gradients."""
     m, shapes, L = w.model, linears(w.model), w.model.num_hidden_layers
     weights = sum(out * into for out, into in shapes.values())
     adapted = [shapes[name] for name in w.targets]
-    low = w.lora_r * sum(out + into for out, into in adapted)  # weights of a layer's adapters
+    low = adapter_weights(w)
     numbers = FORWARD[0] * m.hidden_size + FORWARD[1] * m.intermediate_size
     numbers += sum(into + 2 * out for out, into in adapted)
     return Cost(
@@ -85,7 +91,7 @@ def backward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
     again = forward(w, memory, tokens, keys)
     m, shapes, L = w.model, linears(w.model), w.model.num_hidden_layers
     adapted = [shapes[name] for name in w.targets]
-    low = w.lora_r * sum(out + into for out, into in adapted)
+    low = adapter_weights(w)
     numbers = BACKWARD[0] * m.hidden_size + BACKWARD[1] * m.intermediate_size
     numbers += 3 * sum(into + out for out, into in adapted)
     nf4 = L * NF4_MOVED * sum(out * into for out, into in shapes.values()) if memory.nf4 else 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from r3lite.devices.cards import Speeds
+from r3lite.devices.live_tensors import GRAIN
 from r3lite.grant import Memory
 from r3lite.memory.cuda_parts import NOT_TENSORS, beside_tensors
 from r3lite.models import logprobs, nf4
@@ -16,7 +17,6 @@ from r3lite.models.kv_cache import BLOCK
 from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.stacks import stacks
 
-GRAIN = 512  # bytes that an allocation is rounded up to, on CUDA as in our count
 Parts = dict[str, int]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from r3lite.config import UsageError
 from r3lite.devices.cards import CARDS, card, speeds_of
-from r3lite.devices.precision import DTYPES, resolve_dtype
+from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
 from r3lite.errors import nearest
 from r3lite.memory.planner import Workload
 from r3lite.models.lora import read_adapter_config
@@ -134,7 +134,7 @@ def _base(model: ModelSettings) -> dict:
         "vocabulary": vocabulary,
         "element": dtype.itemsize,
         "on_cuda": kind == "cuda",
-        "dtype": next(name for name, known in DTYPES.items() if known == dtype),
+        "dtype": dtype_name(dtype),
         "speeds": speeds_of(torch.device(kind)) if here[kind] else None,
     }
 

@@ -29,10 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202) [..., W] of gate and up, side by side [..., 2 W]."""
-    if torch.is_grad_enabled():
-        return _SwiGLU.apply(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return _SwiGLU.apply(gate_up) if torch.is_grad_enabled() else _swiglu(gate_up)
 
 
 def rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -95,12 +92,16 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight if trains else None, None
 
 
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return _swiglu(gate_up)
 
     @staticmethod
     @once_differentiable

@@ -52,10 +52,11 @@ class Pack:
                 own = slice(len(tokens), len(tokens) + end - depth)
                 tokens.extend(row[depth:end])
                 positions.extend(range(depth, end))
-                before = (*before, len(found))
-                found.append((own, before[:-1]))
+                found.append((own, before))
+                before = (*before, len(found) - 1)
             if last == first + 1:
-                places[order[first]] = [i for number in before for i in range(len(tokens))[found[number][0]]]
+                way = [found[number][0] for number in before]
+                places[order[first]] = [i for own in way for i in range(own.start, own.stop)]
                 return
             for a, b in pairwise([first, *(i for i in range(first + 1, last) if shared[i] == end), last]):
                 grow(a, b, end, before)
@@ -73,7 +74,8 @@ class Pack:
     def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]."""
         # Split, not sliced: the gradient of each slice is a tensor of all N tokens, nearly all of them zeros.
-        queries, own = (x.split([segment.size for segment in self.segments], dim=2) for x in (q, kv))
+        sizes = [segment.size for segment in self.segments]
+        queries, own = q.split(sizes, dim=2), kv.split(sizes, dim=2)
         parts = []
         for i, segment in enumerate(self.segments):
             seen = torch.cat([own[j] for j in (*segment.before, i)], dim=2) if segment.before else own[i]

@@ -111,13 +111,12 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     _refuse_names(folder, "missing", [name for name in [last] if name not in places])  # a thousand layers take a while
     with torch.device("meta"):
         model = Qwen2(config)
-    linears, packed = _layer_linears(model), is_nf4(folder)
-    expected = model.state_dict(keep_vars=True)
+    dense, packed = model.state_dict(keep_vars=True), is_nf4(folder)
     if packed or quantize:
-        for path, linear in linears.items():
+        for path, linear in _layer_linears(model).items():
             _set(model, path, Nf4Linear(nf4.unfilled(linear.weight), linear.bias, dtype))
     filled = model.state_dict(keep_vars=True)
-    expected = filled if packed else expected
+    expected = filled if packed else dense  # of the folder
     _check_names(folder, expected.keys(), places.keys(), model.config.tie_word_embeddings)
     memory = _Memory(filled, dtype, torch.device(device))
     by_file = defaultdict(list)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from r3lite.devices.live_tensors import MIB
 from r3lite.errors import R3LiteError
 from r3lite.files import own_records
 
@@ -25,7 +26,6 @@ MEASURED = ("step_time", "tokens_per_second", "peak_memory_mib")
 MEASURED_GROUPS = ("time/", "judge/")
 LINES = 20  # progress lines of a run whose stderr is a file
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # tqdm's, without its own guess of the time left
-MIB = 1 << 20
 
 
 def repeatable(record: dict) -> dict:

@@ -1,9 +1,10 @@
-"""What tests of the benches share: a small model folder."""
+"""What tests of the benches share: a small model folder, a simulated card."""
 
 import shutil
 
 import pytest
 
+from bench.simulated_cuda import SimulatedCuda
 from r3lite.models.weights import resolve_folder
 
 VOCABULARY = 1024
@@ -17,3 +18,9 @@ def folder(small_model, write_folder, tmp_path) -> str:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve_folder("tiny") / name, made / name)
     return str(made)
+
+
+@pytest.fixture
+def card():
+    with SimulatedCuda() as card:
+        yield card

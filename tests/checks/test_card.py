@@ -8,8 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from r3lite.checks import card, numbers
 from r3lite.checks.finding import CPU
+from r3lite.devices import precision
+from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision
-from r3lite.memory.cuda_parts import MIB
 
 EXACT = Precision(torch.float32, CPU)
 CUDA = Precision(torch.float32, torch.device("cuda"))
@@ -19,7 +20,7 @@ CUDA = Precision(torch.float32, torch.device("cuda"))
 def no_card(monkeypatch):
     """A machine whose NVIDIA card, if there is one, PyTorch cannot use."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(card.Path, "exists", lambda self: False)
+    monkeypatch.setattr(precision.Path, "exists", lambda self: False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
 
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from r3lite.devices.live_tensors import MIB
 from r3lite.grant import Memory
 from r3lite.memory import choice, planner
-from r3lite.memory.cuda_parts import CONTEXT, MIB, NOT_TENSORS, beside_tensors
+from r3lite.memory.cuda_parts import CONTEXT, NOT_TENSORS, beside_tensors
 from r3lite.memory.planner import Workload
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.settings import LoraSettings

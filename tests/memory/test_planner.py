@@ -13,12 +13,11 @@ import torch
 from bench.memory import full_question, full_rows
 from r3lite import policy, ppo, sft
 from r3lite.config import UsageError
-from r3lite.devices.live_tensors import LiveTensors
+from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.errors import R3LiteError
 from r3lite.grant import Memory
 from r3lite.memory import planner
 from r3lite.memory.choice import budget_bytes, choose
-from r3lite.memory.cuda_parts import MIB
 from r3lite.memory.planner import Workload, peak
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.models import lora
