@@ -16,6 +16,9 @@ from r3lite.errors import R3LiteError
 COMMANDS = ("sft", "ppo", "evaluate", "collect", "index", "retrieve", "plan", "doctor", "quickstart")
 # Of writing and flushing a file, which name no path. (Those of a network have other numbers.)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+# How often a thread of GNU OpenMP, which PyTorch has on Linux, looks for the others before it sleeps; 300,000 times if
+# nothing is set. While it looks it holds a core, which the thread that it waits for may need: docs/figures.md.
+SPINS = 1000
 
 
 class Terminated(BaseException):
@@ -24,6 +27,12 @@ class Terminated(BaseException):
 
 def _terminate(signum, frame):
     raise Terminated
+
+
+def let_threads_sleep() -> None:
+    """Has waiting threads sleep soon, unless the user has said how they shall wait. Works before torch is loaded."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
 
 
 def ignore_output() -> None:
@@ -89,6 +98,7 @@ def run(
     `plan` adds lines to what `--dry-run` prints. `table` names the command whose table of a TOML file is read, by
     default this one's.
     """
+    let_threads_sleep()
     try:
         config = resolve(command, default, sys.argv[1:] if argv is None else argv, COMMANDS, table)
         if flat(config)["dry_run"]:

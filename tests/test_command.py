@@ -51,6 +51,24 @@ def test_what_must_be_given_is_asked_for_before_the_work_and_not_for_a_dry_run(c
     assert command.run(name, default, raising(AssertionError()), ["--dry-run"], table=table) == 0
 
 
+SEEN_BY_TORCH = """
+import os, sys
+from r3lite import command, ppo
+from r3lite.settings import PpoConfig
+assert "torch" not in sys.modules
+command.run("ppo", PpoConfig(), lambda config: print(os.environ.get("GOMP_SPINCOUNT")), ["--data", "x"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "set_to"), [({}, "1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None"), ({"GOMP_SPINCOUNT": "7"}, "7")]
+)
+def test_before_torch_is_loaded_waiting_threads_are_told_to_sleep_soon(asked, set_to):
+    own = {name: x for name, x in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = subprocess.run([sys.executable, "-c", SEEN_BY_TORCH], env=own | asked, capture_output=True, text=True)
+    assert done.stdout.strip() == set_to, done.stderr
+
+
 def test_exit_codes(capsys):
     assert run(lambda config: None) == 0
     assert run(raising(R3LiteError("the disk is full", "Make room."))) == 1
