@@ -6,7 +6,6 @@ is in `rl/algorithms`, a file each.
 
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from r3lite.episode import Episode, Question, Retrieve
 from r3lite.settings import PpoConfig
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
-    from r3lite.memory.plan import Plan
     from r3lite.rewards.judge import Judge
     from r3lite.rewards.reward import Scored
     from r3lite.rl.batch import Rollout
@@ -96,6 +94,7 @@ def train(config: PpoConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     import torch
 
+    from r3lite import rl_setup
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.rewards.judge import build_judge, note_on
@@ -108,71 +107,10 @@ def train(config: PpoConfig) -> None:
         retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
         judge = build_judge(config.judge, run.output, config.reward)
         torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
-        engine, learner, state = build(config, questions)
+        engine, learner, state = rl_setup.build(config, questions)
         trainer = RLTrainer(config, questions, engine, retrieve, judge, learner, state, run.output / EPISODES)
         if loop.train(run, trainer):
             print(f"done: {run.output / 'adapter'}; what it said: {run.output / EPISODES}{note_on(judge)}")
-
-
-def build(config: PpoConfig, questions: list[Question]) -> "tuple[Engine, Learner, TrainState]":
-    """The engine that samples, the learner and what a checkpoint holds: one model with two adapters."""
-    from r3lite.models.packing import common_prefix
-    from r3lite.models.weights import resolve_folder
-    from r3lite.policy import Training, load_policy
-    from r3lite.protocols.registry import build_protocol
-    from r3lite.protocols.tokenizer import Tokenizer
-    from r3lite.protocols.transcript import Layout
-    from r3lite.rl.algorithms import ALGORITHMS
-    from r3lite.rl.learner import Learner
-    from r3lite.rollout.engine import Engine
-    from r3lite.rollout.sampling import Sampler
-
-    rl, temperature = config.rl, config.sampling.temperature
-    protocol = build_protocol(config.protocol)  # a bad prompt file is refused before a model is downloaded
-    folder = resolve_folder(config.model.model)
-    tokenizer = Tokenizer.load(folder)
-    layout = Layout(tokenizer, protocol, config.lengths)
-    texts = [question.text for question in questions]
-    # What the first and the last in alphabetical order have in common, all have.
-    first, last = (layout.prompt(text) for text in (min(texts), max(texts)))
-    plan = plan_memory(config, common_prefix(first, last), len(questions))
-    algorithm = ALGORITHMS[rl.algorithm](rl)
-    training = Training(
-        config.lora,
-        command.usual("ppo", config).lora,
-        config.optimizer,
-        config.common.seed,
-        keep_reference=rl.kl_beta > 0,
-        critic_learning_rate=rl.value_learning_rate if algorithm.has_critic else None,
-    )
-    if not config.model.adapter:
-        print(
-            "warning: without --adapter, RL starts from a model that was never taught the step format", file=sys.stderr
-        )
-    policy = load_policy(folder, config.model, config.memory, plan, training)
-    policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
-    data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in questions]).encode()):08x}"
-    facts = {"algorithm": rl.algorithm, "questions": len(questions)}
-    state = policy.train_state(config.optimizer, config.model.model, data, facts)
-    model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
-    engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast)
-    learner = Learner(
-        model, tokenizer.size, temperature, rl, algorithm, policy.reference, precision, state.update, grant, critic
-    )
-    return engine, learner, state
-
-
-def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> "Plan":
-    """The memory plan of a round whose episodes all reach --max-length, and begin with `shared` tokens alike."""
-    from r3lite.memory.plan import make_plan
-    from r3lite.memory.workloads import rl_workload
-    from r3lite.rl.algorithms import ALGORITHMS
-
-    workload = rl_workload(
-        config.model, config.rl, config.lora, config.lengths, config.retrieval, shared,
-        critic=ALGORITHMS[config.rl.algorithm].has_critic, steps=config.rounds(questions),
-    )  # fmt: skip
-    return make_plan(workload, config.memory, config.sampling)
 
 
 def check(config: PpoConfig) -> None:
@@ -186,6 +124,8 @@ def check(config: PpoConfig) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     def plan(config: PpoConfig) -> str:
+        from r3lite.rl_setup import plan_memory
+
         check(config)
         return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_memory(config).table()}"
 

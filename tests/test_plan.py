@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3lite import evaluate, plan, ppo, sft
+from r3lite import evaluate, plan, ppo, rl_setup, sft
 from r3lite.config import shipped
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.grant import Memory
@@ -107,7 +107,7 @@ def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypa
             model=ModelSettings(device="cpu", dtype="fp32"), rl=RLSettings(num_generations=generations, batch_size=2)
         )
         monkeypatch.setattr(workloads, "speeds_of", lambda device: speeds)
-        announce(ppo.plan_memory(settings))
+        announce(rl_setup.plan_memory(settings))
         told = capsys.readouterr().err
         assert bool(re.search("^warning: a round is predicted to take up to [0-9.]+ days", told, re.M)) == warned
         assert told.splitlines()[1].startswith("time: up to ")
