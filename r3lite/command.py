@@ -10,7 +10,17 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from r3lite.config import UsageError, check_required, flat, free_settings, load_toml, resolve, sections, with_values
+from r3lite.config import (
+    UsageError,
+    check_required,
+    flag,
+    flat,
+    free_settings,
+    load_toml,
+    resolve,
+    sections,
+    with_values,
+)
 from r3lite.errors import R3LiteError
 
 COMMANDS = ("sft", "ppo", "evaluate", "collect", "index", "retrieve", "plan", "doctor", "quickstart")
@@ -42,8 +52,13 @@ def describe(config: Any) -> str:
 
 
 def usual(command: str, config: Any) -> Any:
-    """A command's settings as the preset of `config` has them, and nothing else: what differs was asked for."""
-    return resolve(command, type(config)(), ["--preset", flat(config)["preset"]], COMMANDS)
+    """A command's settings as the preset of `config` has them, with the choices that were made (Section.implied) and
+    what these bring: what differs was asked for."""
+    chosen, preset = flat(config), ["--preset", flat(config)["preset"]]
+    plain = resolve(command, type(config)(), preset, COMMANDS)
+    choices = {name for section in sections(config).values() for name in section.implied}
+    made = [x for name in sorted(choices) if chosen[name] != flat(plain)[name] for x in (flag(name), chosen[name])]
+    return resolve(command, type(config)(), [*preset, *made], COMMANDS) if made else plain
 
 
 def changes(then: dict[str, Any], config: Any, free: Collection[str] = ()) -> str:

@@ -1,4 +1,4 @@
-"""Reinforcement learning with retrieval in the loop: PPO and GRPO.
+"""Reinforcement learning with retrieval in the loop: PPO, GRPO and their variants.
 
 `RLTrainer.step` reads as the algorithm: rollout -> score -> advantages and update -> log. What an algorithm computes
 is in `rl/algorithms`, a file each.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.config import UsageError
-from r3lite.episode import Episode, Question, Retrieve
+from r3lite.episode import CUT_OFF, Episode, Question, Retrieve
 from r3lite.settings import PpoConfig
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
@@ -58,14 +58,42 @@ class RLTrainer:
         watch.lap("rollout")
         episodes = [sequence.episode() for sequence in sequences]
         scored = self.score(episodes)
-        append_jsonl(self.episodes_file, episode_records(number, episodes, scored))
         watch.lap("score")
-        metrics = round_metrics(episodes, scored, [sum(s.action_mask) for s in sequences])
-        if rollouts := rewarded_rollouts(sequences, scored, rl.num_generations):
+        kept, told = None, {}
+        if rl.refill_limit:
+            sequences, scored, kept, told = self.refill(number, sequences, scored)
+            episodes = [sequence.episode() for sequence in sequences]
+            watch.lap("refill")
+        append_jsonl(self.episodes_file, episode_records(number, episodes, scored, kept, rl.num_generations))
+        metrics = round_metrics(episodes, scored, [sum(s.action_mask) for s in sequences]) | told
+        if rollouts := rewarded_rollouts(sequences, scored, rl.num_generations, kept):
             metrics |= self.learner.learn(Batch.of(rollouts), seed=f"{seed}/{number}")
         watch.lap("update")
         counts = self.judge.counts() if self.judge else {}
         return metrics | counts | watch.laps, sum(len(s.tokens) for s in sequences)
+
+    def refill(
+        self, number: int, sequences: "list[Sequence]", scored: "list[Scored | None]"
+    ) -> "tuple[list[Sequence], list[Scored | None], set[int], dict[str, float]]":
+        """All episodes of the round with those that replace groups without variance, what they are paid, which groups
+        are learned from, and metrics."""
+        from r3lite.datasets.order import questions_of_refill
+        from r3lite.rl.refill import refill
+
+        rl, seed, used = self.config.rl, self.config.common.seed, {s.question.id for s in sequences}
+
+        def paid(sequences, scored):
+            return [((s, p), p and p.total) for s, p in zip(sequences, scored, strict=True)]
+
+        def more(attempt: int, groups: int):
+            drawn = questions_of_refill(self.questions, number, attempt, groups, rl.num_generations, seed, used)
+            sequences = self.learner.grant.attempt("sample", self.engine.run, *drawn, self.retrieve)
+            used.update(s.question.id for s in sequences)
+            return paid(sequences, self.score([s.episode() for s in sequences]))
+
+        done = refill(paid(sequences, scored), more, rl.num_generations, rl.refill_limit)
+        sequences, scored = map(list, zip(*done.episodes, strict=True))
+        return sequences, scored, done.kept, done.metrics
 
     def score(self, episodes: list[Episode]) -> "list[Scored | None]":
         """What each episode is paid; None, a missing reward, if a judge was needed and failed."""
@@ -79,15 +107,23 @@ class RLTrainer:
         return self.learner.explain_overflow()
 
 
-def rewarded_rollouts(sequences: "list[Sequence]", scored: "list[Scored | None]", generations: int) -> "list[Rollout]":
-    """Episodes in numbers. One whose judge failed is left out: a missing reward is not a zero, and teaches nothing."""
+def rewarded_rollouts(
+    sequences: "list[Sequence]", scored: "list[Scored | None]", generations: int, kept: set[int] | None = None
+) -> "list[Rollout]":
+    """Episodes in numbers, of all groups or of those in `kept`.
+
+    One whose judge failed is left out: a missing reward is not a zero, and teaches nothing.
+    """
     from r3lite.rl.batch import Rollout
 
     return [
-        Rollout(s.tokens, s.action_mask, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)), i // generations)
+        Rollout(
+            s.tokens, s.action_mask, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)), i // generations,
+            cut_off=s.finish == CUT_OFF,
+        )
         for i, (s, paid) in enumerate(zip(sequences, scored, strict=True))
-        if paid is not None
-    ]
+        if paid is not None and (kept is None or i // generations in kept)
+    ]  # fmt: skip
 
 
 def train(config: PpoConfig) -> None:
@@ -115,11 +151,11 @@ def train(config: PpoConfig) -> None:
 
 def check(config: PpoConfig) -> None:
     """Refuses settings that contradict each other; UsageError says which."""
-    from r3lite.rl.algorithms import ALGORITHMS
+    from r3lite.rl import algorithms
 
     if config.sampling.temperature == 0:
         raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
-    ALGORITHMS[config.rl.algorithm](config.rl)  # refuses what contradicts it
+    algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
 
 
 def main(argv: list[str] | None = None) -> int:

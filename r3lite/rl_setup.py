@@ -35,7 +35,7 @@ def build(config: PpoConfig, questions: list[Question]) -> tuple[Engine, Learner
     # What the first and the last in alphabetical order have in common, all have.
     first, last = (layout.prompt(text) for text in (min(texts), max(texts)))
     plan = plan_memory(config, common_prefix(first, last), len(questions))
-    algorithm = ALGORITHMS[rl.algorithm](rl)
+    algorithm = ALGORITHMS[rl.algorithm](rl, config.lengths)
     training = Training(
         config.lora,
         command.usual("ppo", config).lora,
@@ -52,7 +52,8 @@ def build(config: PpoConfig, questions: list[Question]) -> tuple[Engine, Learner
     policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
     data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in questions]).encode()):08x}"
     facts = {"algorithm": rl.algorithm, "questions": len(questions)}
-    state = policy.train_state(config.optimizer, config.model.model, data, facts)
+    adapted = {"kl": algorithm.kl} if rl.kl_target else {}
+    state = policy.train_state(config.optimizer, config.model.model, data, facts, adapted)
     model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
     engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast)
     learner = Learner(
