@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from r3lite.config import (
+    Trait,
     UsageError,
     check_required,
     flag,
     flat,
-    free_settings,
     load_toml,
     resolve,
     sections,
+    settings_with,
     with_values,
 )
 from r3lite.errors import R3LiteError
@@ -59,6 +60,11 @@ def usual(command: str, config: Any) -> Any:
     choices = {name for section in sections(config).values() for name in section.implied}
     made = [x for name in sorted(choices) if chosen[name] != flat(plain)[name] for x in (flag(name), chosen[name])]
     return resolve(command, type(config)(), [*preset, *made], COMMANDS) if made else plain
+
+
+def free_settings(config: Any) -> set[str]:
+    """Names of a command's settings that a resumed run may change."""
+    return {name for section in sections(config).values() for name in settings_with(section, Trait.FREE)}
 
 
 def changes(then: dict[str, Any], config: Any, free: Collection[str] = ()) -> str:
@@ -106,6 +112,8 @@ def run(
     """
     try:
         config = resolve(command, default, sys.argv[1:] if argv is None else argv, COMMANDS, table)
+        for section in sections(config).values():
+            section.check()
         if flat(config)["dry_run"]:
             print(describe(config))
             if plan:

@@ -81,6 +81,9 @@ class Section:
     # A choice's name -> a value of it -> settings that come with it, unless they are given.
     implied: typing.ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
 
+    def check(self) -> None:
+        """Raises UsageError if its settings contradict each other; called when all sources are read."""
+
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
@@ -182,11 +185,6 @@ def _kinds(cls: type) -> dict[str, _Kind]:
 def settings_with(section: Section, trait: Trait) -> list[str]:
     """Names of a section's settings that have a trait."""
     return [name for name, kind in _kinds(type(section)).items() if trait in kind.traits]
-
-
-def free_settings(config: Any) -> set[str]:
-    """Names of a command's settings that a resumed run may change."""
-    return {name for section in sections(config).values() for name in settings_with(section, Trait.FREE)}
 
 
 def check_required(config: Any) -> None:

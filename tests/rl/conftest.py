@@ -13,12 +13,18 @@ from r3lite.models.value_head import ValueHead
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import Learner, action_logprobs
-from r3lite.settings import RLSettings
+from r3lite.settings import LengthSettings, RLSettings
+from r3lite.settings.rl import PAPERS
 
 VOCABULARY = 290
 # Two rollouts for each of two questions, with retrieved tokens (the gaps) and of different lengths.
 ACTIONS = ["..aa..aaa", "..aaa.aa", "..a....aaaa", "..aaaaa"]
 PAID = [1.0, 0.2, 0.5, 0.0]
+
+
+def paper(name: str, **settings) -> RLSettings:
+    """The settings of an algorithm as its paper has them, but for those given."""
+    return RLSettings(**({"algorithm": name} | PAPERS.get(name, {}) | settings))
 
 
 @pytest.fixture
@@ -70,8 +76,10 @@ def setup(model):
     """Makes a learner of an algorithm (a name or a class), and the list of gradients that its steps would have used."""
 
     def make(algorithm="ppo", **settings):
-        settings = RLSettings(**({"kl_beta": 0.05, "mini_batch_size": 4, "micro_batch_size": 4} | settings))
-        algorithm = (ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm)(settings)
+        settings = {"kl_beta": 0.05, "mini_batch_size": 4, "micro_batch_size": 4} | settings
+        settings = paper(algorithm, **settings) if isinstance(algorithm, str) else RLSettings(**settings)
+        made = ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm
+        algorithm = made(settings, LengthSettings())
         parameters = list(lora.adapter_parameters(model, "policy").values())
         head = ValueHead(64) if algorithm.has_critic else None
         if head is not None:
