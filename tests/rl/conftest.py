@@ -18,7 +18,7 @@ from r3lite.settings.rl import PAPERS
 
 VOCABULARY = 290
 # Two rollouts for each of two questions, with retrieved tokens (the gaps) and of different lengths.
-ACTIONS = ["..aa..aaa", "..aaa.aa", "..a....aaaa", "..aaaaa"]
+ACTIONS = ["..aa..aaa", "..aa.a", "..a....aaaa", "..aaaaaa"]
 PAID = [1.0, 0.2, 0.5, 0.0]
 
 
@@ -76,10 +76,11 @@ def setup(model):
     """Makes a learner of an algorithm (a name or a class), and the list of gradients that its steps would have used."""
 
     def make(algorithm="ppo", **settings):
+        lengths = settings.pop("lengths", LengthSettings())
         settings = {"kl_beta": 0.05, "mini_batch_size": 4, "micro_batch_size": 4} | settings
         settings = paper(algorithm, **settings) if isinstance(algorithm, str) else RLSettings(**settings)
         made = ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm
-        algorithm = made(settings, LengthSettings())
+        algorithm = made(settings, lengths)
         parameters = list(lora.adapter_parameters(model, "policy").values())
         head = ValueHead(64) if algorithm.has_critic else None
         if head is not None:
