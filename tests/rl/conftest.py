@@ -43,19 +43,36 @@ def model(small_model):
 
 
 @pytest.fixture
-def batch(model):
-    """Random tokens with the log-probs that the model gives them, as an on-policy sampler would record."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for i, (pattern, paid) in enumerate(zip(ACTIONS, PAID)):
-        mask = [c == "a" for c in pattern]
-        tokens = torch.randint(0, VOCABULARY, (len(mask),), generator=generator).tolist()
-        ends = [t for t in range(len(mask)) if mask[t] and mask[t + 1 : t + 2] != [True]]
-        rewards = [(end, 0.1) for end in ends] + [(ends[-1], paid)]
-        made.append(Rollout(tokens, mask, [0.0] * sum(mask), [0.3] * sum(mask), rewards, i // 2))
-    batch = Batch.of(made)
-    with torch.no_grad():
-        return replace(batch, logprobs=batch.spread(action_logprobs(model, batch, VOCABULARY, 1.0)))
+def sampled(model):
+    """Makes a batch, two rollouts a question: random tokens with the log-probs that the model gives them, as an
+    on-policy sampler would record. `paid` is paid at the end of each, 0.1 at the end of each turn."""
+
+    def make(actions: list[str], paid: list[float], per_turn: float = 0.1) -> Batch:
+        generator = torch.Generator().manual_seed(0)
+        made = []
+        for i, (pattern, amount) in enumerate(zip(actions, paid, strict=True)):
+            mask = [c == "a" for c in pattern]
+            tokens = torch.randint(0, VOCABULARY, (len(mask),), generator=generator).tolist()
+            ends = [t for t in range(len(mask)) if mask[t] and mask[t + 1 : t + 2] != [True]]
+            rewards = [(end, per_turn) for end in ends] + [(ends[-1], amount)]
+            made.append(Rollout(tokens, mask, [0.0] * sum(mask), [0.3] * sum(mask), rewards, i // 2))
+        batch = Batch.of(made)
+        with torch.no_grad():
+            return replace(batch, logprobs=batch.spread(action_logprobs(model, batch, VOCABULARY, 1.0)))
+
+    return make
+
+
+@pytest.fixture
+def batch(sampled):
+    return sampled(ACTIONS, PAID)
+
+
+def moved(batch: Batch, size: float = 0.4) -> Batch:
+    """The batch as if another policy had sampled it, with ratios on both sides of 1."""
+    generator = torch.Generator().manual_seed(7)
+    noise = torch.randn(batch.logprobs.shape, generator=generator) * size * batch.action_mask
+    return replace(batch, logprobs=batch.logprobs + noise)
 
 
 @pytest.fixture
