@@ -307,11 +307,12 @@ def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
 
 
 def _with_implied(default: Any, preset: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A preset's settings, and those that come with choices: over the preset's if `given` by the user, else under."""
+    """A preset's settings, and those that come with choices: over the preset's if `given` made another, else under."""
     for section in sections(default).values():
         for name, table in section.implied.items():
-            comes = table.get(str(given.get(name, preset.get(name))), {})
-            preset = preset | comes if name in given else comes | preset
+            choice = given.get(name, preset.get(name))
+            comes = table.get(str(choice), {})
+            preset = comes | preset if choice == preset.get(name) else preset | comes
     return preset
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3lite import command, sft
+from r3lite import command, config, sft
 from r3lite.config import flat, resolve, shipped, to_toml
 from r3lite.settings import PpoConfig, SftConfig
 
@@ -46,6 +46,16 @@ def test_what_is_given_wins_over_what_a_choice_brings(toml):
     assert (tiny["kl_beta"], tiny["negative_advantage_scale"], tiny["clip_high"]) == (0.0, 0.2, 0.28)
 
 
+def test_a_preset_that_makes_the_same_choice_refines_it(tmp_path, monkeypatch):
+    """Whether the choice is repeated on the command line or not."""
+    (tmp_path / "laptop-4gb.toml").write_text('algorithm = "dapo"\nclip_high = 0.25\n', encoding="utf-8")
+    monkeypatch.setattr(config, "shipped", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    for flags in ([], ["--algorithm", "dapo"]):
+        found = settings(*flags)
+        assert (found["clip_high"], found["refill_limit"]) == (0.25, 3)
+    assert settings("--algorithm", "gspo")["clip_high"] == 4e-4
+
+
 def test_what_a_run_wrote_down_is_read_back(toml):
     first = resolve("ppo", PpoConfig(), ["--algorithm", "gspo", "--kl-beta", "0.1"], command.COMMANDS)
     again = settings("--config", toml(to_toml(first, "ppo")))
@@ -53,9 +63,9 @@ def test_what_a_run_wrote_down_is_read_back(toml):
 
 
 def test_what_was_asked_for_is_told_from_what_came_with_a_choice():
-    config = resolve("ppo", PpoConfig(), ["--algorithm", "dapo", "--clip-low", "0.1"], command.COMMANDS)
-    usual = command.usual("ppo", config)
-    assert {k for k, v in vars(config.rl).items() if v != getattr(usual.rl, k)} == {"clip_low"}
+    asked = resolve("ppo", PpoConfig(), ["--algorithm", "dapo", "--clip-low", "0.1"], command.COMMANDS)
+    usual = command.usual("ppo", asked)
+    assert {k for k, v in vars(asked.rl).items() if v != getattr(usual.rl, k)} == {"clip_low"}
 
 
 def test_schedules_bring_where_they_end():
