@@ -74,7 +74,7 @@ class Learner:
         finite = [n for n in norms if math.isfinite(n)]  # a skipped step has none
         means |= {"grad_norm": statistics.fmean(finite or [math.inf])}
         means |= sampling_metrics(log_ratios, self.settings.clip_low, self.settings.clip_high)
-        return means | self.algorithm.kl.follow(means.get("kl")) | self.algorithm.statistics(batch)
+        return means | self.algorithm.follow_kl(means.get("kl")) | self.algorithm.statistics(batch)
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """Log-probabilities [B, T] of the action tokens under the reference: the same base, another adapter."""

@@ -10,31 +10,33 @@ from r3lite.config import UsageError
 from r3lite.errors import R3LiteError
 from r3lite.rl import losses
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.rl.kl import KlCoefficient
+from r3lite.rl.kl import KlFactor
 from r3lite.settings import LengthSettings
 from tests.rl.conftest import moved, paper
 
 
 def test_the_controller_by_hand():
     """KL at twice its target is an error of 1, cut to 0.2: times 1.02. At 0.9 of it, -0.1: times 0.99. At 0: 0.98."""
-    kl, used = KlCoefficient(0.5, target=0.1), []
+    kl, factors = KlFactor(target=0.1), []
     for measured in (0.2, 0.09, 0.0):
-        used.append(kl.follow(measured)["kl_beta"])
-    assert [*used, kl.beta] == pytest.approx([0.5, 0.51, 0.51 * 0.99, 0.51 * 0.99 * 0.98])
+        kl.follow(measured)
+        factors.append(kl.value)
+    assert factors == pytest.approx([1.02, 1.02 * 0.99, 1.02 * 0.99 * 0.98])
 
 
-def test_without_a_target_it_stays_and_is_no_metric():
-    kl = KlCoefficient(0.5, target=None)
-    assert kl.follow(3.0) == {} and kl.follow(None) == {} and kl.beta == 0.5
+def test_without_a_target_it_stays():
+    kl = KlFactor(target=None)
+    kl.follow(3.0)
+    assert kl.value == 1.0
 
 
 def test_its_state_goes_through_json_to_the_bit():
-    kl, again = KlCoefficient(1 / 3, 0.1), KlCoefficient(1.0, 0.1)
+    kl, again = KlFactor(0.1), KlFactor(0.1)
     kl.follow(0.117)
     again.load_state_dict(json.loads(json.dumps(kl.state_dict())))
-    assert again.beta == kl.beta != 1 / 3
-    with pytest.raises(R3LiteError, match="beta"):
-        again.load_state_dict({"beta": "much"})
+    assert again.value == kl.value != 1.0
+    with pytest.raises(R3LiteError, match="factor"):
+        again.load_state_dict({"factor": "much"})
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -43,7 +45,7 @@ def test_a_round_follows_the_target(batch, setup, algorithm):
     made = setup(algorithm, kl_beta=0.5, kl_target=1e-9)
     measured = made.learner.learn(batch, "seed")
     assert measured["kl"] > 1e-9 and measured["kl_beta"] == 0.5
-    assert made.algorithm.kl.beta == pytest.approx(0.51)
+    assert made.algorithm.kl_weight == pytest.approx(0.51)
     assert made.learner.learn(batch, "seed")["kl_beta"] == pytest.approx(0.51)
     assert "kl_beta" not in setup(algorithm, kl_beta=0.5).learner.learn(batch, "seed")
 
@@ -52,9 +54,9 @@ def test_a_round_follows_the_target(batch, setup, algorithm):
 def test_beta_is_the_weight_in_the_loss(batch, setup, algorithm):
     """The gradient is linear in it, with whatever weight the controller has come to."""
     gradients = []
-    for beta in (0.1, 0.2, 0.3):
+    for factor in (1.0, 2.0, 3.0):
         made = setup(algorithm, kl_beta=0.1, kl_target=1.0)
-        made.algorithm.kl.beta = beta
+        made.algorithm.kl.value = factor
         made.learner.learn(moved(batch, 0.01), "seed")
         gradients.append(made.steps[0])
     one, two, three = gradients

@@ -10,14 +10,14 @@ from r3lite.config import UsageError
 from r3lite.rl import losses
 from r3lite.rl.advantages import share_without_variance
 from r3lite.rl.batch import ActionTokens, Batch
-from r3lite.rl.kl import KlCoefficient
+from r3lite.rl.kl import KlFactor
 from r3lite.settings import LengthSettings, RLSettings
 
 
 class Algorithm(ABC):
     """The methods stand in the order in which the learner calls them.
 
-    An algorithm holds its settings and the limits of an episode; its only state is the weight of the KL divergence.
+    An algorithm holds its settings and the limits of an episode; its only state is a factor of the KL's weight.
     What most papers share is here: the KL in the reward or in the loss, groups, and PPO's clipped loss.
     """
 
@@ -31,7 +31,7 @@ class Algorithm(ABC):
         """Raises UsageError if the settings contradict each other or the algorithm."""
         s = self.settings = settings
         self.lengths = lengths
-        self.kl = KlCoefficient(s.kl_beta, s.kl_target)
+        self.kl = KlFactor(s.kl_target)
         self.estimator = s.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
         if self.has_groups and s.num_generations == 1:
             raise UsageError(
@@ -50,12 +50,17 @@ class Algorithm(ABC):
                 "--old-logprobs trainer, too"
             )
 
+    @property
+    def kl_weight(self) -> float:
+        """beta of this round."""
+        return self.settings.kl_beta * self.kl.value
+
     def paid(self, batch: Batch) -> Tensor:
         """The rewards [B, T], less beta KL at every action token if that is where the algorithm has its KL."""
         if self.kl_in == "loss" or batch.reference is None:
             return batch.rewards
         kl = losses.KL_ESTIMATES[self.estimator](batch.old, batch.reference)
-        return batch.rewards - self.kl.beta * kl * batch.action_mask
+        return batch.rewards - self.kl_weight * kl * batch.action_mask
 
     @abstractmethod
     def with_advantages(self, batch: Batch) -> Batch:
@@ -104,12 +109,21 @@ class Algorithm(ABC):
                 kl = metrics["kl"]
                 if self.estimator != "k3":
                     kl = losses.KL_ESTIMATES[self.estimator](logprobs, known.reference)
-                loss = loss + self.kl.beta * kl
+                loss = loss + self.kl_weight * kl
         return loss, metrics
 
     def value_loss(self, known: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The same for the critic's values [N], which have gradients. Needed if `has_critic`."""
         raise AssertionError("an algorithm with a critic needs a value loss")
+
+    def follow_kl(self, measured: float | None) -> dict[str, float]:
+        """Adapts the weight after a round whose KL was `measured`; if it is adapted, the round's weight as a metric."""
+        if self.settings.kl_target is None:
+            return {}
+        assert measured is not None, "with a target there is a reference, and so a KL"
+        used = {"kl_beta": self.kl_weight}
+        self.kl.follow(measured)
+        return used
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Metrics of the whole round, whose advantages are known."""
