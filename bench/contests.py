@@ -124,13 +124,13 @@ class Ours:
 def rl_round(
     folder: str, precision: Precision, algorithm: str, episodes: int, prompt: int, new: int, searches: int = 0
 ) -> Callable[[int], dict[str, float]]:
-    """A round of PPO or GRPO on what r3lite.ppo builds for so many episodes; it may be run with fewer, and again.
+    """A round of PPO or GRPO on what ppo runs for so many episodes; it may be run with fewer, and again.
 
     One question, one optimizer step, all episodes in one pass where memory allows it. An episode searches the sample
     world `searches` times, with what documents are found spliced in, and samples `new` tokens in each turn. Returns the
     seconds of its parts. Rewards are made up, 0 and 1 in turn, so that there is something to learn.
     """
-    from r3lite import ppo
+    from r3lite import rl_setup
     from r3lite.command import COMMANDS
     from r3lite.config import resolve, shipped
     from r3lite.retrieval.retriever import build_retriever
@@ -145,7 +145,7 @@ def rl_round(
     with tempfile.TemporaryDirectory() as where:
         question = full_question(folder, Path(where), prompt)
         config = resolve("ppo", PpoConfig(), [*flags.split(), *question], COMMANDS)
-        engine, learner, _ = ppo.build(config, [Question("1", "b", ("x",))])
+        engine, learner, _ = rl_setup.build(config, [Question("1", "b", ("x",))])
     layout = FullTurns(engine.layout.tokenizer, engine.layout.protocol, engine.layout.lengths, searches=searches)
     engine = replace(engine, layout=layout)
     corpus = RetrievalSettings(corpus=str(shipped("data", "world", "corpus.jsonl")), encoder="hashing")

@@ -10,7 +10,18 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from r3lite.config import UsageError, check_required, flat, free_settings, load_toml, resolve, sections, with_values
+from r3lite.config import (
+    Trait,
+    UsageError,
+    check_required,
+    flag,
+    flat,
+    load_toml,
+    resolve,
+    sections,
+    settings_with,
+    with_values,
+)
 from r3lite.errors import R3LiteError
 
 COMMANDS = ("sft", "ppo", "evaluate", "collect", "index", "retrieve", "plan", "doctor", "quickstart")
@@ -51,8 +62,18 @@ def describe(config: Any) -> str:
 
 
 def usual(command: str, config: Any) -> Any:
-    """A command's settings as the preset of `config` has them, and nothing else: what differs was asked for."""
-    return resolve(command, type(config)(), ["--preset", flat(config)["preset"]], COMMANDS)
+    """A command's settings as the preset of `config` has them, with the choices that were made (Section.implied) and
+    what these bring: what differs was asked for."""
+    chosen, preset = flat(config), ["--preset", flat(config)["preset"]]
+    plain = resolve(command, type(config)(), preset, COMMANDS)
+    choices = {name for section in sections(config).values() for name in section.implied}
+    made = [x for name in sorted(choices) if chosen[name] != flat(plain)[name] for x in (flag(name), chosen[name])]
+    return resolve(command, type(config)(), [*preset, *made], COMMANDS) if made else plain
+
+
+def free_settings(config: Any) -> set[str]:
+    """Names of a command's settings that a resumed run may change."""
+    return {name for section in sections(config).values() for name in settings_with(section, Trait.FREE)}
 
 
 def changes(then: dict[str, Any], config: Any, free: Collection[str] = ()) -> str:
@@ -101,6 +122,8 @@ def run(
     let_threads_sleep()
     try:
         config = resolve(command, default, sys.argv[1:] if argv is None else argv, COMMANDS, table)
+        for section in sections(config).values():
+            section.check()
         if flat(config)["dry_run"]:
             print(describe(config))
             if plan:

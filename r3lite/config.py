@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from r3lite.errors import R3LiteError, nearest
-from r3lite.files import read_text
+from r3lite.files import read_text, shipped
 
 
 class UsageError(Exception):
@@ -78,12 +78,11 @@ Fraction = Annotated[float, Bounds(low=0, high=1)]
 class Section:
     """Base of every group of settings; its docstring's first line is the group's heading in `--help`."""
 
+    # A choice's name -> a value of it -> settings that come with it, unless they are given.
+    implied: typing.ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
 
-def shipped(*parts: str) -> Path:
-    """A file or folder that travels with r3lite: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).parent
-    inside = package.joinpath(*parts)
-    return inside if inside.exists() else package.parent.joinpath(*parts)
+    def check(self) -> None:
+        """Raises UsageError if its settings contradict each other; called when all sources are read."""
 
 
 @functools.cache
@@ -95,12 +94,9 @@ def field_docs(cls: type) -> dict[str, str]:
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for node, following in itertools.pairwise(body):
-            if (
-                isinstance(node, ast.AnnAssign)
-                and isinstance(following, ast.Expr)
-                and isinstance(following.value, ast.Constant)
-            ):
-                docs[node.target.id] = " ".join(following.value.value.split())
+            match node, following:
+                case ast.AnnAssign(), ast.Expr(ast.Constant(text)):
+                    docs[node.target.id] = " ".join(text.split())
     return docs
 
 
@@ -191,18 +187,13 @@ def settings_with(section: Section, trait: Trait) -> list[str]:
     return [name for name, kind in _kinds(type(section)).items() if trait in kind.traits]
 
 
-def free_settings(config: Any) -> set[str]:
-    """Names of a command's settings that a resumed run may change."""
-    return {name for section in sections(config).values() for name in settings_with(section, Trait.FREE)}
-
-
 def check_required(config: Any) -> None:
     """Raises UsageError for a setting that must be given and is not."""
     for section in sections(config).values():
         for name, kind in _kinds(type(section)).items():
             hints = [trait.hint for trait in kind.traits if isinstance(trait, Required)]
             if hints and not getattr(section, name):
-                raise UsageError(f"{_flag(name)} is missing: {hints[0]}")
+                raise UsageError(f"{flag(name)} is missing: {hints[0]}")
 
 
 def all_settings() -> set[str]:
@@ -218,9 +209,9 @@ def check_texts(values: dict[str, Any], where: str = "") -> None:
     """Raises UsageError for a text that is empty, or that no file can have as its name or keep in UTF-8."""
     for name, value in values.items():
         if value == "":
-            raise UsageError(f"{where}{_flag(name)} is empty; is a shell variable unset? (none takes a setting back)")
+            raise UsageError(f"{where}{flag(name)} is empty; is a shell variable unset? (none takes a setting back)")
         if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
-            raise UsageError(f"{where}{_flag(name)} is {value!a}: it holds a NUL, or bytes that are not UTF-8")
+            raise UsageError(f"{where}{flag(name)} is {value!a}: it holds a NUL, or bytes that are not UTF-8")
 
 
 def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
@@ -284,7 +275,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
@@ -305,26 +296,34 @@ def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
         for f in dataclasses.fields(section):
             kind, value = kinds[f.name], getattr(section, f.name)
             shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            text = docs[f.name].replace("%", "%%")
-            text += "" if value in (None, "", False) else f" [{shown}]"
+            text = docs[f.name].replace("%", "%%") + ("" if value in (None, "", False) else f" [{shown}]")
             if kind.scalar is bool:
                 parser_action = argparse.BooleanOptionalAction if value else "store_true"
-                group.add_argument(_flag(f.name), action=parser_action, help=text)
+                group.add_argument(flag(f.name), action=parser_action, help=text)
             else:
                 metavar = ",".join(kind.choices) if kind.choices else {int: "N", float: "X"}.get(kind.scalar, "TEXT")
-                group.add_argument(_flag(f.name), metavar=metavar, help=text)
+                group.add_argument(flag(f.name), metavar=metavar, help=text)
     return parser
+
+
+def _with_implied(default: Any, preset: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A preset's settings, and those that come with choices: over the preset's if `given` made another, else under."""
+    for section in sections(default).values():
+        for name, table in section.implied.items():
+            choice = given.get(name, preset.get(name))
+            comes = table.get(str(choice), {})
+            preset = comes | preset if choice == preset.get(name) else preset | comes
+    return preset
 
 
 def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ...], table: str | None = None) -> Any:
     """The settings of one invocation: default, then preset, then TOML file, then command line.
 
-    `table` names the table of a TOML file that is read, by default the command's."""
-    parser, table = build_parser(command, default), table or command
-    own = flat(default)
+    What a choice implies counts as the preset's. `table` names a TOML file's table, by default the command's."""
+    parser, own, table = build_parser(command, default), flat(default), table or command
     given, rest = parser.parse_known_args(argv)
     if rest:
-        raise UsageError(f"unknown argument {rest[0]}{nearest(rest[0].partition('=')[0], map(_flag, own))}")
+        raise UsageError(f"unknown argument {rest[0]}{nearest(rest[0].partition('=')[0], map(flag, own))}")
     given = vars(given)
     check_texts(given)
     # A file may name its preset, which it then refines.
@@ -338,7 +337,7 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
     from_preset = read_toml(shipped("presets", f"{preset}.toml"), table, commands, all_settings())
     if (from_file | given).get("format") not in (None, from_preset.get("format", own.get("format"))):
         from_preset = {k: v for k, v in from_preset.items() if not k.endswith("_prompt")}  # written for its own format
-    config = default
+    from_preset, config = _with_implied(default, from_preset, from_file | given), default
     for where, values in (
         (f"preset {preset}: ", from_preset),
         (f"{given.get('config')}: ", from_file),

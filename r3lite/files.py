@@ -1,5 +1,5 @@
-"""Files written whole or not at all, places with one writer at a time, and JSON files read with errors that name file
-and line."""
+"""Files written whole or not at all, places with one writer at a time, JSON files read with errors that name file and
+line, and where files lie that travel with r3lite."""
 
 import contextlib
 import errno
@@ -22,6 +22,13 @@ PART = ".part"  # suffix of what is being written; a leftover of a kill is swept
 LOCK = ".lock"
 PIECE, PIECES = 1 << 16, 256  # bytes, and how many of them tell weights apart
 MEND_LINE = "Mend or remove the line, or pass --skip-bad-rows."
+
+
+def shipped(*parts: str) -> Path:
+    """A file or folder that travels with r3lite: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).parent
+    inside = package.joinpath(*parts)
+    return inside if inside.exists() else package.parent.joinpath(*parts)
 
 
 def check_writable(folder: Path) -> None:

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class PlanSftConfig(SftConfig):
     """Plans the memory and the time of a run before it runs: nothing is downloaded, no weights are loaded.
 
-    Give it the flags of the run: those of `sft`, or with --algorithm ppo or grpo those of `ppo`. The sizes of Qwen2.5
-    up to 3B are known offline; --card plans for a card that is elsewhere. --output FOLDER writes plan.json, too.
+    Give it the flags of the run: those of `sft`, or with --algorithm ppo or another of its choices those of `ppo`. The
+    sizes of Qwen2.5 up to 3B are known offline; --card plans for a card that is elsewhere. --output FOLDER writes
+    plan.json, too.
     """
 
     data: DataSettings = DataSettings()  # a plan needs no data
@@ -41,16 +42,17 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.memory.plan import make_plan, plan_for_card
     from r3lite.memory.workloads import rl_workload, sft_workload
-    from r3lite.rl.algorithms import ALGORITHMS
+    from r3lite.rl import algorithms
 
     if isinstance(config, PlanSftConfig):
         sampling = None
         workload = sft_workload(config.model, config.sft, config.lora, steps=config.schedule.max_steps)
     else:
+        algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
         sampling = config.sampling
         workload = rl_workload(
             config.model, config.rl, config.lora, config.lengths, config.retrieval,
-            critic=ALGORITHMS[config.rl.algorithm].has_critic, steps=config.rounds(None),
+            critic=algorithms.ALGORITHMS[config.rl.algorithm].has_critic, steps=config.rounds(None),
         )  # fmt: skip
     if config.elsewhere.card:
         if config.model.device not in ("auto", "cuda"):

@@ -1,4 +1,4 @@
-"""Reinforcement learning with retrieval in the loop: PPO and GRPO.
+"""Reinforcement learning with retrieval in the loop: PPO, GRPO and their variants.
 
 `RLTrainer.step` reads as the algorithm: rollout -> score -> advantages and update -> log. What an algorithm computes
 is in `rl/algorithms`, a file each.
@@ -6,17 +6,15 @@ is in `rl/algorithms`, a file each.
 
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.config import UsageError
-from r3lite.episode import Episode, Question, Retrieve
+from r3lite.episode import CUT_OFF, Episode, Question, Retrieve
 from r3lite.settings import PpoConfig
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
-    from r3lite.memory.plan import Plan
     from r3lite.rewards.judge import Judge
     from r3lite.rewards.reward import Scored
     from r3lite.rl.batch import Rollout
@@ -60,14 +58,42 @@ class RLTrainer:
         watch.lap("rollout")
         episodes = [sequence.episode() for sequence in sequences]
         scored = self.score(episodes)
-        append_jsonl(self.episodes_file, episode_records(number, episodes, scored))
         watch.lap("score")
-        metrics = round_metrics(episodes, scored, [sum(s.action_mask) for s in sequences])
-        if rollouts := rewarded_rollouts(sequences, scored, rl.num_generations):
+        kept, told = None, {}
+        if rl.refill_limit:
+            sequences, scored, kept, told = self.refill(number, sequences, scored)
+            episodes = [sequence.episode() for sequence in sequences]
+            watch.lap("refill")
+        append_jsonl(self.episodes_file, episode_records(number, episodes, scored, kept, rl.num_generations))
+        metrics = round_metrics(episodes, scored, [sum(s.action_mask) for s in sequences]) | told
+        if rollouts := rewarded_rollouts(sequences, scored, rl.num_generations, kept):
             metrics |= self.learner.learn(Batch.of(rollouts), seed=f"{seed}/{number}")
         watch.lap("update")
         counts = self.judge.counts() if self.judge else {}
         return metrics | counts | watch.laps, sum(len(s.tokens) for s in sequences)
+
+    def refill(
+        self, number: int, sequences: "list[Sequence]", scored: "list[Scored | None]"
+    ) -> "tuple[list[Sequence], list[Scored | None], set[int], dict[str, float]]":
+        """All episodes of the round with those that replace groups without variance, what they are paid, which groups
+        are learned from, and metrics."""
+        from r3lite.datasets.order import questions_of_refill
+        from r3lite.rl.refill import refill
+
+        rl, seed, used = self.config.rl, self.config.common.seed, {s.question.id for s in sequences}
+
+        def paid(sequences, scored):
+            return [((s, p), p and p.total) for s, p in zip(sequences, scored, strict=True)]
+
+        def more(attempt: int, groups: int):
+            drawn = questions_of_refill(self.questions, number, attempt, groups, rl.num_generations, seed, used)
+            sequences = self.learner.grant.attempt("sample", self.engine.run, *drawn, self.retrieve)
+            used.update(s.question.id for s in sequences)
+            return paid(sequences, self.score([s.episode() for s in sequences]))
+
+        done = refill(paid(sequences, scored), more, rl.num_generations, rl.refill_limit)
+        sequences, scored = map(list, zip(*done.episodes, strict=True))
+        return sequences, scored, done.kept, done.metrics
 
     def score(self, episodes: list[Episode]) -> "list[Scored | None]":
         """What each episode is paid; None, a missing reward, if a judge was needed and failed."""
@@ -81,21 +107,30 @@ class RLTrainer:
         return self.learner.explain_overflow()
 
 
-def rewarded_rollouts(sequences: "list[Sequence]", scored: "list[Scored | None]", generations: int) -> "list[Rollout]":
-    """Episodes in numbers. One whose judge failed is left out: a missing reward is not a zero, and teaches nothing."""
+def rewarded_rollouts(
+    sequences: "list[Sequence]", scored: "list[Scored | None]", generations: int, kept: set[int] | None = None
+) -> "list[Rollout]":
+    """Episodes in numbers, of all groups or of those in `kept`.
+
+    One whose judge failed is left out: a missing reward is not a zero, and teaches nothing.
+    """
     from r3lite.rl.batch import Rollout
 
     return [
-        Rollout(s.tokens, s.action_mask, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)), i // generations)
+        Rollout(
+            s.tokens, s.action_mask, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)), i // generations,
+            cut_off=s.finish == CUT_OFF,
+        )
         for i, (s, paid) in enumerate(zip(sequences, scored, strict=True))
-        if paid is not None
-    ]
+        if paid is not None and (kept is None or i // generations in kept)
+    ]  # fmt: skip
 
 
 def train(config: PpoConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     import torch
 
+    from r3lite import rl_setup
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.rewards.judge import build_judge, note_on
@@ -108,84 +143,25 @@ def train(config: PpoConfig) -> None:
         retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
         judge = build_judge(config.judge, run.output, config.reward)
         torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
-        engine, learner, state = build(config, questions)
+        engine, learner, state = rl_setup.build(config, questions)
         trainer = RLTrainer(config, questions, engine, retrieve, judge, learner, state, run.output / EPISODES)
         if loop.train(run, trainer):
             print(f"done: {run.output / 'adapter'}; what it said: {run.output / EPISODES}{note_on(judge)}")
 
 
-def build(config: PpoConfig, questions: list[Question]) -> "tuple[Engine, Learner, TrainState]":
-    """The engine that samples, the learner and what a checkpoint holds: one model with two adapters."""
-    from r3lite.models.packing import common_prefix
-    from r3lite.models.weights import resolve_folder
-    from r3lite.policy import Training, load_policy
-    from r3lite.protocols.registry import build_protocol
-    from r3lite.protocols.tokenizer import Tokenizer
-    from r3lite.protocols.transcript import Layout
-    from r3lite.rl.algorithms import ALGORITHMS
-    from r3lite.rl.learner import Learner
-    from r3lite.rollout.engine import Engine
-    from r3lite.rollout.sampling import Sampler
-
-    rl, temperature = config.rl, config.sampling.temperature
-    protocol = build_protocol(config.protocol)  # a bad prompt file is refused before a model is downloaded
-    folder = resolve_folder(config.model.model)
-    tokenizer = Tokenizer.load(folder)
-    layout = Layout(tokenizer, protocol, config.lengths)
-    texts = [question.text for question in questions]
-    # What the first and the last in alphabetical order have in common, all have.
-    first, last = (layout.prompt(text) for text in (min(texts), max(texts)))
-    plan = plan_memory(config, common_prefix(first, last), len(questions))
-    algorithm = ALGORITHMS[rl.algorithm](rl)
-    training = Training(
-        config.lora,
-        command.usual("ppo", config).lora,
-        config.optimizer,
-        config.common.seed,
-        keep_reference=rl.kl_beta > 0,
-        critic_learning_rate=rl.value_learning_rate if algorithm.has_critic else None,
-    )
-    if not config.model.adapter:
-        print(
-            "warning: without --adapter, RL starts from a model that was never taught the step format", file=sys.stderr
-        )
-    policy = load_policy(folder, config.model, config.memory, plan, training)
-    policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
-    data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in questions]).encode()):08x}"
-    facts = {"algorithm": rl.algorithm, "questions": len(questions)}
-    state = policy.train_state(config.optimizer, config.model.model, data, facts)
-    model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
-    engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast)
-    learner = Learner(
-        model, tokenizer.size, temperature, rl, algorithm, policy.reference, precision, state.update, grant, critic
-    )
-    return engine, learner, state
-
-
-def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> "Plan":
-    """The memory plan of a round whose episodes all reach --max-length, and begin with `shared` tokens alike."""
-    from r3lite.memory.plan import make_plan
-    from r3lite.memory.workloads import rl_workload
-    from r3lite.rl.algorithms import ALGORITHMS
-
-    workload = rl_workload(
-        config.model, config.rl, config.lora, config.lengths, config.retrieval, shared,
-        critic=ALGORITHMS[config.rl.algorithm].has_critic, steps=config.rounds(questions),
-    )  # fmt: skip
-    return make_plan(workload, config.memory, config.sampling)
-
-
 def check(config: PpoConfig) -> None:
     """Refuses settings that contradict each other; UsageError says which."""
-    from r3lite.rl.algorithms import ALGORITHMS
+    from r3lite.rl import algorithms
 
     if config.sampling.temperature == 0:
         raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
-    ALGORITHMS[config.rl.algorithm](config.rl)  # refuses what contradicts it
+    algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
 
 
 def main(argv: list[str] | None = None) -> int:
     def plan(config: PpoConfig) -> str:
+        from r3lite.rl_setup import plan_memory
+
         check(config)
         return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_memory(config).table()}"
 

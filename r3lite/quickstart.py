@@ -142,18 +142,19 @@ def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, conf
         "searches": "mean_searches",
     }
     n = stages[0].scores["n"]
+    wide = max(len(name) for name in ("teacher", *(stage.name for stage in stages)))
     print(
-        f"\n== {n} test questions, greedy, real retrieval\n{'stage':<7}"
+        f"\n== {n} test questions, greedy, real retrieval\n{'stage':<{wide}}"
         + "".join(f"{c:>10}" for c in columns)
         + f"{'minutes':>10}"
     )
     rows = []
     about = f"   the {taught_by['n']} trajectories for SFT; hasty on purpose"
-    print(f"{'teacher':<7}{taught_by['em']:>10.3f}{taught_by['f1']:>10.3f}{about}")
+    print(f"{'teacher':<{wide}}{taught_by['em']:>10.3f}{taught_by['f1']:>10.3f}{about}")
     for stage in stages:
         values = {key: stage.scores[key]["value"] for key in columns.values()}
         rows.append({"stage": stage.name, "n": n, **values, "minutes": round(stage.minutes, 2)})
-        print(f"{stage.name:<7}" + "".join(f"{v:>10.3f}" for v in values.values()) + f"{stage.minutes:>10.1f}")
+        print(f"{stage.name:<{wide}}" + "".join(f"{v:>10.3f}" for v in values.values()) + f"{stage.minutes:>10.1f}")
     before, after = stages[-2:]
     value, low, high = paired_difference(after.each("em"), before.each("em"), seed=config.common.seed)
     interval = f"95 % interval {low:+.3f} to {high:+.3f}, paired bootstrap"

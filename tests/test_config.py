@@ -21,7 +21,6 @@ from r3lite.config import (
     check_required,
     field_docs,
     flat,
-    free_settings,
     resolve,
     sections,
     settings_with,
@@ -310,9 +309,9 @@ def test_what_a_resumed_run_may_change():
     anywhere = {"preset", "config", "output", "dry_run", "save_every", "keep_checkpoints", "stop_after", "resume"}
     anywhere |= {"vram_budget", "nf4_cache", "quantize"}
     limits = ("rpm", "concurrency", "timeout", "retries", "max_calls", "max_cost", "input_price", "output_price")
-    assert free_settings(settings.SftConfig()) == anywhere
+    assert command.free_settings(settings.SftConfig()) == anywhere
     judge = {f"judge_{name}" for name in (*limits, "cache")}
-    assert free_settings(settings.PpoConfig()) == anywhere | judge
+    assert command.free_settings(settings.PpoConfig()) == anywhere | judge
 
 
 @pytest.mark.parametrize("name", ["plan", "plan of RL", "quickstart"])

@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from r3lite.command import COMMANDS, usual
+from r3lite.config import flat, resolve, sections
 from r3lite.episode import Document, Question, Step
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN
 from r3lite.protocols.transcript import Layout
-from r3lite.settings import LengthSettings, ProtocolSettings
+from r3lite.rl.algorithms import ALGORITHMS, check
+from r3lite.settings import LengthSettings, PpoConfig, ProtocolSettings
+from r3lite.settings.rl import PAPERS
 
 ROOT = Path(__file__).parent.parent
 MAP, FORMATS = ROOT / "docs" / "architecture.md", ROOT / "docs" / "formats.md"
+ALGORITHMS_PAGE = ROOT / "docs" / "algorithms.md"
 DOCUMENTS = [
     Document("1", "Brenn", "Brenn is a film by Ann Dahl."),
     Document("2", "Dahl", "</information> is no tag here."),
@@ -42,7 +47,7 @@ def test_every_room_is_on_the_map():
     assert [room for room in rooms if f"  {room}/ " not in text] == []
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", MAP, FORMATS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [ROOT / "README.md", MAP, FORMATS, ALGORITHMS_PAGE], ids=lambda path: path.name)
 def test_links_to_files_lead_somewhere(path):
     links = re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text(encoding="utf-8"))
     assert [link for link in links if not (path.parent / link).exists()] == []
@@ -74,3 +79,34 @@ def test_every_fault_of_the_tags_is_in_their_table():
     text = FORMATS.read_text(encoding="utf-8")
     for fault, what in FAULTS.items():
         assert f"| `{fault}` | {what} | {'forgiven' if fault in FORGIVEN else 'a fault'} |" in text
+
+
+def test_every_algorithm_has_its_row_and_its_settings_are_those_of_the_code():
+    text = ALGORITHMS_PAGE.read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([^`]+)` \| arXiv", text, re.M) == list(ALGORITHMS)
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
+    header = re.search(r"^\| setting \|(.*)\|$", text, re.M)[1].split("|")
+    columns = [re.findall(r"`([^`]+)`", cell) for cell in header]
+    assert sorted(itertools.chain(*columns)) == sorted(ALGORITHMS)
+    rows = {
+        cells[0].strip("`"): cells[1:] for cells in table if len(cells) == len(columns) + 1 and cells[1][:5] != "arXiv"
+    }
+    assert set(rows) == {name for settings in PAPERS.values() for name in settings}
+    for name, cells in rows.items():
+        for algorithms, cell in zip(columns, cells, strict=True):
+            for algorithm in algorithms:
+                config = resolve("ppo", PpoConfig(), ["--algorithm", algorithm], COMMANDS)
+                assert str(flat(config)[name]) == cell, (name, algorithm)
+
+
+def test_the_example_of_every_algorithm_is_taken(tmp_path):
+    examples = re.findall(r"```toml\n(.*?)```", ALGORITHMS_PAGE.read_text(encoding="utf-8"), re.S)
+    chosen = []
+    for text in examples:
+        (tmp_path / "my.toml").write_text(text, encoding="utf-8")
+        config = resolve("ppo", PpoConfig(), ["--config", str(tmp_path / "my.toml")], COMMANDS)
+        check(config.rl, usual("ppo", config).rl, config.lengths)
+        for section in sections(config).values():
+            section.check()
+        chosen.append(config.rl.algorithm)
+    assert sorted(chosen) == sorted(ALGORITHMS)

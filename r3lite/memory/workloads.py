@@ -95,7 +95,7 @@ def rl_workload(
         step_rows=min(rl.mini_batch_size, episodes),
         scored_rows=most,
         shared=min(shared, lengths.max_length),
-        scores=bool(rl.kl_beta),
+        scores=bool(rl.kl_beta) + (rl.old_logprobs == "trainer"),
         adapters=2 if rl.kl_beta and model.adapter else 1,  # without --adapter, the bare base is the reference
         critic=critic,
         epochs=rl.update_epochs,

@@ -1,5 +1,7 @@
 """Advantages: how much better an action was than expected. Pure functions over tensors."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,27 +37,50 @@ def gae(rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lam:
     return advantages, (advantages + values) * action_mask
 
 
+def returns_to_go(rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
+    """What is paid at each action token and, discounted, at the action tokens after it: GAE without a critic [B, T]."""
+    return gae(rewards, torch.zeros_like(rewards), action_mask, gamma, 1.0)[0]
+
+
 def group_normalized(returns: Tensor, groups: Tensor, eps: float = 1e-4) -> Tensor:
     """GRPO's advantage (arXiv 2402.03300): (R - mean) / (std + eps) within a group, for returns and groups [B].
 
-    std is the sample standard deviation, as in TRL. A group of one, or one whose returns are all equal, gets 0, so it
-    has no gradient. (Nor may the rounding error of r - mean be one: AdamW would turn it into full steps.)
+    std is the sample standard deviation, as in TRL.
+    """
+    return _by_group(returns, groups, lambda r: (r - r.mean()) / (r.std() + eps))
+
+
+def group_centered(returns: Tensor, groups: Tensor) -> Tensor:
+    """Dr. GRPO's advantage (arXiv 2503.20783): R - mean within a group, for returns and groups [B]."""
+    return _by_group(returns, groups, lambda r: r - r.mean())
+
+
+def leave_one_out(returns: Tensor, groups: Tensor) -> Tensor:
+    """RLOO's advantage (arXiv 2402.14740): R less the mean of the group's others, for returns and groups [B]."""
+    return _by_group(returns, groups, lambda r: r - (r.sum() - r) / (len(r) - 1))
+
+
+def _by_group(returns: Tensor, groups: Tensor, compared: Callable[[Tensor], Tensor]) -> Tensor:
+    """The advantages [B] that `compared` gives each group's returns.
+
+    A group of one, or one whose returns are all equal, gets 0, so it has no gradient. (Nor may the rounding error of
+    r - mean be one: AdamW would turn it into full steps.)
     """
     advantages = torch.zeros_like(returns)
     for group in groups.unique():
         mine = groups == group
         r = returns[mine]
-        if not _all_equal(r):
-            advantages[mine] = (r - r.mean()) / (r.std() + eps)
+        if not all_equal(r):
+            advantages[mine] = compared(r)
     return advantages
 
 
 def share_without_variance(returns: Tensor, groups: Tensor) -> float:
     """Share of the groups whose returns are all equal, for returns and groups [B]."""
     kinds = groups.unique()
-    return sum(_all_equal(returns[groups == g]) for g in kinds) / len(kinds)
+    return sum(all_equal(returns[groups == g]) for g in kinds) / len(kinds)
 
 
-def _all_equal(returns: Tensor) -> bool:
+def all_equal(returns: Tensor) -> bool:
     """Whether returns are equal, up to the rounding of sums taken in another order."""
     return bool(returns.max() - returns.min() < 1e-6)

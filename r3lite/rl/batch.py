@@ -6,7 +6,7 @@ token t: whether the model sampled it, its log-probability given the tokens befo
 it, the reward paid after it.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 
 import torch
@@ -23,13 +23,14 @@ class Rollout:
     values: list[float]  # of the states before the action tokens
     rewards: list[tuple[int, float]]  # (index of an action token, amount)
     group: int  # the rollouts of one question share it
+    cut_off: bool = False  # it reached a token limit before its answer
 
 
 @dataclass(frozen=True)
 class Batch:
     """Rollouts padded on the right to [B, T]. Padding is never an action, so no loss and no mean reads it.
 
-    The last four fields are filled in while a round is learned from; until then they are None.
+    The last five fields are filled in while a round is learned from; until then they are None.
     """
 
     tokens: Tensor  # [B, T] long
@@ -38,6 +39,8 @@ class Batch:
     values: Tensor  # [B, T] of the critic while sampling, at actions
     rewards: Tensor  # [B, T]
     groups: Tensor  # [B] long
+    cut_off: Tensor  # [B] bool
+    rescored: Tensor | None = None  # [B, T] log-probabilities of the trainer before the round's first step, at actions
     reference: Tensor | None = None  # [B, T] log-probabilities under the reference policy, at actions
     advantages: Tensor | None = None  # [B, T] at actions
     value_targets: Tensor | None = None  # [B, T] what the critic should have said, at actions
@@ -68,6 +71,7 @@ class Batch:
             values=at_actions(r.values for r in rollouts),
             rewards=rewards,
             groups=torch.tensor([r.group for r in rollouts]),
+            cut_off=torch.tensor([r.cut_off for r in rollouts]),
         )
 
     def __len__(self) -> int:
@@ -77,6 +81,11 @@ class Batch:
         """The rollouts `index`, with all that is known of them."""
         known = {f.name: getattr(self, f.name) for f in fields(self)}
         return Batch(**{name: None if x is None else x[index] for name, x in known.items()})
+
+    @property
+    def old(self) -> Tensor:
+        """The log-probabilities [B, T] that ratios are taken to: the trainer's if it was asked, else the sampler's."""
+        return self.logprobs if self.rescored is None else self.rescored
 
     @property
     def returns(self) -> Tensor:
@@ -115,6 +124,8 @@ class ActionTokens:
     weights: Tensor
     reference: Tensor | None
     value_targets: Tensor | None
+    sampled: Tensor | None = None  # log-probabilities of the sampler, if those of old_logprobs are not
+    episode_log_ratios: Tensor | None = None  # mean log-ratio of each token's episode, if the algorithm asks for it
 
     @staticmethod
     def of(batch: Batch, device: torch.device) -> "ActionTokens":
@@ -122,13 +133,25 @@ class ActionTokens:
             return None if x is None else batch.at_actions(x).to(device, non_blocking=True)
 
         return ActionTokens(
-            old_logprobs=moved(batch.logprobs),
+            old_logprobs=moved(batch.old),
             old_values=moved(batch.values),
             advantages=moved(batch.advantages),
             weights=moved(batch.weights),
             reference=moved(batch.reference),
             value_targets=moved(batch.value_targets),
+            sampled=None if batch.rescored is None else moved(batch.logprobs),
         )
+
+    @property
+    def sampled_logprobs(self) -> Tensor:
+        """The log-probabilities that the sampler recorded."""
+        return self.old_logprobs if self.sampled is None else self.sampled
+
+    def with_episode_log_ratios(self, logprobs: Tensor, lengths: list[int]) -> "ActionTokens":
+        """The same with the mean log-ratio of each episode, from log-probabilities [N] of episodes so long."""
+        assert sum(lengths) == len(logprobs)
+        means = [ratios.mean().expand(len(ratios)) for ratios in (logprobs - self.old_logprobs).split(lengths)]
+        return replace(self, episode_log_ratios=torch.cat(means))
 
     def __getitem__(self, rows: slice) -> "ActionTokens":
         known = (getattr(self, f.name) for f in fields(self))

@@ -50,13 +50,15 @@ class Learner:
 
     def learn(self, batch: Batch, seed: str) -> dict[str, float]:
         """All optimizer steps of a round; returns its metrics. `seed` orders the mini-batches."""
+        if self.settings.old_logprobs == "trainer":
+            batch = replace(batch, rescored=self.grant.attempt("update", self.policy_logprobs, batch))
         if self.settings.kl_beta:
             batch = replace(batch, reference=self.grant.attempt("update", self.reference_logprobs, batch))
         batch = self.algorithm.with_advantages(batch)
         scaled = self.settings.negative_advantage_scale * batch.advantages
         batch = replace(batch, advantages=torch.where(batch.advantages < 0, scaled, batch.advantages))
         measured: list[Metrics] = []
-        log_ratios: list[Tensor] = []  # of the first epoch's mini-batches
+        log_ratios: list[Tensor] = []  # [2, N] of the first epoch's mini-batches, as `loss` returns them
         norms: list[float] = []
         for epoch in range(self.settings.update_epochs):
             for rows in self.mini_batches(batch, f"{seed}/{epoch}"):
@@ -72,14 +74,19 @@ class Learner:
         finite = [n for n in norms if math.isfinite(n)]  # a skipped step has none
         means |= {"grad_norm": statistics.fmean(finite or [math.inf])}
         means |= sampling_metrics(log_ratios, self.settings.clip_low, self.settings.clip_high)
-        return means | self.algorithm.statistics(batch)
+        return means | self.algorithm.follow_kl(means.get("kl")) | self.algorithm.statistics(batch)
 
-    @torch.no_grad()
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """Log-probabilities [B, T] of the action tokens under the reference: the same base, another adapter."""
+        with use_adapter(self.model, self.reference):
+            return self.policy_logprobs(batch)
+
+    @torch.no_grad()
+    def policy_logprobs(self, batch: Batch) -> Tensor:
+        """Log-probabilities [B, T] of the action tokens under the adapter that is switched on."""
         found = torch.zeros_like(batch.logprobs)
         chunk = self.grant.memory.loss_chunk
-        with use_adapter(self.model, self.reference), self.precision.autocast():
+        with self.precision.autocast():
             for rows in self.micro_batches(batch):
                 part = batch.rows(rows)
                 found[rows] = part.spread(
@@ -103,7 +110,7 @@ class Learner:
     def add_gradients(self, batch: Batch) -> tuple[Metrics, Tensor]:
         """Adds the gradients of a mini-batch's loss, micro-batch by micro-batch.
 
-        Returns sums over its N action tokens, and their log-ratios [N].
+        Returns sums over its N action tokens, and their log-ratios [2, N].
         """
         batch = replace(batch, weights=self.algorithm.weights(batch))
         measured: list[Metrics] = []
@@ -113,21 +120,22 @@ class Learner:
             self.precision.backward(loss)
             measured += more
             log_ratios.append(ratios)
-        return added(measured), torch.cat(log_ratios)
+        return added(measured), torch.cat(log_ratios, dim=1)
 
     def loss(self, batch: Batch) -> tuple[Tensor, list[Metrics], Tensor]:
         """The loss of a micro-batch, whose tokens have their weights; sums over its tokens, chunk by chunk; log-ratios.
 
-        The sums of the chunks are not added up here, so that a round adds all of them in one order. The log-ratios [N]
-        are those of its N action tokens: the log-probability now minus the one that the sampler recorded.
+        The sums of the chunks are not added up here, so that a round adds all of them in one order. The log-ratios
+        [2, N] are those of its N action tokens: the log-probability now minus the one that the sampler recorded, and
+        that of the algorithm.
         """
         self._last = batch
         known = ActionTokens.of(batch, self.model.head_weight.device)
-        log_ratios = torch.empty_like(known.old_logprobs)
+        log_ratios = known.old_logprobs.new_empty(2, len(known.old_logprobs))
 
         def policy_loss(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
-            some = known[rows]
-            log_ratios[rows] = logprobs.detach() - some.old_logprobs
+            some, now = known[rows], logprobs.detach()
+            log_ratios[0, rows], log_ratios[1, rows] = now - some.sampled_logprobs, self.algorithm.log_ratios(some, now)
             per_token, metrics = self.algorithm.loss(some, logprobs, entropy)
             return (per_token * some.weights).sum(), summed({"entropy": entropy} | metrics)
 
@@ -135,6 +143,9 @@ class Learner:
             hidden, tokens = action_states(self.model, batch)
             head = self.model.head_weight[: self.vocabulary]
             chunk = self.grant.memory.loss_chunk
+            if self.algorithm.has_episode_ratios:
+                logprobs, _ = token_logprobs(hidden.detach(), head, tokens, self.temperature, chunk)
+                known = known.with_episode_log_ratios(logprobs, batch.action_mask.sum(-1).tolist())
             loss, measured = token_loss(hidden, head, tokens, policy_loss, self.temperature, chunk, with_entropy=True)
             values = None if self.value_head is None else self.value_head(hidden)
         if values is not None:

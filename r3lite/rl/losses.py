@@ -5,13 +5,13 @@ from torch import Tensor
 
 
 def clipped_surrogate(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    log_ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate (arXiv 1707.06347, eq. 7): -min(r A, clip(r, 1 - low, 1 + high) A), r = exp(logp - old).
+    """Clipped surrogate (arXiv 1707.06347, eq. 7): -min(r A, clip(r, 1 - low, 1 + high) A), r = exp(log-ratio).
 
     Returns the loss, and as booleans the tokens whose gradient the clip removed: below (A < 0) and above (A > 0).
     """
-    ratio = (logprobs - old_logprobs).exp()
+    ratio = log_ratios.exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     return loss, {
         "clip_ratio/low_mean": (ratio < 1 - clip_low) & (advantages < 0),
@@ -19,18 +19,32 @@ def clipped_surrogate(
     }
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float) -> Tensor:
-    """Clipped value loss: 0.5 max((V - R)^2, (clip(V, old - c, old + c) - R)^2)."""
+def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> Tensor:
+    """0.5 max((V - R)^2, (clip(V, old - c, old + c) - R)^2), or 0.5 (V - R)^2 if `clip` is None."""
+    error = (values - targets) ** 2
+    if clip is None:
+        return 0.5 * error
     near = old_values + (values - old_values).clamp(-clip, clip)
-    return 0.5 * torch.maximum((values - targets) ** 2, (near - targets) ** 2)
+    return 0.5 * torch.maximum(error, (near - targets) ** 2)
 
 
 def k1_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased estimate of KL(policy || reference) per sampled token: logp - ref."""
+    """Unbiased estimate of KL(policy || reference) per sampled token: d = logp - ref.
+
+    Its own gradient is 0 in the mean, so it has its place in a reward and none in a loss.
+    """
     return logprobs - reference
 
 
+def k2_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Schulman's k2 estimate of the same, never negative: d^2 / 2. Biased, but its gradient is the divergence's."""
+    return 0.5 * (logprobs - reference) ** 2
+
+
 def k3_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Schulman's k3 estimate of the same, never negative: exp(d) - d - 1 with d = ref - logp."""
+    """Schulman's k3 estimate of the same, unbiased and never negative: exp(-d) + d - 1."""
     d = reference - logprobs
     return d.exp() - d - 1
+
+
+KL_ESTIMATES = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}

@@ -54,7 +54,7 @@ class PlanSettings(Section):
     """Plan."""
 
     algorithm: Literal["sft", Algorithm] = "sft"
-    """the run that is planned: sft takes the flags of sft, ppo and grpo those of ppo"""
+    """the run that is planned: sft takes the flags of sft, all others those of ppo"""
 
 
 @dataclass(frozen=True)

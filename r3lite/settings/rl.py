@@ -1,25 +1,49 @@
-"""Settings of reinforcement learning."""
+"""Settings of reinforcement learning, and those that each algorithm's paper has."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from r3lite.config import Bounds, Count, Fraction, NonNegative, Positive, Section
+from r3lite.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
 
-Algorithm = Literal["ppo", "grpo"]  # the keys of rl.algorithms.ALGORITHMS; a test holds them to it
+# The keys of rl.algorithms.ALGORITHMS; a test holds them to it.
+Algorithm = Literal["ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++"]
+
+# What --algorithm brings with it. The defaults below are those of ppo and grpo.
+PAPERS = {
+    "dr-grpo": {"kl_beta": 0.0},
+    "dapo": {
+        "clip_high": 0.28,
+        "kl_beta": 0.0,
+        "refill_limit": 3,
+        "overlong_filter": "on",
+        "overlong_penalty": 1.0,
+    },
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_beta": 0.0, "old_logprobs": "trainer"},
+}
 
 
 @dataclass(frozen=True)
 class RLSettings(Section):
     """Reinforcement learning."""
 
+    implied: ClassVar = {"algorithm": PAPERS}
+
     algorithm: Algorithm = "ppo"
-    """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (arXiv 2402.03300)"""
+    """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (2402.03300); dr-grpo: without its biases
+    (2503.20783); dapo: higher clip, refilled groups (2503.14476); gspo: one ratio an episode (2507.18071); rloo: the
+    others' mean as baseline (2402.14740); reinforce++: whitened over the round (2501.03262). Each brings its paper's
+    settings, which the flags below then change; see docs/algorithms.md"""
     batch_size: Annotated[int, Bounds(low=1, high=4096)] = 8
     """questions of one round"""
     num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
     """episodes sampled per question"""
     kl_beta: NonNegative = 0.001
     """weight of the KL divergence from the reference adapter"""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """of the KL divergence, with d = log pi - log reference: k1 d; k2 d^2 / 2; k3 exp(-d) + d - 1; by default k1 if the
+    algorithm takes the KL off the reward (ppo, rloo, reinforce++), k3 if it adds it to the loss (the others)"""
+    kl_target: Positive | None = None
+    """adapt --kl-beta from round to round so that the KL divergence becomes this, in nats a token (arXiv 1909.08593)"""
     update_epochs: Annotated[int, Bounds(low=1, high=100)] = 1
     """passes over the episodes of a round"""
     mini_batch_size: Count = 16
@@ -30,8 +54,26 @@ class RLSettings(Section):
     """the probability ratio is clipped below at 1 - this"""
     clip_high: NonNegative = 0.2
     """the probability ratio is clipped above at 1 + this"""
-    value_clip: NonNegative = 0.2
-    """values are clipped at this distance from the old ones (ppo)"""
+    old_logprobs: Literal["sampler", "trainer"] = "sampler"
+    """the ratio is taken to the log-probabilities that the sampler recorded, or to those that the trainer finds with
+    the same weights, which takes one more pass over the round's episodes"""
+    importance_cap: Positive | None = None
+    """weigh each token's policy loss with pi of the trainer / pi of the sampler, at most this (truncated importance
+    sampling); needs --old-logprobs trainer"""
+    refill_limit: Whole = 0
+    """how often in a round groups whose rewards are all equal are left out and as many other questions sampled; 0: such
+    groups stay (algorithms that compare the episodes of a question)"""
+    overlong_filter: Literal["off", "on"] = "off"
+    """on: no loss on episodes that were cut off (dapo)"""
+    overlong_penalty: NonNegative = 0.0
+    """most that is taken off the reward of a long episode (dapo)"""
+    overlong_cache: Annotated[float, Bounds(above=0, high=1)] = 0.2
+    """the penalty rises over this last share of the tokens that an episode may sample (dapo)"""
+    length_constant: Count | None = None
+    """what the sum of an episode's token losses is divided by (dr-grpo); by default the most tokens that an episode may
+    sample"""
+    value_clip: NonNegative | None = 0.2
+    """values are clipped at this distance from the old ones; none: they are not clipped (ppo)"""
     value_coefficient: NonNegative = 0.1
     """weight of the value loss (ppo)"""
     value_learning_rate: Positive = 1e-3
@@ -39,7 +81,7 @@ class RLSettings(Section):
     negative_advantage_scale: NonNegative = 1.0
     """negative advantages are multiplied by this; below 1 a small model drifts less into noise"""
     gamma: Fraction = 1.0
-    """discount (ppo)"""
+    """discount (ppo, reinforce++)"""
     gae_lambda: Fraction = 0.95
     """lambda of generalized advantage estimation (arXiv 1506.02438) (ppo)"""
     entropy_coefficient: NonNegative = 0.0

@@ -19,6 +19,11 @@ class LengthSettings(Section):
     max_document_tokens: Tokens = 160
     """most tokens of one document; longer ones are cut"""
 
+    @property
+    def most_sampled(self) -> int:
+        """The most tokens that the model can write in an episode."""
+        return min((self.max_hops + 1) * self.max_new_tokens, self.max_length)
+
 
 @dataclass(frozen=True)
 class SamplingSettings(Section):

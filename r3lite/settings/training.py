@@ -1,8 +1,9 @@
 """Settings of the loop around a step: length, checkpoints, optimizer."""
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from r3lite.config import Count, Fraction, Free, NonNegative, Positive, Section, Whole
+from r3lite.config import Count, Fraction, Free, NonNegative, Positive, Section, UsageError, Whole
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,35 @@ class Schedule(Section):
 class OptimizerSettings(Section):
     """Optimizer."""
 
+    implied: ClassVar = {
+        "learning_rate_schedule": {
+            "cosine": {"min_learning_rate": 0.1},
+            "linear": {"min_learning_rate": 0.0},
+            "constant": {"min_learning_rate": 1.0},
+        }
+    }
+
     learning_rate: Positive = 2e-4
     """peak learning rate of AdamW on the adapter"""
+    learning_rate_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """how the rate goes from its peak to --min-learning-rate; choosing one brings the latter: 0.1, 0 and 1"""
     min_learning_rate: Fraction = 0.1
-    """end of the cosine, as a fraction of the peak; 1: constant after the warm-up"""
+    """end of the schedule, as a fraction of the peak; 1: constant after the warm-up"""
     warmup: Fraction = 0.03
     """fraction of the steps in which the rate rises linearly"""
     weight_decay: NonNegative = 0.0
     """decoupled weight decay"""
     max_grad_norm: Positive = 1.0
     """gradients are clipped to this norm"""
+
+    def check(self) -> None:
+        if self.learning_rate_schedule == "constant" and self.min_learning_rate != 1:
+            raise UsageError(
+                f"--min-learning-rate is {self.min_learning_rate}, and a constant rate does not fall: leave one of "
+                "--min-learning-rate and --learning-rate-schedule constant out"
+            )
+        if self.learning_rate_schedule == "linear" and self.min_learning_rate == 1:
+            raise UsageError(
+                "--min-learning-rate is 1, and a linear schedule to it does not fall: pass a smaller one, or "
+                "--learning-rate-schedule constant"
+            )

@@ -74,7 +74,8 @@ def _step(run: RunFolder, trainer: Trainer, number: int, interrupts: Interrupts,
     A step that ends early, before it changed a weight, counts as not taken: the state before it is saved.
     """
     state, settings = trainer.state, run.settings
-    share = optim.rate(number, trainer.total, settings["warmup"], settings["min_learning_rate"])
+    shape = settings["warmup"], settings["min_learning_rate"], settings["learning_rate_schedule"]
+    share = optim.rate(number, trainer.total, *shape)
     learning_rate = optim.set_rate(state.optimizer, share)
     before, start = state.snapshot(), time.perf_counter()
     try:

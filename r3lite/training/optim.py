@@ -34,16 +34,20 @@ def parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     return {n: p for g in optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
 
 
-def rate(step: int, total: int, warmup: float, floor: float) -> float:
-    """Learning rate of step 1..total as a share of the peak: linear warm-up, then a cosine towards `floor`.
+def rate(step: int, total: int, warmup: float, floor: float, schedule: str = "cosine") -> float:
+    """Learning rate of step 1..total as a share of the peak: linear warm-up, then a cosine or a line towards `floor`.
 
     With w = ceil(warmup * total) steps of warm-up, step k <= w has k / (w + 1); step w + 1 has the whole peak, and
-    the cosine would reach `floor` one step after the last, so that no step is without effect even at floor 0.
+    `floor` would be reached one step after the last, so that no step is without effect even at floor 0. With schedule
+    "constant", the floor is 1.
     """
     assert 1 <= step <= total, (step, total)
     w = min(math.ceil(warmup * total), total - 1)
     if step <= w:
         return step / (w + 1)
+    assert schedule != "constant" or floor == 1
+    if schedule == "linear":
+        return floor + (1 - floor) * (1 - (step - 1 - w) / (total - w))
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * (step - 1 - w) / (total - w)))
 
 

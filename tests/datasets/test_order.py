@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from r3lite.datasets.order import questions_of_round, rows_of_step
+from r3lite.datasets.order import questions_of_refill, questions_of_round, rows_of_step
 from r3lite.episode import Question
 
 
@@ -27,3 +27,16 @@ def test_rounds_draw_every_question_once_an_epoch_and_need_no_memory():
         questions_of_round(questions, 3, 2, 2, seed=0) == drawn[2]
         and questions_of_round(questions, 3, 2, 2, seed=1) != drawn[2]
     )
+
+
+def test_a_refill_takes_other_questions_if_there_are_and_needs_no_memory():
+    questions = [Question(str(i), "?", ("a",)) for i in range(5)]
+    drawn = [questions_of_refill(questions, 3, attempt, 2, 2, 0, {"0", "1", "4"}) for attempt in (1, 2, 3)]
+    assert all([q.id for q in qs] in (list("2233"), list("3322")) for qs, _ in drawn)
+    seeds = [s for _, ss in drawn for s in ss] + questions_of_round(questions, 3, 2, 2, seed=0)[1]
+    assert len(set(seeds)) == len(seeds) == 16
+    assert questions_of_refill(questions, 3, 2, 2, 2, 0, {"0", "1", "4"}) == drawn[1]
+    assert questions_of_refill(questions, 4, 2, 2, 2, 0, {"0", "1", "4"})[1] != drawn[1][1]
+    # All have been drawn, or more are needed than there are: some come again.
+    again, _ = questions_of_refill(questions, 3, 1, 6, 1, 0, set("01234"))
+    assert Counter(q.id for q in again).most_common()[0][1] == 2 and {q.id for q in again} == set("01234")

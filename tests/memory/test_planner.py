@@ -93,6 +93,12 @@ def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plan
     [
         ("ppo", ["--dtype", "bf16"]),
         ("grpo", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
+        ("dr-grpo", ["--dtype", "bf16"]),
+        ("dapo", ["--dtype", "bf16", "--refill-limit", "0"]),  # all are paid alike, and shall be learned from
+        ("gspo", ["--dtype", "bf16"]),
+        ("gspo", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
+        ("rloo", ["--dtype", "bf16", "--old-logprobs", "trainer", "--importance-cap", "2"]),
+        ("reinforce++", ["--dtype", "bf16"]),
     ],
 )
 def test_a_round_of_reinforcement_learning_takes_what_was_planned(
@@ -109,7 +115,8 @@ def test_a_round_of_reinforcement_learning_takes_what_was_planned(
     with LiveTensors() as counter:
         assert ppo.main(flags(folder, tmp_path, *sizes, *more)) == 0
     assert plans[0].peak == pytest.approx(counter.peak, rel=0.04)
-    assert plans[0].workload.scores and plans[0].workload.critic == (algorithm == "ppo")
+    passes = {"dr-grpo": 0, "dapo": 0, "rloo": 2}.get(algorithm, 1)  # without gradients; gspo's is its own policy's
+    assert plans[0].workload.scores == passes and plans[0].workload.critic == (algorithm == "ppo")
 
 
 def test_thirty_rounds_hold_no_more_than_three(tmp_path, small_model, write_folder, monkeypatch):

@@ -20,3 +20,10 @@ def test_an_episode_is_recorded_with_what_it_was_paid():
     paid, missing = episode_records(7, [episode] * 2, [Scored([1.0], {"em": 1.0}), None])
     assert (paid["step"], paid["id"], paid["rewards"], paid["step_rewards"]) == (7, "q", {"em": 1.0}, [1.0])
     assert missing["rewards"] is None and missing["step_rewards"] is None
+
+
+def test_where_some_groups_are_left_out_each_episode_says_whether_it_was_learned_from():
+    episode = Episode(Question("q", "q?", ("a",)), [Step("x", answer="a")], "answered")
+    records = episode_records(7, [episode] * 4, [Scored([1.0])] * 4, kept={1}, generations=2)
+    assert [record["learned"] for record in records] == [False, False, True, True]
+    assert "learned" not in episode_records(7, [episode], [Scored([1.0])])[0]

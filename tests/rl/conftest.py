@@ -13,12 +13,18 @@ from r3lite.models.value_head import ValueHead
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import Learner, action_logprobs
-from r3lite.settings import RLSettings
+from r3lite.settings import LengthSettings, RLSettings
+from r3lite.settings.rl import PAPERS
 
 VOCABULARY = 290
 # Two rollouts for each of two questions, with retrieved tokens (the gaps) and of different lengths.
-ACTIONS = ["..aa..aaa", "..aaa.aa", "..a....aaaa", "..aaaaa"]
+ACTIONS = ["..aa..aaa", "..aa.a", "..a....aaaa", "..aaaaaa"]
 PAID = [1.0, 0.2, 0.5, 0.0]
+
+
+def paper(name: str, **settings) -> RLSettings:
+    """The settings of an algorithm as its paper has them, but for those given."""
+    return RLSettings(**({"algorithm": name} | PAPERS.get(name, {}) | settings))
 
 
 @pytest.fixture
@@ -37,19 +43,36 @@ def model(small_model):
 
 
 @pytest.fixture
-def batch(model):
-    """Random tokens with the log-probs that the model gives them, as an on-policy sampler would record."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for i, (pattern, paid) in enumerate(zip(ACTIONS, PAID)):
-        mask = [c == "a" for c in pattern]
-        tokens = torch.randint(0, VOCABULARY, (len(mask),), generator=generator).tolist()
-        ends = [t for t in range(len(mask)) if mask[t] and mask[t + 1 : t + 2] != [True]]
-        rewards = [(end, 0.1) for end in ends] + [(ends[-1], paid)]
-        made.append(Rollout(tokens, mask, [0.0] * sum(mask), [0.3] * sum(mask), rewards, i // 2))
-    batch = Batch.of(made)
-    with torch.no_grad():
-        return replace(batch, logprobs=batch.spread(action_logprobs(model, batch, VOCABULARY, 1.0)))
+def sampled(model):
+    """Makes a batch, two rollouts a question: random tokens with the log-probs that the model gives them, as an
+    on-policy sampler would record. `paid` is paid at the end of each, 0.1 at the end of each turn."""
+
+    def make(actions: list[str], paid: list[float], per_turn: float = 0.1) -> Batch:
+        generator = torch.Generator().manual_seed(0)
+        made = []
+        for i, (pattern, amount) in enumerate(zip(actions, paid, strict=True)):
+            mask = [c == "a" for c in pattern]
+            tokens = torch.randint(0, VOCABULARY, (len(mask),), generator=generator).tolist()
+            ends = [t for t in range(len(mask)) if mask[t] and mask[t + 1 : t + 2] != [True]]
+            rewards = [(end, per_turn) for end in ends] + [(ends[-1], amount)]
+            made.append(Rollout(tokens, mask, [0.0] * sum(mask), [0.3] * sum(mask), rewards, i // 2))
+        batch = Batch.of(made)
+        with torch.no_grad():
+            return replace(batch, logprobs=batch.spread(action_logprobs(model, batch, VOCABULARY, 1.0)))
+
+    return make
+
+
+@pytest.fixture
+def batch(sampled):
+    return sampled(ACTIONS, PAID)
+
+
+def moved(batch: Batch, size: float = 0.4) -> Batch:
+    """The batch as if another policy had sampled it, with ratios on both sides of 1."""
+    generator = torch.Generator().manual_seed(7)
+    noise = torch.randn(batch.logprobs.shape, generator=generator) * size * batch.action_mask
+    return replace(batch, logprobs=batch.logprobs + noise)
 
 
 @pytest.fixture
@@ -70,8 +93,11 @@ def setup(model):
     """Makes a learner of an algorithm (a name or a class), and the list of gradients that its steps would have used."""
 
     def make(algorithm="ppo", **settings):
-        settings = RLSettings(**({"kl_beta": 0.05, "mini_batch_size": 4, "micro_batch_size": 4} | settings))
-        algorithm = (ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm)(settings)
+        lengths = settings.pop("lengths", LengthSettings())
+        settings = {"kl_beta": 0.05, "mini_batch_size": 4, "micro_batch_size": 4} | settings
+        settings = paper(algorithm, **settings) if isinstance(algorithm, str) else RLSettings(**settings)
+        made = ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm
+        algorithm = made(settings, lengths)
         parameters = list(lora.adapter_parameters(model, "policy").values())
         head = ValueHead(64) if algorithm.has_critic else None
         if head is not None:

@@ -20,7 +20,7 @@ def test_observations_carry_nothing(batch, gradients, algorithm):
         return x + torch.randn(x.shape) * 10 * ~batch.action_mask
 
     changed = replace(batch, values=noisy(batch.values), logprobs=noisy(batch.logprobs))
-    if algorithm == "ppo":  # GRPO's return is the sum of all rewards, which are paid at actions only
+    if algorithm in ("ppo", "reinforce++"):  # of others, the return is the sum of all rewards, paid at actions only
         changed = replace(changed, rewards=noisy(batch.rewards))
     (got,), again = gradients(changed, algorithm)
     assert torch.equal(got, expected) and expected.norm() > 0

@@ -16,8 +16,15 @@ OUTSIDE = "sampling/outside_clip_first_epoch"
 def test_by_hand():
     """The differences are those of the first mini-batch; of all ratios 0.74, 1.2 and 0.7 are outside 0.8 to 1.1."""
     first, second = torch.tensor([0.0, -0.3, 0.06]), torch.tensor([math.log(1.2), math.log(0.7)])
-    found = sampling_metrics([first, second], clip_low=0.2, clip_high=0.1)
+    token = [torch.stack((x, x)) for x in (first, second)]
+    found = sampling_metrics(token, clip_low=0.2, clip_high=0.1)
     assert found == pytest.approx({MEAN: 0.12, MAX: 0.3, OUTSIDE: 3 / 5}, rel=1e-6)
+
+
+def test_the_ratio_that_is_clipped_may_be_another_one():
+    """Each token differs by 0.3 one way or the other; the mean of both, which is clipped, does not."""
+    found = sampling_metrics([torch.tensor([[0.3, -0.3], [0.0, 0.0]])], clip_low=0.2, clip_high=0.2)
+    assert found == pytest.approx({MEAN: 0.3, MAX: 0.3, OUTSIDE: 0.0})
 
 
 def test_the_differences_are_those_before_the_first_optimizer_step(batch, setup, model):

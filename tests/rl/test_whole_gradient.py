@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from r3lite.models import lora
-from r3lite.settings import RLSettings
+from r3lite.settings import LengthSettings, RLSettings
 from tests.rl.conftest import ACTIONS, VOCABULARY
 from tests.rl.plain import hidden_states
 
@@ -96,6 +96,100 @@ def grpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
     return found
 
 
+AT = [[t for t, c in enumerate(pattern) if c == "a"] for pattern in ACTIONS]
+LENGTHS = LengthSettings(max_hops=1, max_new_tokens=4)  # an episode samples at most 8 tokens
+
+
+def off_reference(plain: Plain, batch, row: int) -> Tensor:
+    """log pi_old - log pi_ref [n] of an episode's action tokens."""
+    return batch.logprobs[row, AT[row]].double() - plain.episode(batch.tokens[row], AT[row], "reference")[0].detach()
+
+
+def terms(s: RLSettings, plain: Plain, batch, row: int, advantage: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each action token of an episode, the surrogate with the bonus, and k2 of the KL [n]; `advantage` [n] or []."""
+    logprobs, entropies, _ = plain.episode(batch.tokens[row], AT[row])
+    d = logprobs - plain.episode(batch.tokens[row], AT[row], "reference")[0].detach()
+    ratio = (logprobs - batch.logprobs[row, AT[row]].double()).exp()
+    return surrogate(s, ratio, advantage) + s.entropy_coefficient * entropies, d**2 / 2
+
+
+def others(row: int) -> int:
+    """The other episode of a group of two."""
+    return row + 1 if row % 2 == 0 else row - 1
+
+
+def dr_grpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
+    """arXiv 2503.20783: no std, and a constant, 8 tokens, in place of each length. The KL is k2."""
+    paid, found = batch.rewards.double().sum(-1), []
+    for rows in steps:
+        loss = 0.0
+        for row in rows:
+            advantage = scaled(s, paid[row] - (paid[row] + paid[others(row)]) / 2)
+            gain, kl = terms(s, plain, batch, row, advantage)
+            loss = loss - (gain - s.kl_beta * kl).sum() / 8 / len(rows)
+        found.append(torch.autograd.grad(loss, plain.parameters))
+    return found
+
+
+def dapo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
+    """arXiv 2503.14476, eq. 8 and 13, with L_max = 8 and L_cache = 4; episode 3 was cut off and has no loss."""
+    penalty = torch.tensor([max(0.0, (len(t) - (8 - 4)) / 4) for t in AT]).double()
+    assert penalty.tolist() == [0.25, 0.0, 0.25, 0.5]
+    paid, found = batch.rewards.double().sum(-1) - s.overlong_penalty * penalty, []
+    for rows in steps:
+        loss, tokens = torch.zeros(()).double(), sum(len(AT[row]) for row in rows if row != 3)
+        for row in rows:
+            if row != 3:
+                pair = paid[[row, others(row)]]
+                advantage = scaled(s, (paid[row] - pair.mean()) / (pair.std() + 1e-4))
+                gain, kl = terms(s, plain, batch, row, advantage)
+                loss = loss - (gain - s.kl_beta * kl).sum() / tokens
+        found.append(torch.autograd.grad(loss, plain.parameters))
+    return found
+
+
+def gspo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
+    """arXiv 2507.18071, eq. 5 to 7 as they stand: the gradient goes through the ratio of the whole episode."""
+    paid, found = batch.rewards.double().sum(-1), []
+    for rows in steps:
+        losses = []
+        for row in rows:
+            pair = paid[[row, others(row)]]
+            advantage = scaled(s, (paid[row] - pair.mean()) / (pair.std() + 1e-4))
+            logprobs, entropies, _ = plain.episode(batch.tokens[row], AT[row])
+            ratio = (logprobs.sum() - batch.logprobs[row, AT[row]].double().sum()).exp() ** (1 / len(AT[row]))
+            _, kl = terms(s, plain, batch, row, advantage)
+            more = s.kl_beta * kl - s.entropy_coefficient * entropies
+            losses.append(-surrogate(s, ratio, advantage) + more.mean())
+        found.append(torch.autograd.grad(sum(losses) / len(rows), plain.parameters))
+    return found
+
+
+def rloo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
+    """arXiv 2402.14740: the KL in the reward, the other episode as baseline, a sum over tokens."""
+    kl = torch.stack([off_reference(plain, batch, row).sum() for row in range(4)])
+    paid, found = batch.rewards.double().sum(-1) - s.kl_beta * kl, []
+    for rows in steps:
+        gains = [terms(s, plain, batch, row, scaled(s, paid[row] - paid[others(row)]))[0].sum() for row in rows]
+        found.append(torch.autograd.grad(-sum(gains) / len(rows), plain.parameters))
+    return found
+
+
+def reinforce_pp_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
+    """arXiv 2501.03262: what is paid from a token on, whitened over the round; a mean over tokens."""
+    worth = []
+    for row, t in enumerate(AT):
+        paid = batch.rewards[row, t].double() - s.kl_beta * off_reference(plain, batch, row)
+        worth.append(torch.stack([sum(s.gamma ** (k - i) * paid[k] for k in range(i, len(t))) for i in range(len(t))]))
+    every = torch.cat(worth)
+    worth = [scaled(s, (a - every.mean()) / (every.var(correction=0) + 1e-8).sqrt()) for a in worth]
+    found = []
+    for rows in steps:
+        gains = torch.cat([terms(s, plain, batch, row, worth[row])[0] for row in rows])
+        found.append(torch.autograd.grad(-gains.mean(), plain.parameters))
+    return found
+
+
 @pytest.fixture
 def off_policy(batch, model):
     """The batch as another policy's: ratios on both sides of the clip, and values far from and near to the critic's."""
@@ -106,17 +200,31 @@ def off_policy(batch, model):
         logprobs[row, t] = plain.episode(batch.tokens[row], t)[0].detach().float()
     noise = torch.randn(logprobs.shape, generator=generator) * 0.4 * batch.action_mask
     values = torch.randn(logprobs.shape, generator=generator) * 0.7 * batch.action_mask
-    return replace(batch, logprobs=logprobs + noise, values=values)
+    cut_off = torch.tensor([False, False, False, True])
+    return replace(batch, logprobs=logprobs + noise, values=values, cut_off=cut_off)
 
 
 @pytest.mark.parametrize(
     ("micro_batch_size", "mini_batch_size", "chunk"), [(4, 4, 128), (4, 4, 3), (1, 4, 128), (2, 2, 2)]
 )
-@pytest.mark.parametrize(("algorithm", "formula"), [("ppo", ppo_gradients), ("grpo", grpo_gradients)])
+@pytest.mark.parametrize(
+    ("algorithm", "formula", "more"),
+    [
+        ("ppo", ppo_gradients, {}),
+        ("grpo", grpo_gradients, {}),
+        ("dr-grpo", dr_grpo_gradients, {"kl_estimator": "k2"}),
+        ("dapo", dapo_gradients, {"kl_estimator": "k2", "overlong_cache": 0.5, "overlong_penalty": 0.7}),
+        # A whole episode's ratio differs from 1 by less.
+        ("gspo", gspo_gradients, {"kl_estimator": "k2", "clip_low": 0.05, "clip_high": 0.1, "old_logprobs": "sampler"}),
+        ("rloo", rloo_gradients, {}),
+        ("reinforce++", reinforce_pp_gradients, {}),
+    ],
+)
 def test_every_parameter_gets_the_gradient_of_the_formula(
-    setup, model, off_policy, algorithm, formula, micro_batch_size, mini_batch_size, chunk
+    setup, model, off_policy, algorithm, formula, more, micro_batch_size, mini_batch_size, chunk
 ):
-    made = setup(algorithm, **SETTINGS, micro_batch_size=micro_batch_size, mini_batch_size=mini_batch_size)
+    sizes = {"micro_batch_size": micro_batch_size, "mini_batch_size": mini_batch_size, "lengths": LENGTHS}
+    made = setup(algorithm, **{**SETTINGS, **sizes, **more})
     learner = made.learner
     learner.temperature = TEMPERATURE
     learner.grant.memory = replace(learner.grant.memory, loss_chunk=chunk)

@@ -1,10 +1,43 @@
 """The algorithms, by the name that --algorithm takes. A new one is a file in this folder and a line here."""
 
+from r3lite.config import UsageError
 from r3lite.rl.algorithms.base import Algorithm
+from r3lite.rl.algorithms.dapo import Dapo
+from r3lite.rl.algorithms.dr_grpo import DrGrpo
 from r3lite.rl.algorithms.grpo import Grpo
+from r3lite.rl.algorithms.gspo import Gspo
 from r3lite.rl.algorithms.ppo import Ppo
+from r3lite.rl.algorithms.reinforce_pp import ReinforcePlusPlus
+from r3lite.rl.algorithms.rloo import Rloo
+from r3lite.settings import LengthSettings, RLSettings
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "ppo": Ppo,
     "grpo": Grpo,
+    "dr-grpo": DrGrpo,
+    "dapo": Dapo,
+    "gspo": Gspo,
+    "rloo": Rloo,
+    "reinforce++": ReinforcePlusPlus,
 }
+# Settings that do nothing while another one is 0.
+IDLE_WITHOUT = {"kl_estimator": "kl_beta", "overlong_cache": "overlong_penalty"}
+
+
+def check(settings: RLSettings, usual: RLSettings, lengths: LengthSettings) -> None:
+    """Raises UsageError if settings contradict each other or the algorithm, or would do nothing.
+
+    `usual` are the same settings without flags and files: a value that differs was asked for.
+    """
+    algorithm = ALGORITHMS[settings.algorithm](settings, lengths)
+    some_read = frozenset().union(*(other.own for other in ALGORITHMS.values()))
+    for name, value in vars(settings).items():
+        if value == getattr(usual, name):
+            continue
+        flag = "--" + name.replace("_", "-")
+        if name in some_read - algorithm.own:
+            readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own)
+            raise UsageError(f"{flag} is {value}, and {settings.algorithm} has no use for it: it is for {readers}")
+        needed = IDLE_WITHOUT.get(name)
+        if needed and not getattr(settings, needed):
+            raise UsageError(f"{flag} is {value}, and --{needed.replace('_', '-')} is 0: it would do nothing")

@@ -1,24 +1,66 @@
 """What an algorithm has to say. The learner does everything else, and is the same for all of them."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
+from r3lite.config import UsageError
 from r3lite.rl import losses
 from r3lite.rl.advantages import share_without_variance
 from r3lite.rl.batch import ActionTokens, Batch
-from r3lite.settings import RLSettings
+from r3lite.rl.kl import KlFactor
+from r3lite.settings import LengthSettings, RLSettings
 
 
 class Algorithm(ABC):
-    """The methods stand in the order in which the learner calls them. An algorithm holds its settings and no state."""
+    """The methods stand in the order in which the learner calls them.
+
+    An algorithm holds its settings and the limits of an episode; its only state is a factor of the KL's weight.
+    What most papers share is here: the KL in the reward or in the loss, groups, and PPO's clipped loss.
+    """
 
     has_critic: ClassVar[bool] = False  # if so, a value head is trained, and `value_loss` is its loss
+    has_groups: ClassVar[bool] = False  # if so, the episodes of one question are compared
+    has_episode_ratios: ClassVar[bool] = False  # if so, `known.episode_log_ratios` is there for `log_ratios`
+    kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
+    own: ClassVar[frozenset[str]] = frozenset()  # settings that it reads and some other algorithm does not
 
-    def __init__(self, settings: RLSettings):
-        """Raises UsageError if the settings contradict the algorithm."""
-        self.settings = settings
+    def __init__(self, settings: RLSettings, lengths: LengthSettings):
+        """Raises UsageError if the settings contradict each other or the algorithm."""
+        s = self.settings = settings
+        self.lengths = lengths
+        self.kl = KlFactor(s.kl_target)
+        self.estimator = s.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
+        if self.has_groups and s.num_generations == 1:
+            raise UsageError(
+                f"--num-generations is 1; {s.algorithm.upper()} compares episodes of one question: pass 2 or more, "
+                "such as 8"
+            )
+        if s.kl_target and not s.kl_beta:
+            raise UsageError("--kl-target adapts --kl-beta, and that is 0, which no factor changes: pass one above 0")
+        if s.kl_beta and self.kl_in == "loss" and self.estimator == "k1":
+            raise UsageError(
+                f"--kl-estimator k1 in the loss of {s.algorithm} has a gradient that is 0 in the mean: pass k2 or k3"
+            )
+        if s.importance_cap is not None and s.old_logprobs == "sampler":
+            raise UsageError(
+                "--importance-cap weighs what the sampler recorded against the trainer's log-probabilities: pass "
+                "--old-logprobs trainer, too"
+            )
+
+    @property
+    def kl_weight(self) -> float:
+        """beta of this round."""
+        return self.settings.kl_beta * self.kl.value
+
+    def paid(self, batch: Batch) -> Tensor:
+        """The rewards [B, T], less beta KL at every action token if that is where the algorithm has its KL."""
+        if self.kl_in == "loss" or batch.reference is None:
+            return batch.rewards
+        kl = losses.KL_ESTIMATES[self.estimator](batch.old, batch.reference)
+        return batch.rewards - self.kl_weight * kl * batch.action_mask
 
     @abstractmethod
     def with_advantages(self, batch: Batch) -> Batch:
@@ -28,35 +70,60 @@ class Algorithm(ABC):
         """
 
     def units(self, batch: Batch) -> list[list[int]]:
-        """Rows that stay together when an epoch is shuffled into mini-batches; by default each row alone."""
-        return [[i] for i in range(len(batch))]
+        """Rows that stay together when an epoch is shuffled into mini-batches: each alone, or the groups.
+
+        Episodes that are compared are learned from in one step, and share one prompt.
+        """
+        if not self.has_groups:
+            return [[i] for i in range(len(batch))]
+        return [torch.nonzero(batch.groups == g)[:, 0].tolist() for g in batch.groups.unique()]
 
     @abstractmethod
     def weights(self, batch: Batch) -> Tensor:
         """The weight [B, T] of each action token in the loss of a mini-batch: the loss is sum(weight * loss)."""
 
-    @abstractmethod
+    def log_ratios(self, known: ActionTokens, logprobs: Tensor) -> Tensor:
+        """The logarithm [n] of the ratio that is clipped, of n action tokens; by default that of each token."""
+        return logprobs - known.old_logprobs
+
     def loss(self, known: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [n] of each of n action tokens, and further metrics [n], which are logged as means over tokens.
 
-        `logprobs` [n] are the policy's now, `entropy` [n] that of its distributions; both have gradients.
+        `logprobs` [n] are the policy's now, `entropy` [n] that of its distributions; both have gradients. It is PPO's
+        clipped loss (arXiv 1707.06347, eq. 7) less the entropy bonus, plus beta KL if the KL is in the loss. The
+        metric `kl` is the k3 estimate whatever --kl-estimator is.
         """
-
-    def clipped_surrogate(
-        self, known: ActionTokens, logprobs: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """PPO's clipped loss [n] (arXiv 1707.06347, eq. 7) less the entropy bonus, with its metrics: for `loss`."""
         s = self.settings
         loss, metrics = losses.clipped_surrogate(
-            logprobs, known.old_logprobs, known.advantages, s.clip_low, s.clip_high
+            self.log_ratios(known, logprobs), known.advantages, s.clip_low, s.clip_high
         )
+        if s.importance_cap is not None:
+            ratio = (known.old_logprobs - known.sampled_logprobs).exp()
+            loss = loss * ratio.clamp(max=s.importance_cap)
+            metrics["sampling/importance_sampling_ratio/mean"] = ratio
         if s.entropy_coefficient:
             loss = loss - s.entropy_coefficient * entropy
+        if known.reference is not None:
+            metrics["kl"] = losses.k3_kl(logprobs, known.reference)
+            if self.kl_in == "loss":
+                kl = metrics["kl"]
+                if self.estimator != "k3":
+                    kl = losses.KL_ESTIMATES[self.estimator](logprobs, known.reference)
+                loss = loss + self.kl_weight * kl
         return loss, metrics
 
     def value_loss(self, known: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The same for the critic's values [N], which have gradients. Needed if `has_critic`."""
         raise AssertionError("an algorithm with a critic needs a value loss")
+
+    def follow_kl(self, measured: float | None) -> dict[str, float]:
+        """Adapts the weight after a round whose KL was `measured`; if it is adapted, the round's weight as a metric."""
+        if self.settings.kl_target is None:
+            return {}
+        assert measured is not None, "with a target there is a reference, and so a KL"
+        used = {"kl_beta": self.kl_weight}
+        self.kl.follow(measured)
+        return used
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Metrics of the whole round, whose advantages are known."""

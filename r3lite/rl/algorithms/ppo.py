@@ -3,7 +3,7 @@
 rewards     r_t - beta (log pi_old(a_t) - log pi_ref(a_t)), at every action token      (2203.02155, eq. 2)
 advantages  GAE(gamma, lambda) over action tokens, whitened over the round             (1506.02438, eq. 16)
 loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy              (1707.06347, eq. 7)
-            + c_V 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
+            + c_V 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), or c_V 0.5 (V - R)^2
 normalizer  mean over the action tokens of the mini-batch
 """
 
@@ -15,29 +15,24 @@ from r3lite.rl import losses
 from r3lite.rl.advantages import gae, whiten
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import ActionTokens, Batch
+from r3lite.rl.normalizers import token_mean
 
 
 class Ppo(Algorithm):
     has_critic = True
+    kl_in = "reward"
+    own = frozenset({"gamma", "gae_lambda", "value_clip", "value_coefficient", "value_learning_rate"})
 
     def with_advantages(self, batch: Batch) -> Batch:
-        s, rewards = self.settings, batch.rewards
-        if batch.reference is not None:
-            rewards = rewards - s.kl_beta * losses.k1_kl(batch.logprobs, batch.reference) * batch.action_mask
-        advantages, targets = gae(rewards, batch.values, batch.action_mask, s.gamma, s.gae_lambda)
+        s = self.settings
+        advantages, targets = gae(self.paid(batch), batch.values, batch.action_mask, s.gamma, s.gae_lambda)
         return replace(batch, advantages=whiten(advantages, batch.action_mask), value_targets=targets)
 
     def weights(self, batch: Batch) -> Tensor:
-        return batch.action_mask / batch.action_mask.sum()
-
-    def loss(self, known: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = self.clipped_surrogate(known, logprobs, entropy)
-        if known.reference is not None:
-            metrics["kl"] = losses.k3_kl(logprobs, known.reference)
-        return loss, metrics
+        return token_mean(batch.action_mask)
 
     def value_loss(self, known: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = losses.clipped_value_loss(values, known.old_values, known.value_targets, self.settings.value_clip)
+        loss = losses.value_loss(values, known.old_values, known.value_targets, self.settings.value_clip)
         return loss, {"value_loss": loss}
 
     def statistics(self, batch: Batch) -> dict[str, float]:

@@ -7,7 +7,7 @@ from r3lite.config import UsageError
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.algorithms.grpo import Grpo
 from r3lite.rl.batch import ActionTokens, Batch, Rollout
-from r3lite.settings import RLSettings
+from r3lite.settings import LengthSettings, RLSettings
 
 
 def test_advantages_and_weights_by_hand():
@@ -18,7 +18,7 @@ def test_advantages_and_weights_by_hand():
             Rollout([1, 4], [False, True], [0.0], [0.0], [], 0),
         ]
     )
-    algorithm = Grpo(RLSettings(algorithm="grpo"))
+    algorithm = Grpo(RLSettings(algorithm="grpo"), LengthSettings())
     # mean 0.5, sample std 0.70711: +-0.5 / (0.70711 + 0.0001)
     expected = torch.tensor([[0.0, 0.7070068, 0.7070068], [0.0, -0.7070068, 0.0]])
     assert torch.allclose(algorithm.with_advantages(batch).advantages, expected, atol=1e-6)
@@ -27,7 +27,7 @@ def test_advantages_and_weights_by_hand():
 
 def test_loss_by_hand():
     """Ratio 1, A = 2, log p = -1, reference -2: -2 - 0.1 * entropy 3 + 0.5 * k3, k3 = e^-1 + 1 - 1 = 0.36788."""
-    algorithm = Grpo(RLSettings(algorithm="grpo", kl_beta=0.5, entropy_coefficient=0.1))
+    algorithm = Grpo(RLSettings(algorithm="grpo", kl_beta=0.5, entropy_coefficient=0.1), LengthSettings())
     x = torch.ones(1)
     known = ActionTokens(-x, 0 * x, advantages=2 * x, weights=x, reference=-2 * x, value_targets=None)
     loss, metrics = algorithm.loss(known, -x, 3 * x)
@@ -61,9 +61,9 @@ def test_equal_returns_teach_nothing(batch, gradients):
 
 def test_groups_are_units():
     made = [Rollout([1, 2], [False, True], [0.0], [0.0], [], group) for group in (0, 1, 0, 1, 2)]
-    assert Grpo(RLSettings(algorithm="grpo")).units(Batch.of(made)) == [[0, 2], [1, 3], [4]]
+    assert Grpo(RLSettings(algorithm="grpo"), LengthSettings()).units(Batch.of(made)) == [[0, 2], [1, 3], [4]]
 
 
 def test_a_group_of_one_is_refused():
     with pytest.raises(UsageError, match="--num-generations is 1; GRPO compares episodes of one question: pass 2"):
-        ALGORITHMS["grpo"](RLSettings(algorithm="grpo", num_generations=1))
+        ALGORITHMS["grpo"](RLSettings(algorithm="grpo", num_generations=1), LengthSettings())

@@ -5,12 +5,12 @@ import torch
 
 from r3lite.rl.algorithms.ppo import Ppo
 from r3lite.rl.batch import ActionTokens, Batch, Rollout
-from r3lite.settings import RLSettings
+from r3lite.settings import LengthSettings, RLSettings
 
 
 def test_advantages_weights_and_statistics_by_hand():
     batch = Batch.of([Rollout([1, 2, 9, 3], [False, True, False, True], [0.0] * 2, [0.5, 0.2], [(3, 1.0)], 0)])
-    algorithm = Ppo(RLSettings(kl_beta=0.0, gamma=0.9, gae_lambda=0.5))
+    algorithm = Ppo(RLSettings(kl_beta=0.0, gamma=0.9, gae_lambda=0.5), LengthSettings())
     known = algorithm.with_advantages(batch)
     # delta_1 = 1 - 0.2 = 0.8; delta_0 = 0.9 * 0.2 - 0.5 = -0.32; A_0 = -0.32 + 0.9 * 0.5 * 0.8 = 0.04
     assert torch.allclose(known.value_targets, torch.tensor([[0.0, 0.54, 0.0, 1.0]]))
@@ -26,7 +26,7 @@ def test_advantages_weights_and_statistics_by_hand():
 
 def test_losses_by_hand():
     """Ratio 1 and A = 2: -2 - 0.1 * entropy 3; the KL is reported, not in the loss. V = 0.5 is clipped to 0.2."""
-    algorithm = Ppo(RLSettings(kl_beta=0.5, entropy_coefficient=0.1, value_clip=0.2))
+    algorithm = Ppo(RLSettings(kl_beta=0.5, entropy_coefficient=0.1, value_clip=0.2), LengthSettings())
     x = torch.ones(1)
     known = ActionTokens(-x, 0 * x, advantages=2 * x, weights=x, reference=-2 * x, value_targets=x)
     loss, metrics = algorithm.loss(known, -x, 3 * x)

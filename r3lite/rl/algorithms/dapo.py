@@ -1,0 +1,46 @@
+"""DAPO, decoupled clip and dynamic sampling (arXiv 2503.14476): GRPO with four changes.
+
+rewards     R_i + penalty of a long episode: 0 up to L_max - L_cache tokens, then (L_max - L_cache - length) / L_cache,
+            -1 from L_max on                                                                     (eq. 13)
+sampling    groups whose rewards are all equal are replaced (eq. 11): by `rl/refill.py`, at most --refill-limit times
+advantages  GRPO's: (R_i - mean R) / (std R + eps)                                               (eq. 9)
+loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A), high 0.28 above low 0.2; beta is 0  (eq. 8 and 10)
+normalizer  mean over all action tokens of the mini-batch (eq. 12), without those of episodes that were cut off
+            (overlong filtering, section 3.4)
+
+L_max is the most tokens that an episode may sample, L_cache its last fifth: the paper has 20,480 and 4,096.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from r3lite.rl.advantages import group_normalized
+from r3lite.rl.algorithms.grpo import Grpo
+from r3lite.rl.batch import Batch
+from r3lite.rl.normalizers import token_mean
+
+
+class Dapo(Grpo):
+    own = Grpo.own | {"overlong_filter", "overlong_penalty", "overlong_cache"}
+
+    def length_penalties(self, batch: Batch) -> Tensor:
+        """What is taken off the reward of each episode [B]."""
+        s, most = self.settings, self.lengths.most_sampled
+        cache = s.overlong_cache * most
+        return s.overlong_penalty * ((batch.action_mask.sum(-1) - (most - cache)) / cache).clamp(0, 1)
+
+    def with_advantages(self, batch: Batch) -> Batch:
+        returns = batch.returns - self.length_penalties(batch)
+        return replace(batch, advantages=group_normalized(returns, batch.groups)[:, None] * batch.action_mask)
+
+    def weights(self, batch: Batch) -> Tensor:
+        filtered = batch.cut_off if self.settings.overlong_filter == "on" else torch.zeros_like(batch.cut_off)
+        return token_mean(batch.action_mask & ~filtered[:, None])
+
+    def statistics(self, batch: Batch) -> dict[str, float]:
+        """Also what length cost in the mean, and the share of episodes without a loss."""
+        filtered = float(batch.cut_off.float().mean()) if self.settings.overlong_filter == "on" else 0.0
+        penalty = float(self.length_penalties(batch).mean())
+        return super().statistics(batch) | {"overlong/penalty": penalty, "overlong/filtered": filtered}

@@ -1,0 +1,27 @@
+"""Dr. GRPO, GRPO done right (arXiv 2503.20783, section 3.2): GRPO without the divisions that bias it.
+
+advantages  R_i - mean R over the episodes of one question: no std, which favours questions that are nearly always or
+            nearly never solved
+loss        GRPO's; beta is 0
+normalizer  sum over each episode's action tokens / a constant, the most tokens that an episode may sample, then mean
+            over the episodes of the mini-batch: no 1 / length, under which a long wrong answer costs a token less
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from r3lite.rl.advantages import group_centered
+from r3lite.rl.algorithms.grpo import Grpo
+from r3lite.rl.batch import Batch
+from r3lite.rl.normalizers import episode_sum
+
+
+class DrGrpo(Grpo):
+    own = Grpo.own | {"length_constant"}
+
+    def with_advantages(self, batch: Batch) -> Batch:
+        return replace(batch, advantages=group_centered(batch.returns, batch.groups)[:, None] * batch.action_mask)
+
+    def weights(self, batch: Batch) -> Tensor:
+        return episode_sum(batch.action_mask, self.settings.length_constant or self.lengths.most_sampled)

@@ -1,0 +1,32 @@
+"""REINFORCE++ (arXiv 2501.03262): no critic and no groups; what an action is worth is compared with the whole round.
+
+rewards     r_t - beta (log pi_old(a_t) - log pi_ref(a_t)), at every action token
+advantages  sum of gamma^k r_(t+k) over the action tokens from t on, gamma 1, whitened over the round. The paper pays at
+            an answer's end alone; what is paid at a step here counts for the tokens before it
+loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy
+normalizer  mean over the action tokens of the mini-batch
+
+It is PPO with a critic that always says 0 and lambda 1. (The paper's variant with a baseline takes the group's mean off
+first; that is not here.)
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from r3lite.rl.advantages import returns_to_go, whiten
+from r3lite.rl.algorithms.base import Algorithm
+from r3lite.rl.batch import Batch
+from r3lite.rl.normalizers import token_mean
+
+
+class ReinforcePlusPlus(Algorithm):
+    kl_in = "reward"
+    own = frozenset({"gamma"})
+
+    def with_advantages(self, batch: Batch) -> Batch:
+        worth = returns_to_go(self.paid(batch), batch.action_mask, self.settings.gamma)
+        return replace(batch, advantages=whiten(worth, batch.action_mask))
+
+    def weights(self, batch: Batch) -> Tensor:
+        return token_mean(batch.action_mask)

@@ -1,0 +1,31 @@
+"""REINFORCE leave-one-out (arXiv 2402.14740): a whole answer is one action, the others of its group are its baseline.
+
+rewards     R_i - beta sum over tokens of (log pi_old - log pi_ref)
+advantages  R_i - mean of the R_j of the same question, j != i
+loss        -A_i log pi(y_i): its gradient is that of the clipped loss below where the ratio is 1, as in the paper.
+            In later mini-batches and epochs of a round, which the paper does not have, PPO's clip of each token's ratio
+            holds: -min(ratio A, clip(ratio, 1 - low, 1 + high) A)
+normalizer  sum over each episode's action tokens, mean over the episodes of the mini-batch
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from r3lite.rl.advantages import leave_one_out
+from r3lite.rl.algorithms.base import Algorithm
+from r3lite.rl.batch import Batch
+from r3lite.rl.normalizers import episode_sum
+
+
+class Rloo(Algorithm):
+    has_groups = True
+    kl_in = "reward"
+    own = frozenset({"refill_limit"})
+
+    def with_advantages(self, batch: Batch) -> Batch:
+        returns = self.paid(batch).sum(-1)
+        return replace(batch, advantages=leave_one_out(returns, batch.groups)[:, None] * batch.action_mask)
+
+    def weights(self, batch: Batch) -> Tensor:
+        return episode_sum(batch.action_mask)

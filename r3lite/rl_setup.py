@@ -1,0 +1,71 @@
+"""Sets up a run of reinforcement learning: its engine, its learner, what its checkpoints hold, and its memory plan.
+
+`ppo` runs what is built here, and the benches measure it.
+"""
+
+import sys
+import zlib
+
+from r3lite import command
+from r3lite.episode import Question
+from r3lite.memory.plan import Plan, make_plan
+from r3lite.memory.workloads import rl_workload
+from r3lite.models.packing import common_prefix
+from r3lite.models.weights import resolve_folder
+from r3lite.policy import Training, load_policy
+from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.transcript import Layout
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.rl.learner import Learner
+from r3lite.rollout.engine import Engine
+from r3lite.rollout.sampling import Sampler
+from r3lite.settings import PpoConfig
+from r3lite.training.state import TrainState
+
+
+def build(config: PpoConfig, questions: list[Question]) -> tuple[Engine, Learner, TrainState]:
+    """The engine that samples, the learner and what a checkpoint holds: one model with two adapters."""
+    rl, temperature = config.rl, config.sampling.temperature
+    protocol = build_protocol(config.protocol)  # a bad prompt file is refused before a model is downloaded
+    folder = resolve_folder(config.model.model)
+    tokenizer = Tokenizer.load(folder)
+    layout = Layout(tokenizer, protocol, config.lengths)
+    texts = [question.text for question in questions]
+    # What the first and the last in alphabetical order have in common, all have.
+    first, last = (layout.prompt(text) for text in (min(texts), max(texts)))
+    plan = plan_memory(config, common_prefix(first, last), len(questions))
+    algorithm = ALGORITHMS[rl.algorithm](rl, config.lengths)
+    training = Training(
+        config.lora,
+        command.usual("ppo", config).lora,
+        config.optimizer,
+        config.common.seed,
+        keep_reference=rl.kl_beta > 0,
+        critic_learning_rate=rl.value_learning_rate if algorithm.has_critic else None,
+    )
+    if not config.model.adapter:
+        print(
+            "warning: without --adapter, RL starts from a model that was never taught the step format", file=sys.stderr
+        )
+    policy = load_policy(folder, config.model, config.memory, plan, training)
+    policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
+    data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in questions]).encode()):08x}"
+    facts = {"algorithm": rl.algorithm, "questions": len(questions)}
+    adapted = {"kl": algorithm.kl} if rl.kl_target else {}
+    state = policy.train_state(config.optimizer, config.model.model, data, facts, adapted)
+    model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
+    engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast)
+    learner = Learner(
+        model, tokenizer.size, temperature, rl, algorithm, policy.reference, precision, state.update, grant, critic
+    )
+    return engine, learner, state
+
+
+def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:
+    """The memory plan of a round whose episodes all reach --max-length, and begin with `shared` tokens alike."""
+    workload = rl_workload(
+        config.model, config.rl, config.lora, config.lengths, config.retrieval, shared,
+        critic=ALGORITHMS[config.rl.algorithm].has_critic, steps=config.rounds(questions),
+    )  # fmt: skip
+    return make_plan(workload, config.memory, config.sampling)

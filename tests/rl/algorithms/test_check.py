@@ -1,0 +1,106 @@
+"""What the algorithms refuse: a setting is used, or refused with the reason, and never dropped in silence."""
+
+import pytest
+
+from r3lite.command import COMMANDS, usual
+from r3lite.config import UsageError, resolve, to_toml
+from r3lite.rl import algorithms
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.settings import PpoConfig
+
+
+def check(*flags: str) -> None:
+    config = resolve("ppo", PpoConfig(), list(flags), COMMANDS)
+    algorithms.check(config.rl, usual("ppo", config).rl, config.lengths)
+
+
+@pytest.mark.parametrize("preset", ["laptop-4gb", "tiny", "search-r1"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_goes_with_every_preset(algorithm, preset):
+    """What a preset sets for others is not asked for."""
+    check("--algorithm", algorithm, "--preset", preset)
+
+
+GIVEN = {
+    "gamma": "0.9",
+    "gae_lambda": "0.9",
+    "value_clip": "none",
+    "value_coefficient": "0.5",
+    "value_learning_rate": "0.5",
+    "refill_limit": "7",
+    "overlong_filter": "on",
+    "overlong_penalty": "0.5",
+    "overlong_cache": "0.5",
+    "length_constant": "7",
+}
+
+
+def test_all_that_only_some_read_is_tried_below():
+    assert set(GIVEN) == {name for cls in ALGORITHMS.values() for name in cls.own}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_an_algorithm_does_not_read_is_refused(algorithm, name):
+    value, flag = GIVEN[name], "--" + name.replace("_", "-")
+    if name == "overlong_filter" and algorithm == "dapo":
+        value = "off"
+    flags = ["--algorithm", algorithm, flag, value]
+    if name in ALGORITHMS[algorithm].own:
+        check(*flags)
+        return
+    readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own)
+    with pytest.raises(UsageError) as error:
+        check(*flags)
+    assert f", and {algorithm} has no use for it: it is for {readers}" in str(error.value)
+    assert str(error.value).startswith(f"{flag} is ")
+
+
+def test_a_file_counts_as_asked_for(tmp_path):
+    (tmp_path / "my.toml").write_text('[ppo]\nalgorithm = "grpo"\ngae_lambda = 0.9\n', encoding="utf-8")
+    with pytest.raises(UsageError, match=r"--gae-lambda is 0\.9, and grpo has no use for it: it is for ppo"):
+        check("--config", str(tmp_path / "my.toml"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--kl-beta 0 --kl-target 0.1", "--kl-target adapts --kl-beta, and that is 0"),
+        ("--kl-beta 0 --kl-estimator k2", "--kl-estimator is k2, and --kl-beta is 0: it would do nothing"),
+        ("--algorithm dapo --kl-estimator k2", "--kl-estimator is k2, and --kl-beta is 0"),
+        ("--algorithm grpo --kl-estimator k1", "--kl-estimator k1 in the loss of grpo has a gradient that is 0"),
+        ("--importance-cap 2", "pass --old-logprobs trainer, too"),
+        ("--algorithm dapo --overlong-penalty 0 --overlong-cache 0.5", "--overlong-penalty is 0: it would do nothing"),
+        *((f"--algorithm {name} --num-generations 1", f"--num-generations is 1; {name.upper()} compares episodes")
+          for name, cls in ALGORITHMS.items() if cls.has_groups),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_with_the_reason(flags, says):
+    with pytest.raises(UsageError, match=says):
+        check(*flags.split())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--kl-target 0.1",
+        "--algorithm gspo --importance-cap 2",
+        "--old-logprobs trainer --importance-cap 2",
+        "--algorithm grpo --kl-estimator k2",
+        "--algorithm rloo --kl-estimator k3",
+        "--algorithm reinforce++ --num-generations 1",
+        "--value-clip none",
+    ],
+)
+def test_what_fits_together_is_taken(flags):
+    check(*flags.split())
+
+
+def test_the_same_settings_are_never_refused_when_they_come_from_a_run(tmp_path):
+    """The config.toml of a run names every setting; only what differs from the usual was asked for."""
+    for name in ALGORITHMS:
+        config = resolve("ppo", PpoConfig(), ["--algorithm", name, "--preset", "tiny"], COMMANDS)
+        (tmp_path / "config.toml").write_text(to_toml(config, "ppo"), encoding="utf-8")
+        flags = ["--config", str(tmp_path / "config.toml")]
+        check(*flags)
+        assert resolve("ppo", PpoConfig(), flags, COMMANDS).rl == config.rl

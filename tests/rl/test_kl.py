@@ -1,0 +1,97 @@
+"""The KL divergence: where it enters, by which estimator, and a weight that follows a target."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from r3lite.config import UsageError
+from r3lite.errors import R3LiteError
+from r3lite.rl import losses
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.rl.kl import KlFactor
+from r3lite.settings import LengthSettings
+from tests.rl.conftest import moved, paper
+
+
+def test_the_controller_by_hand():
+    """KL at twice its target is an error of 1, cut to 0.2: times 1.02. At 0.9 of it, -0.1: times 0.99. At 0: 0.98."""
+    kl, factors = KlFactor(target=0.1), []
+    for measured in (0.2, 0.09, 0.0):
+        kl.follow(measured)
+        factors.append(kl.value)
+    assert factors == pytest.approx([1.02, 1.02 * 0.99, 1.02 * 0.99 * 0.98])
+
+
+def test_without_a_target_it_stays():
+    kl = KlFactor(target=None)
+    kl.follow(3.0)
+    assert kl.value == 1.0
+
+
+def test_its_state_goes_through_json_to_the_bit():
+    kl, again = KlFactor(0.1), KlFactor(0.1)
+    kl.follow(0.117)
+    again.load_state_dict(json.loads(json.dumps(kl.state_dict())))
+    assert again.value == kl.value != 1.0
+    with pytest.raises(R3LiteError, match="factor"):
+        again.load_state_dict({"factor": "much"})
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_round_follows_the_target(batch, setup, algorithm):
+    """What was used is a metric; the next round has more or less, by how far the KL of this one was from the target."""
+    made = setup(algorithm, kl_beta=0.5, kl_target=1e-9)
+    measured = made.learner.learn(batch, "seed")
+    assert measured["kl"] > 1e-9 and measured["kl_beta"] == 0.5
+    assert made.algorithm.kl_weight == pytest.approx(0.51)
+    assert made.learner.learn(batch, "seed")["kl_beta"] == pytest.approx(0.51)
+    assert "kl_beta" not in setup(algorithm, kl_beta=0.5).learner.learn(batch, "seed")
+
+
+@pytest.mark.parametrize("algorithm", [name for name, cls in ALGORITHMS.items() if cls.kl_in == "loss"])
+def test_beta_is_the_weight_in_the_loss(batch, setup, algorithm):
+    """The gradient is linear in it, with whatever weight the controller has come to."""
+    gradients = []
+    for factor in (1.0, 2.0, 3.0):
+        made = setup(algorithm, kl_beta=0.1, kl_target=1.0)
+        made.algorithm.kl.value = factor
+        made.learner.learn(moved(batch, 0.01), "seed")
+        gradients.append(made.steps[0])
+    one, two, three = gradients
+    assert torch.allclose(two - one, three - two, atol=1e-6) and (two - one).norm() > 1e-3
+
+
+def test_k2_by_hand():
+    assert losses.k2_kl(torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])).tolist() == [0.5, 0.125]
+
+
+@pytest.mark.parametrize(("estimate", "gradient_is_right"), [("k1", False), ("k2", True)])
+def test_whose_gradient_is_that_of_the_divergence(estimate, gradient_is_right):
+    """In the mean over what the policy samples; k1's is 0. (k3's is that of the divergence the other way round.)"""
+    torch.manual_seed(0)
+    logits, reference = torch.randn(6).double().requires_grad_(), torch.randn(6).double().log_softmax(0)
+    logp = logits.log_softmax(0)
+    (wanted,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
+    mean = (logp.exp().detach() * losses.KL_ESTIMATES[estimate](logp, reference)).sum()
+    (got,) = torch.autograd.grad(mean, logits)
+    assert torch.allclose(got, wanted if gradient_is_right else torch.zeros(6).double()) and wanted.norm() > 0.1
+
+
+@pytest.mark.parametrize("estimate", losses.KL_ESTIMATES)
+@pytest.mark.parametrize("algorithm", [name for name, cls in ALGORITHMS.items() if cls.kl_in == "reward"])
+def test_the_estimate_is_taken_off_the_reward(batch, setup, algorithm, estimate):
+    made = setup(algorithm, kl_beta=0.5, kl_estimator=estimate)
+    known = moved(batch)
+    reference = made.learner.reference_logprobs(known)
+    d = known.logprobs - reference
+    by_hand = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() + d - 1}[estimate]
+    paid = made.algorithm.paid(replace(known, reference=reference))
+    assert torch.allclose(paid, known.rewards - 0.5 * by_hand * known.action_mask, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [name for name, cls in ALGORITHMS.items() if cls.kl_in == "loss"])
+def test_k1_in_a_loss_is_refused(algorithm):
+    with pytest.raises(UsageError, match=r"k1 in the loss .* 0 in the mean: pass k2 or k3"):
+        ALGORITHMS[algorithm](paper(algorithm, kl_beta=0.1, kl_estimator="k1"), LengthSettings())

@@ -1,0 +1,94 @@
+"""Choices that bring other settings with them: what wins, and what contradicts itself."""
+
+import pytest
+
+from r3lite import command, config, sft
+from r3lite.config import flat, resolve, shipped, to_toml
+from r3lite.settings import PpoConfig, SftConfig
+
+
+def settings(*argv: str, default=None) -> dict:
+    return flat(resolve("ppo", default or PpoConfig(), list(argv), command.COMMANDS))
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text: str) -> str:
+        (tmp_path / "my.toml").write_text(text, encoding="utf-8")
+        return str(tmp_path / "my.toml")
+
+    return write
+
+
+def test_an_algorithm_brings_its_papers_settings():
+    plain = settings()
+    assert (plain["algorithm"], plain["clip_low"], plain["clip_high"], plain["kl_beta"]) == ("ppo", 0.2, 0.2, 0.001)
+    for name in ("ppo", "grpo"):  # what they had before others were there
+        assert settings("--algorithm", name) == plain | {"algorithm": name}
+    dapo, gspo = settings("--algorithm", "dapo"), settings("--algorithm", "gspo")
+    assert (dapo["clip_low"], dapo["clip_high"], dapo["kl_beta"], dapo["refill_limit"]) == (0.2, 0.28, 0.0, 3)
+    assert (dapo["overlong_filter"], dapo["overlong_penalty"]) == ("on", 1.0)
+    assert (gspo["clip_low"], gspo["clip_high"], gspo["old_logprobs"]) == (3e-4, 4e-4, "trainer")
+
+
+def test_what_is_given_wins_over_what_a_choice_brings(toml):
+    """A flag or a file is explicit; a preset was written for the algorithm that it names or for the default one."""
+    dapo = ["--algorithm", "dapo"]
+    assert settings(*dapo, "--clip-high", "0.2")["clip_high"] == 0.2
+    path = toml('[ppo]\nalgorithm = "dapo"\nclip_high = 0.3\n')
+    assert settings("--config", path)["clip_high"] == 0.3
+    assert settings("--config", path)["refill_limit"] == 3
+    assert settings("--config", toml("[ppo]\nclip_high = 0.3\n"), *dapo)["clip_high"] == 0.3
+    assert "kl_beta = 0.001" in shipped("presets", "search-r1.toml").read_text(encoding="utf-8")
+    assert settings("--preset", "search-r1")["kl_beta"] == 0.001
+    assert settings("--preset", "search-r1", *dapo)["kl_beta"] == 0.0
+    tiny = settings("--preset", "tiny", *dapo)  # a preset's other settings stay
+    assert (tiny["kl_beta"], tiny["negative_advantage_scale"], tiny["clip_high"]) == (0.0, 0.2, 0.28)
+
+
+def test_a_preset_that_makes_the_same_choice_refines_it(tmp_path, monkeypatch):
+    """Whether the choice is repeated on the command line or not."""
+    (tmp_path / "laptop-4gb.toml").write_text('algorithm = "dapo"\nclip_high = 0.25\n', encoding="utf-8")
+    monkeypatch.setattr(config, "shipped", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    for flags in ([], ["--algorithm", "dapo"]):
+        found = settings(*flags)
+        assert (found["clip_high"], found["refill_limit"]) == (0.25, 3)
+    assert settings("--algorithm", "gspo")["clip_high"] == 4e-4
+
+
+def test_what_a_run_wrote_down_is_read_back(toml):
+    first = resolve("ppo", PpoConfig(), ["--algorithm", "gspo", "--kl-beta", "0.1"], command.COMMANDS)
+    again = settings("--config", toml(to_toml(first, "ppo")))
+    assert {**again, "config": None} == flat(first)
+
+
+def test_what_was_asked_for_is_told_from_what_came_with_a_choice():
+    asked = resolve("ppo", PpoConfig(), ["--algorithm", "dapo", "--clip-low", "0.1"], command.COMMANDS)
+    usual = command.usual("ppo", asked)
+    assert {k for k, v in vars(asked.rl).items() if v != getattr(usual.rl, k)} == {"clip_low"}
+
+
+def test_schedules_bring_where_they_end():
+    sft, ppo = SftConfig(), PpoConfig()
+    ends = {"cosine": 0.1, "linear": 0.0, "constant": 1.0}
+    for name, end in ends.items():
+        for default in (sft, ppo):
+            assert settings("--learning-rate-schedule", name, default=default)["min_learning_rate"] == end
+        assert settings("--preset", "tiny", "--learning-rate-schedule", name)["min_learning_rate"] == end
+    given = settings("--learning-rate-schedule", "linear", "--min-learning-rate", "0.5")
+    assert given["min_learning_rate"] == 0.5
+    # Nothing is chosen: each command's own, as before there was a choice.
+    assert (settings(default=sft)["min_learning_rate"], settings()["min_learning_rate"]) == (0.1, 1.0)
+    assert settings("--preset", "tiny")["min_learning_rate"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "end", "says"),
+    [
+        ("constant", "0.5", "--min-learning-rate is 0.5, and a constant rate does not fall"),
+        ("linear", "1", "--min-learning-rate is 1, and a linear schedule to it does not fall"),
+    ],
+)
+def test_a_schedule_that_contradicts_its_end_is_refused(capsys, schedule, end, says):
+    flags = ["--dry-run", "--learning-rate-schedule", schedule, "--min-learning-rate", end]
+    assert sft.main(flags) == 2 and says in capsys.readouterr().err
