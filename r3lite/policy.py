@@ -23,7 +23,7 @@ from r3lite.models.qwen2_config import is_nf4, read_config
 from r3lite.models.value_head import ValueHead
 from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings
 from r3lite.training import optim
-from r3lite.training.state import TrainState
+from r3lite.training.state import Stateful, TrainState
 
 POLICY, REFERENCE = "policy", "reference"  # names of the adapters
 
@@ -52,8 +52,10 @@ class Policy:
     critic: ValueHead | None = None
     fingerprint: str | None = None  # of the base, to be saved with the adapter
 
-    def train_state(self, settings: OptimizerSettings, base_model: str, data: str, facts: dict) -> TrainState:
-        """What the run's checkpoints hold; `data` is the fingerprint of what is trained on."""
+    def train_state(
+        self, settings: OptimizerSettings, base_model: str, data: str, facts: dict, **parts: Stateful
+    ) -> TrainState:
+        """What the run's checkpoints hold: `parts` too; `data` is the fingerprint of what is trained on."""
         assert self.optimizer is not None and isinstance(self.grant, ShrinkingGrant)
         return TrainState(
             optimizer=self.optimizer,
@@ -62,7 +64,7 @@ class Policy:
             save_adapter=lambda folder: lora.save_adapter(self.model, POLICY, folder, base_model, self.fingerprint),
             data=data,
             facts=facts,
-            parts={"memory": self.grant},
+            parts={"memory": self.grant, **parts},
         )
 
 

@@ -48,6 +48,10 @@ class Learner:
     def __post_init__(self):
         assert (self.value_head is not None) == self.algorithm.has_critic
 
+    def scale_kl(self, factor: float) -> None:
+        """Sets the algorithm's weight of the KL divergence to --kl-beta times `factor`, for the rounds that follow."""
+        self.algorithm.settings = replace(self.algorithm.settings, kl_beta=self.settings.kl_beta * factor)
+
     def learn(self, batch: Batch, seed: str) -> dict[str, float]:
         """All optimizer steps of a round; returns its metrics. `seed` orders the mini-batches."""
         if self.settings.kl_beta:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from r3lite.config import Bounds, Fraction, Section
 from r3lite.settings.common import Common
 from r3lite.settings.data import QuestionSettings, TrajectorySettings
+from r3lite.settings.guard import GuardSettings, ValidationSettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.memory import MemorySettings
 from r3lite.settings.model import LoraSettings, ModelSettings
@@ -123,8 +124,14 @@ class PpoConfig:
     reward: RewardSettings = RewardSettings()
     judge: JudgeSettings = JudgeSettings()
     rl: RLSettings = RLSettings()
+    validation: ValidationSettings = ValidationSettings()
+    guard: GuardSettings = GuardSettings()
     lora: LoraSettings = LoraSettings()
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5, min_learning_rate=1.0)
+
+    @property
+    def episodes_of_round(self) -> int:
+        return self.rl.batch_size * self.rl.num_generations
 
     def rounds(self, questions: int | None) -> int | None:
         """Rounds of the run over so many questions; None if their number is not known and decides."""

@@ -1,0 +1,290 @@
+"""Notices the collapse of a run from the metrics of its rounds and its validations.
+
+Decides, and does nothing: what follows an alarm is in `oversight.py`. Knows no model and no files. The limits and the
+reasons for them are in docs/collapse.md.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from r3lite.settings import GuardSettings
+
+START_EPISODES = 32  # least of the first rounds, which later ones are compared with
+Numbers = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A limit that was crossed: the name of its setting, and what has happened as a part of a sentence."""
+
+    limit: str
+    told: str
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A quantity of each round, and how its limit is meant; `told` is formatted with `now`, `start` and `limit`."""
+
+    limit: str  # the setting
+    quantity: str  # a key of `watched`
+    beyond: Callable[[float, float, float, float], bool]  # of (now, start, limit, least)
+    told: str
+    least: float = 0.0  # a change that is smaller than this is never beyond the limit
+
+
+def risen(now: float, start: float, limit: float, least: float) -> bool:
+    return now - start > limit
+
+
+def grown(now: float, start: float, limit: float, least: float) -> bool:
+    return now > start * limit and now - start >= least
+
+
+def shrunk(now: float, start: float, limit: float, least: float) -> bool:
+    return now < start / limit and start - now >= least
+
+
+def changed(now: float, start: float, limit: float, least: float) -> bool:
+    return grown(now, start, limit, least) or shrunk(now, start, limit, least)
+
+
+def above(now: float, start: float, limit: float, least: float) -> bool:
+    return now > limit
+
+
+WATCHES = (
+    Watch(
+        "guard_malformed",
+        "malformed",
+        risen,
+        "{now:.0%} of the episodes are malformed or cut off ({start:.0%} at the start)",
+    ),
+    Watch(
+        "guard_queries",
+        "queries",
+        risen,
+        "{now:.0%} of the episodes ask nothing, or the same twice ({start:.0%} at the start)",
+    ),
+    Watch(
+        "guard_searches",
+        "searches",
+        changed,
+        "there are {now:.2f} searches per episode ({start:.2f} at the start)",
+        0.5,
+    ),
+    Watch("guard_length", "length", changed, "an episode has {now:.0f} sampled tokens ({start:.0f} at the start)", 32),
+    Watch("guard_repetition", "repetition", risen, "{now:.0%} of the 4-grams are repeated ({start:.0%} at the start)"),
+    Watch(
+        "guard_entropy_rise",
+        "entropy",
+        grown,
+        "the entropy is {now:.3g} nats per token ({start:.3g} at the start)",
+        0.2,
+    ),
+    Watch(
+        "guard_entropy_fall", "entropy", shrunk, "the entropy is {now:.3g} nats per token ({start:.3g} at the start)"
+    ),
+    Watch("guard_kl", "kl", above, "the KL divergence is {now:.3g} nats per token (limit {limit:g})"),
+)
+
+
+def watched(record: dict) -> Numbers:
+    """The watched quantities of a round, from its metrics; None for those that it lacks."""
+
+    def total(*names: str) -> float | None:
+        values = [record.get(name) for name in names]
+        return None if None in values else sum(values)
+
+    found = {
+        "malformed": total("malformed_ratio", "completions/clipped_ratio"),
+        "queries": total("queries/blank_ratio", "queries/repeated_ratio"),
+        "searches": record.get("searches"),
+        "length": record.get("completions/mean_length"),
+        "repetition": record.get("completions/repeated_ngrams"),
+        "entropy": record.get("entropy"),
+        "kl": record.get("kl"),
+        "variance": record.get("frac_reward_zero_std"),
+        "reward": record.get("reward"),
+        "reward_std": record.get("reward_std"),
+        "f1": record.get("rewards/f1/mean"),
+    }
+    return {name: None if x is None or not math.isfinite(x) else float(x) for name, x in found.items()}
+
+
+def standard_error(differences: Sequence[float]) -> float:
+    """Of the mean of paired differences; infinite for a single one."""
+    n = len(differences)
+    return statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+
+
+@dataclass
+class Best:
+    """The best validation so far: its step, the F1 of each question, and the reward of the rounds before it."""
+
+    step: int
+    each: list[float]
+    reward: float | None
+
+    @property
+    def f1(self) -> float:
+        return statistics.fmean(self.each)
+
+
+class Guard:
+    """Looks at each round. What it has seen is part of a run's checkpoints, as are the rollbacks that were made."""
+
+    def __init__(self, settings: GuardSettings, episodes: int):
+        """`episodes` are those of a round."""
+        self.settings = settings
+        self.start_rounds = math.ceil(START_EPISODES / episodes)
+        self.first: list[Numbers] = []  # the first rounds
+        self.recent: list[Numbers] = []  # the newest ones, as many as patience asks for; since the last rollback
+        self.peak: list[float] | None = None  # training F1 and reward of those when F1 was highest
+        self.best_reward: float | None = None  # the highest mean of recent rounds
+        self.beyond: dict[str, int] = {}  # by limit, how often in a row it was crossed
+        self.best: Best | None = None
+        self.rollbacks = 0
+
+    @property
+    def rate_scale(self) -> float:
+        """What the learning rates are multiplied by."""
+        return self.settings.guard_rate_factor**self.rollbacks
+
+    @property
+    def kl_scale(self) -> float:
+        """What --kl-beta is multiplied by."""
+        return self.settings.guard_kl_factor**self.rollbacks
+
+    def look(self, step: int, record: dict, each: Sequence[float] | None = None) -> Alarm | None:
+        """Takes in a round's metrics and, after a validation, the F1 of `each` question; what is wrong, if anything.
+
+        An alarm is raised when a limit was crossed as often in a row as the settings say, and once: a limit is told
+        again only after it has been kept.
+        """
+        now = watched(record)
+        if len(self.first) < self.start_rounds:
+            self.first.append(now)
+        self.recent = [*self.recent, now][-self.settings.guard_patience :]
+        self._take_peaks()
+        crossed = self._crossed_in_round(now) if len(self.first) == self.start_rounds else {}
+        crossed |= self._crossed_in_validation(each) if each is not None else {}
+        if each is not None:
+            self.validated(step, each)
+        alarms = []
+        for limit, told in crossed.items():
+            self.beyond[limit] = self.beyond.get(limit, 0) + 1 if told else 0
+            of_f1 = limit == "guard_f1_drop" or (limit == "guard_hacking" and self.best is not None)
+            needed, unit = (
+                (self.settings.guard_validations, "validations") if of_f1 else (self.settings.guard_patience, "rounds")
+            )
+            if told and self.beyond[limit] == needed:
+                alarms.append(Alarm(limit, f"{told}, {needed} {unit} in a row"))
+        return alarms[0] if alarms and self.settings.guard != "off" else None
+
+    def validated(self, step: int, each: Sequence[float]) -> None:
+        """Takes a validation for the best one if its F1 is not lower; of equal ones the newest has learned most."""
+        if self.best is None or statistics.fmean(each) >= self.best.f1:
+            self.best = Best(step, list(each), self._mean_of_recent("reward"))
+
+    def rolled_back(self) -> None:
+        """Counts a rollback; the rounds before it say nothing about what follows."""
+        self.rollbacks += 1
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins to count anew."""
+        self.recent, self.beyond = [], {}
+
+    def _crossed_in_round(self, now: Numbers) -> dict[str, str | None]:
+        """By limit, what is beyond it in this round, or None; quantities that this round lacks are left out."""
+        found: dict[str, str | None] = {}
+        for watch in WATCHES:
+            limit, value = getattr(self.settings, watch.limit), now[watch.quantity]
+            start = self._at_start(watch.quantity)
+            if limit is None or value is None or start is None:
+                continue
+            beyond = watch.beyond(value, start, limit, watch.least)
+            found[watch.limit] = watch.told.format(now=value, start=start, limit=limit) if beyond else None
+        found |= self._without_variance(now)
+        if self.best is None:
+            found |= self._hacking_in_training()
+        return found
+
+    def _without_variance(self, now: Numbers) -> dict[str, str | None]:
+        """Groups without variance while the reward is low: at its best, equal rewards mean that all is learned."""
+        limit, start, best = self.settings.guard_variance, self._at_start("variance"), self.best_reward
+        reward, spread = self._mean_of_recent("reward"), self._at_start("reward_std")
+        if limit is None or now["variance"] is None or None in (start, best, reward, spread) or start >= limit:
+            return {}
+        low = reward < best - spread / 4
+        told = f"{now['variance']:.0%} of the groups have no variance, at a reward of {reward:.3f} (best {best:.3f})"
+        return {"guard_variance": told if now["variance"] >= limit and low else None}
+
+    def _hacking_in_training(self) -> dict[str, str | None]:
+        """Reward up and F1 down in the episodes themselves, for runs without validation."""
+        limit, f1, reward = self.settings.guard_hacking, self._mean_of_recent("f1"), self._mean_of_recent("reward")
+        if limit is None or self.peak is None or f1 is None or reward is None:
+            return {}
+        best_f1, then = self.peak
+        told = f"the reward has risen from {then:.3f} to {reward:.3f} while F1 fell from {best_f1:.3f} to {f1:.3f}"
+        return {"guard_hacking": told if reward > then and best_f1 - f1 > limit else None}
+
+    def _crossed_in_validation(self, each: Sequence[float]) -> dict[str, str | None]:
+        """The same of a validation, compared with the best one question by question."""
+        s, best = self.settings, self.best
+        if best is None:
+            return {}
+        f1 = statistics.fmean(each)
+        error = standard_error([a - b for a, b in zip(best.each, each, strict=True)])
+        drop, reward = best.f1 - f1, self._mean_of_recent("reward")
+        told = f"validation F1 fell from {best.f1:.3f} to {f1:.3f}"
+        found = {}
+        if s.guard_f1_drop is not None:
+            found["guard_f1_drop"] = told if drop > max(s.guard_f1_drop, 3 * error) else None
+        if s.guard_hacking is not None and reward is not None and best.reward is not None:
+            hacks = reward > best.reward and drop > max(s.guard_hacking, 2 * error)
+            found["guard_hacking"] = (
+                f"{told} while the reward rose from {best.reward:.3f} to {reward:.3f}" if hacks else None
+            )
+        return found
+
+    def _take_peaks(self) -> None:
+        if len(self.recent) < self.settings.guard_patience:
+            return
+        f1, reward = self._mean_of_recent("f1"), self._mean_of_recent("reward")
+        if reward is not None and (self.best_reward is None or reward > self.best_reward):
+            self.best_reward = reward
+        if f1 is not None and reward is not None and (self.peak is None or f1 >= self.peak[0]):
+            self.peak = [f1, reward]
+
+    def _mean_of_recent(self, quantity: str) -> float | None:
+        return _mean([numbers[quantity] for numbers in self.recent])
+
+    def _at_start(self, quantity: str) -> float | None:
+        return _mean([numbers[quantity] for numbers in self.first])
+
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps, as JSON values."""
+        best = self.best and {"step": self.best.step, "each": list(self.best.each), "reward": self.best.reward}
+        return {
+            "first": list(self.first),
+            "recent": list(self.recent),
+            "peak": self.peak,
+            "best_reward": self.best_reward,
+            "beyond": dict(self.beyond),
+            "best": best,
+            "rollbacks": self.rollbacks,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.first, self.recent = list(state["first"]), list(state["recent"])
+        self.peak, self.best_reward, self.beyond = state["peak"], state["best_reward"], dict(state["beyond"])
+        self.best = Best(**state["best"]) if state["best"] else None
+        self.rollbacks = state["rollbacks"]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
