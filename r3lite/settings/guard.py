@@ -45,9 +45,9 @@ class GuardSettings(Section):
     guard_validations: Count = 2
     """validations in a row that must be beyond the limit of F1"""
     guard_f1_drop: Share | None = 0.1
-    """validation F1 lower than the best by more than this, and by more than three standard errors"""
+    """validation F1 lower than the best by more than this, and by more than chance explains"""
     guard_hacking: Share | None = 0.1
-    """the reward is higher than when F1 was best, and F1 lower by more than this"""
+    """reward higher than when the F1 of the episodes was best, and that F1 lower by more than this"""
     guard_malformed: Share | None = 0.3
     """more malformed or cut-off episodes than at the start, as a share of all"""
     guard_queries: Share | None = 0.3

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from r3lite.settings import GuardSettings
 
+SURE = 2.0  # standard errors, see below
 START_EPISODES = 32  # least of the first rounds, which later ones are compared with
 Numbers = dict[str, float | None]
 
@@ -139,12 +140,14 @@ class Guard:
         """`episodes` are those of a round."""
         self.settings = settings
         self.start_rounds = math.ceil(START_EPISODES / episodes)
+        self.rounds = 0  # seen
         self.first: list[Numbers] = []  # the first rounds
         self.recent: list[Numbers] = []  # the newest ones, as many as patience asks for; since the last rollback
-        self.peak: list[float] | None = None  # training F1 and reward of those when F1 was highest
+        self.peak: list[Numbers] | None = None  # F1 and reward of as many rounds, when their F1 was highest
         self.best_reward: float | None = None  # the highest mean of recent rounds
         self.beyond: dict[str, int] = {}  # by limit, how often in a row it was crossed
         self.best: Best | None = None
+        self.validations = 0
         self.rollbacks = 0
 
     @property
@@ -164,6 +167,7 @@ class Guard:
         again only after it has been kept.
         """
         now = watched(record)
+        self.rounds += 1
         if len(self.first) < self.start_rounds:
             self.first.append(now)
         self.recent = [*self.recent, now][-self.settings.guard_patience :]
@@ -175,16 +179,16 @@ class Guard:
         alarms = []
         for limit, told in crossed.items():
             self.beyond[limit] = self.beyond.get(limit, 0) + 1 if told else 0
-            of_f1 = limit == "guard_f1_drop" or (limit == "guard_hacking" and self.best is not None)
-            needed, unit = (
-                (self.settings.guard_validations, "validations") if of_f1 else (self.settings.guard_patience, "rounds")
-            )
+            needed, unit = self.settings.guard_patience, "rounds"
+            if limit == "guard_f1_drop":
+                needed, unit = self.settings.guard_validations, "validations"
             if told and self.beyond[limit] == needed:
                 alarms.append(Alarm(limit, f"{told}, {needed} {unit} in a row"))
         return alarms[0] if alarms and self.settings.guard != "off" else None
 
     def validated(self, step: int, each: Sequence[float]) -> None:
         """Takes a validation for the best one if its F1 is not lower; of equal ones the newest has learned most."""
+        self.validations += 1
         if self.best is None or statistics.fmean(each) >= self.best.f1:
             self.best = Best(step, list(each), self._mean_of_recent("reward"))
 
@@ -207,10 +211,7 @@ class Guard:
                 continue
             beyond = watch.beyond(value, start, limit, watch.least)
             found[watch.limit] = watch.told.format(now=value, start=start, limit=limit) if beyond else None
-        found |= self._without_variance(now)
-        if self.best is None:
-            found |= self._hacking_in_training()
-        return found
+        return found | self._without_variance(now) | self._hacking()
 
     def _without_variance(self, now: Numbers) -> dict[str, str | None]:
         """Groups without variance while the reward is low: at its best, equal rewards mean that all is learned."""
@@ -222,33 +223,52 @@ class Guard:
         told = f"{now['variance']:.0%} of the groups have no variance, at a reward of {reward:.3f} (best {best:.3f})"
         return {"guard_variance": told if now["variance"] >= limit and low else None}
 
-    def _hacking_in_training(self) -> dict[str, str | None]:
-        """Reward up and F1 down in the episodes themselves, for runs without validation."""
-        limit, f1, reward = self.settings.guard_hacking, self._mean_of_recent("f1"), self._mean_of_recent("reward")
-        if limit is None or self.peak is None or f1 is None or reward is None:
+    def _hacking(self) -> dict[str, str | None]:
+        """Reward up and F1 down in the episodes that are trained on, compared with the rounds of the highest F1.
+
+        Both must be more than the spread between rounds explains; F1 as in `_crossed_in_validation`.
+        """
+        limit = self.settings.guard_hacking
+        if limit is None or self.peak is None or len(self.recent) < len(self.peak):
             return {}
-        best_f1, then = self.peak
-        told = f"the reward has risen from {then:.3f} to {reward:.3f} while F1 fell from {best_f1:.3f} to {f1:.3f}"
-        return {"guard_hacking": told if reward > then and best_f1 - f1 > limit else None}
+        (f1s, rewards), (best_f1s, then) = (
+            [[numbers[name] for numbers in rounds if numbers[name] is not None] for name in ("f1", "reward")]
+            for rounds in (self.recent, self.peak)
+        )
+        if not (f1s and rewards):
+            return {}
+        fallen, rise = (
+            statistics.fmean(best_f1s) - statistics.fmean(f1s),
+            statistics.fmean(rewards) - statistics.fmean(then),
+        )
+        noise = self._luck(self.rounds // self.settings.guard_patience) * _error_of_difference(f1s, best_f1s)
+        told = (
+            f"the reward rose from {statistics.fmean(then):.3f} to {statistics.fmean(rewards):.3f} while F1 fell from "
+        )
+        told += f"{statistics.fmean(best_f1s):.3f} to {statistics.fmean(f1s):.3f}"
+        hacks = rise > SURE * _error_of_difference(rewards, then) and fallen > max(limit, noise)
+        return {"guard_hacking": told if hacks else None}
 
     def _crossed_in_validation(self, each: Sequence[float]) -> dict[str, str | None]:
-        """The same of a validation, compared with the best one question by question."""
-        s, best = self.settings, self.best
-        if best is None:
+        """The same of a validation, compared with the best one question by question.
+
+        The best of K validations is the luckiest too: if all were equally good, it would be about sqrt(ln K) standard
+        errors of a difference above the mean. A drop must be larger than that and SURE standard errors more.
+        """
+        limit, best = self.settings.guard_f1_drop, self.best
+        if limit is None or best is None:
             return {}
-        f1 = statistics.fmean(each)
+        f1, reward = statistics.fmean(each), self._mean_of_recent("reward")
         error = standard_error([a - b for a, b in zip(best.each, each, strict=True)])
-        drop, reward = best.f1 - f1, self._mean_of_recent("reward")
+        noise = self._luck(self.validations) * error
         told = f"validation F1 fell from {best.f1:.3f} to {f1:.3f}"
-        found = {}
-        if s.guard_f1_drop is not None:
-            found["guard_f1_drop"] = told if drop > max(s.guard_f1_drop, 3 * error) else None
-        if s.guard_hacking is not None and reward is not None and best.reward is not None:
-            hacks = reward > best.reward and drop > max(s.guard_hacking, 2 * error)
-            found["guard_hacking"] = (
-                f"{told} while the reward rose from {best.reward:.3f} to {reward:.3f}" if hacks else None
-            )
-        return found
+        if best.reward is not None and reward is not None and reward > best.reward:
+            told += f" while the reward rose from {best.reward:.3f} to {reward:.3f}"
+        return {"guard_f1_drop": told if best.f1 - f1 > max(limit, noise) else None}
+
+    def _luck(self, tries: int) -> float:
+        """The standard errors that a drop from the best of so many tries must be larger than."""
+        return SURE + math.sqrt(math.log(tries))
 
     def _take_peaks(self) -> None:
         if len(self.recent) < self.settings.guard_patience:
@@ -256,8 +276,8 @@ class Guard:
         f1, reward = self._mean_of_recent("f1"), self._mean_of_recent("reward")
         if reward is not None and (self.best_reward is None or reward > self.best_reward):
             self.best_reward = reward
-        if f1 is not None and reward is not None and (self.peak is None or f1 >= self.peak[0]):
-            self.peak = [f1, reward]
+        if f1 is not None and reward is not None and (self.peak is None or f1 >= _mean([p["f1"] for p in self.peak])):
+            self.peak = [{"f1": numbers["f1"], "reward": numbers["reward"]} for numbers in self.recent]
 
     def _mean_of_recent(self, quantity: str) -> float | None:
         return _mean([numbers[quantity] for numbers in self.recent])
@@ -269,12 +289,14 @@ class Guard:
         """What a checkpoint keeps, as JSON values."""
         best = self.best and {"step": self.best.step, "each": list(self.best.each), "reward": self.best.reward}
         return {
+            "rounds": self.rounds,
             "first": list(self.first),
             "recent": list(self.recent),
             "peak": self.peak,
             "best_reward": self.best_reward,
             "beyond": dict(self.beyond),
             "best": best,
+            "validations": self.validations,
             "rollbacks": self.rollbacks,
         }
 
@@ -282,7 +304,14 @@ class Guard:
         self.first, self.recent = list(state["first"]), list(state["recent"])
         self.peak, self.best_reward, self.beyond = state["peak"], state["best_reward"], dict(state["beyond"])
         self.best = Best(**state["best"]) if state["best"] else None
-        self.rollbacks = state["rollbacks"]
+        self.rounds, self.validations, self.rollbacks = state["rounds"], state["validations"], state["rollbacks"]
+
+
+def _error_of_difference(a: Sequence[float], b: Sequence[float]) -> float:
+    """Standard error of the difference of two means; infinite if either is of one value."""
+    if min(len(a), len(b)) < 2:
+        return math.inf
+    return math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
