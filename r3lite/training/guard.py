@@ -26,13 +26,20 @@ class Alarm:
 
 @dataclass(frozen=True)
 class Watch:
-    """A quantity of each round, and how its limit is meant; `told` is formatted with `now`, `start` and `limit`."""
+    """A quantity of each round, how its limit is meant, and how it is told."""
 
     limit: str  # the setting
     quantity: str  # a key of `watched`
     beyond: Callable[[float, float, float, float], bool]  # of (now, start, limit, least)
-    told: str
+    told: str  # with the place of the figure
+    form: str  # of the figure
     least: float = 0.0  # a change that is smaller than this is never beyond the limit
+
+    def crossed(self, now: float, start: float, limit: float) -> str | None:
+        """What is wrong; None if nothing is."""
+        if not self.beyond(now, start, limit, self.least):
+            return None
+        return f"{self.told.format(self.form.format(now))} ({self.form.format(start)} at the start)"
 
 
 def risen(now: float, start: float, limit: float, least: float) -> bool:
@@ -56,38 +63,14 @@ def above(now: float, start: float, limit: float, least: float) -> bool:
 
 
 WATCHES = (
-    Watch(
-        "guard_malformed",
-        "malformed",
-        risen,
-        "{now:.0%} of the episodes are malformed or cut off ({start:.0%} at the start)",
-    ),
-    Watch(
-        "guard_queries",
-        "queries",
-        risen,
-        "{now:.0%} of the episodes ask nothing, or the same twice ({start:.0%} at the start)",
-    ),
-    Watch(
-        "guard_searches",
-        "searches",
-        changed,
-        "there are {now:.2f} searches per episode ({start:.2f} at the start)",
-        0.5,
-    ),
-    Watch("guard_length", "length", changed, "an episode has {now:.0f} sampled tokens ({start:.0f} at the start)", 32),
-    Watch("guard_repetition", "repetition", risen, "{now:.0%} of the 4-grams are repeated ({start:.0%} at the start)"),
-    Watch(
-        "guard_entropy_rise",
-        "entropy",
-        grown,
-        "the entropy is {now:.3g} nats per token ({start:.3g} at the start)",
-        0.2,
-    ),
-    Watch(
-        "guard_entropy_fall", "entropy", shrunk, "the entropy is {now:.3g} nats per token ({start:.3g} at the start)"
-    ),
-    Watch("guard_kl", "kl", above, "the KL divergence is {now:.3g} nats per token (limit {limit:g})"),
+    Watch("guard_malformed", "malformed", risen, "{} of the episodes are malformed or cut off", "{:.0%}"),
+    Watch("guard_queries", "queries", risen, "{} of the episodes have a blank or repeated query", "{:.0%}"),
+    Watch("guard_searches", "searches", changed, "there are {} searches per episode", "{:.2f}", least=0.5),
+    Watch("guard_length", "length", changed, "the episodes have {} sampled tokens", "{:.0f}", least=32),
+    Watch("guard_repetition", "repetition", risen, "{} of the 4-grams within a turn are repeated", "{:.0%}"),
+    Watch("guard_entropy_rise", "entropy", grown, "the entropy is {} nats per token", "{:.3g}", least=0.2),
+    Watch("guard_entropy_fall", "entropy", shrunk, "the entropy is {} nats per token", "{:.3g}"),
+    Watch("guard_kl", "kl", above, "the KL divergence is {} nats per token", "{:.3g}"),
 )
 
 
@@ -209,8 +192,7 @@ class Guard:
             start = self._at_start(watch.quantity)
             if limit is None or value is None or start is None:
                 continue
-            beyond = watch.beyond(value, start, limit, watch.least)
-            found[watch.limit] = watch.told.format(now=value, start=start, limit=limit) if beyond else None
+            found[watch.limit] = watch.crossed(value, start, limit)
         return found | self._without_variance(now) | self._hacking()
 
     def _without_variance(self, now: Numbers) -> dict[str, str | None]:
