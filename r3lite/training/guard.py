@@ -166,13 +166,13 @@ class Guard:
             if limit == "guard_f1_drop":
                 needed, unit = self.settings.guard_validations, "validations"
             if told and self.beyond[limit] == needed:
-                alarms.append(Alarm(limit, f"{told}, {needed} {unit} in a row"))
+                alarms.append(Alarm(limit, told + (f", {needed} {unit} in a row" if needed > 1 else "")))
         return alarms[0] if alarms and self.settings.guard != "off" else None
 
     def validated(self, step: int, each: Sequence[float]) -> None:
-        """Takes a validation for the best one if its F1 is not lower; of equal ones the newest has learned most."""
+        """Takes a validation for the best one if its F1 is higher; of equal ones, the first is farthest from a collapse."""
         self.validations += 1
-        if self.best is None or statistics.fmean(each) >= self.best.f1:
+        if self.best is None or statistics.fmean(each) > self.best.f1:
             self.best = Best(step, list(each), self._mean_of_recent("reward"))
 
     def rolled_back(self) -> None:
