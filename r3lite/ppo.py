@@ -138,7 +138,11 @@ def main(argv: list[str] | None = None) -> int:
         from r3lite.rl_setup import plan_memory
 
         check(config)
-        return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_memory(config).table()}"
+        told, held_out = plan_memory(config).table(), config.validation
+        if held_out.eval_data:
+            told += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
+            told += f"first round, every {held_out.eval_every} and after the last; its time is not in the prediction"
+        return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told}"
 
     return command.run("ppo", PpoConfig(), train, argv, plan)
 

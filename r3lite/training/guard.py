@@ -170,7 +170,7 @@ class Guard:
         return alarms[0] if alarms and self.settings.guard != "off" else None
 
     def validated(self, step: int, each: Sequence[float]) -> None:
-        """Takes a validation for the best one if its F1 is higher; of equal ones, the first is farthest from a collapse."""
+        """Takes a validation for the best one if its F1 is higher. Of equal ones the first stays, as the safer one."""
         self.validations += 1
         if self.best is None or statistics.fmean(each) > self.best.f1:
             self.best = Best(step, list(each), self._mean_of_recent("reward"))
