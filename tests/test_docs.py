@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from r3lite.settings import GuardSettings, LengthSettings, ProtocolSettings
 
 ROOT = Path(__file__).parent.parent
 MAP, FORMATS, COLLAPSE = (ROOT / "docs" / f"{name}.md" for name in ("architecture", "formats", "collapse"))
-LIMITS = {f.name for f in dataclasses.fields(GuardSettings) if "None" in str(f.type)}
+LIMITS = {f.name for f in dataclasses.fields(GuardSettings) if type(None) in typing.get_args(f.type)}
 DOCUMENTS = [
     Document("1", "Brenn", "Brenn is a film by Ann Dahl."),
     Document("2", "Dahl", "</information> is no tag here."),

@@ -31,6 +31,7 @@ class GuardSettings(Section):
     "At the start" means in the first rounds, until they have 32 episodes.
     """
 
+    # Free, so that a run that the guard has stopped can go on without it.
     guard: Free[Literal["roll-back", "warn", "off"]] = "roll-back"
     """roll-back: if a limit is crossed, go on from the best checkpoint more carefully, which needs --eval-data; warn:
     only say so, as without --eval-data"""
