@@ -213,22 +213,17 @@ class Guard:
         limit = self.settings.guard_hacking
         if limit is None or self.peak is None or len(self.recent) < len(self.peak):
             return {}
-        (f1s, rewards), (best_f1s, then) = (
+        (f1s, rewards), (best_f1s, best_rewards) = (
             [[numbers[name] for numbers in rounds if numbers[name] is not None] for name in ("f1", "reward")]
             for rounds in (self.recent, self.peak)
         )
-        if not (f1s and rewards):
+        f1, reward, best_f1, then = map(_mean, (f1s, rewards, best_f1s, best_rewards))
+        if f1 is None or reward is None:
             return {}
-        fallen, rise = (
-            statistics.fmean(best_f1s) - statistics.fmean(f1s),
-            statistics.fmean(rewards) - statistics.fmean(then),
-        )
         noise = self._luck(self.rounds // self.settings.guard_patience) * _error_of_difference(f1s, best_f1s)
-        told = (
-            f"the reward rose from {statistics.fmean(then):.3f} to {statistics.fmean(rewards):.3f} while F1 fell from "
-        )
-        told += f"{statistics.fmean(best_f1s):.3f} to {statistics.fmean(f1s):.3f}"
-        hacks = rise > SURE * _error_of_difference(rewards, then) and fallen > max(limit, noise)
+        rose = reward - then > SURE * _error_of_difference(rewards, best_rewards)
+        hacks = rose and best_f1 - f1 > max(limit, noise)
+        told = f"the reward rose from {then:.3f} to {reward:.3f} while F1 fell from {best_f1:.3f} to {f1:.3f}"
         return {"guard_hacking": told if hacks else None}
 
     def _crossed_in_validation(self, each: Sequence[float]) -> dict[str, str | None]:
