@@ -130,6 +130,8 @@ def check(config: PpoConfig) -> None:
 
     if config.sampling.temperature == 0:
         raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
+    if (least := config.reward.least_searches) > config.lengths.max_hops:
+        raise UsageError(f"--least-searches is {least}, and --max-hops {config.lengths.max_hops} allows fewer")
     ALGORITHMS[config.rl.algorithm](config.rl)  # refuses what contradicts it
 
 

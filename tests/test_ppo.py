@@ -189,6 +189,7 @@ def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_pa
         ([], "--data is missing"),
         (["--data", "x", "--temperature", "0"], "--temperature 0 always"),
         (["--dry-run", "--algorithm", "grpo", "--num-generations", "1"], "--num-generations is 1"),
+        (["--dry-run", "--least-searches", "3", "--max-hops", "2"], "--least-searches is 3, and --max-hops 2 allows"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(arguments, says, capsys):

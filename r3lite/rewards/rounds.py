@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from r3lite.episode import CUT_OFF, MALFORMED, Episode
+from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
 from r3lite.rewards.reward import Scored
 
 NGRAM = 4  # tokens
@@ -30,8 +31,8 @@ def round_metrics(
         "malformed_ratio": statistics.fmean(e.finish == MALFORMED for e in episodes),
         "format_adherence": statistics.fmean(not step.faults for step in steps),
         "searches": statistics.fmean(e.searches for e in episodes),
-        "queries/blank_ratio": _share_with("blank_query", episodes),
-        "queries/repeated_ratio": _share_with("repeated_query", episodes),
+        "queries/blank_ratio": _share_with(BLANK_QUERY, episodes),
+        "queries/repeated_ratio": _share_with(REPEATED_QUERY, episodes),
     }
     for name in sorted({name for p in paid for name in p.parts}):
         known = [p.parts[name] for p in paid if p.parts.get(name) is not None]  # no recall without gold paragraphs

@@ -37,6 +37,8 @@ class CollectSettings(Section):
     """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments"""
     attempts: Annotated[int, Bounds(low=1, high=100)] = 4
     """tries of the teacher at a question; each after the first is told to go another way"""
+    without_search: Literal["keep", "drop"] = "keep"
+    """trajectories that answer without a search; a teacher that does so is asked again"""
     min_f1: Fraction = 0.8
     """a teacher's answer is right when it is an exact match or has this F1"""
 
