@@ -151,6 +151,7 @@ def gold(
     For a protocol without search nothing is retrieved.
     """
     from r3lite.datasets.gold import obstacle, queries, steps, with_gold, without_search
+    from r3lite.datasets.teacher import WITHOUT_SEARCH
     from r3lite.datasets.trajectories import Trajectory, check_steps
 
     def demonstration(question: Question, documents: Sequence[Sequence[Document]], hurried: bool) -> tuple[Step, ...]:
@@ -159,7 +160,10 @@ def gold(
     tally, usable = Tally(len(questions)), []
     for question in questions:
         reason = obstacle(question, config.collect.max_hops, protocol.searches)
-        reason = reason or check_steps(demonstration(question, [()] * len(question.hops), False), protocol)
+        if not reason:
+            shown = demonstration(question, [()] * len(question.hops), False)
+            idle = config.collect.without_search == "drop" and all(step.query is None for step in shown)
+            reason = WITHOUT_SEARCH if idle else check_steps(shown, protocol)
         if reason:
             tally.rejected[reason] += 1
         else:

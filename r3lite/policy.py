@@ -5,10 +5,8 @@
 
 import hashlib
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError
@@ -55,14 +53,9 @@ class Policy:
     fingerprint: str | None = None  # of the base, to be saved with the adapter
 
     def train_state(
-        self,
-        settings: OptimizerSettings,
-        base_model: str,
-        data: str,
-        facts: dict,
-        more: Mapping[str, Stateful] = MappingProxyType({}),
+        self, settings: OptimizerSettings, base_model: str, data: str, facts: dict, **parts: Stateful
     ) -> TrainState:
-        """What the run's checkpoints hold; `data` is the fingerprint of what is trained on, `more` other parts."""
+        """What the run's checkpoints hold: `parts` too; `data` is the fingerprint of what is trained on."""
         assert self.optimizer is not None and isinstance(self.grant, ShrinkingGrant)
         return TrainState(
             optimizer=self.optimizer,
@@ -71,7 +64,7 @@ class Policy:
             save_adapter=lambda folder: lora.save_adapter(self.model, POLICY, folder, base_model, self.fingerprint),
             data=data,
             facts=facts,
-            parts={"memory": self.grant, **more},
+            parts={"memory": self.grant, **parts},
         )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
     from r3lite.rl.learner import Learner
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sequence import Sequence
+    from r3lite.training.guard import Guard
     from r3lite.training.state import TrainState
 
 EPISODES = "episodes.jsonl"
@@ -38,17 +39,19 @@ class RLTrainer:
         judge: "Judge | None",
         learner: "Learner",
         state: "TrainState",
+        guard: "Guard",
         episodes_file: Path,
     ):
         self.config, self.questions, self.engine, self.retrieve = config, questions, engine, retrieve
-        self.judge, self.learner, self.state, self.episodes_file = judge, learner, state, episodes_file
+        self.judge, self.learner, self.state, self.guard = judge, learner, state, guard
+        self.episodes_file = episodes_file
         self.total = config.rounds(len(questions))
 
     def step(self, number: int) -> tuple[dict, int]:
         """One round; its metrics, and how many tokens its episodes have."""
         from r3lite.datasets.order import questions_of_round
         from r3lite.files import append_jsonl
-        from r3lite.rewards.rounds import episode_records, round_metrics
+        from r3lite.rewards.rounds import episode_records, round_metrics, turns_of
         from r3lite.rl.batch import Batch
         from r3lite.training.metrics import Stopwatch
 
@@ -65,7 +68,8 @@ class RLTrainer:
             episodes = [sequence.episode() for sequence in sequences]
             watch.lap("refill")
         append_jsonl(self.episodes_file, episode_records(number, episodes, scored, kept, rl.num_generations))
-        metrics = round_metrics(episodes, scored, [sum(s.action_mask) for s in sequences]) | told
+        metrics = round_metrics(episodes, scored, [turns_of(s.tokens, s.action_mask) for s in sequences]) | told
+        self.learner.algorithm.kl.scale = self.guard.kl_scale
         if rollouts := rewarded_rollouts(sequences, scored, rl.num_generations, kept):
             metrics |= self.learner.learn(Batch.of(rollouts), seed=f"{seed}/{number}")
         watch.lap("update")
@@ -135,7 +139,10 @@ def train(config: PpoConfig) -> None:
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.rewards.judge import build_judge, note_on
     from r3lite.training import loop
+    from r3lite.training.guard import Guard
+    from r3lite.training.oversight import Oversight
     from r3lite.training.run_folder import RunFolder
+    from r3lite.validation import build_validation, read_held_out
 
     check(config)
     with RunFolder("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,)) as run:
@@ -143,10 +150,14 @@ def train(config: PpoConfig) -> None:
         retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
         judge = build_judge(config.judge, run.output, config.reward)
         torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
-        engine, learner, state = rl_setup.build(config, questions)
-        trainer = RLTrainer(config, questions, engine, retrieve, judge, learner, state, run.output / EPISODES)
-        if loop.train(run, trainer):
-            print(f"done: {run.output / 'adapter'}; what it said: {run.output / EPISODES}{note_on(judge)}")
+        guard, held_out = Guard(config.guard, config.episodes_of_round), read_held_out(config, questions)
+        engine, learner, state = rl_setup.build(config, questions, held_out, guard=guard)
+        validation = build_validation(config, held_out, engine, retrieve)
+        trainer = RLTrainer(config, questions, engine, retrieve, judge, learner, state, guard, run.output / EPISODES)
+        oversight = Oversight(run, state, guard, config.validation, trainer.total, validation)
+        if loop.train(run, trainer, oversight):
+            told = f"done: {run.output / 'adapter'}{oversight.note()}; what it said: {run.output / EPISODES}"
+            print(told + note_on(judge))
 
 
 def check(config: PpoConfig) -> None:
@@ -155,6 +166,8 @@ def check(config: PpoConfig) -> None:
 
     if config.sampling.temperature == 0:
         raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
+    if (least := config.reward.least_searches) > config.lengths.max_hops:
+        raise UsageError(f"--least-searches is {least}, and --max-hops {config.lengths.max_hops} allows fewer")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
 
 
@@ -163,7 +176,11 @@ def main(argv: list[str] | None = None) -> int:
         from r3lite.rl_setup import plan_memory
 
         check(config)
-        return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_memory(config).table()}"
+        told, held_out = plan_memory(config).table(), config.validation
+        if held_out.eval_data:
+            told += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
+            told += f"first round, every {held_out.eval_every} and after the last; its time is not in the prediction"
+        return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told}"
 
     return command.run("ppo", PpoConfig(), train, argv, plan)
 

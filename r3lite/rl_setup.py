@@ -5,6 +5,7 @@
 
 import sys
 import zlib
+from collections.abc import Sequence
 
 from r3lite import command
 from r3lite.episode import Question
@@ -21,11 +22,17 @@ from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import PpoConfig
-from r3lite.training.state import TrainState
+from r3lite.training.earlier_run import sft_epochs
+from r3lite.training.state import Stateful, TrainState
 
 
-def build(config: PpoConfig, questions: list[Question]) -> tuple[Engine, Learner, TrainState]:
-    """The engine that samples, the learner and what a checkpoint holds: one model with two adapters."""
+def build(
+    config: PpoConfig, questions: list[Question], held_out: Sequence[Question] = (), **parts: Stateful
+) -> tuple[Engine, Learner, TrainState]:
+    """The engine that samples, the learner and what a checkpoint holds, with further `parts` of it.
+
+    They work on one model with two adapters. `held_out` are the questions of validations.
+    """
     rl, temperature = config.rl, config.sampling.temperature
     protocol = build_protocol(config.protocol)  # a bad prompt file is refused before a model is downloaded
     folder = resolve_folder(config.model.model)
@@ -44,22 +51,31 @@ def build(config: PpoConfig, questions: list[Question]) -> tuple[Engine, Learner
         keep_reference=rl.kl_beta > 0,
         critic_learning_rate=rl.value_learning_rate if algorithm.has_critic else None,
     )
-    if not config.model.adapter:
-        print(
-            "warning: without --adapter, RL starts from a model that was never taught the step format", file=sys.stderr
-        )
+    warn_of_start(config.model.adapter)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
-    data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in questions]).encode()):08x}"
+    data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in [*questions, *held_out]]).encode()):08x}"
     facts = {"algorithm": rl.algorithm, "questions": len(questions)}
     adapted = {"kl": algorithm.kl} if rl.kl_target else {}
-    state = policy.train_state(config.optimizer, config.model.model, data, facts, adapted)
+    state = policy.train_state(config.optimizer, config.model.model, data, facts, **adapted, **parts)
     model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
     engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast)
     learner = Learner(
         model, tokenizer.size, temperature, rl, algorithm, policy.reference, precision, state.update, grant, critic
     )
     return engine, learner, state
+
+
+def warn_of_start(adapter: str | None) -> None:
+    """Warns of a model that does not know the step format, or not well: RL from there tends to collapse."""
+    told = None
+    if adapter is None:
+        told = "without --adapter, RL starts from a model that was never taught the step format"
+    elif (epochs := sft_epochs(adapter)) is not None and epochs < 1:
+        told = f"SFT had taken {epochs:.2f} of a pass over its data when it wrote {adapter}: with less than one whole "
+        told += "pass, RL tends to collapse"
+    if told:
+        print(f"warning: {told}", file=sys.stderr)
 
 
 def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:

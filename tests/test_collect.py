@@ -54,6 +54,13 @@ def test_gold_trajectories_of_the_other_formats(tmp_path, monkeypatch):
         assert step.answer == question.answers[0] and all(hop.answer in step.analysis for hop in question.hops)
 
 
+def test_gold_trajectories_without_search_are_dropped_if_asked_for(tmp_path, capsys):
+    data, drop = shipped("data", "world", "train.jsonl"), ["--limit", "10", "--without-search", "drop"]
+    assert run(data, tmp_path / "out.jsonl", *drop) == 0 and len(lines(tmp_path / "out.jsonl")) == 10
+    assert run(data, tmp_path / "solution.jsonl", *drop, "--preset", "solution") == 1
+    assert re.search("rejected: answered without a search +10", capsys.readouterr().out)
+
+
 def test_questions_that_give_no_trajectory_are_counted_by_reason(tmp_path, capsys):
     twice = [("Who directed it?", "A", 0), ("who directed it", "B", 1)]
     plain = {"id": "p", "question": "Q?", "answer": "a"}

@@ -119,6 +119,15 @@ def test_wrong_and_malformed_attempts_are_tried_again_and_then_rejected(tmp_path
     assert sum("director of Film 3" in p for p in teach.server.prompts) == 2
 
 
+@pytest.mark.parametrize(("answers", "kept"), [("keep", 1), ("drop", 0)])
+def test_a_teacher_that_answers_without_a_search_is_kept_or_not(tmp_path, teach, capsys, answers, kept):
+    teach.server.reply = lambda *_: "Step 1:\nThe problem analysis: I know.\nThe final answer: Oslo"
+    options = ["--without-search", answers, "--attempts", "2"]
+    assert teach(write(tmp_path / "data.jsonl", [row(1)]), *options) == 1 - kept
+    assert len(teach.server.prompts) == (1 if kept else 2)
+    assert ("rejected: answered without a search" in capsys.readouterr().out) == (not kept)
+
+
 def test_each_attempt_is_asked_in_another_way_and_no_temperature_is_sent(tmp_path, teach):
     """Newer models are not told a temperature: with one prompt, attempts would differ by chance alone."""
     teach.server.reply = lambda prompt, attempt: "no step"

@@ -311,7 +311,7 @@ def test_what_a_resumed_run_may_change():
     limits = ("rpm", "concurrency", "timeout", "retries", "max_calls", "max_cost", "input_price", "output_price")
     assert command.free_settings(settings.SftConfig()) == anywhere
     judge = {f"judge_{name}" for name in (*limits, "cache")}
-    assert command.free_settings(settings.PpoConfig()) == anywhere | judge
+    assert command.free_settings(settings.PpoConfig()) == anywhere | judge | {"guard"}
 
 
 @pytest.mark.parametrize("name", ["plan", "plan of RL", "quickstart"])

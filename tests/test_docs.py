@@ -1,7 +1,9 @@
 """What the documents say of the code is there."""
 
+import dataclasses
 import itertools
 import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,13 @@ from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN
 from r3lite.protocols.transcript import Layout
 from r3lite.rl.algorithms import ALGORITHMS, check
-from r3lite.settings import LengthSettings, PpoConfig, ProtocolSettings
+from r3lite.settings import GuardSettings, LengthSettings, PpoConfig, ProtocolSettings
 from r3lite.settings.rl import PAPERS
 
 ROOT = Path(__file__).parent.parent
-MAP, FORMATS = ROOT / "docs" / "architecture.md", ROOT / "docs" / "formats.md"
+MAP, FORMATS, COLLAPSE = (ROOT / "docs" / f"{name}.md" for name in ("architecture", "formats", "collapse"))
 ALGORITHMS_PAGE = ROOT / "docs" / "algorithms.md"
+LIMITS = {f.name for f in dataclasses.fields(GuardSettings) if type(None) in typing.get_args(f.type)}
 DOCUMENTS = [
     Document("1", "Brenn", "Brenn is a film by Ann Dahl."),
     Document("2", "Dahl", "</information> is no tag here."),
@@ -47,7 +50,9 @@ def test_every_room_is_on_the_map():
     assert [room for room in rooms if f"  {room}/ " not in text] == []
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", MAP, FORMATS, ALGORITHMS_PAGE], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", MAP, FORMATS, COLLAPSE, ALGORITHMS_PAGE], ids=lambda path: path.name
+)
 def test_links_to_files_lead_somewhere(path):
     links = re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text(encoding="utf-8"))
     assert [link for link in links if not (path.parent / link).exists()] == []
@@ -110,3 +115,14 @@ def test_the_example_of_every_algorithm_is_taken(tmp_path):
             section.check()
         chosen.append(config.rl.algorithm)
     assert sorted(chosen) == sorted(ALGORITHMS)
+
+
+def test_every_limit_of_the_guard_is_in_its_table_with_its_default():
+    rows = re.findall(
+        r"^\| `(guard_\w+)` \| ([\d.]+) \|.*\| (\d) (?:rounds|validations) \|$", COLLAPSE.read_text("utf-8"), re.M
+    )
+    usual = GuardSettings()
+    limits = {name: value for name, value in vars(usual).items() if name in LIMITS}
+    assert {name: float(value) for name, value, _ in rows} == limits
+    for name, _, in_a_row in rows:
+        assert int(in_a_row) == (usual.guard_validations if name == "guard_f1_drop" else usual.guard_patience)

@@ -13,50 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from r3lite import collect, index, ppo, sft
-from r3lite.config import shipped
+from r3lite import ppo
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.training import checkpoint, metrics
-
-WORLD = shipped("data", "world")
-
-
-@pytest.fixture(scope="module")
-def cold(tmp_path_factory):
-    """Index and a short cold start of the tiny model: knows the format more or less, and answers some questions."""
-    folder = tmp_path_factory.mktemp("cold")
-    tiny = ["--preset", "tiny"]
-    assert index.main([*tiny, "--corpus", str(WORLD / "corpus.jsonl"), "--output", str(folder / "index")]) == 0
-    search = ["--index", str(folder / "index")]
-    rows = str(folder / "rows.jsonl")
-    assert collect.main([*tiny, "--data", str(WORLD / "train.jsonl"), "--limit", "160", *search, "--output", rows]) == 0
-    steps = ["--max-steps", "24", "--validation-fraction", "0"]
-    assert sft.main([*tiny, "--data", rows, *steps, "--output", str(folder / "sft")]) == 0
-    return folder
-
-
-def arguments(cold: Path, output: Path, *more: str) -> list[str]:
-    small = "--batch-size 2 --num-generations 3 --mini-batch-size 6 --update-epochs 1 --micro-batch-size 2"
-    small += " --max-steps 4 --save-every 1"
-    data = [
-        "--data",
-        str(WORLD / "train.jsonl"),
-        "--limit",
-        "6",
-        "--index",
-        str(cold / "index"),
-        "--adapter",
-        str(cold / "sft"),
-    ]
-    return ["--preset", "tiny", *small.split(), *data, "--output", str(output), *more]
-
-
-def logged(output: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (output / name).read_text(encoding="utf-8").splitlines()]
-
-
-def adapter(output: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(output / "adapter" / "adapter_model.safetensors")
+from r3lite.training import checkpoint
+from tests.cold_start import adapter, arguments, logged, same
 
 
 @pytest.fixture(scope="module")
@@ -99,17 +59,6 @@ def test_what_is_trained_moves_and_what_is_frozen_does_not(finished, cold):
     state = safetensors.torch.load_file(finished / "checkpoint-4" / "weights.safetensors")
     assert state.keys() == after.keys() | {"value_head.weight", "value_head.bias"}
     assert state["value_head.weight"].abs().sum() > 0
-
-
-def same(a: Path, b: Path, total: int = 4) -> None:
-    """Equal to the bit: weights, optimizer, random streams, and every metric but times, speeds and memory."""
-    one, other = (checkpoint.read(p / f"checkpoint-{total}") for p in (a, b))
-    assert one.state["precision"] == other.state["precision"]
-    for group in checkpoint.GROUPS:
-        assert one.tensors[group].keys() == other.tensors[group].keys()
-        assert all(torch.equal(t, other.tensors[group][k]) for k, t in one.tensors[group].items())
-    for name in ("metrics.jsonl", "episodes.jsonl"):
-        assert [metrics.repeatable(r) for r in logged(a, name)] == [metrics.repeatable(r) for r in logged(b, name)]
 
 
 def test_stopped_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
@@ -298,6 +247,7 @@ def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_pa
         ([], "--data is missing"),
         (["--data", "x", "--temperature", "0"], "--temperature 0 always"),
         (["--dry-run", "--algorithm", "grpo", "--num-generations", "1"], "--num-generations is 1"),
+        (["--dry-run", "--least-searches", "3", "--max-hops", "2"], "--least-searches is 3, and --max-hops 2 allows"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(arguments, says, capsys):

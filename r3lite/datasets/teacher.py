@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # its libraries take long to load
 
 # Failures of a reply that asking again would not mend: they come from the question, not from network or account.
 FINAL = ("blocked", "cut", "empty")
+WITHOUT_SEARCH = "answered without a search"
 # Attempts must differ, and newer models are not told a temperature. The text must not show in what the teacher writes.
 OTHER_WAY = (
     "This is attempt {number} of {all} at this question. Take a way of your own: other queries, in other words or "
@@ -96,6 +97,8 @@ class Teacher:
             this.steps.append(step)
             if step.answer is not None and not self.is_right(this.question, step.answer):
                 this.failure = "wrong answer"
+            elif step.answer is not None and len(this.steps) == 1 and self.settings.without_search == "drop":
+                this.failure = WITHOUT_SEARCH
 
     def is_right(self, question: Question, answer: str) -> bool:
         right = exact_match(answer, question.answers) == 1

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from r3lite.episode import Document, Step
 
 CUT_OFF, ANSWER_WAS_FORCED = "cut_off", "answer_was_forced"
+BLANK_QUERY, REPEATED_QUERY = "blank_query", "repeated_query"  # faults of every protocol that searches
 # Faults that a layout finds, whatever the protocol; worded to follow `step k`.
 LAYOUT_FAULTS = {
     CUT_OFF: "was not finished within the token limit",

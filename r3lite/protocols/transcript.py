@@ -147,12 +147,13 @@ class Layout:
         text = forced + self.tokenizer.decode(transcript.turn)
         step = self.protocol.parse(text, transcript.steps)
         searches = sum(s.query is not None for s in transcript.steps)
+        ends_at_repeats = self.lengths.end_at_idle_query
         if not self._ended(transcript) and not any(s in text for s in self.protocol.stop_strings):
             step = replace(step, query=None, answer=None, faults=(base.CUT_OFF,))
             transcript.finish = CUT_OFF
         elif step.answer is not None:
             transcript.finish = ANSWERED
-        elif step.query is None or forced:
+        elif step.query is None or forced or (ends_at_repeats and base.REPEATED_QUERY in step.faults):
             transcript.finish = MALFORMED
         elif searches >= self.lengths.max_hops:
             step = _without_query(step)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from r3lite.answer_match import answer_scores
 from r3lite.config import Trait, settings_with
-from r3lite.episode import Episode
+from r3lite.episode import Episode, Step
 from r3lite.errors import R3LiteError
+from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
 from r3lite.settings import RewardSettings
 
 MOST = 1e15  # learning squares rewards and adds them up, in fp32
@@ -34,10 +35,10 @@ class Verdict:
 class Scored:
     """What an episode was paid.
 
-    `steps[k]` is paid at the end of step k; their sum is `total`. `parts` holds `format`, `process` and `outcome`,
-    weighted, which add up to `total`; and unweighted, for the log, `em`, `f1`, `recall` (None if no gold paragraph is
-    known) and, if there was a judge, `judge` (1 if it called the answer right). Raises R3LiteError if a reward is not a
-    number that can be learned from.
+    `steps[k]` is paid at the end of step k; their sum is `total`. `parts` holds `format`, `process`, `outcome` and, if
+    searches are paid for, `search`, weighted, which add up to `total`; and unweighted, for the log, `em`, `f1`,
+    `recall` (None if no gold paragraph is known) and, if there was a judge, `judge` (1 if it called the answer right).
+    Raises R3LiteError if a reward is not a number that can be learned from.
     """
 
     steps: list[float]
@@ -69,7 +70,9 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     - process, at each query: `process_recall` times the share of the gold paragraphs found there for the first time,
       plus `process_judge` times the mean of relevance and coherence; multiplied by R3-RAG's trajectory factor
       (arXiv 2505.23794), 1 + gamma_correct, gamma_incorrect or gamma_fail (no answer);
-    - outcome, with the last step: weighted EM, F1 and the judge's right or wrong.
+    - outcome, with the last step: weighted EM, F1 and the judge's right or wrong; nothing after fewer than
+      `least_searches` different searches;
+    - search, at each step that asks: `search_bonus`, or if the query is blank or repeated -`idle_query_penalty`.
     """
     if verdict is None and needs_verdict(settings):
         return None
@@ -80,12 +83,28 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     factor = _trajectory_factor(episode, settings, correct if settings.outcome_judge else em == 1.0)
     process = [factor * p for p in _process(episode, settings, verdict)]
     outcome = settings.outcome_em * em + settings.outcome_f1 * best_f1 + settings.outcome_judge * correct
-    steps = [f + p for f, p in zip(well_formed, process, strict=True)]
+    search = [_search(step, settings) for step in episode.steps]
+    if sum(_asks_anew(step) for step in episode.steps) < settings.least_searches:
+        outcome = 0.0
+    steps = [f + p + s for f, p, s in zip(well_formed, process, search, strict=True)]
     if steps:
         steps[-1] += outcome
     parts = {"format": sum(well_formed), "process": sum(process), "outcome": outcome if steps else 0.0}
+    if settings.search_bonus or settings.idle_query_penalty:
+        parts["search"] = sum(search)
     parts |= {"em": em, "f1": best_f1, "recall": episode.recall}
     return Scored(steps, parts | ({"judge": float(correct)} if verdict else {}))
+
+
+def _asks_anew(step: Step) -> bool:
+    return step.query is not None and REPEATED_QUERY not in step.faults
+
+
+def _search(step: Step, settings: RewardSettings) -> float:
+    """What a step is paid for its query, if it has one or tried to."""
+    if BLANK_QUERY in step.faults or REPEATED_QUERY in step.faults:
+        return -settings.idle_query_penalty
+    return settings.search_bonus if step.query is not None else 0.0
 
 
 def _trajectory_factor(episode: Episode, settings: RewardSettings, right: bool) -> float:

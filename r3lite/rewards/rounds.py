@@ -2,15 +2,22 @@
 
 import statistics
 from collections.abc import Collection, Sequence
+from itertools import groupby
 
 from r3lite.episode import CUT_OFF, MALFORMED, Episode
+from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
 from r3lite.rewards.reward import Scored
+
+NGRAM = 4  # tokens
 
 
 def round_metrics(
-    episodes: Sequence[Episode], scored: Sequence[Scored | None], sampled_tokens: Sequence[int]
+    episodes: Sequence[Episode], scored: Sequence[Scored | None], turns: Sequence[Sequence[Sequence[int]]]
 ) -> dict[str, float | None]:
-    """Metrics of a round, under TRL's names if it has them. A missing reward (None) is left out of the means."""
+    """Metrics of a round, under TRL's names if it has them. A missing reward (None) is left out of the means.
+
+    `turns` are the sampled tokens of each episode, turn by turn.
+    """
     steps = [step for e in episodes for step in e.steps]
     paid = [p for p in scored if p is not None]
     totals = [sum(p.steps) for p in paid]
@@ -18,17 +25,40 @@ def round_metrics(
         "reward": statistics.fmean(totals) if totals else None,
         "reward_std": statistics.pstdev(totals) if totals else None,
         "missing_rewards": len(scored) - len(paid),
-        "completions/mean_length": statistics.fmean(sampled_tokens),
+        "completions/mean_length": statistics.fmean(sum(map(len, of_episode)) for of_episode in turns),
         "completions/clipped_ratio": statistics.fmean(e.finish == CUT_OFF for e in episodes),
+        "completions/repeated_ngrams": statistics.fmean(map(repeated_ngrams, turns)),
         "malformed_ratio": statistics.fmean(e.finish == MALFORMED for e in episodes),
         "format_adherence": statistics.fmean(not step.faults for step in steps),
         "searches": statistics.fmean(e.searches for e in episodes),
+        "queries/blank_ratio": _share_with(BLANK_QUERY, episodes),
+        "queries/repeated_ratio": _share_with(REPEATED_QUERY, episodes),
     }
     for name in sorted({name for p in paid for name in p.parts}):
         known = [p.parts[name] for p in paid if p.parts.get(name) is not None]  # no recall without gold paragraphs
         if known:
             metrics[f"rewards/{name}/mean"] = statistics.fmean(known)
     return metrics
+
+
+def _share_with(fault: str, episodes: Sequence[Episode]) -> float:
+    """Share of the episodes in which a step has a fault."""
+    return statistics.fmean(any(fault in step.faults for step in e.steps) for e in episodes)
+
+
+def turns_of(tokens: Sequence[int], action_mask: Sequence[bool]) -> list[list[int]]:
+    """The tokens that the model sampled, turn by turn: given tokens stand between turns."""
+    runs = groupby(zip(tokens, action_mask, strict=True), key=lambda pair: pair[1])
+    return [[token for token, _ in run] for sampled, run in runs if sampled]
+
+
+def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:
+    """Share of the n-grams of an episode's turns that their own turn has held before: near 1 in a loop."""
+    total = distinct = 0
+    for turn in turns:
+        ngrams = [tuple(turn[i : i + NGRAM]) for i in range(len(turn) - NGRAM + 1)]
+        total, distinct = total + len(ngrams), distinct + len(set(ngrams))
+    return 1 - distinct / total if total else 0.0
 
 
 def episode_records(

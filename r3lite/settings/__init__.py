@@ -16,6 +16,7 @@ from r3lite.settings.commands import (
 )
 from r3lite.settings.common import Common
 from r3lite.settings.data import DataSettings, QuestionSettings, TrajectorySettings
+from r3lite.settings.guard import GuardSettings, ValidationSettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.memory import MemorySettings
 from r3lite.settings.model import LoraSettings, ModelSettings, Projection

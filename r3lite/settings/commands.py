@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from r3lite.config import Bounds, Fraction, Section
 from r3lite.settings.common import Common
 from r3lite.settings.data import QuestionSettings, TrajectorySettings
+from r3lite.settings.guard import GuardSettings, ValidationSettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.memory import MemorySettings
 from r3lite.settings.model import LoraSettings, ModelSettings
@@ -36,6 +37,8 @@ class CollectSettings(Section):
     """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments"""
     attempts: Annotated[int, Bounds(low=1, high=100)] = 4
     """tries of the teacher at a question; each after the first is told to go another way"""
+    without_search: Literal["keep", "drop"] = "keep"
+    """trajectories that answer without a search; a teacher that does so is asked again"""
     min_f1: Fraction = 0.8
     """a teacher's answer is right when it is an exact match or has this F1"""
 
@@ -123,8 +126,14 @@ class PpoConfig:
     reward: RewardSettings = RewardSettings()
     judge: JudgeSettings = JudgeSettings()
     rl: RLSettings = RLSettings()
+    validation: ValidationSettings = ValidationSettings()
+    guard: GuardSettings = GuardSettings()
     lora: LoraSettings = LoraSettings()
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5, min_learning_rate=1.0)
+
+    @property
+    def episodes_of_round(self) -> int:
+        return self.rl.batch_size * self.rl.num_generations
 
     def rounds(self, questions: int | None) -> int | None:
         """Rounds of the run over so many questions; None if their number is not known and decides."""

@@ -30,3 +30,9 @@ class RewardSettings(Section):
     """the same for a wrong answer"""
     gamma_fail: Factor = -0.1
     """the same for an episode without an answer"""
+    least_searches: Annotated[int, Bounds(low=0, high=100)] = 0
+    """an episode with fewer different searches is not paid for its outcome; 0: off"""
+    search_bonus: NonNegative = 0.0
+    """paid at each query that is neither blank nor repeated"""
+    idle_query_penalty: NonNegative = 0.0
+    """taken off at each step with a blank or repeated query (--end-at-idle-query ends the episode there)"""

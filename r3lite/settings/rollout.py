@@ -18,6 +18,8 @@ class LengthSettings(Section):
     """most tokens of a whole episode"""
     max_document_tokens: Tokens = 160
     """most tokens of one document; longer ones are cut"""
+    end_at_idle_query: bool = False
+    """an episode ends as malformed at a repeated query, as it does at a blank one"""
 
     @property
     def most_sampled(self) -> int:

@@ -192,9 +192,12 @@ def newest_sound(output: Path) -> Path | None:
     return None
 
 
-def prune(output: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints; one that cannot be removed is told, and the run goes on."""
-    for folder in list(all_of(output).values())[:-keep]:
+def prune(output: Path, keep: int, spare: int | None = None) -> None:
+    """Removes all but the newest `keep` checkpoints, and that of step `spare`; one that cannot be removed is told, and
+    the run goes on."""
+    for step, folder in list(all_of(output).items())[:-keep]:
+        if step == spare:
+            continue
         try:
             remove(folder)
         except R3LiteError as error:

@@ -13,6 +13,7 @@ from r3lite.devices.precision import NonFiniteGradients
 from r3lite.errors import R3LiteError
 from r3lite.training import metrics, optim
 from r3lite.training.interrupts import Interrupts
+from r3lite.training.oversight import Collapse, Oversight
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
 
@@ -35,8 +36,11 @@ class Trainer(Protocol):
         ...
 
 
-def train(run: RunFolder, trainer: Trainer) -> bool:
-    """Takes all steps, or as many as --stop-after says; returns whether the run is complete."""
+def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None) -> bool:
+    """Takes all steps, or as many as --stop-after says; returns whether the run is complete.
+
+    `oversight` validates between steps, and may change weights and learning rates there.
+    """
     state, total = trainer.state, trainer.total
     done = run.begin(state)
     last = min(total, done + (run.settings["stop_after"] or total))
@@ -44,13 +48,25 @@ def train(run: RunFolder, trainer: Trainer) -> bool:
     log = metrics.MetricsLog(run.output, done, total, run.command)
     try:
         with Interrupts(state.precision) as interrupts:
+            if oversight and (before := oversight.begin(done)):
+                log.write(before)
+                log.sync()
+                run.write(state, 0)
+                oversight.saved(0)
             for number in range(done + 1, last + 1):
-                log.write(_step(run, trainer, number, interrupts, log))
-                if number == last or interrupts.pending or (every and number % every == 0):
-                    _save(run, state, number, log)
                 interrupts.leave_if_asked()
-    except (KeyboardInterrupt, Terminated, R3LiteError, OSError):
-        if run.saved_step:
+                record, must_save = _step(run, trainer, number, interrupts, log, oversight), False
+                if oversight:
+                    more, must_save = oversight.after(number, record)
+                    record |= more
+                log.write(record)
+                if must_save or number == last or interrupts.pending or (every and number % every == 0):
+                    _save(run, state, number, log)
+                if oversight:
+                    oversight.saved(number)
+            interrupts.leave_if_asked()
+    except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
+        if run.saved_step and not isinstance(error, Collapse):
             print(f"\nstep {run.saved_step} is saved; go on with {run.how_to_go_on}", file=sys.stderr)
         raise
     finally:
@@ -68,7 +84,14 @@ def _save(run: RunFolder, state: TrainState, step: int, log: metrics.MetricsLog)
     run.save(state, step)
 
 
-def _step(run: RunFolder, trainer: Trainer, number: int, interrupts: Interrupts, log: metrics.MetricsLog) -> dict:
+def _step(
+    run: RunFolder,
+    trainer: Trainer,
+    number: int,
+    interrupts: Interrupts,
+    log: metrics.MetricsLog,
+    oversight: Oversight | None,
+) -> dict:
     """Takes one step and makes its record.
 
     A step that ends early, before it changed a weight, counts as not taken: the state before it is saved.
@@ -76,7 +99,7 @@ def _step(run: RunFolder, trainer: Trainer, number: int, interrupts: Interrupts,
     state, settings = trainer.state, run.settings
     shape = settings["warmup"], settings["min_learning_rate"], settings["learning_rate_schedule"]
     share = optim.rate(number, trainer.total, *shape)
-    learning_rate = optim.set_rate(state.optimizer, share)
+    learning_rate = optim.set_rate(state.optimizer, share * (oversight.guard.rate_scale if oversight else 1.0))
     before, start = state.snapshot(), time.perf_counter()
     try:
         with interrupts.step():

@@ -72,6 +72,7 @@ SHOWN = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval_loss {:.4f}",
     "reward": "reward {:.3f}",
+    "eval/f1": "eval F1 {:.3f}",
     "kl": "kl {:.2g}",
     "entropy": "entropy {:.2f}",
     "grad_norm": "grad_norm {:.3g}",
@@ -127,15 +128,15 @@ class MetricsLog:
         self.clock = Clock()
 
     def write(self, record: dict) -> None:
-        """Appends one step's record and shows it."""
+        """Appends one step's record and shows it. Step 0 is what was measured before the first."""
         record = {k: _plain(v) for k, v in record.items()}
         with self._writing():
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self.file.flush()
-        left = self.clock.left(self.total - record["step"])
+        left = self.clock.left(self.total - record["step"]) if record["step"] else None
         line = progress_line(record) + (f"  ETA {tqdm.format_interval(left)}" if left else "")
         self.bar.set_postfix_str(line, refresh=False)
-        self.bar.update()
+        self.bar.update(1 if record["step"] else 0)
         if self.bar.disable and (record["step"] % self.every == 0 or record["step"] in (1, self.total)):
             print(f"{self.label} {record['step']}/{self.total}  {line}", file=sys.stderr, flush=True)
 

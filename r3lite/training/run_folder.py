@@ -4,6 +4,7 @@ Knows no algorithm.
 """
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,7 @@ class RunFolder:
         self.output = Path(output or came_from or default_output)
         self.elsewhere = bool(came_from) and came_from.resolve() != self.output.resolve()
         self.saved_step = 0
+        self.best: int | None = None  # step of a checkpoint that stays, however old it is
         self.base: str | None = None  # fingerprint of the base model, known once that is loaded
         with contextlib.ExitStack() as held:
             held.enter_context(sole_writer(self.output))
@@ -112,7 +114,8 @@ class RunFolder:
         self.base = folder_fingerprint(resolve_folder(model)) if model else None
         step = self.loaded.step if self.loaded else 0
         came_from = self.source.parent if self.source else self.output
-        logs = {log: metrics.up_to(came_from / log, step) for log in self.logs}  # refused before anything is changed
+        # Refused before anything is changed. (A fresh start keeps nothing, not even what was measured before step 1.)
+        logs = {log: metrics.up_to(came_from / log, step if self.loaded else -1) for log in self.logs}
         if self.loaded:
             self._restore(state, self.loaded)
         checkpoint.sweep(self.output)
@@ -145,14 +148,27 @@ class RunFolder:
             )
 
     def save(self, state: TrainState, step: int) -> None:
-        """Writes the checkpoint of a step, unless it is there, and removes the oldest ones."""
-        if step == self.saved_step:  # step 0 too: a fresh start has nothing to save
-            return
+        """Writes the checkpoint of a step, unless it is there."""
+        if step != self.saved_step:  # nor is there anything to save at a fresh start, which is step 0
+            self.write(state, step)
+
+    def write(self, state: TrainState, step: int) -> None:
+        """Writes the checkpoint of a step in any case, and removes the oldest ones."""
         with self._writing(f"the checkpoint of step {step}"):
             run = {"command": self.command, "settings": self.settings, "base": self.base}
             checkpoint.write(self.output, state.checkpoint(step, run), state.save_adapter)
         self.saved_step = step
-        checkpoint.prune(self.output, self.settings["keep_checkpoints"])
+        checkpoint.prune(self.output, self.settings["keep_checkpoints"], self.best)
+
+    def keep(self, step: int) -> bool:
+        """Keeps the checkpoint of a step from now on; whether it is there, here or where the run came from."""
+        folder = self.output / f"checkpoint-{step}"
+        source = self.source.parent / folder.name if self.source else folder
+        if not folder.exists() and source.exists():
+            with self._writing(f"the checkpoint of step {step}"):
+                checkpoint.replace_folder(folder, lambda new: shutil.copytree(source, new, dirs_exist_ok=True))
+        self.best = step if folder.exists() else None
+        return self.best is not None
 
     @contextlib.contextmanager
     def _writing(self, what: str) -> Iterator[None]:
@@ -164,10 +180,18 @@ class RunFolder:
                 "Make room or mend the folder, then go on with --resume auto.",
             ) from error
 
-    def finish(self, state: TrainState, total: int) -> None:
-        """Writes `adapter/` and `summary.json`."""
+    def write_adapter(self, state: TrainState, step: int | None) -> None:
+        """Writes `adapter/`: that of the checkpoint of a step, or with None that of now."""
+
+        def copy(folder: Path) -> None:
+            shutil.copytree(self.output / f"checkpoint-{step}" / checkpoint.ADAPTER, folder, dirs_exist_ok=True)
+
         with self._writing("the adapter"):
-            checkpoint.replace_folder(self.output / "adapter", state.save_adapter)
+            checkpoint.replace_folder(self.output / "adapter", state.save_adapter if step is None else copy)
+
+    def finish(self, state: TrainState, total: int) -> None:
+        """Writes `adapter/`, which is the best one if one is kept as that, and `summary.json`."""
+        self.write_adapter(state, self.best)
         records = metrics.read(self.output / metrics.FILE)
         numbers: dict[str, list[float]] = {}
         for record in records:
@@ -183,6 +207,7 @@ class RunFolder:
             "mean": {key: sum(values) / len(values) for key, values in numbers.items()},
             **state.facts,
             "adapter": "adapter",
+            "adapter_step": total if self.best is None else self.best,
             "checkpoint": f"checkpoint-{total}",
         }
         with self._writing("the summary"):

@@ -13,6 +13,8 @@ from r3lite.errors import R3LiteError
 from r3lite.training import optim
 from r3lite.training.checkpoint import Checkpoint
 
+LATER = ("guard",)  # parts that checkpoints of earlier versions lack: they begin afresh
+
 
 class Stateful(Protocol):
     """A part of a run that a checkpoint keeps, as JSON."""
@@ -80,15 +82,21 @@ class TrainState:
                 "--adapter.",
             )
         self._load_parts(loaded.state["kept"])
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(weights[name])
-        optim.load_state_tensors(self.optimizer, loaded.tensors["optimizer"])
+        self.go_back(loaded)
         set_random_state(loaded.tensors["random"])
         self.num_tokens, self.seconds = loaded.state["num_tokens"], loaded.state["seconds"]
 
+    def go_back(self, loaded: Checkpoint) -> None:
+        """Takes the weights and the optimizer's moments of a checkpoint of this run; all else stays as it is."""
+        with torch.no_grad():
+            for name, parameter in optim.parameters(self.optimizer).items():
+                parameter.copy_(loaded.tensors["weights"][name])
+        optim.load_state_tensors(self.optimizer, loaded.tensors["optimizer"])
+
     def _load_parts(self, kept: dict[str, dict]) -> None:
         for name, part in self.parts.items():
+            if name in LATER and name not in kept:
+                continue
             if name not in kept:
                 raise R3LiteError(f"the checkpoint does not hold what {name} needs", "Start anew with --adapter.")
             part.load_state_dict(kept[name])
@@ -99,5 +107,5 @@ class TrainState:
             f"{name}.{key} {kept[name][key]} -> {value}"
             for name, part in self.parts.items()
             for key, value in part.state_dict().items()
-            if kept[name].get(key, value) != value
+            if kept.get(name, {}).get(key, value) != value
         ]

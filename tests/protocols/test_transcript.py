@@ -199,3 +199,16 @@ def test_the_format_of_the_settings_chooses_the_protocol(tokenizer, name):
     )
     assert isinstance(layout.protocol, type(PROTOCOLS[name](ProtocolSettings())))
     assert opened(layout).forced_prefix == layout.protocol.forced_prefix(1)
+
+
+def test_an_episode_may_end_at_a_repeated_query(tokenizer, protocol):
+    """Its query stays in the step, and nothing is retrieved for it."""
+    for ends in (False, True):
+        limits = LengthSettings(max_length=1000, max_new_tokens=100, max_hops=3, end_at_idle_query=ends)
+        layout = Layout(tokenizer, protocol, limits)
+        transcript = opened(layout)
+        ask(layout, transcript)
+        layout.splice(transcript, SHORT)
+        ask(layout, transcript, query="What is WHERE?")
+        assert transcript.steps[-1].query == "What is WHERE?" and "repeated_query" in transcript.steps[-1].faults
+        assert (transcript.finish, transcript.pending) == ((MALFORMED, ()) if ends else (None, ("What is WHERE?",)))

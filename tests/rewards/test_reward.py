@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -145,3 +146,35 @@ def test_a_reward_that_cannot_be_learned_from_is_refused(paid):
 def test_weights_that_add_up_to_infinity_are_refused():
     with pytest.raises(R3LiteError, match="a step is paid inf"):
         score(Episode(QUESTION, [answer("Ada")], ANSWERED), RewardSettings(outcome_em=1e308, outcome_f1=1e308))
+
+
+REPEATS = [search(GOLD[0]), search(faults=("repeated_query",)), answer("Ada")]
+
+
+def test_the_search_policy_by_hand():
+    """0.05 for the first query, 0.3 off for the second; format is 0.1 / 3 at the first and third step."""
+    policy = dataclasses.replace(PLAIN, process_recall=0.0, search_bonus=0.05, idle_query_penalty=0.3)
+    scored = score(Episode(QUESTION, REPEATS, ANSWERED), policy)
+    assert scored.steps == pytest.approx([0.1 / 3 + 0.05, -0.3, 0.1 / 3 + 1.5])
+    assert scored.parts["search"] == pytest.approx(-0.25)
+    assert scored.total == pytest.approx(sum(scored.parts[k] for k in ("format", "process", "outcome", "search")))
+    blank = [search(GOLD[0]), Step("So.", faults=("blank_query",))]
+    assert score(Episode(QUESTION, blank, MALFORMED), policy).steps == pytest.approx([0.05 + 0.05, -0.3])
+    assert score(Episode(QUESTION, [answer("Bob")], ANSWERED), policy).parts["search"] == 0
+
+
+def test_an_episode_may_be_paid_less_than_nothing():
+    policy = RewardSettings(format_reward=0.0, idle_query_penalty=0.5)
+    assert score(Episode(QUESTION, [search(faults=("repeated_query",))] * 2, MALFORMED), policy).total == -1
+
+
+def test_too_few_different_searches_leave_the_outcome_unpaid():
+    for least, outcome in ((0, 1.5), (1, 1.5), (2, 0.0)):
+        policy = dataclasses.replace(PLAIN, least_searches=least)
+        scored = score(Episode(QUESTION, REPEATS, ANSWERED), policy)
+        assert scored.parts["outcome"] == outcome and scored.parts["em"] == 1
+        assert scored.total == pytest.approx(sum(scored.parts[k] for k in ("format", "process", "outcome")))
+
+
+def test_without_a_search_policy_nothing_is_different():
+    assert "search" not in score(Episode(QUESTION, REPEATS, ANSWERED), PLAIN).parts

@@ -9,7 +9,7 @@ def test_means_of_parts_leave_out_what_is_not_known():
     """A question without gold paragraphs has no recall: no zero in its mean."""
     episode = Episode(Question("q", "q?", ("a",)), [Step("x", answer="a")], "answered")
     scored = [Scored([1.0], {"recall": None, "em": 1.0}), Scored([0.0], {"recall": 0.5, "em": 0.0}), None]
-    measured = round_metrics([episode] * 3, scored, sampled_tokens=[1, 1, 4])
+    measured = round_metrics([episode] * 3, scored, turns=[[[1]], [[2]], [[3, 4], [5, 6]]])
     assert measured["rewards/recall/mean"] == 0.5 and measured["rewards/em/mean"] == 0.5
     assert measured["reward"] == 0.5 and measured["missing_rewards"] == 1
     assert measured["completions/mean_length"] == 2

@@ -56,7 +56,7 @@ def test_beta_is_the_weight_in_the_loss(batch, setup, algorithm):
     gradients = []
     for factor in (1.0, 2.0, 3.0):
         made = setup(algorithm, kl_beta=0.1, kl_target=1.0)
-        made.algorithm.kl.value = factor
+        made.algorithm.kl.scale = factor
         made.learner.learn(moved(batch, 0.01), "seed")
         gradients.append(made.steps[0])
     one, two, three = gradients

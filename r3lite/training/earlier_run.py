@@ -1,0 +1,29 @@
+"""What the run folder of an adapter tells of the run that made it."""
+
+import contextlib
+from pathlib import Path
+
+from r3lite.config import UsageError, load_toml
+from r3lite.errors import R3LiteError
+from r3lite.training import checkpoint, metrics
+from r3lite.training.run_folder import CONFIG
+
+
+def sft_epochs(adapter: str | Path) -> float | None:
+    """Passes over its data that SFT had taken when it wrote an adapter; None if that is not known.
+
+    `adapter` is a run folder, a checkpoint in one, or the `adapter/` of either.
+    """
+    folder = Path(adapter).resolve()
+    if folder.name == checkpoint.ADAPTER:
+        folder = folder.parent
+    name = checkpoint.NAME.fullmatch(folder.name)
+    run, step = (folder.parent, int(name[1])) if name else (folder, None)
+    with contextlib.suppress(R3LiteError, UsageError, OSError):
+        if "sft" not in load_toml(run / CONFIG):
+            return None
+        records = metrics.read(run / metrics.FILE)
+        epochs = [record.get("epoch") for record in records if step is None or record["step"] == step]
+        if epochs and isinstance(epochs[-1], float):
+            return epochs[-1]
+    return None

@@ -1,0 +1,303 @@
+"""Notices the collapse of a run from the metrics of its rounds and its validations.
+
+Decides, and does nothing: what follows an alarm is in `oversight.py`. Knows no model and no files. The limits and the
+reasons for them are in docs/collapse.md.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from r3lite.settings import GuardSettings
+
+SURE = 2.0  # standard errors, see below
+START_EPISODES = 32  # least of the first rounds, which later ones are compared with
+Numbers = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A limit that was crossed: the name of its setting, and what has happened as a part of a sentence."""
+
+    limit: str
+    told: str
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A quantity of each round, how its limit is meant, and how it is told."""
+
+    limit: str  # the setting
+    quantity: str  # a key of `watched`
+    beyond: Callable[[float, float, float, float], bool]  # of (now, start, limit, least)
+    told: str  # with the place of the figure
+    form: str  # of the figure
+    least: float = 0.0  # a change that is smaller than this is never beyond the limit
+
+    def crossed(self, now: float, start: float, limit: float) -> str | None:
+        """What is wrong; None if nothing is."""
+        if not self.beyond(now, start, limit, self.least):
+            return None
+        return f"{self.told.format(self.form.format(now))} ({self.form.format(start)} at the start)"
+
+
+def risen(now: float, start: float, limit: float, least: float) -> bool:
+    return now - start > limit
+
+
+def grown(now: float, start: float, limit: float, least: float) -> bool:
+    return now > start * limit and now - start >= least
+
+
+def shrunk(now: float, start: float, limit: float, least: float) -> bool:
+    return now < start / limit and start - now >= least
+
+
+def changed(now: float, start: float, limit: float, least: float) -> bool:
+    return grown(now, start, limit, least) or shrunk(now, start, limit, least)
+
+
+def above(now: float, start: float, limit: float, least: float) -> bool:
+    return now > limit
+
+
+WATCHES = (
+    Watch("guard_malformed", "malformed", risen, "{} of the episodes are malformed or cut off", "{:.0%}"),
+    Watch("guard_queries", "queries", risen, "{} of the episodes have a blank or repeated query", "{:.0%}"),
+    Watch("guard_searches", "searches", changed, "there are {} searches per episode", "{:.2f}", least=0.5),
+    Watch("guard_length", "length", changed, "the episodes have {} sampled tokens", "{:.0f}", least=32),
+    Watch("guard_repetition", "repetition", risen, "{} of the 4-grams within a turn are repeated", "{:.0%}"),
+    Watch("guard_entropy_rise", "entropy", grown, "the entropy is {} nats per token", "{:.3g}", least=0.2),
+    Watch("guard_entropy_fall", "entropy", shrunk, "the entropy is {} nats per token", "{:.3g}"),
+    Watch("guard_kl", "kl", above, "the KL divergence is {} nats per token", "{:.3g}"),
+)
+
+
+def watched(record: dict) -> Numbers:
+    """The watched quantities of a round, from its metrics; None for those that it lacks."""
+
+    def total(*names: str) -> float | None:
+        values = [record.get(name) for name in names]
+        return None if None in values else sum(values)
+
+    found = {
+        "malformed": total("malformed_ratio", "completions/clipped_ratio"),
+        "queries": total("queries/blank_ratio", "queries/repeated_ratio"),
+        "searches": record.get("searches"),
+        "length": record.get("completions/mean_length"),
+        "repetition": record.get("completions/repeated_ngrams"),
+        "entropy": record.get("entropy"),
+        "kl": record.get("kl"),
+        "variance": without_variance(record),
+        "reward": record.get("reward"),
+        "reward_std": record.get("reward_std"),
+        "f1": record.get("rewards/f1/mean"),
+    }
+    return {name: None if x is None or not math.isfinite(x) else float(x) for name, x in found.items()}
+
+
+def without_variance(record: dict) -> float | None:
+    """Share of a round's groups whose rewards are all equal, those that were replaced included."""
+    if sampled := record.get("refill/groups"):
+        return 1 - record["refill/kept"] / sampled
+    return record.get("frac_reward_zero_std")
+
+
+def standard_error(differences: Sequence[float]) -> float:
+    """Of the mean of paired differences; infinite for a single one."""
+    n = len(differences)
+    return statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+
+
+@dataclass
+class Best:
+    """The best validation so far: its step, the F1 of each question, and the reward of the rounds before it."""
+
+    step: int
+    each: list[float]
+    reward: float | None
+
+    @property
+    def f1(self) -> float:
+        return statistics.fmean(self.each)
+
+
+class Guard:
+    """Looks at each round. What it has seen is part of a run's checkpoints, as are the rollbacks that were made."""
+
+    def __init__(self, settings: GuardSettings, episodes: int):
+        """`episodes` are those of a round."""
+        self.settings = settings
+        self.start_rounds = math.ceil(START_EPISODES / episodes)
+        self.rounds = 0  # seen
+        self.first: list[Numbers] = []  # the first rounds
+        self.recent: list[Numbers] = []  # the newest ones, as many as patience asks for; since the last rollback
+        self.peak: list[Numbers] | None = None  # F1 and reward of as many rounds, when their F1 was highest
+        self.best_reward: float | None = None  # the highest mean of recent rounds
+        self.beyond: dict[str, int] = {}  # by limit, how often in a row it was crossed
+        self.best: Best | None = None
+        self.validations = 0
+        self.rollbacks = 0
+
+    @property
+    def rate_scale(self) -> float:
+        """What the learning rates are multiplied by."""
+        return self.settings.guard_rate_factor**self.rollbacks
+
+    @property
+    def kl_scale(self) -> float:
+        """What --kl-beta is multiplied by."""
+        return self.settings.guard_kl_factor**self.rollbacks
+
+    def look(self, step: int, record: dict, each: Sequence[float] | None = None) -> Alarm | None:
+        """Takes in a round's metrics and, after a validation, the F1 of `each` question; what is wrong, if anything.
+
+        An alarm is raised when a limit was crossed as often in a row as the settings say, and once: a limit is told
+        again only after it has been kept.
+        """
+        now = watched(record)
+        self.rounds += 1
+        if len(self.first) < self.start_rounds:
+            self.first.append(now)
+        self.recent = [*self.recent, now][-self.settings.guard_patience :]
+        self._take_peaks()
+        crossed = self._crossed_in_round(now) if len(self.first) == self.start_rounds else {}
+        crossed |= self._crossed_in_validation(each) if each is not None else {}
+        if each is not None:
+            self.validated(step, each)
+        alarms = []
+        for limit, told in crossed.items():
+            self.beyond[limit] = self.beyond.get(limit, 0) + 1 if told else 0
+            needed, unit = self.settings.guard_patience, "rounds"
+            if limit == "guard_f1_drop":
+                needed, unit = self.settings.guard_validations, "validations"
+            if told and self.beyond[limit] == needed:
+                alarms.append(Alarm(limit, told + (f", {needed} {unit} in a row" if needed > 1 else "")))
+        return alarms[0] if alarms and self.settings.guard != "off" else None
+
+    def validated(self, step: int, each: Sequence[float]) -> None:
+        """Takes a validation for the best one if its F1 is higher. Of equal ones the first stays, as the safer one."""
+        self.validations += 1
+        if self.best is None or statistics.fmean(each) > self.best.f1:
+            self.best = Best(step, list(each), self._mean_of_recent("reward"))
+
+    def rolled_back(self) -> None:
+        """Counts a rollback; the rounds before it say nothing about what follows."""
+        self.rollbacks += 1
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins to count anew."""
+        self.recent, self.beyond = [], {}
+
+    def _crossed_in_round(self, now: Numbers) -> dict[str, str | None]:
+        """By limit, what is beyond it in this round, or None; quantities that this round lacks are left out."""
+        found: dict[str, str | None] = {}
+        for watch in WATCHES:
+            limit, value = getattr(self.settings, watch.limit), now[watch.quantity]
+            start = self._at_start(watch.quantity)
+            if limit is None or value is None or start is None:
+                continue
+            found[watch.limit] = watch.crossed(value, start, limit)
+        return found | self._without_variance(now) | self._hacking()
+
+    def _without_variance(self, now: Numbers) -> dict[str, str | None]:
+        """Groups without variance while the reward is low: at its best, equal rewards mean that all is learned."""
+        limit, start, best = self.settings.guard_variance, self._at_start("variance"), self.best_reward
+        reward, spread = self._mean_of_recent("reward"), self._at_start("reward_std")
+        if limit is None or now["variance"] is None or None in (start, best, reward, spread) or start >= limit:
+            return {}
+        low = reward < best - spread / 4
+        told = f"{now['variance']:.0%} of the groups have no variance, at a reward of {reward:.3f} (best {best:.3f})"
+        return {"guard_variance": told if now["variance"] >= limit and low else None}
+
+    def _hacking(self) -> dict[str, str | None]:
+        """Reward up and F1 down in the episodes that are trained on, compared with the rounds of the highest F1.
+
+        Both must be more than the spread between rounds explains; F1 as in `_crossed_in_validation`.
+        """
+        limit = self.settings.guard_hacking
+        if limit is None or self.peak is None or len(self.recent) < len(self.peak):
+            return {}
+        (f1s, rewards), (best_f1s, best_rewards) = (
+            [[numbers[name] for numbers in rounds if numbers[name] is not None] for name in ("f1", "reward")]
+            for rounds in (self.recent, self.peak)
+        )
+        f1, reward, best_f1, then = map(_mean, (f1s, rewards, best_f1s, best_rewards))
+        if f1 is None or reward is None:
+            return {}
+        noise = self._luck(self.rounds // self.settings.guard_patience) * _error_of_difference(f1s, best_f1s)
+        rose = reward - then > SURE * _error_of_difference(rewards, best_rewards)
+        hacks = rose and best_f1 - f1 > max(limit, noise)
+        told = f"the reward rose from {then:.3f} to {reward:.3f} while F1 fell from {best_f1:.3f} to {f1:.3f}"
+        return {"guard_hacking": told if hacks else None}
+
+    def _crossed_in_validation(self, each: Sequence[float]) -> dict[str, str | None]:
+        """The same of a validation, compared with the best one question by question.
+
+        The best of K validations is the luckiest too: if all were equally good, it would be about sqrt(ln K) standard
+        errors of a difference above the mean. A drop must be larger than that and SURE standard errors more.
+        """
+        limit, best = self.settings.guard_f1_drop, self.best
+        if limit is None or best is None:
+            return {}
+        f1, reward = statistics.fmean(each), self._mean_of_recent("reward")
+        error = standard_error([a - b for a, b in zip(best.each, each, strict=True)])
+        noise = self._luck(self.validations) * error
+        told = f"validation F1 fell from {best.f1:.3f} to {f1:.3f}"
+        if best.reward is not None and reward is not None and reward > best.reward:
+            told += f" while the reward rose from {best.reward:.3f} to {reward:.3f}"
+        return {"guard_f1_drop": told if best.f1 - f1 > max(limit, noise) else None}
+
+    def _luck(self, tries: int) -> float:
+        """The standard errors that a drop from the best of so many tries must be larger than."""
+        return SURE + math.sqrt(math.log(tries))
+
+    def _take_peaks(self) -> None:
+        if len(self.recent) < self.settings.guard_patience:
+            return
+        f1, reward = self._mean_of_recent("f1"), self._mean_of_recent("reward")
+        if reward is not None and (self.best_reward is None or reward > self.best_reward):
+            self.best_reward = reward
+        if f1 is not None and reward is not None and (self.peak is None or f1 >= _mean([p["f1"] for p in self.peak])):
+            self.peak = [{"f1": numbers["f1"], "reward": numbers["reward"]} for numbers in self.recent]
+
+    def _mean_of_recent(self, quantity: str) -> float | None:
+        return _mean([numbers[quantity] for numbers in self.recent])
+
+    def _at_start(self, quantity: str) -> float | None:
+        return _mean([numbers[quantity] for numbers in self.first])
+
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps, as JSON values."""
+        best = self.best and {"step": self.best.step, "each": list(self.best.each), "reward": self.best.reward}
+        return {
+            "rounds": self.rounds,
+            "first": list(self.first),
+            "recent": list(self.recent),
+            "peak": self.peak,
+            "best_reward": self.best_reward,
+            "beyond": dict(self.beyond),
+            "best": best,
+            "validations": self.validations,
+            "rollbacks": self.rollbacks,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.first, self.recent = list(state["first"]), list(state["recent"])
+        self.peak, self.best_reward, self.beyond = state["peak"], state["best_reward"], dict(state["beyond"])
+        self.best = Best(**state["best"]) if state["best"] else None
+        self.rounds, self.validations, self.rollbacks = state["rounds"], state["validations"], state["rollbacks"]
+
+
+def _error_of_difference(a: Sequence[float], b: Sequence[float]) -> float:
+    """Standard error of the difference of two means; infinite if either is of one value."""
+    if min(len(a), len(b)) < 2:
+        return math.inf
+    return math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None

@@ -1,0 +1,135 @@
+"""Looks after a run between its steps: validates it, keeps the best checkpoint, and does what the guard asks for.
+
+Knows no algorithm and no data: what a validation is, the recipe hands in.
+"""
+
+import sys
+import time
+from typing import Protocol
+
+from tqdm import tqdm
+
+from r3lite.errors import R3LiteError
+from r3lite.settings import ValidationSettings
+from r3lite.training import checkpoint
+from r3lite.training.guard import Alarm, Guard
+from r3lite.training.run_folder import RunFolder
+from r3lite.training.state import TrainState
+
+
+class Collapse(R3LiteError):
+    """A limit of the guard was crossed once more after the last rollback."""
+
+
+class Validation(Protocol):
+    """What a recipe hands in to have its model measured on questions that it is not trained on."""
+
+    def measure(self) -> tuple[dict, list[float]]:
+        """The metrics, and the F1 of each question in an order that never changes."""
+        ...
+
+
+class Oversight:
+    """Between the steps of one run. What the guard has seen is among the parts of the run's state."""
+
+    def __init__(
+        self, run: RunFolder, state: TrainState, guard: Guard, settings: ValidationSettings, total: int,
+        validation: Validation | None,
+    ):  # fmt: skip
+        self.run, self.state, self.guard, self.settings = run, state, guard, settings
+        self.total, self.validation = total, validation
+        self.collapse: Collapse | None = None  # why the run must end
+
+    @property
+    def best(self) -> int | None:
+        """The step with the best validation; None if there was none."""
+        return None if self.guard.best is None else self.guard.best.step
+
+    def begin(self, done: int) -> dict | None:
+        """Called after `run.begin`, with the steps taken; the metrics of a validation before the first step.
+
+        With these, a checkpoint must be written: of a run that gets worse in its first step it is the best one.
+        """
+        if self.best is not None and not self.run.keep(self.best):
+            lost = f"the best checkpoint, of step {self.best}, is no longer there: the next validation counts as best"
+            print(f"warning: {lost}", file=sys.stderr)
+            self.guard.best = None
+        if self.validation is None or done or self.best is not None:
+            return None
+        found, each = self._validate()
+        self.guard.validated(0, each)
+        return {"step": 0, **found}
+
+    def after(self, step: int, record: dict) -> tuple[dict, bool]:
+        """Called after each step with its metrics: further metrics, and whether a checkpoint must be written."""
+        found, each = {}, None
+        if self.validation is not None and (step % self.settings.eval_every == 0 or step == self.total):
+            found, each = self._validate()
+        alarm = self.guard.look(step, record, each)
+        if self.validation is not None:
+            found["guard/rollbacks"] = self.guard.rollbacks
+        must_save = self.best == step
+        if alarm is not None:
+            found["guard/alarm"] = alarm.limit
+            must_save |= self._heed(step, alarm)
+        return found, must_save
+
+    def saved(self, step: int) -> None:
+        """Called when the step's record and checkpoint are written; raises Collapse if the run must end."""
+        if self.best == step:
+            self.run.keep(step)
+        if self.collapse is not None:
+            self.run.write_adapter(self.state, self.best)
+            raise self.collapse
+
+    def note(self) -> str:
+        """At the end of the run: which adapter is the best one, and where the last one is; empty without validation."""
+        best = self.guard.best
+        if best is None:
+            return ""
+        told = f", of step {best.step}, the best by validation F1 ({best.f1:.3f})"
+        if best.step != self.total:
+            told += f"; the last one: {self.run.output / f'checkpoint-{self.total}' / checkpoint.ADAPTER}"
+        return told
+
+    def _validate(self) -> tuple[dict, list[float]]:
+        start = time.perf_counter()
+        found, each = self.validation.measure()
+        return {f"eval/{name}": value for name, value in found.items()} | {
+            "time/validate": time.perf_counter() - start
+        }, each
+
+    def _heed(self, step: int, alarm: Alarm) -> bool:
+        """Says in one line what is wrong and what follows, and does it; whether weights have changed."""
+        s, guard = self.guard.settings, self.guard
+        wrong = f"step {step}: {alarm.told} (--{alarm.limit.replace('_', '-')})"
+        if s.guard == "warn" or guard.best is None:
+            why = "" if s.guard == "warn" else "; without --eval-data there is nothing to go back to"
+            _say(f"warning: {wrong}: the run may be collapsing{why}")
+            return False
+        best = f"step {guard.best.step} (validation F1 {guard.best.f1:.3f})"
+        self._go_back(step)
+        if guard.rollbacks == s.guard_rollbacks:
+            guard.forget()
+            _say(f"{wrong}; after {guard.rollbacks} rollbacks the run stops, with the weights of {best}")
+            self.collapse = Collapse(
+                f"the run collapsed again after {guard.rollbacks} rollbacks: {alarm.told}",
+                f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. Start anew from it with --adapter "
+                f"and a lower --learning-rate, a higher --kl-beta or other rewards; or pass {self.run.how_to_go_on} "
+                "--guard off.",
+            )
+            return True
+        guard.rolled_back()
+        scale = f"the learning rate is multiplied by {guard.rate_scale:g}"
+        if self.run.settings.get("kl_beta"):
+            scale += f" and the KL weight by {guard.kl_scale:g}"
+        _say(f"{wrong}; back to {best}, {scale} from here on: rollback {guard.rollbacks} of {s.guard_rollbacks}")
+        return True
+
+    def _go_back(self, step: int) -> None:
+        if self.best != step:  # whose checkpoint is yet to be written
+            self.state.go_back(checkpoint.read(self.run.output / f"checkpoint-{self.best}"))
+
+
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)

@@ -1,0 +1,83 @@
+"""Validation during reinforcement learning: greedy answers to questions that are not trained on, scored as `evaluate`
+scores them.
+
+Draws no random number that training draws: a run's other numbers are the same with and without it.
+"""
+
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from r3lite.datasets.qa import read_questions
+from r3lite.episode import CUT_OFF, MALFORMED, Question, Retrieve
+from r3lite.evaluation.scores import Marks, scores
+from r3lite.retrieval.retriever import build_retriever
+from r3lite.rollout.engine import Engine
+from r3lite.rollout.sampling import Sampler
+from r3lite.settings import PpoConfig
+
+# Names of the metrics, which are logged as `eval/<name>`, and of the scores that they are.
+METRICS = {
+    "em": "em",
+    "f1": "f1",
+    "format_adherence": "format_adherence",
+    "retrieval_recall": "retrieval_recall",
+    "searches": "mean_searches",
+}
+
+
+class Validation:
+    """Answers its questions with the engine of a run, whose model is used as it is at that moment."""
+
+    def __init__(self, questions: list[Question], engine: Engine, retrieve: Retrieve, at_once: int):
+        """At most `at_once` episodes are sampled together: so many are in the run's memory plan."""
+        self.questions, self.retrieve, self.at_once = questions, retrieve, at_once
+        self.engine = replace(engine, sampler=Sampler(temperature=0.0), value_head=None)
+
+    def measure(self) -> tuple[dict, list[float]]:
+        """The metrics, without those that are unknown, and the F1 of each question."""
+        episodes = [
+            sequence.episode()
+            for block in self._blocks()
+            for sequence in self.engine.grant.attempt(
+                "sample", self.engine.run, block, ["greedy"] * len(block), self.retrieve
+            )
+        ]
+        marks = [Marks.of(episode) for episode in episodes]
+        found = scores(marks)
+        metrics = {name: found[score]["value"] for name, score in METRICS.items() if found[score]["value"] is not None}
+        unfinished = sum(episode.finish in (CUT_OFF, MALFORMED) for episode in episodes)
+        return metrics | {"unfinished_ratio": unfinished / len(episodes)}, [m.f1 for m in marks]
+
+    def _blocks(self) -> Iterator[list[Question]]:
+        for start in range(0, len(self.questions), self.at_once):
+            yield self.questions[start : start + self.at_once]
+
+
+def read_held_out(config: PpoConfig, trained_on: list[Question]) -> list[Question]:
+    """The questions of --eval-data that are drawn; none without it. Warns of those that are trained on as well."""
+    settings = config.validation
+    if settings.eval_data is None:
+        return []
+    questions = read_questions(settings.eval_data, None, config.data.skip_bad_rows)
+    draw = random.Random(f"{settings.eval_seed}/validation")
+    drawn = draw.sample(questions, min(settings.eval_questions, len(questions)))
+    known = {question.text for question in trained_on}
+    if shared := sum(question.text in known for question in drawn):
+        print(f"warning: {shared} of {len(drawn)} questions of --eval-data are trained on as well", file=sys.stderr)
+    return drawn
+
+
+def build_validation(
+    config: PpoConfig, held_out: list[Question], engine: Engine, retrieve: Retrieve
+) -> Validation | None:
+    """The validation on questions held out; None if there are none.
+
+    It retrieves from the run's --corpus or --index; without both, from the paragraphs of its own questions.
+    """
+    if not held_out:
+        return None
+    if not (config.retrieval.index or config.retrieval.corpus):
+        retrieve = build_retriever(config.retrieval, held_out, skip_bad_rows=config.data.skip_bad_rows)
+    return Validation(held_out, engine, retrieve, config.episodes_of_round)

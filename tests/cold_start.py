@@ -1,0 +1,63 @@
+"""A short cold start of the tiny model, and runs of reinforcement learning from there."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from r3lite import collect, index, sft
+from r3lite.config import shipped
+from r3lite.training import checkpoint, metrics
+
+WORLD = shipped("data", "world")
+
+
+@pytest.fixture(scope="session")
+def cold(tmp_path_factory):
+    """Index and a short cold start of the tiny model: knows the format more or less, and answers some questions."""
+    folder = tmp_path_factory.mktemp("cold")
+    tiny = ["--preset", "tiny"]
+    assert index.main([*tiny, "--corpus", str(WORLD / "corpus.jsonl"), "--output", str(folder / "index")]) == 0
+    search = ["--index", str(folder / "index")]
+    rows = str(folder / "rows.jsonl")
+    assert collect.main([*tiny, "--data", str(WORLD / "train.jsonl"), "--limit", "160", *search, "--output", rows]) == 0
+    steps = ["--max-steps", "24", "--validation-fraction", "0"]
+    assert sft.main([*tiny, "--data", rows, *steps, "--output", str(folder / "sft")]) == 0
+    return folder
+
+
+def arguments(cold: Path, output: Path, *more: str) -> list[str]:
+    small = "--batch-size 2 --num-generations 3 --mini-batch-size 6 --update-epochs 1 --micro-batch-size 2"
+    small += " --max-steps 4 --save-every 1"
+    data = [
+        "--data",
+        str(WORLD / "train.jsonl"),
+        "--limit",
+        "6",
+        "--index",
+        str(cold / "index"),
+        "--adapter",
+        str(cold / "sft"),
+    ]
+    return ["--preset", "tiny", *small.split(), *data, "--output", str(output), *more]
+
+
+def logged(output: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (output / name).read_text(encoding="utf-8").splitlines()]
+
+
+def adapter(output: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(output / "adapter" / "adapter_model.safetensors")
+
+
+def same(a: Path, b: Path, total: int = 4) -> None:
+    """Equal to the bit: weights, optimizer, random streams, and every metric but times, speeds and memory."""
+    one, other = (checkpoint.read(p / f"checkpoint-{total}") for p in (a, b))
+    assert one.state["precision"] == other.state["precision"]
+    for group in checkpoint.GROUPS:
+        assert one.tensors[group].keys() == other.tensors[group].keys()
+        assert all(torch.equal(t, other.tensors[group][k]) for k, t in one.tensors[group].items())
+    for name in ("metrics.jsonl", "episodes.jsonl"):
+        assert [metrics.repeatable(r) for r in logged(a, name)] == [metrics.repeatable(r) for r in logged(b, name)]

@@ -1,0 +1,146 @@
+"""Validation and rollback on the tiny model: numbers that do not change, a forced collapse, exact resuming.
+
+The world is small, so that a round takes a second: SFT has taught the model to answer every question with "there",
+which is right for two of three.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3lite import ppo, sft
+from r3lite.training import checkpoint
+from tests.cold_start import adapter, logged, same
+
+FLAGS = "--preset tiny --dtype fp32 --retriever none --batch-size 4 --num-generations 8 --mini-batch-size 16 "
+FLAGS += "--update-epochs 1 --max-new-tokens 32 --max-length 128 --max-steps 4 --save-every 1 --warmup 0 --kl-beta 0.01"
+# It breaks the model in the first round; the second round shows it, and then the rate is harmless.
+COLLAPSE = "--learning-rate 0.1 --min-learning-rate 1 --guard-patience 1 --guard-rate-factor 1e-5 "
+COLLAPSE += "--guard-kl none --guard-entropy-rise none"
+TAUGHT = "--preset tiny --dtype fp32 --validation-fraction 0 --learning-rate 3e-3"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """Questions for training and validation, prompts, and an adapter that answers them."""
+    folder = tmp_path_factory.mktemp("world")
+    for name, text in (("init", "{question}"), ("step", "{documents}")):
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    for name, numbers in (("train", range(12)), ("eval", range(12, 24))):
+        rows = [{"id": str(i), "question": f"Where is {i}?", "answer": "there" if i % 3 else "here"} for i in numbers]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    answer = "Step 1:\nThe problem analysis: I know.\nThe final answer: there"
+    rows = [[("user", f"Where is {i}?"), ("assistant", answer)] for i in range(24)]
+    lines = (json.dumps({"messages": [{"role": r, "content": c} for r, c in row]}) + "\n" for row in rows)
+    (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+    data = ["--data", str(folder / "rows.jsonl"), "--output", str(folder / "sft")]
+    assert sft.main([*TAUGHT.split(), "--max-steps", "24", *data, *prompts(folder)]) == 0
+    return folder
+
+
+def prompts(world: Path) -> list[str]:
+    return [x for name in ("init", "step") for x in (f"--{name}-prompt", str(world / f"{name}.txt"))]
+
+
+def run(world: Path, output: Path, *more: str, validated: bool = True) -> int:
+    given = ["--data", str(world / "train.jsonl"), "--adapter", str(world / "sft"), "--output", str(output)]
+    if validated:
+        given += ["--eval-data", str(world / "eval.jsonl"), "--eval-every", "2"]
+    return ppo.main([*FLAGS.split(), *prompts(world), *given, *more])
+
+
+def rounds(output: Path) -> dict[int, dict]:
+    return {record["step"]: record for record in logged(output, "metrics.jsonl")}
+
+
+def own_numbers(record: dict) -> dict:
+    """The metrics of the training itself: no speeds, nothing of validation and guard."""
+    measured = ("step_time", "tokens_per_second", "peak_memory_mib")
+    return {k: v for k, v in record.items() if k not in measured and not k.startswith(("time/", "eval/", "guard/"))}
+
+
+def test_the_numbers_of_training_are_the_same_with_and_without_validation(world, tmp_path):
+    assert run(world, tmp_path / "with") == run(world, tmp_path / "without", validated=False) == 0
+    one, other = rounds(tmp_path / "with"), rounds(tmp_path / "without")
+    assert list(one) == [0, 1, 2, 3, 4] and list(other) == [1, 2, 3, 4]
+    assert all(own_numbers(one[step]) == own_numbers(other[step]) for step in other)
+    keys = {"eval/em", "eval/f1", "eval/format_adherence", "eval/searches", "eval/unfinished_ratio"}
+    assert all(keys <= one[step].keys() for step in (0, 2, 4)) and not keys & (one[1].keys() | one[3].keys())
+    assert one[0]["eval/f1"] == pytest.approx(8 / 12)
+    held = [checkpoint.read(tmp_path / name / "checkpoint-4").tensors for name in ("with", "without")]
+    for group in checkpoint.GROUPS:
+        assert all(torch.equal(t, held[1][group][k]) for k, t in held[0][group].items())
+
+
+@pytest.fixture(scope="module")
+def collapsed(world):
+    assert run(world, world / "collapsed", *COLLAPSE.split()) == 0
+    return world / "collapsed"
+
+
+def test_a_forced_collapse_is_rolled_back_and_ends_as_good_as_the_best(collapsed):
+    records = rounds(collapsed)
+    assert records[1]["malformed_ratio"] + records[1]["completions/clipped_ratio"] < 0.2
+    assert records[2]["malformed_ratio"] + records[2]["completions/clipped_ratio"] > 0.9
+    assert {s: r["guard/alarm"] for s, r in records.items() if "guard/alarm" in r} == {2: "guard_malformed"}
+    assert records[2]["eval/f1"] == 0
+    assert records[3]["learning_rate"] == pytest.approx(1e-6) and records[3]["kl"] < 1e-3 < records[2]["kl"]
+    assert records[4]["guard/rollbacks"] == 1
+    best = max(r["eval/f1"] for r in records.values() if "eval/f1" in r)
+    assert records[4]["eval/f1"] >= best - 0.02
+    summary = json.loads((collapsed / "summary.json").read_text(encoding="utf-8"))
+    assert records[summary["adapter_step"]]["eval/f1"] == best
+    kept, final = (adapter(collapsed / name) for name in (f"checkpoint-{summary['adapter_step']}", "."))
+    assert all(torch.equal(t, final[k]) for k, t in kept.items())
+
+
+@pytest.mark.parametrize("stop", ["1", "2", "3"])
+def test_stopped_before_or_after_a_rollback_and_resumed_equals_uninterrupted(collapsed, world, tmp_path, stop):
+    assert run(world, tmp_path / "run", *COLLAPSE.split(), "--stop-after", stop) == 0
+    if stop == "2":  # the weights are those of step 0 again
+        start, now = (checkpoint.read(tmp_path / "run" / f"checkpoint-{n}").tensors["weights"] for n in (0, 2))
+        assert all(torch.equal(t, now[k]) for k, t in start.items())
+    assert run(world, tmp_path / "run", *COLLAPSE.split(), "--resume", "auto") == 0
+    same(collapsed, tmp_path / "run")
+
+
+def test_a_run_that_goes_on_collapsing_stops_with_the_reason_and_leaves_the_best_adapter(world, tmp_path, capsys):
+    hopeless = COLLAPSE.replace("1e-5", "1").split()
+    assert run(world, tmp_path / "run", *hopeless, "--guard-rollbacks", "0") == 1
+    told = capsys.readouterr().err
+    assert "after 0 rollbacks the run stops, with the weights of step 0 (validation F1 0.667)" in told
+    assert "The best adapter, of step 0 (validation F1 0.667), is in" in told and "--guard off" in told
+    start, final = adapter(world / "sft"), adapter(tmp_path / "run")
+    assert all(torch.equal(t, final[k]) for k, t in start.items())
+    assert ppo.main(["--config", str(tmp_path / "run" / "config.toml"), "--resume", "auto", "--guard", "off"]) == 0
+
+
+def test_other_validation_questions_are_refused_on_resume(world, tmp_path, capsys):
+    """The best F1 so far is that of the questions that it was measured on."""
+    rows, held = (world / "eval.jsonl").read_text(encoding="utf-8"), tmp_path / "eval.jsonl"
+    held.write_text(rows, encoding="utf-8")
+    given = ["--eval-data", str(held), "--stop-after", "1", "--resume", "auto"]
+    assert run(world, tmp_path / "run", *given) == 0 and "trained on" not in capsys.readouterr().err
+    held.write_text(rows.replace("there", "where"), encoding="utf-8")
+    assert run(world, tmp_path / "run", *given) == 1
+    assert "the data are not those that the run was started with" in capsys.readouterr().err
+
+
+def test_validation_questions_that_are_trained_on_are_warned_of(world, tmp_path, capsys):
+    assert run(world, tmp_path / "run", "--eval-data", str(world / "train.jsonl"), "--stop-after", "1") == 0
+    assert "warning: 12 of 12 questions of --eval-data are trained on as well" in capsys.readouterr().err
+
+
+def test_an_adapter_of_less_than_one_pass_is_warned_of(world, tmp_path, capsys):
+    """24 steps of 8 rows are 8 passes over the 24 rows; 2 are two thirds of one."""
+    assert run(world, tmp_path / "run", "--max-steps", "1", validated=False) == 0
+    assert "of a pass over its data" not in capsys.readouterr().err
+    data = ["--data", str(world / "rows.jsonl"), "--output", str(tmp_path / "sft")]
+    assert sft.main([*TAUGHT.split(), "--max-steps", "2", "--save-every", "1", *data, *prompts(world)]) == 0
+    for adapter_of, share in (("sft", "0.67"), ("sft/adapter", "0.67"), ("sft/checkpoint-1", "0.33")):
+        name = str(tmp_path / adapter_of)
+        output = tmp_path / f"run-{share}-{len(name)}"
+        assert run(world, output, "--adapter", name, "--max-steps", "1", validated=False) == 0
+        assert f"warning: SFT had taken {share} of a pass over its data when it wrote {name}" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""Validation, the best checkpoint and rollbacks in the loop, with a toy in place of a model."""
+
+import json
+
+import pytest
+import torch
+
+from r3lite.config import with_values
+from r3lite.settings import GuardSettings, ValidationSettings
+from r3lite.training import checkpoint, loop, metrics
+from r3lite.training.guard import Guard
+from r3lite.training.oversight import Collapse, Oversight
+from r3lite.training.run_folder import RunFolder
+from tests.training.test_loop import TOTAL, Toy, ToyConfig, assert_same
+
+QUESTIONS = 64
+
+
+class Script:
+    """Validations whose F1 is what a test says, by how often the toy has been validated. (Not part of its state.)"""
+
+    def __init__(self, toy: "Watched"):
+        self.toy = toy
+
+    def measure(self) -> tuple[dict, list[float]]:
+        f1 = self.toy.f1s[len(self.toy.seen.steps)]
+        right = round(f1 * QUESTIONS)
+        return {"f1": f1}, [1.0] * right + [0.0] * (QUESTIONS - right)
+
+
+class Watched(Toy):
+    """A toy some of whose steps are malformed. (Making one seeds the random stream that all share.)"""
+
+    def __init__(self, f1s: list[float], bad: range = range(0)):
+        super().__init__()
+        self.f1s, self.bad = f1s, bad
+        self.guard = Guard(GuardSettings(guard_patience=2, guard_rollbacks=1), 64)
+        self.state.parts["guard"] = self.guard
+        self.rates: list[float] = []
+        self.kl_scales: list[float] = []
+
+    def step(self, number: int) -> tuple[dict, int]:
+        self.rates.append(self.state.optimizer.param_groups[0]["lr"])
+        self.kl_scales.append(self.guard.kl_scale)
+        record, tokens = super().step(number)
+        more = {"malformed_ratio": float(number in self.bad), "completions/clipped_ratio": 0.0}
+        return record | more, tokens
+
+
+def run(toy: Watched, validated: bool = True, **settings) -> bool:
+    config = with_values(ToyConfig(), {"save_every": 0, "keep_checkpoints": 1} | settings)
+    with RunFolder("ppo", config, "unused") as folder:
+        validation = Script(toy) if validated else None
+        oversight = Oversight(folder, toy.state, toy.guard, ValidationSettings(eval_every=2), TOTAL, validation)
+        return loop.train(folder, toy, oversight)
+
+
+RISING = [0.2, 0, 0.4, 0, 0.8, 0, 0.6, 0, 0.7]  # best after step 4
+COLLAPSE = {"f1s": RISING, "bad": range(6, 8)}  # told at step 7
+
+
+def weights(output, step: int) -> dict:
+    return checkpoint.read(output / f"checkpoint-{step}").tensors["weights"]
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest_and_is_the_adapter(tmp_path):
+    assert run(Watched(RISING), output=str(tmp_path))
+    assert list(checkpoint.all_of(tmp_path)) == [4, 8]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["adapter_step"], summary["steps"]) == (4, 8)
+    best, last = (json.loads((tmp_path / f"checkpoint-{n}/adapter/adapter_config.json").read_text()) for n in (4, 8))
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == best != last
+    f1s = {r["step"]: r["eval/f1"] for r in metrics.read(tmp_path / metrics.FILE) if "eval/f1" in r}
+    assert f1s == {0: 0.2, 2: 0.4, 4: 0.8, 6: 0.6, 8: 0.7}
+
+
+def test_without_validation_the_last_adapter_is_the_adapter_and_alarms_are_told_only(tmp_path, capsys):
+    assert run(Watched(**COLLAPSE), validated=False, output=str(tmp_path))
+    assert list(checkpoint.all_of(tmp_path)) == [8]
+    assert json.loads((tmp_path / "summary.json").read_text())["adapter_step"] == 8
+    told = [line for line in capsys.readouterr().err.splitlines() if "guard" in line]
+    assert told == [
+        "warning: step 7: 100% of the episodes are malformed or cut off (0% at the start), 2 rounds in a row "
+        "(--guard-malformed): the run may be collapsing; without --eval-data there is nothing to go back to"
+    ]
+
+
+def test_a_collapse_goes_back_to_the_best_weights_and_on_with_smaller_steps(tmp_path, capsys):
+    plain = Watched(RISING)
+    assert run(plain, output=str(tmp_path / "plain"))
+    assert not run(Watched(**COLLAPSE), output=str(tmp_path / "run"), stop_after=7)
+    # After step 7 the run is where it was after step 4, but for what counts its steps.
+    assert all(torch.equal(w, weights(tmp_path / "plain", 4)[name]) for name, w in weights(tmp_path / "run", 7).items())
+    moments = [checkpoint.read(tmp_path / f).tensors["optimizer"] for f in ("plain/checkpoint-4", "run/checkpoint-7")]
+    assert all(torch.equal(moment, moments[1][name]) for name, moment in moments[0].items())
+    toy = Watched(**COLLAPSE)
+    assert run(toy, output=str(tmp_path / "run"), resume="auto")
+    assert toy.rates == [pytest.approx(plain.rates[-1] / 4)] and toy.kl_scales == [2.0]
+    told = [line for line in capsys.readouterr().err.splitlines() if "guard" in line]
+    assert told == [
+        "step 7: 100% of the episodes are malformed or cut off (0% at the start), 2 rounds in a row (--guard-malformed)"
+        "; back to step 4 (validation F1 0.797), the learning rate is multiplied by 0.25 and the KL weight by 2 from "
+        "here on: rollback 1 of 1"
+    ]
+    records = {r["step"]: r for r in metrics.read(tmp_path / "run" / metrics.FILE)}
+    assert {s: r.get("guard/alarm") for s, r in records.items() if "guard/alarm" in r} == {7: "guard_malformed"}
+    assert records[7]["guard/rollbacks"] == 0 and records[8]["guard/rollbacks"] == 1
+
+
+@pytest.mark.parametrize("stop", range(1, TOTAL))
+def test_stopped_anywhere_and_resumed_equals_uninterrupted(tmp_path, stop):
+    whole, output = Watched(**COLLAPSE), tmp_path / "parts"
+    assert run(whole, output=str(tmp_path / "whole"))
+    assert not run(Watched(**COLLAPSE), output=str(output), stop_after=stop, save_every=3)
+    resumed = Watched(**COLLAPSE)
+    assert run(resumed, output=str(output), resume="auto")
+    assert resumed.guard.state_dict() == whole.guard.state_dict() and whole.guard.rollbacks == 1
+    same_metrics = [
+        [metrics.repeatable(r) for r in metrics.read(o / metrics.FILE)] for o in (tmp_path / "whole", output)
+    ]
+    assert same_metrics[0] == same_metrics[1]
+    assert all(torch.equal(w, weights(output, TOTAL)[name]) for name, w in weights(tmp_path / "whole", TOTAL).items())
+
+
+class Killed(BaseException):
+    """The process ends here: nothing catches it."""
+
+
+@pytest.mark.parametrize("at", range(1, TOTAL + 1))
+def test_killed_anywhere_and_resumed_equals_uninterrupted(tmp_path, at):
+    """In a step, whose rounds since the newest checkpoint are then taken again; the best checkpoint is a newest one."""
+
+    def die(number: int) -> None:
+        if number == at:
+            raise Killed
+
+    whole, output = Watched(**COLLAPSE), tmp_path / "parts"
+    assert run(whole, output=str(tmp_path / "whole"))
+    killed = Watched(**COLLAPSE)
+    killed.at_end = die
+    with pytest.raises(Killed):
+        run(killed, output=str(output))
+    resumed = Watched(**COLLAPSE)
+    assert run(resumed, output=str(output), resume="auto")
+    assert resumed.guard.state_dict() == whole.guard.state_dict()
+    logs = [[metrics.repeatable(r) for r in metrics.read(o / metrics.FILE)] for o in (tmp_path / "whole", output)]
+    assert logs[0] == logs[1] and [r["step"] for r in logs[0]] == list(range(TOTAL + 1))
+    assert all(torch.equal(w, weights(output, TOTAL)[name]) for name, w in weights(tmp_path / "whole", TOTAL).items())
+
+
+def test_after_the_last_rollback_the_run_stops_with_the_reason_and_the_best_adapter(tmp_path, capsys):
+    toy = Watched(RISING, bad=range(2, 9))
+    with pytest.raises(
+        Collapse, match=r"collapsed again after 1 rollbacks: 100% of the episodes are malformed"
+    ) as error:
+        run(toy, output=str(tmp_path))
+    assert "The best adapter, of step 4 (validation F1 0.797), is in" in error.value.remedy
+    assert "--guard off" in error.value.remedy
+    best = json.loads((tmp_path / "checkpoint-4" / "adapter" / "adapter_config.json").read_text())
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == best
+    assert not (tmp_path / "summary.json").exists() and "go on with" not in capsys.readouterr().err
+    step = max(checkpoint.all_of(tmp_path))
+    assert all(torch.equal(w, weights(tmp_path, 4)[name]) for name, w in weights(tmp_path, step).items())
+
+
+def test_a_run_that_goes_on_elsewhere_takes_its_best_checkpoint_along(tmp_path):
+    whole = Watched(**COLLAPSE)
+    assert run(whole, output=str(tmp_path / "whole"))
+    assert not run(Watched(**COLLAPSE), output=str(tmp_path / "run"), stop_after=6)
+    fork = Watched(**COLLAPSE)
+    assert run(fork, output=str(tmp_path / "fork"), resume=str(tmp_path / "run"))
+    assert list(checkpoint.all_of(tmp_path / "fork")) == [4, 8]
+    assert fork.guard.state_dict() == whole.guard.state_dict()
+    assert list(checkpoint.all_of(tmp_path / "run")) == [4, 6]
+
+
+def test_a_best_checkpoint_that_is_gone_is_told_and_the_next_validation_counts(tmp_path, capsys):
+    run(Watched(RISING), output=str(tmp_path), stop_after=5)
+    checkpoint.remove(tmp_path / "checkpoint-4")
+    assert run(Watched(RISING), output=str(tmp_path), resume="auto")
+    assert "the best checkpoint, of step 4, is no longer there" in capsys.readouterr().err
+    assert json.loads((tmp_path / "summary.json").read_text())["adapter_step"] == 8  # 0.7 against 0.6
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_guard_and_is_resumed(tmp_path):
+    old = Watched(RISING)
+    del old.state.parts["guard"]
+    assert not run(old, validated=False, output=str(tmp_path), stop_after=3)
+    assert run(Watched(RISING), validated=False, output=str(tmp_path), resume="auto")
+
+
+def test_a_run_watched_and_not_watched_takes_the_same_steps(tmp_path):
+    one = Watched(RISING)
+    assert run(one, validated=False, output=str(tmp_path / "one"))
+    other = Watched(RISING)
+    with RunFolder("ppo", with_values(ToyConfig(), {"output": str(tmp_path / "other")}), "unused") as folder:
+        assert loop.train(folder, other)
+    assert_same(one, tmp_path / "one", other, tmp_path / "other")
