@@ -33,6 +33,8 @@ class Counts:
     downloads: int = 0
     download_bytes: int = 0
     operators: Counter[str] = field(default_factory=Counter)  # the kernels, by name
+    moved: Counter[str] = field(default_factory=Counter)  # bytes read and written, by the kernel's name
+    computed: Counter[str] = field(default_factory=Counter)  # operations, likewise
     waits: Counter[Wait] = field(default_factory=Counter)  # of the host for the device
 
     def __sub__(self, before: "Counts") -> "Counts":
@@ -45,6 +47,8 @@ class Counts:
         self.written += written
         self.operations += operations
         self.operators[name] += 1
+        self.moved[name] += read + written
+        self.computed[name] += operations
 
     def wait(self, why: str) -> None:
         self.waits[Wait(why, places())] += 1
@@ -55,7 +59,9 @@ class Counts:
         waits: Counter[str] = Counter()
         for wait, times in self.waits.items():
             waits[str(wait)] += times
-        return found | {"operators": dict(self.operators.most_common()), "waits": dict(waits.most_common())}
+        for name in ("operators", "moved", "computed"):
+            found[name] = {kernel: number for kernel, number in getattr(self, name).most_common() if number}
+        return found | {"waits": dict(waits.most_common())}
 
 
 def places() -> tuple[str, ...]:
