@@ -33,9 +33,9 @@ KINDS: dict[str, tuple[Callable, tuple[str, ...]]] = {  # what counts the work, 
     "decode": (partial(counted.decode, batches=BATCHES), ("0.5B",)),
     "prefill": (partial(counted.prefill, tokens=PROMPT), ("0.5B",)),
     "sft": (partial(counted.training, tokens=ROW), ("0.5B",)),
-    "sft-long": (partial(counted.training, tokens=LONG_ROW), ("0.5B",)),
-    "grpo": (counted.grpo, ("0.5B",)),
     "nf4": (partial(counted.decode_nf4, batch=1), ("0.5B", "1.5B", "3B")),
+    "grpo": (counted.grpo, ("0.5B",)),
+    "sft-long": (partial(counted.training, tokens=LONG_ROW), ("0.5B",)),
 }
 MB = 1e6
 
@@ -99,8 +99,9 @@ def main() -> None:
         provenance = records.provenance(Precision(dtype, torch.device("cpu")))
         run = {"section": kind, **provenance, "note": "", "records": found}
         for size in KINDS[kind][1]:
-            found += measure(kind, size, dtype)
-            print(kernels_page.counts(found[-1:]) if found else "", flush=True)
+            new = measure(kind, size, dtype)
+            print(kernels_page.counts(new), flush=True)
+            found += new
             runs = records.add(flags.results / "kernels-simulated.json", run)
             write_text(flags.results / "kernels.md", kernels_page.page(runs))
 

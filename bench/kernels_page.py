@@ -129,7 +129,8 @@ def by_operator(row: dict) -> str:
     names = ("kernels a layer", "MB a layer", "kernels outside", "MB outside")
     return records.table(
         [
-            {"operator": f"`{name.removeprefix('r3lite.')}`"} | dict(zip(names, figures, strict=True))
+            {"operator": f"`{name.removeprefix('r3lite.').removesuffix('_for_cpu')}`"}
+            | dict(zip(names, figures, strict=True))
             for name, figures in row["operators"].items()
         ]
     )

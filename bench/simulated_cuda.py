@@ -208,6 +208,8 @@ class SimulatedCuda:
         made = function.overloadpacket is aten._to_copy
         non_blocking = kwargs.get("non_blocking") or (not made and len(args) > 2 and args[2])
         result = function(*args, **kwargs | ({"device": CPU} if made else {}))
+        if not result.numel():  # there is nothing to wait for
+            return self._hold(result) if to_card else result
         if to_card:
             self._hold(result)
             self.counts.uploads += 1

@@ -163,6 +163,7 @@ def test_copies_and_waits(card):
         "uploads": 1, "upload_bytes": 8, "waits": {"a copy to the device, outside r3lite": 1}
     }  # fmt: skip
     assert done(card, lambda: host.to("cuda", non_blocking=True)) == {"uploads": 1, "upload_bytes": 8}
+    assert done(card, lambda: (torch.tensor([], device="cuda"), x[:0].cpu())) == {}
     down = {"downloads": 1, "download_bytes": 8}
     assert done(card, x.cpu) == done(card, x.tolist) == down | {"waits": {"a copy to the host, outside r3lite": 1}}
     assert done(card, lambda: x.to("cpu", non_blocking=True)) == down
