@@ -43,6 +43,8 @@ kernel, in graphs too. Bandwidth and operations are the peaks of data sheets, wh
 time is one at best. It is told whether or not the work fits into the card's memory."""
 HALF = " Cards without bf16 run fp16, with as many bytes; training then has a few kernels more, which scale the loss."
 SHOWN = ("decoding, batch 8", "prefill, 512 tokens", "SFT, 512 tokens", "decoding, batch 1, NF4")  # by operator
+COLUMNS = ("kernels_layer", "mb_layer", "kernels_outside", "mb_outside")  # of a record's operators
+MOST = 6  # operators that are named
 # What was to be reached: the first words of the work, who, the column, the most it may be.
 REACHES = (
     ("launches a layer, decoding", "decoding, batch", OURS, "kernels_layer", 24),
@@ -79,14 +81,33 @@ def is_of(record: dict, words: str) -> bool:
 
 
 def reached(rows: list[dict]) -> list[dict]:
-    """Each figure that was to be reached, what was counted, by size or work if that differs, and whether it was met."""
+    """Each figure that was to be reached and what was counted, by work or size if they differ.
+
+    What was not reached is told in parts: the operators that most of it is.
+    """
     told = []
     for what, words, by, column, most in REACHES:
-        found = [row[column] for row in rows if row["by"] == by and column in row and is_of(row, words)]
+        found = [row for row in rows if row["by"] == by and column in row and is_of(row, words)]
         if found:
-            shown = " / ".join(map(str, dict.fromkeys(found)))
-            told.append({"what": what, "at most": most, "counted": shown, "met": "yes" if max(found) <= most else "no"})
+            worst = max(found, key=lambda row: row[column])
+            met = worst[column] <= most
+            shown = " / ".join(map(str, dict.fromkeys(row[column] for row in found)))
+            told.append({"what": what, "at most": most, "counted": shown, "met": "yes" if met else "no"})
+            told[-1]["of that"] = None if met else consists_of(worst, column)
     return told
+
+
+def consists_of(row: dict, column: str) -> str:
+    """The MOST operators that have most of a column's kernels, or of a layer's MB."""
+    at = COLUMNS.index(column if column in COLUMNS else "mb_layer")
+    figures = sorted(((f[at], name) for name, f in row["operators"].items()), reverse=True)[:MOST]
+    unit = " MB" if COLUMNS[at] == "mb_layer" else ""
+    return ", ".join(f"{figure:g}{unit} {operator(name)}" for figure, name in figures)
+
+
+def operator(name: str) -> str:
+    """An operator as the tables show it."""
+    return f"`{name.removeprefix('r3lite.').removesuffix('_for_cpu')}`"
 
 
 def counts(rows: list[dict]) -> str:
@@ -126,11 +147,10 @@ def times(rows: list[dict]) -> str:
 
 def by_operator(row: dict) -> str:
     """The table of a record's operators, those that move most first."""
-    names = ("kernels a layer", "MB a layer", "kernels outside", "MB outside")
+    titles = ("kernels a layer", "MB a layer", "kernels outside", "MB outside")
     return records.table(
         [
-            {"operator": f"`{name.removeprefix('r3lite.').removesuffix('_for_cpu')}`"}
-            | dict(zip(names, figures, strict=True))
+            {"operator": operator(name)} | dict(zip(titles, figures, strict=True))
             for name, figures in row["operators"].items()
         ]
     )

@@ -213,14 +213,19 @@ def test_nf4_launches_no_more_than_was_reached_and_moves_these_bytes(dtype):
 
 def test_works_are_found_by_their_names():
     works = ["decoding, batch 8", "decoding, batch 1, NF4", "SFT, 512 tokens", "SFT, 512 tokens" + RECOMPUTED]
-    rows = [{"work": work, "by": OURS, "kernels_layer": i, "size": "3B"} for i, work in enumerate(works, 20)]
+    operators = {"r3lite.rms_norm": [2, 0.5, 9, 9.0], "mm": [5, 0.25, 1, 1.0], "none": [0, 0.0, 4, 1.0]}
+    common = {"by": OURS, "size": "3B", "operators": operators}
+    rows = [{"work": work, "kernels_layer": i, **common} for i, work in enumerate(works, 20)]
     told = {row["what"]: row for row in kernels_page.reached(rows)}
     assert [row["counted"] for row in told.values()] == ["20", "22", "21"]
     assert [row["met"] for row in told.values()] == ["yes"] * 3
     rows[0]["kernels_layer"] = 25
     assert kernels_page.reached(rows)[0] == {
-        "what": "launches a layer, decoding", "at most": 24, "counted": "25", "met": "no"
+        "what": "launches a layer, decoding", "at most": 24, "counted": "25", "met": "no",
+        "of that": "5 `mm`, 2 `rms_norm`, 0 `none`",
     }  # fmt: skip
+    rows[1]["bytes_a_weight"] = 12.6
+    assert kernels_page.reached(rows)[-1]["of that"] == "0.5 MB `rms_norm`, 0.25 MB `mm`, 0 MB `none`"
 
 
 PAGE = options.RESULTS / "kernels.md"
