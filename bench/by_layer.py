@@ -33,14 +33,16 @@ class Split:
     outside: Counts
 
 
-def split(work: Callable[[SimulatedCuda, str, Precision], Done], shape: Qwen2Config, tokens: int, dtype: torch.dtype):
-    """What each piece of work costs a model of this shape, whose tokenizer has so many tokens: {Work: Split}."""
+def split(
+    work: Callable[[SimulatedCuda, str, Precision], Done], shape: Qwen2Config, tokens: int, dtype: torch.dtype
+) -> dict[Work, Split]:
+    """What each piece of work costs a model of this shape, whose tokenizer has so many tokens."""
     one, two = (_done(work, replace(shape, num_hidden_layers=layers), tokens, dtype) for layers in (1, 2))
     layers = {piece: two[piece] - counts for piece, counts in one.items()}
     return {piece: Split(layers[piece], counts - layers[piece]) for piece, counts in one.items()}
 
 
-def _done(work: Callable, shape: Qwen2Config, tokens: int, dtype: torch.dtype) -> dict[Work, Counts]:
+def _done(work: Callable[..., Done], shape: Qwen2Config, tokens: int, dtype: torch.dtype) -> Done:
     with tempfile.TemporaryDirectory() as where:
         folder = write_folder(Path(where) / "model", shape, tokens)
         with SimulatedCuda(ROOM, ROOM, bf16=True) as card:

@@ -39,8 +39,9 @@ and the weight as the product reads it.
 PREDICTED = """\
 Predicted, by the rule of `r3lite/memory/duration.py`: products take the time of their bytes or of their operations,
 whichever is longer; then come the bytes of all other kernels, attention's operations, and 5 microseconds for each
-kernel, in graphs too. Bandwidth and operations are the peaks of data sheets, whose sources `docs/cards.md` names, so a
-time is one at best. It is told whether or not the work fits into the card's memory."""
+kernel, in graphs too. Bytes are those of the tables above, so caches save none of them; that makes a time longer, the
+peaks make it shorter. Bandwidth and operations are the peaks of data sheets, whose sources `docs/cards.md` names. It
+is told whether or not the work fits into the card's memory."""
 HALF = " Cards without bf16 run fp16, with as many bytes; training then has a few kernels more, which scale the loss."
 SHOWN = ("decoding, batch 8", "prefill, 512 tokens", "SFT, 512 tokens", "decoding, batch 1, NF4")  # by operator
 COLUMNS = ("kernels_layer", "mb_layer", "kernels_outside", "mb_outside")  # of a record's operators
@@ -52,7 +53,7 @@ REACHES = (
     ("the same with head and sampling", "decoding, batch", OURS, "kernels_outside", 30),
     ("launches a layer, SFT, forward and backward", "SFT", OURS, "kernels_layer", 90),
     ("passes over the logits, SFT", "SFT", OURS, "passes", 8),
-    ("launches a layer, decoding in NF4, 0.5B, 1.5B and 3B", "NF4", OURS, "kernels_layer", 40),
+    ("launches a layer, decoding in NF4, each size", "NF4", OURS, "kernels_layer", 40),
     ("bytes a weight and product, decoding in NF4", "NF4", OURS, "bytes_a_weight", 6),
 )
 
@@ -62,7 +63,8 @@ def page(runs: list[dict]) -> str:
     parts = [PAGE.format(model=MODEL, again=RECOMPUTED.removeprefix(", "))]
     for precision in dict.fromkeys(precision for precision, _ in newest):
         of_it = [run for (name, _), run in newest.items() if name == precision]
-        rows = [record for run in of_it for record in run["records"]]
+        found = [record for run in of_it for record in run["records"]]
+        rows = list({(row["work"], row["size"], row["by"]): row for row in found}.values())  # one is counted twice
         parts += [f"## {precision}", *dict.fromkeys(map(records.conditions, of_it))]
         parts += ["### What was to be reached", records.table(reached(rows)), REACH]
         parts += ["### Counts", counts(rows), "### Predicted times on cards"]

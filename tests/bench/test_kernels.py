@@ -234,7 +234,7 @@ PAGE = options.RESULTS / "kernels.md"
 def test_the_committed_page_is_that_of_the_committed_runs():
     runs = records.read(PAGE.with_name("kernels-simulated.json"))
     assert PAGE.read_text(encoding="utf-8") == kernels_page.page(runs)
-    assert {run["section"] for run in runs} == set(kernels.KINDS)
+    assert {run["section"] for run in runs} <= set(kernels.KINDS)
 
 
 def test_counts_in_the_documents_are_those_of_the_page():
