@@ -33,14 +33,14 @@ PASSAGES = 320  # of an encoding contest
 class Ours:
     """r3lite's model with an adapter that is on."""
 
-    def __init__(self, folder: str, precision: Precision):
+    def __init__(self, folder: str, precision: Precision, nf4: bool = False):
         from r3lite.models import lora, weights
         from r3lite.protocols.tokenizer import Tokenizer
 
         self.folder, self.precision, self.device = folder, precision, precision.device
         where = weights.resolve_folder(folder)
         self.tokenizer = Tokenizer.load(where)
-        self.model = weights.load_qwen2(where, precision.dtype, self.device)
+        self.model = weights.load_qwen2(where, precision.dtype, self.device, quantize=nf4)
         lora.add_adapter(self.model, "policy", 8, 16)
         lora.set_adapter(self.model, "policy")
 

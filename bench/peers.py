@@ -50,20 +50,36 @@ def with_folded_head(model):
 
 def generate(
     folder: str, prompts: list[list[int]], new: int, precision: Precision, merged: bool = False
-) -> Callable[[], None]:
-    """Sampling of `new` tokens after each prompt, none of which ends early; with the adapter on, or merged."""
+) -> Callable[..., None]:
+    """Sampling of `new` tokens after each prompt, or of as many as it is called with; none ends early.
+
+    The adapter is on, or merged.
+    """
     model = peft_model(folder, precision).eval()
     model = with_folded_head(model.merge_and_unload() if merged else model)
     model.generation_config.eos_token_id = None
     ids = torch.tensor(prompts, device=precision.device)  # [B, T]
     how = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0}
-    how |= {"min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
+
+    @torch.no_grad()
+    def work(new: int = new) -> None:
+        lengths = {"min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
+        made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how, **lengths)  # [B, T + new]
+        sampled = made.shape[1] - ids.shape[1]
+        assert sampled == new, f"{new} tokens each were to be sampled, not {sampled}"
+
+    return work
+
+
+def prefill(folder: str, prompt: list[int], precision: Precision, merged: bool = False) -> Callable[[], None]:
+    """A pass over a prompt that fills a cache and gives the logits of its last token."""
+    model = peft_model(folder, precision).eval()
+    model = model.merge_and_unload() if merged else model
+    ids = torch.tensor([prompt], device=precision.device)  # [1, T]
 
     @torch.no_grad()
     def work() -> None:
-        made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)  # [B, T + new]
-        sampled = made.shape[1] - ids.shape[1]
-        assert sampled == new, f"{new} tokens each were to be sampled, not {sampled}"
+        model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
     return work
 

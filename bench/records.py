@@ -81,13 +81,18 @@ def read(path: Path) -> list[dict]:
 
 def keep(folder: Path, device: str, bench: Bench, run: dict) -> None:
     """Adds a run, or what it has measured so far: a run of the same section and date is the same one, grown."""
-    stem = folder / f"{bench.name}-{device}"
-    runs = read(stem.with_suffix(".json"))
+    path = folder / f"{bench.name}-{device}.json"
+    write_text(path.with_suffix(".md"), markdown(bench, add(path, run)))
+
+
+def add(path: Path, run: dict) -> list[dict]:
+    """Adds a run to a file of runs, as `keep` does, and returns all of them."""
+    runs = read(path)
     if runs and (runs[-1]["section"], runs[-1]["date"]) == (run["section"], run["date"]):
         runs.pop()
     runs.append(run)
-    write_text(stem.with_suffix(".json"), json.dumps({"runs": runs}, indent=1) + "\n")
-    write_text(stem.with_suffix(".md"), markdown(bench, runs))
+    write_text(path, json.dumps({"runs": runs}, indent=1) + "\n")
+    return runs
 
 
 def markdown(bench: Bench, runs: list[dict]) -> str:

@@ -12,8 +12,9 @@ checked to wait for one another (simulation/streams.py).
 
 An operator is one kernel, unless it is a view or an allocation; one that PyTorch makes of others on every device, such
 as logsumexp, counts as those. Not seen: how many kernels a library's operator needs (a sort, the backward pass of
-attention, a step of an optimizer), CUDA's own list for autocast (it is the CPU's), memory inside operators, fragments
-of the allocator, reuse of memory within a graph, and operators in other threads than the one that entered the block.
+attention, a step of an optimizer), CUDA's own list for autocast (it is the CPU's, but for cat and stack), memory inside
+operators, fragments of the allocator, reuse of memory within a graph, and operators in other threads than the one that
+entered the block.
 """
 
 import contextlib
@@ -208,6 +209,8 @@ class SimulatedCuda:
         made = function.overloadpacket is aten._to_copy
         non_blocking = kwargs.get("non_blocking") or (not made and len(args) > 2 and args[2])
         result = function(*args, **kwargs | ({"device": CPU} if made else {}))
+        if not result.numel():  # there is nothing to wait for
+            return self._hold(result) if to_card else result
         if to_card:
             self._hold(result)
             self.counts.uploads += 1

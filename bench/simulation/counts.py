@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parents[2] / "r3lite"
 
@@ -21,7 +22,7 @@ class Wait:
 
 @dataclass
 class Counts:
-    """What a device did. The difference of two is what it did in between."""
+    """What a device did. The difference of two is what it did in between, or what one did more than another."""
 
     kernels: int = 0
     launches: int = 0  # by the host: of a kernel, or of a graph with all its kernels
@@ -33,10 +34,12 @@ class Counts:
     downloads: int = 0
     download_bytes: int = 0
     operators: Counter[str] = field(default_factory=Counter)  # the kernels, by name
+    moved: Counter[str] = field(default_factory=Counter)  # bytes read and written, by the kernel's name
+    computed: Counter[str] = field(default_factory=Counter)  # operations, likewise
     waits: Counter[Wait] = field(default_factory=Counter)  # of the host for the device
 
     def __sub__(self, before: "Counts") -> "Counts":
-        return Counts(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+        return Counts(*(_less(getattr(self, f.name), getattr(before, f.name)) for f in fields(self)))
 
     def kernel(self, name: str, read: int, written: int, operations: int) -> None:
         """Counts a kernel, whoever launched it."""
@@ -45,6 +48,8 @@ class Counts:
         self.written += written
         self.operations += operations
         self.operators[name] += 1
+        self.moved[name] += read + written
+        self.computed[name] += operations
 
     def wait(self, why: str) -> None:
         self.waits[Wait(why, places())] += 1
@@ -55,7 +60,17 @@ class Counts:
         waits: Counter[str] = Counter()
         for wait, times in self.waits.items():
             waits[str(wait)] += times
-        return found | {"operators": dict(self.operators.most_common()), "waits": dict(waits.most_common())}
+        for name in ("operators", "moved", "computed"):
+            found[name] = {kernel: number for kernel, number in getattr(self, name).most_common() if number}
+        return found | {"waits": dict(waits.most_common())}
+
+
+def _less(more: Any, fewer: Any) -> Any:
+    """The difference of numbers, or of counters, whose figures may be below zero."""
+    if not isinstance(more, Counter):
+        return more - fewer
+    names = dict.fromkeys((*more, *fewer))
+    return Counter({name: more[name] - fewer[name] for name in names if more[name] != fewer[name]})
 
 
 def places() -> tuple[str, ...]:

@@ -28,9 +28,10 @@ HOST_SCALARS = INDEXING | {
     aten.where,
 }  # and operators tagged pointwise
 OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}  # in place, and what was there is not read
-PICKING = {aten.embedding, aten.index_select, aten.gather, aten.index}  # read as much of a tensor as the result has
+PICKING = {aten.embedding, aten.index_select, aten.gather, aten.index}  # read no more of a tensor than the result has
 PLACING = {aten._index_put_impl_, aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_copy_}
-ATTENTION = {  # the CPU's, whose floating-point operations another's formula counts
+COUNTED_AS = {  # whose floating-point operations another's formula counts
+    aten.addmm_: aten.addmm,
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
@@ -66,10 +67,12 @@ def is_kernel(function: OpOverload) -> bool:
 def composite_key(function: OpOverload) -> torch._C.DispatchKey | None:
     """The key of the kernel that makes an operator of others, on every device; None if each device has its own kernel.
 
-    Lists of tensors are taken one by one on a CPU alone. A copy is made of no others.
+    Lists of tensors are taken one by one on a CPU alone. A copy is made of no others. The norm of models/functions.py
+    is one kernel of CUDA's, forward and backward, if its weight is frozen.
     """
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, function.name())
-    if has("CPU") or function.name().startswith("aten::_foreach") or function.overloadpacket in COPIES:
+    alone = function.namespace == "r3lite" or function.name().startswith("aten::_foreach")
+    if has("CPU") or alone or function.overloadpacket in COPIES:
         return None
     return next((getattr(torch._C.DispatchKey, key) for key in COMPOSITES if has(key)), None)
 
@@ -95,8 +98,10 @@ def traffic(
     packet, changed = function.overloadpacket, set(map(id, written))
     given = list({id(t): t for t in inputs if id(t) not in changed}.values())
     fresh = [t for t in results if id(t) not in changed]
+    made = [*written, *fresh]
     if packet in PICKING:
-        return bytes_of(fresh) + bytes_of([t for t in given if t is not args[0]]), bytes_of(fresh)
+        picked = min(size_of(args[0]), bytes_of(made))
+        return picked + bytes_of([t for t in given if t is not args[0]]), bytes_of(made)
     if packet in PLACING:
         place = args[0]
         placed = max((t.numel() for t in given), default=0) * place.element_size()
@@ -104,13 +109,13 @@ def traffic(
         return bytes_of(given) + placed * adds, placed
     random = Tag.nondeterministic_seeded in function.tags
     read_first = function.overloadpacket._qualified_op_name.endswith("_") and packet not in OVERWRITING and not random
-    return bytes_of(given) + bytes_of(written) * read_first, bytes_of(written) + bytes_of(fresh)
+    return bytes_of(given) + bytes_of(written) * read_first, bytes_of(made)
 
 
 def operations(function: OpOverload, args: tuple, kwargs: dict, result: Any) -> int:
     """Floating-point operations of a matrix product or of attention; 0 of what has none to speak of."""
     packet = function.overloadpacket
-    formula = flop_registry.get(ATTENTION.get(packet, packet))
+    formula = flop_registry.get(COUNTED_AS.get(packet, packet))
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
 

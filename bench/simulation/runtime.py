@@ -136,7 +136,20 @@ def _of_torch(card: "SimulatedCuda") -> tuple[Any, dict[str, Any]]:
         "Generator": Generator,
         "is_autocast_enabled": lambda device_type="cuda": enabled(_host_type(device_type)),
         "get_autocast_dtype": lambda device_type="cuda": dtype_of(_host_type(device_type)),
+        **{name: _without_autocast(getattr(torch, name)) for name in ("cat", "stack")},
     }
+
+
+def _without_autocast(function: Callable) -> Callable:
+    """Autocast has these functions take one dtype on a CPU, and leaves them alone on CUDA."""
+
+    @functools.wraps(function)
+    def run(tensors: Any, *args, **kwargs) -> Tensor:
+        off = torch.autocast("cpu", enabled=False) if any(map(on_card, tensors)) else contextlib.nullcontext()
+        with off:
+            return function(tensors, *args, **kwargs)
+
+    return run
 
 
 def _host_type(device_type: str) -> str:

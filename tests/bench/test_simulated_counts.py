@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bench.simulated_cuda import SimulatedCuda
+from r3lite.models.functions import rms_norm
 from r3lite.rollout.sampling import Sampler
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is here: its tests are those marked gpu")
@@ -39,6 +40,7 @@ def test_kernels_of_a_product_and_a_sum(card):
     assert found == {
         "kernels": 2, "launches": 2, "read": (128 + 64) + (32 + 8), "written": 32 + 32,
         "operations": 2 * 4 * 8 * 2, "operators": {"mm": 1, "add": 1},
+        "moved": {"mm": 128 + 64 + 32, "add": 32 + 8 + 32}, "computed": {"mm": 2 * 4 * 8 * 2},
     }  # fmt: skip
 
 
@@ -83,10 +85,20 @@ def test_bytes_of_what_picks_and_places_rows(card):
     assert moved(card, lambda: table.index_select(0, rows)) == (64 + 16, 64)
     assert moved(card, lambda: table[rows]) == (64 + 16, 64)
     assert moved(card, lambda: table.gather(0, rows[:, None])) == (8 + 16, 8)
+    out = torch.empty(2, 8, device="cuda")
+    assert moved(card, lambda: torch.index_select(table, 0, rows, out=out)) == (64 + 16, 64)
+    many = torch.tensor([1] * 500, device="cuda")  # of a table of 256 bytes, which is fetched once
+    assert moved(card, lambda: table[:8].index_select(0, many)) == (8 * 32 + 500 * 8, 500 * 32)
     values = torch.ones(2, 8, device="cuda")
     assert moved(card, lambda: table.index_put_((rows,), values)) == (64 + 16, 64)
     one = torch.ones(2, 1, device="cuda")
     assert moved(card, lambda: table[:2].scatter_add_(1, rows[:, None], one)) == (8 + 16 + 8, 8)
+
+
+def test_a_product_that_is_added_in_place_has_the_operations_of_any(card):
+    x, w, out = (torch.ones(shape, device="cuda") for shape in ((4, 8), (8, 2), (4, 2)))
+    found = done(card, lambda: out.addmm_(x, w))
+    assert (found["operations"], found["read"], found["written"]) == (2 * 4 * 8 * 2, 128 + 64 + 32, 32)
 
 
 def test_an_operator_made_of_others_counts_as_those(card):
@@ -114,6 +126,12 @@ def test_what_is_one_kernel_on_cuda_is_one_here(card):
     assert kernels(card, lambda: F.dropout(x, 0.5)) == {"dropout": 1}
     assert kernels(card, lambda: F.rms_norm(x, (8,), weight)) == {"rms_norm": 1}
     assert moved(card, lambda: F.rms_norm(x, (8,), weight)) == (128 + 32, 128)
+    # r3lite's own: x, weight and grad in, out and 1 / rms [4, 1] out; and the other way round
+    leaf = x.clone().requires_grad_()
+    assert done(card, lambda: rms_norm(leaf, weight, 1e-6))["operators"] == {"r3lite.rms_norm": 1}
+    assert moved(card, lambda: rms_norm(leaf, weight, 1e-6)) == (128 + 32, 128 + 16)
+    y = rms_norm(leaf, weight, 1e-6)
+    assert moved(card, lambda: torch.autograd.grad(y, [leaf], x)) == (128 + 128 + 32 + 16, 128)
     q = torch.ones(1, 2, 3, 4, device="cuda")
     found = done(card, lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
     assert found["kernels"] == 1 and found["operations"] == 2 * 2 * (2 * 3 * 3 * 4)  # two products in two heads
@@ -145,6 +163,7 @@ def test_copies_and_waits(card):
         "uploads": 1, "upload_bytes": 8, "waits": {"a copy to the device, outside r3lite": 1}
     }  # fmt: skip
     assert done(card, lambda: host.to("cuda", non_blocking=True)) == {"uploads": 1, "upload_bytes": 8}
+    assert done(card, lambda: (torch.tensor([], device="cuda"), x[:0].cpu())) == {}
     down = {"downloads": 1, "download_bytes": 8}
     assert done(card, x.cpu) == done(card, x.tolist) == down | {"waits": {"a copy to the host, outside r3lite": 1}}
     assert done(card, lambda: x.to("cpu", non_blocking=True)) == down

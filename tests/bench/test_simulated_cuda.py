@@ -159,6 +159,15 @@ def test_the_device_has_random_numbers_of_its_own(card):
     assert F.dropout(torch.ones(99, device="cuda"), 0.5).sum() > 0 and torch.rand(4).tolist() == first  # was not drawn
 
 
+def test_autocast_leaves_cat_and_stack_alone_on_the_device(card):
+    """On a CPU it has them take one dtype, and refuses that of the other half precision."""
+    here, there = (torch.ones(2, dtype=torch.float16, device=device) for device in ("cpu", "cuda"))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.stack((there, there)).dtype == torch.cat((there, there)).dtype == torch.float16
+        with pytest.raises(RuntimeError, match="autocast"):
+            torch.stack((here, here))
+
+
 def test_fp16_with_autocast_and_a_scaler(card):
     layer = nn.Linear(4, 4).to("cuda")
     optimizer, scaler = torch.optim.AdamW(layer.parameters(), fused=True), torch.amp.GradScaler("cuda", 2.0**8)

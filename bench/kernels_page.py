@@ -1,0 +1,158 @@
+"""The page bench/results/kernels.md: what was counted, what was to be reached, and what cards are predicted to take."""
+
+from bench import records
+from bench.contest import OURS
+from bench.counted import MODEL, RECOMPUTED
+from r3lite.memory.duration import in_words
+
+PAGE = """\
+# Kernels and bytes
+
+What `python -m bench.kernels` counted: on a card that is simulated on a CPU (`bench/simulated_cuda.py`), by models of
+the published widths with random weights, a vocabulary of 151,936 (a tokenizer of 151,665) and a LoRA adapter (r=8, all
+projections) that is on. **No figure here is of a real card, and no time was measured: times are predicted.** These are
+the newest runs; all are in `kernels-simulated.json`.
+
+What a layer takes is what a model of two layers takes more than one of one; the rest of that one is "outside" (the
+first layer makes no gradient of its input, which is subtracted there). A kernel is an operator that is no view and no
+allocation; a norm of r3lite's is one, as on CUDA. How many kernels a library's operator launches (attention's backward
+pass, an optimizer's step over all tensors) is not seen: each is one, for all contestants. Bytes are those that kernels
+read and write, each operand once a kernel, so a cache that holds what the kernel before has written makes them fewer on
+a card. MB are 10^6 bytes. Launches are the host's, of the whole model (24, 28 or 36 layers): a CUDA graph, which
+r3lite decodes by, is one with all its kernels. Waits are of the host for the card, and copies between the two, in all.
+
+- Decoding is a step of r3lite's rollout engine after 128 tokens, from ids on the host to sampled ids there, and a step
+  of `generate` with a dynamic cache; "{model}" ends at the last norm and runs without a graph.
+- Prefill fills a cache from one prompt; transformers also makes the logits of its last token.
+- SFT is an optimizer step on one row with AdamW, on r3lite's side one of its command's, which also clips; with
+  "{again}" all layers run again in the backward pass, as they do with activation checkpointing.
+- transformers attends by `sdpa`, its default. peft keeps its adapters in fp32, its default, and casts x to it.
+- A GRPO round samples 8 episodes of one question, scores them by the base and takes an optimizer step on them.
+"""
+REACH = """\
+"Passes over the logits" are bytes outside the layers / (151,936 x tokens x 4), without what products read of the head's
+weight, which is shown beside it ("the head's weight"): r3lite multiplies by the head for 128 rows at a time, so that
+few logits exist at once, and reads it twice for each. All else outside is counted as if it were logits: the embedding,
+the last norm, the optimizer. "Bytes a weight" are what NF4 adds to a layer's bytes, for each weight of its products,
+and the weight as the product reads it.
+"""
+PREDICTED = """\
+Predicted, by the rule of `r3lite/memory/duration.py`: products take the time of their bytes or of their operations,
+whichever is longer; then come the bytes of all other kernels, attention's operations, and 5 microseconds for each
+kernel, in graphs too. Bytes are those of the tables above, so caches save none of them; that makes a time longer, the
+peaks make it shorter. Bandwidth and operations are the peaks of data sheets, whose sources `docs/cards.md` names. It
+is told whether or not the work fits into the card's memory."""
+HALF = " Cards without bf16 run fp16, with as many bytes; training then has a few kernels more, which scale the loss."
+SHOWN = ("decoding, batch 8", "prefill, 512 tokens", "SFT, 512 tokens", "decoding, batch 1, NF4")  # by operator
+COLUMNS = ("kernels_layer", "mb_layer", "kernels_outside", "mb_outside")  # of a record's operators
+MOST = 6  # operators that are named
+# What was to be reached: the first words of the work, who, the column, the most it may be.
+REACHES = (
+    ("launches a layer, decoding", "decoding, batch", OURS, "kernels_layer", 24),
+    ("launches outside the layers, decoding, up to the last norm", "decoding, batch", MODEL, "kernels_outside", 30),
+    ("the same with head and sampling", "decoding, batch", OURS, "kernels_outside", 30),
+    ("launches a layer, SFT, forward and backward", "SFT", OURS, "kernels_layer", 90),
+    ("passes over the logits, SFT", "SFT", OURS, "passes", 8),
+    ("launches a layer, decoding in NF4, each size", "NF4", OURS, "kernels_layer", 40),
+    ("bytes a weight and product, decoding in NF4", "NF4", OURS, "bytes_a_weight", 6),
+)
+
+
+def page(runs: list[dict]) -> str:
+    newest = {(run["precision"], run["section"]): run for run in runs}
+    parts = [PAGE.format(model=MODEL, again=RECOMPUTED.removeprefix(", "))]
+    for precision in dict.fromkeys(precision for precision, _ in newest):
+        of_it = [run for (name, _), run in newest.items() if name == precision]
+        found = [record for run in of_it for record in run["records"]]
+        rows = list({(row["work"], row["size"], row["by"]): row for row in found}.values())  # one is counted twice
+        parts += [f"## {precision}", *dict.fromkeys(map(records.conditions, of_it))]
+        parts += ["### What was to be reached", records.table(reached(rows)), REACH]
+        parts += ["### Counts", counts(rows), "### Predicted times on cards"]
+        parts += [PREDICTED + (HALF if precision != "fp32" else ""), times(rows), "### r3lite by operator"]
+        for row in rows:
+            if row["work"] in SHOWN and row["by"] == OURS and row["size"] == "0.5B":
+                parts += [f"{row['work']}, {row['size']}:", by_operator(row)]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def is_of(record: dict, words: str) -> bool:
+    """Whether a record's work is meant by these words; NF4 and recomputed layers are works of their own."""
+    if words == "NF4" or record["work"].endswith("NF4"):
+        return words == "NF4" and record["work"].endswith("NF4")
+    return record["work"].startswith(words) and not record["work"].endswith(RECOMPUTED)
+
+
+def reached(rows: list[dict]) -> list[dict]:
+    """Each figure that was to be reached and what was counted, by work or size if they differ.
+
+    What was not reached is told in parts: the operators that most of it is.
+    """
+    told = []
+    for what, words, by, column, most in REACHES:
+        found = [row for row in rows if row["by"] == by and column in row and is_of(row, words)]
+        if found:
+            worst = max(found, key=lambda row: row[column])
+            met = worst[column] <= most
+            shown = " / ".join(map(str, dict.fromkeys(row[column] for row in found)))
+            told.append({"what": what, "at most": most, "counted": shown, "met": "yes" if met else "no"})
+            told[-1]["of that"] = None if met else consists_of(worst, column)
+    return told
+
+
+def consists_of(row: dict, column: str) -> str:
+    """The MOST operators that have most of a column's kernels, or of a layer's MB."""
+    at = COLUMNS.index(column if column in COLUMNS else "mb_layer")
+    figures = sorted(((f[at], name) for name, f in row["operators"].items()), reverse=True)[:MOST]
+    unit = " MB" if COLUMNS[at] == "mb_layer" else ""
+    return ", ".join(f"{figure:g}{unit} {operator(name)}" for figure, name in figures)
+
+
+def operator(name: str) -> str:
+    """An operator as the tables show it."""
+    return f"`{name.removeprefix('r3lite.').removesuffix('_for_cpu')}`"
+
+
+def counts(rows: list[dict]) -> str:
+    """The table of what was counted."""
+    return records.table(
+        [
+            {
+                "work": f"{row['work']}, {row['size']}",
+                "by": row["by"],
+                "kernels a layer": row["kernels_layer"],
+                "outside": row["kernels_outside"],
+                "launches": row["launches"],
+                "MB a layer": f"{row['mb_layer']:,.1f}",
+                "MB outside": f"{row['mb_outside']:,.1f}",
+                "waits": row["waits"],
+                "copies": row["copies"],
+                "passes over the logits": row.get("passes"),
+                "the head's weight": row.get("head_passes"),
+                "bytes a weight": row.get("bytes_a_weight"),
+            }
+            for row in rows
+        ]
+    )
+
+
+def times(rows: list[dict]) -> str:
+    """The table of predicted times; a step up to the last norm is no work of its own."""
+    whole = [row for row in rows if row["by"] != MODEL]
+    return records.table(
+        [
+            {"work": f"{row['work']}, {row['size']}", "by": row["by"]}
+            | {card: in_words(seconds) for card, seconds in row["seconds"].items()}
+            for row in whole
+        ]
+    )
+
+
+def by_operator(row: dict) -> str:
+    """The table of a record's operators, those that move most first."""
+    titles = ("kernels a layer", "MB a layer", "kernels outside", "MB outside")
+    return records.table(
+        [
+            {"operator": operator(name)} | dict(zip(titles, figures, strict=True))
+            for name, figures in row["operators"].items()
+        ]
+    )

@@ -1,0 +1,245 @@
+"""What bench.kernels counts, on tiny models, against numbers worked by hand; and the figures that are to be held."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from bench import counted, full_length, kernels, kernels_page, options, records
+from bench.by_layer import PRODUCTS, Split, cost, moved, seconds, split
+from bench.contest import OURS
+from bench.counted import MERGED, MODEL, PEFT, RECOMPUTED, Work
+from bench.simulation.counts import Counts
+from r3lite.devices.cards import Speeds
+from r3lite.devices.precision import dtype_name
+from r3lite.memory import duration
+from r3lite.models.qwen2 import Qwen2Config
+from r3lite.models.qwen2_config import read_config
+from tests.bench import claims
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is here: the bench simulates one")
+TINY = Qwen2Config(8192, 256, 512, 1, 4, 2)  # V, C, W, layers, H, K: D is 64
+QKV, OUT, GATE_UP, DOWN = 512 * 256, 256 * 256, 1024 * 256, 256 * 512  # weights
+WEIGHTS = QKV + OUT + GATE_UP + DOWN
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def counts(work, dtype=BF16) -> dict[tuple[str, str], Split]:
+    """By the name of the work and who did it, of models as wide as TINY."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_length, "ORDINARY", (300, TINY.vocab_size))
+        found = split(work, TINY, TINY.vocab_size, dtype)
+    return {(piece.name, piece.by): both for piece, both in found.items()}
+
+
+@pytest.fixture(scope="module")
+def decoded() -> dict[tuple[str, str], Split]:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    counted.import_peers()
+    return counts(partial(counted.decode, batches=(1,)))
+
+
+@pytest.fixture(scope="module", params=[FP32, BF16], ids=dtype_name)
+def trained(request) -> tuple[torch.dtype, list[dict]]:
+    """Records of SFT in one precision."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    counted.import_peers()
+    dtype, work = request.param, partial(counted.training, tokens=256)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(full_length, "ORDINARY", (300, TINY.vocab_size))
+        found = split(work, TINY, TINY.vocab_size, dtype)
+    return dtype, [kernels.record(piece, both, "0.5B", dtype) for piece, both in found.items()]
+
+
+# The arithmetic
+
+
+def test_a_layer_is_what_a_second_one_adds_and_the_rest_is_outside():
+    """Work that adds one number to another 3 times, and for each layer 16 to 16 twice, in fp32."""
+
+    def work(card, folder, precision):
+        one, many = (torch.ones(n, device=precision.device) for n in (1, 16))
+        before = card.so_far()
+        for x, times in ((one, 3), (many, 2 * read_config(folder).num_hidden_layers)):
+            for _ in range(times):
+                x.add(x)
+        return {Work("sums", OURS): card.so_far() - before}
+
+    ((_, found),) = split(work, TINY, TINY.vocab_size, FP32).items()
+    assert (found.layer.kernels, moved(found.layer)) == (2, 2 * 2 * 64)
+    assert (found.outside.kernels, moved(found.outside)) == (3, 3 * 2 * 4)
+    assert found.layer.operators == {"add": 2} and found.outside.operators == {"add": 3}
+
+
+def test_figures_of_an_operator_may_be_below_zero():
+    few, many = Counts(), Counts()
+    few.kernel("mm", 10, 2, 5)
+    for _ in range(2):
+        many.kernel("add", 4, 4, 0)
+    found = few - many
+    assert (found.kernels, found.read, found.operators, found.moved) == (
+        -1,
+        2,
+        {"mm": 1, "add": -2},
+        {"mm": 12, "add": -16},
+    )
+
+
+def of(*launched: tuple[str, int, int, int], times: int = 1) -> Counts:
+    made = Counts()
+    for kernel in launched * times:
+        made.kernel(*kernel)
+    return made
+
+
+def test_predicted_seconds_by_hand():
+    """A card of 100 bytes and 1,000 operations a second, 0.5 s a kernel. A layer: a product of 30 + 20 bytes and 700
+    operations, attention of 10 bytes and 40, a sum of 6 bytes. Outside: a product of 100 bytes and 100 operations.
+    """
+    layer = of(("mm", 30, 20, 700), ("_attention_", 8, 2, 40), ("add", 4, 2, 0))
+    found = Split(layer, of(("addmm_", 90, 10, 100)))
+    assert cost(layer) == duration.Cost(weights=50, products=700, attention=40, activations=16, kernels=3)
+    card = Speeds("card", 100.0, {"fp32": 1000.0}, 0.5, "here")
+    # 2 layers: max(200 / 100, 1500 / 1000) for products, 80 / 1000 and 32 / 100 for the rest, 7 kernels
+    assert seconds(found, 2, card, "fp32") == pytest.approx(2.0 + 0.08 + 0.32 + 3.5)
+    # 10 layers: max(600 / 100, 7100 / 1000)
+    assert seconds(found, 10, card, "fp32") == pytest.approx(7.1 + 0.4 + 1.6 + 15.5)
+
+
+def test_passes_over_the_logits_leave_out_the_heads_weight():
+    found = Split(of(("mm", 5, 5, 1)), of(("mm", 400, 100, 1), ("exp", 4000, 4000, 0)))
+    row = kernels.record(Work("SFT", OURS, logits=1000, head=300), found, "0.5B", BF16)
+    assert (row["passes"], row["head_passes"]) == (8.2, 0.3)
+    assert (row["kernels_layer"], row["kernels_outside"], row["launches"]) == (1, 2, 0)
+
+
+def test_a_record_is_of_the_whole_model():
+    layer = Counts(kernels=5, launches=4, uploads=1)
+    outside = Counts(kernels=7, launches=3, downloads=2)
+    outside.wait("a copy")
+    row = kernels.record(Work("decoding", PEFT), Split(layer, outside), "1.5B", BF16)  # of 28 layers
+    assert (row["launches"], row["copies"], row["waits"]) == (3 + 28 * 4, 2 + 28, 1)
+
+
+# What is counted
+
+
+def test_bytes_of_a_decoding_step_of_one_layer(decoded):
+    """In bf16, one token after 128: numbers of each kernel by hand, weights first, then what is read and written."""
+    two_norms = 2 * (256 + 256 + 256)
+    qkv = QKV + 256 + 512 + 512 + (24 * 256 + 256 + 24)  # with its bias; A of three adapters
+    qkv += 8 * 512 + 3 * 8 + 2 * 512  # B of q, k and v, each with its 8 of A x, added in place
+    rotated = (384 + 384) + (384 + 384 + 64) + (384 + 384 + 384 + 64)  # 6 heads: cat, mul_, addcmul_
+    attended = 256 + 2 * 2 * 129 * 64 + 129 + 256  # q, keys and values, mask, output
+    out = OUT + 256 + 256 + 256 + (8 * 256 + 256 + 8) + (8 * 256 + 8 + 2 * 256)  # with the residual
+    gate_up = GATE_UP + 256 + 1024 + (16 * 256 + 256 + 16) + (8 * 1024 + 2 * 8 + 2 * 1024)
+    swiglu = (512 + 512) + (512 + 512 + 512)
+    down = DOWN + 512 + 256 + 256 + (8 * 512 + 512 + 8) + (8 * 256 + 8 + 2 * 256)
+    numbers = two_norms + qkv + rotated + (256 + 256) + attended + out + gate_up + swiglu + down  # the cache's: 256
+    indices, statistics = 2 * 8, 2 * 4 + 4 * 4  # int64 of a row and a slot; fp32 of the norms and of attention
+    layer = decoded["decoding, batch 1", MODEL].layer
+    assert moved(layer) == 2 * numbers + indices + statistics
+    assert layer.computed["mm"] + layer.computed["addmm"] + layer.computed["addmm_"] == 2 * (WEIGHTS + adapters())
+
+
+def adapters() -> int:
+    return 8 * (256 * 7 + 256 + (256 + 128 + 128) + 256 + (512 + 512) + 256)  # A of seven, down's twice as long; B
+
+
+def test_products_of_a_layer_by_whom(decoded):
+    """Seven without an adapter, three times as many with one by itself; r3lite has 4, 4 for A and 7 for B."""
+    products = {by: sum(found.layer.operators[name] for name in PRODUCTS) for (_, by), found in decoded.items()}
+    assert products == {OURS: 15, MODEL: 15, PEFT: 21, MERGED: 7}
+    for (_, by), found in decoded.items():
+        assert found.layer.operators["_scaled_dot_product_flash_attention_for_cpu"] == 1, by
+    assert decoded["decoding, batch 1", PEFT].layer.kernels > decoded["decoding, batch 1", MERGED].layer.kernels
+
+
+def test_a_graph_is_one_launch(decoded):
+    """The engine launches the graph and what comes before and after it; transformers, every kernel."""
+    ours, theirs = decoded["decoding, batch 1", OURS], decoded["decoding, batch 1", PEFT]
+    assert ours.layer.launches == 0 and 1 < ours.outside.launches < ours.outside.kernels
+    assert theirs.layer.launches == theirs.layer.kernels and theirs.outside.launches == theirs.outside.kernels
+
+
+def test_prefill_reads_the_weights_once(decoded):
+    for (_, by), found in counts(partial(counted.prefill, tokens=64)).items():
+        weights = 2 * WEIGHTS * (1 if by == MERGED else 1.02)
+        products = sum(found.layer.moved[name] for name in PRODUCTS)
+        assert weights < products < weights + 64 * 30_000, by
+        extra = {OURS: adapters(), PEFT: adapters(), MERGED: 0}[by]
+        assert sum(found.layer.computed[name] for name in PRODUCTS) == 64 * 2 * (WEIGHTS + extra), by
+
+
+# What is to be held, see REACHES of bench/kernels_page.py
+
+
+def test_decoding_launches_no_more_than_was_reached(decoded):
+    alone, whole = decoded["decoding, batch 1", MODEL], decoded["decoding, batch 1", OURS]
+    assert alone.layer.kernels == whole.layer.kernels <= 24 == duration.LAYER_FORWARD
+    assert alone.outside.kernels <= 30
+    assert not alone.layer.waits and not whole.layer.waits
+
+
+def test_sft_launches_no_more_than_was_reached(trained):
+    """In half precision 90 a layer have not been reached: adapters are cast in each pass. More it may not become."""
+    dtype, rows = trained
+    found = {(row["work"], row["by"]): row for row in rows}
+    kept, again = (found["SFT, 256 tokens" + how, OURS] for how in ("", RECOMPUTED))
+    assert kept["kernels_layer"] <= (90 if dtype == FP32 else 107)
+    assert kept["kernels_layer"] < again["kernels_layer"] < found["SFT, 256 tokens", PEFT]["kernels_layer"]
+    assert kept["passes"] <= 8 < found["SFT, 256 tokens", PEFT]["passes"]
+    assert kept["head_passes"] == pytest.approx(2 * 2 * 8192 * 256 * dtype.itemsize / (4 * 256 * 8192))  # two chunks
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=dtype_name)
+def test_nf4_launches_no_more_than_was_reached_and_moves_these_bytes(dtype):
+    nf4, dense = counts(partial(counted.decode_nf4, batch=1), dtype).values()
+    assert nf4.layer.kernels <= 40 and nf4.layer.kernels - dense.layer.kernels == duration.LAYER_NF4
+    assert not nf4.layer.waits
+    element = dtype.itemsize
+    codes = (0.5 + 2) + (2 + element)  # bytes of two become int32, which select two weights
+    scaled = element + 4 / 64 + element  # by an fp32 number for 64
+    absmax = 1 / 64 + 8 / (64 * 256) + 4 / 64  # of int8, and of a scale and a mean for 256 of them
+    tables = 4 * 256 * 2 * element / WEIGHTS  # of two weights for each byte, once in each of four products
+    found = kernels.bytes_a_weight(nf4, dense, TINY, dtype)
+    assert found == pytest.approx(codes + scaled + absmax + tables + element, rel=1e-6)
+
+
+# The page
+
+
+def test_works_are_found_by_their_names():
+    works = ["decoding, batch 8", "decoding, batch 1, NF4", "SFT, 512 tokens", "SFT, 512 tokens" + RECOMPUTED]
+    operators = {"r3lite.rms_norm": [2, 0.5, 9, 9.0], "mm": [5, 0.25, 1, 1.0], "none": [0, 0.0, 4, 1.0]}
+    common = {"by": OURS, "size": "3B", "operators": operators}
+    rows = [{"work": work, "kernels_layer": i, **common} for i, work in enumerate(works, 20)]
+    told = {row["what"]: row for row in kernels_page.reached(rows)}
+    assert [row["counted"] for row in told.values()] == ["20", "22", "21"]
+    assert [row["met"] for row in told.values()] == ["yes"] * 3
+    rows[0]["kernels_layer"] = 25
+    assert kernels_page.reached(rows)[0] == {
+        "what": "launches a layer, decoding", "at most": 24, "counted": "25", "met": "no",
+        "of that": "5 `mm`, 2 `rms_norm`, 0 `none`",
+    }  # fmt: skip
+    rows[1]["bytes_a_weight"] = 12.6
+    assert kernels_page.reached(rows)[-1]["of that"] == "0.5 MB `rms_norm`, 0.25 MB `mm`, 0 MB `none`"
+
+
+PAGE = options.RESULTS / "kernels.md"
+
+
+def test_the_committed_page_is_that_of_the_committed_runs():
+    runs = records.read(PAGE.with_name("kernels-simulated.json"))
+    assert PAGE.read_text(encoding="utf-8") == kernels_page.page(runs)
+    assert {run["section"] for run in runs} <= set(kernels.KINDS)
+
+
+def test_counts_in_the_documents_are_those_of_the_page():
+    """Rows of the tables in the section on kernels are lines of the page."""
+    text = (claims.ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
+    section = text[text.index("## Kernels and bytes") :].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) > 10 and [row for row in rows if row not in PAGE.read_text(encoding="utf-8").splitlines()] == []
