@@ -12,15 +12,17 @@ from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.grant import Memory
 from r3lite.memory.planner import Workload, adapter_bytes, linears
 
-# Kernels: of a layer, forward, and backward; more for the weights of a layer in NF4; of all else in a pass; of the loss
-# of a chunk of logits; of clipping and AdamW for each tensor of an adapter. Views are none.
-LAYER_FORWARD, LAYER_BACKWARD, LAYER_NF4, AROUND, CHUNK, PER_TENSOR = 24, 49, 16, 30, 16, 5
+# Kernels: of a layer, forward, and backward; more for casts of adapters and their gradients in half precision, and for
+# the weights of a layer in NF4; of all else in a pass; of the loss of a chunk of logits; of clipping and AdamW for each
+# tensor of an adapter. Views are none. bench/kernels.py counts them.
+LAYER_FORWARD, LAYER_BACKWARD, LAYER_CASTS, LAYER_NF4, AROUND, CHUNK, PER_TENSOR = 24, 49, 33, 16, 30, 16, 5
 # Numbers that are read or written for a token in a layer, beside products: of the width of hidden states, and of the
 # inside of the MLP.
 FORWARD, BACKWARD = (30, 5), (60, 12)
 # Bytes that are read or written for each logit: of a loss, of a loss with entropies, of scoring, of sampling.
 LOSS, POLICY_LOSS, SCORING, SAMPLING = 32, 64, 12, 24
-NF4_MOVED = 6  # bytes that are moved for each NF4 weight in a product: its code, and the weight written and read
+NF4_INDEX = 4.6  # bytes that are moved for each NF4 weight: its code, an index made of it, its share of the absmax
+NF4_IN_CACHE = 6  # the same, and the weight written and read, on a CPU, where what a tile takes stays in the cache
 TRAINED = 40  # bytes that an optimizer step moves for each trained weight
 
 
@@ -69,6 +71,11 @@ def adapter_weights(w: Workload) -> int:
     return w.lora_r * sum(sum(shapes[name]) for name in w.targets)
 
 
+def nf4_moved(w: Workload) -> float:
+    """Bytes that are moved for each NF4 weight in a product: a card writes and reads it twice, see models/nf4.py."""
+    return NF4_INDEX + 4 * w.element if w.on_cuda else NF4_IN_CACHE
+
+
 def forward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
     """All layers over so many tokens, each of which attends to so many keys in the mean, without gradients."""
     m, shapes, L = w.model, linears(w.model), w.model.num_hidden_layers
@@ -81,7 +88,7 @@ def forward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
         weights=L * (weights * (0 if memory.nf4 else w.element) + 4 * low),
         products=L * 2 * (weights + low) * tokens,
         attention=L * 4 * m.num_attention_heads * m.head_dim * tokens * keys,
-        activations=L * (numbers * tokens * w.element + (weights * NF4_MOVED if memory.nf4 else 0)),
+        activations=L * (numbers * tokens * w.element + (weights * nf4_moved(w) if memory.nf4 else 0)),
         kernels=L * (LAYER_FORWARD + (LAYER_NF4 if memory.nf4 else 0)) + AROUND,
     )
 
@@ -94,13 +101,14 @@ def backward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
     low = adapter_weights(w)
     numbers = BACKWARD[0] * m.hidden_size + BACKWARD[1] * m.intermediate_size
     numbers += 3 * sum(into + out for out, into in adapted)
-    nf4 = L * NF4_MOVED * sum(out * into for out, into in shapes.values()) if memory.nf4 else 0
+    nf4 = L * nf4_moved(w) * sum(out * into for out, into in shapes.values()) if memory.nf4 else 0
+    casts = LAYER_CASTS if w.element == 2 else 0
     own = Cost(
         weights=again.weights,
         products=again.products + L * 2 * low * tokens,
         attention=2.5 * again.attention,  # its scores are computed again
         activations=L * numbers * tokens * w.element + nf4,
-        kernels=L * (LAYER_BACKWARD + (LAYER_NF4 if memory.nf4 else 0)) + AROUND,
+        kernels=L * (LAYER_BACKWARD + casts + (LAYER_NF4 if memory.nf4 else 0)) + AROUND,
     )
     return own + again * (min(memory.recompute_layers, L) / L)
 

@@ -189,6 +189,8 @@ def test_sft_launches_no_more_than_was_reached(trained):
     found = {(row["work"], row["by"]): row for row in rows}
     kept, again = (found["SFT, 256 tokens" + how, OURS] for how in ("", RECOMPUTED))
     assert kept["kernels_layer"] <= (90 if dtype == FP32 else 107)
+    predicted = duration.LAYER_FORWARD + duration.LAYER_BACKWARD + duration.LAYER_CASTS * (dtype == BF16)
+    assert abs(kept["kernels_layer"] - predicted) <= 2
     assert kept["kernels_layer"] < again["kernels_layer"] < found["SFT, 256 tokens", PEFT]["kernels_layer"]
     assert kept["passes"] <= 8 < found["SFT, 256 tokens", PEFT]["passes"]
     assert kept["head_passes"] == pytest.approx(2 * 2 * 8192 * 256 * dtype.itemsize / (4 * 256 * 8192))  # two chunks
@@ -206,6 +208,7 @@ def test_nf4_launches_no_more_than_was_reached_and_moves_these_bytes(dtype):
     tables = 4 * 256 * 2 * element / WEIGHTS  # of two weights for each byte, once in each of four products
     found = kernels.bytes_a_weight(nf4, dense, TINY, dtype)
     assert found == pytest.approx(codes + scaled + absmax + tables + element, rel=1e-6)
+    assert duration.NF4_INDEX + 4 * element == pytest.approx(found - tables, rel=0.01)
 
 
 # The page

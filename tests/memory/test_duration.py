@@ -79,7 +79,9 @@ def test_a_round_is_made_of_steps_of_decoding_passes_and_optimizer_steps():
 
 def test_nf4_is_counted_by_its_codes_and_takes_longer():
     dense, nf4 = (duration.forward(ROUND, Memory(nf4=quantized), 1, 512) for quantized in (False, True))
-    assert nf4.activations - dense.activations == duration.NF4_MOVED * BASE
+    assert nf4.activations - dense.activations == 6 * BASE
+    on_card = duration.forward(replace(ROUND, on_cuda=True), Memory(nf4=True), 1, 512)
+    assert on_card.activations - dense.activations == pytest.approx(12.6 * BASE)  # 4.6, and 2 bytes four times
     assert dense.weights - nf4.weights == 2 * BASE and nf4.products == dense.products
     assert nf4.kernels - dense.kernels == 24 * duration.LAYER_NF4
 
