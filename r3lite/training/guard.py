@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from r3lite.records import Record, Source
 from r3lite.settings import GuardSettings
 
 SURE = 2.0  # standard errors, see below
@@ -285,10 +286,25 @@ class Guard:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        self.first, self.recent = list(state["first"]), list(state["recent"])
-        self.peak, self.best_reward, self.beyond = state["peak"], state["best_reward"], dict(state["beyond"])
-        self.best = Best(**state["best"]) if state["best"] else None
-        self.rounds, self.validations, self.rollbacks = state["rounds"], state["validations"], state["rollbacks"]
+        """Restores `state_dict`; raises R3LiteError if it is none."""
+        record = Record(state, Source("the checkpoint's guard", "Name another checkpoint."))
+        self.first, self.recent = _numbers(record, "first"), _numbers(record, "recent")
+        self.peak = _numbers(record, "peak") if record.values.get("peak") else None
+        self.best_reward, beyond = record.number("best_reward", None), record.record("beyond")
+        self.beyond = {limit: beyond.whole(limit) for limit in beyond.values}
+        self.best = _best(record.record("best")) if record.values.get("best") else None
+        self.rounds, self.validations, self.rollbacks = map(record.whole, ("rounds", "validations", "rollbacks"))
+
+
+def _numbers(record: Record, key: str) -> list[Numbers]:
+    return [{name: numbers.number(name, None) for name in numbers.values} for numbers in record.records(key)]
+
+
+def _best(record: Record) -> Best:
+    each = record.items("each")
+    if not each or not all(isinstance(f1, float | int) for f1 in each):
+        raise record.wrong("each", "numbers")
+    return Best(record.whole("step"), each, record.number("reward", None))
 
 
 def _error_of_difference(a: Sequence[float], b: Sequence[float]) -> float:

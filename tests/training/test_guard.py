@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from r3lite.errors import R3LiteError
 from r3lite.settings import GuardSettings
 from r3lite.training.guard import Guard, standard_error
 
@@ -231,3 +232,22 @@ def test_real_healthy_runs_raise_no_alarm(run, count, episodes):
     rounds, guard = [record for record in records if record["run"] == run], Guard(GuardSettings(), episodes)
     assert len(rounds) == count
     assert [guard.look(record["step"], record) for record in rounds] == [None] * count
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ({"rounds": "many"}, "rounds"),
+        ({"first": [3]}, r"first\[0\]"),
+        ({"recent": None}, "recent"),
+        ({"peak": [{"f1": "high"}]}, r"peak\[0\]\.f1"),
+        ({"beyond": {"guard_kl": -1}}, "beyond.guard_kl"),
+        ({"best": {"step": 1, "each": ["0"], "reward": None}}, "best.each"),
+        ({"best": {"step": 1, "each": []}}, "best.each"),
+    ],
+)
+def test_a_state_that_is_none_is_refused(broken, told):
+    guard = Guard(USUAL, 64)
+    guard.look(1, HEALTHY, RIGHT)
+    with pytest.raises(R3LiteError, match=told):
+        Guard(USUAL, 64).load_state_dict(json.loads(json.dumps(guard.state_dict())) | broken)
