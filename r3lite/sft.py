@@ -77,20 +77,23 @@ class SFTTrainer:
         loss = self.policy.grant.attempt("update", self.add_gradients, rows)
         norm, _ = self.state.update()
         seen = (number - 1) * per_step + len(rows)
-        record = {"loss": loss, "grad_norm": norm, "epoch": seen / len(self.rows)}
+        record = {"loss": float(loss), "grad_norm": norm, "epoch": seen / len(self.rows)}
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
             record["eval_loss"] = self.policy.grant.attempt("update", self.validation_loss)
         return record, sum(len(row.tokens) for row in rows)
 
-    def add_gradients(self, rows: "list[Row]") -> float:
-        """The mean loss of a step's rows, and its gradients, however many passes they take."""
+    def add_gradients(self, rows: "list[Row]") -> "Tensor":
+        """The mean loss of a step's rows, and its gradients, however many passes they take.
+
+        The loss is on its way to the host, and there once the gradients' norm is: a step waits for the device once.
+        """
         count, total = sum(row.loss_tokens for row in rows), 0.0
         for group in self.micro_batches(rows):
             self.last_micro_batch = group
             loss = self.loss(group) / count
             self.policy.precision.backward(loss)
-            total += loss.detach()  # converted once, at the end: each conversion waits for the device
-        return float(total)
+            total += loss.detach()
+        return total.to("cpu", non_blocking=True)
 
     def loss(self, rows: "list[Row]") -> "Tensor":
         """Summed cross-entropy of the rows' trained tokens, each predicted by the hidden state before it."""

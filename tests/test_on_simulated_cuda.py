@@ -123,6 +123,13 @@ def trained(rows, tmp_path_factory) -> Path:
     return folder
 
 
+def test_a_step_of_sft_waits_once_for_the_card(rows, tmp_path):
+    flags = ["--gradient-accumulation", "2", "--validation-rows", "0", "--output", str(tmp_path / "run")]
+    waits = on_card(sft.main, [*rows, *flags]).counts.waits
+    assert sum(times for wait, times in waits.items() if any("SFTTrainer.step" in place for place in wait.where)) == 2
+    assert len(logged(tmp_path / "run")) == 2
+
+
 @pytest.mark.parametrize("feature", FEATURES)
 def test_sft_gives_the_numbers_of_the_cpu(trained, feature):
     assert_same(trained / f"{feature} cpu", trained / f"{feature} cuda")
