@@ -21,6 +21,7 @@ from r3lite.devices import speed
 from r3lite.files import write_jsonl
 from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.rewards import reward
+from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rollout import engine
 from r3lite.rollout.decoder import GraphDecoder
 from r3lite.training import checkpoint, metrics
@@ -213,13 +214,13 @@ def train(questions: list[str], output: Path, flags: str, card: SimulatedCuda | 
 def played(questions, tmp_path_factory) -> Path:
     """A run of each algorithm on the card."""
     folder = tmp_path_factory.mktemp("rl")
-    for algorithm in ("ppo", "grpo"):
+    for algorithm in ALGORITHMS:
         card = train(questions, folder / algorithm, f"--algorithm {algorithm}")
         assert card.counts.kernels > 1.5 * card.counts.launches  # graphs were replayed
     return folder
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_rl_gives_the_numbers_of_the_cpu(played, questions, tmp_path, graphs_on_the_cpu, algorithm):
     train(questions, tmp_path / "cpu", f"--algorithm {algorithm}", card=False)
     assert_same(tmp_path / "cpu", played / algorithm)
