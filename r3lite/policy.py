@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from r3lite.config import flag
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
 from r3lite.devices.speed import warn_of_slow_fp16
 from r3lite.errors import R3LiteError
@@ -144,7 +145,7 @@ def _check_shape(adapter: str, training: Training) -> None:
         same = set(asked) == set(value) if name == "lora_targets" else asked == value
         if asked != usual and not same:
             raise R3LiteError(
-                f"--{name.replace('_', '-')} is {asked}, and the adapter {adapter} has {value}",
+                f"{flag(name)} is {asked}, and the adapter {adapter} has {value}",
                 "Leave that setting out, as an adapter keeps its shape; or leave --adapter out to train a fresh one.",
             )
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from r3lite.config import UsageError
+from r3lite.config import UsageError, flag
 from r3lite.devices.live_tensors import MIB
 from r3lite.errors import R3LiteError
 from r3lite.grant import Memory
@@ -85,7 +85,7 @@ def _remedies(
     loose = {k: v for k, v in fixed.items() if k == "nf4"}
     if loose != fixed and fits(w, loose):
         free = {"offload": "auto"}  # what leaves a setting to the plan
-        found.append(" ".join(f"--{k.replace('_', '-')} {free.get(k, 'none')}" for k in fixed if k != "nf4"))
+        found.append(" ".join(f"{flag(k)} {free.get(k, 'none')}" for k in fixed if k != "nf4"))
     for tokens in (t for t in (8192, 4096, 2048, 1024, 512, 256) if t < w.row_tokens):
         if fits(replace(w, row_tokens=tokens, reads=min(w.reads, tokens)), fixed):
             found.append(f"--max-length {tokens}")

@@ -45,8 +45,8 @@ def refill(
         groups = [sampled[start : start + generations] for start in range(0, len(sampled), generations)]
         return {i for i, group in enumerate(groups) if teaches([reward for _, reward in group])}
 
-    while (missing := wanted - len(kept())) and attempts < limit:
+    while (missing := wanted - len(learned := kept())) and attempts < limit:
         attempts += 1
         sampled += more(attempts, missing)
-    told = {"refill/attempts": attempts, "refill/groups": len(sampled) // generations, "refill/kept": len(kept())}
-    return Refilled([episode for episode, _ in sampled], kept(), told)
+    told = {"refill/attempts": attempts, "refill/groups": len(sampled) // generations, "refill/kept": len(learned)}
+    return Refilled([episode for episode, _ in sampled], learned, told)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+from r3lite.config import flag
 from r3lite.errors import R3LiteError
 from r3lite.settings import ValidationSettings
 from r3lite.training import checkpoint
@@ -102,7 +103,7 @@ class Oversight:
     def _heed(self, step: int, alarm: Alarm) -> bool:
         """Says in one line what is wrong and what follows, and does it; whether weights have changed."""
         s, guard = self.guard.settings, self.guard
-        wrong = f"step {step}: {alarm.told} (--{alarm.limit.replace('_', '-')})"
+        wrong = f"step {step}: {alarm.told} ({flag(alarm.limit)})"
         if s.guard == "warn" or guard.best is None:
             why = "" if s.guard == "warn" else "; without --eval-data there is nothing to go back to"
             _say(f"warning: {wrong}: the run may be collapsing{why}")

@@ -1,6 +1,6 @@
 """The algorithms, by the name that --algorithm takes. A new one is a file in this folder and a line here."""
 
-from r3lite.config import UsageError
+from r3lite.config import UsageError, flag
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.algorithms.dapo import Dapo
 from r3lite.rl.algorithms.dr_grpo import DrGrpo
@@ -34,10 +34,11 @@ def check(settings: RLSettings, usual: RLSettings, lengths: LengthSettings) -> N
     for name, value in vars(settings).items():
         if value == getattr(usual, name):
             continue
-        flag = "--" + name.replace("_", "-")
         if name in some_read - algorithm.own:
             readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own)
-            raise UsageError(f"{flag} is {value}, and {settings.algorithm} has no use for it: it is for {readers}")
+            raise UsageError(
+                f"{flag(name)} is {value}, and {settings.algorithm} has no use for it: it is for {readers}"
+            )
         needed = IDLE_WITHOUT.get(name)
         if needed and not getattr(settings, needed):
-            raise UsageError(f"{flag} is {value}, and --{needed.replace('_', '-')} is 0: it would do nothing")
+            raise UsageError(f"{flag(name)} is {value}, and {flag(needed)} is 0: it would do nothing")
