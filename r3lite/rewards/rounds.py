@@ -21,11 +21,13 @@ def round_metrics(
     steps = [step for e in episodes for step in e.steps]
     paid = [p for p in scored if p is not None]
     totals = [sum(p.steps) for p in paid]
+    lengths = [sum(map(len, of_episode)) for of_episode in turns]
     metrics = {
         "reward": statistics.fmean(totals) if totals else None,
         "reward_std": statistics.pstdev(totals) if totals else None,
         "missing_rewards": len(scored) - len(paid),
-        "completions/mean_length": statistics.fmean(sum(map(len, of_episode)) for of_episode in turns),
+        "completions/mean_length": statistics.fmean(lengths),
+        "completions/total_tokens": sum(lengths),
         "completions/clipped_ratio": statistics.fmean(e.finish == CUT_OFF for e in episodes),
         "completions/repeated_ngrams": statistics.fmean(map(repeated_ngrams, turns)),
         "malformed_ratio": statistics.fmean(e.finish == MALFORMED for e in episodes),

@@ -1,0 +1,92 @@
+"""The comparison of algorithms: which runs are done, and what the page says of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import algorithms, algorithms_page
+
+
+def a_run(name: str, seed: int, right: str, budget: int = 100) -> dict:
+    """A run that answered the questions as `right` says, after an SFT that answered none."""
+
+    def scores(each: str) -> dict:
+        share = each.count("1") / len(each)
+        named = {"em": share, "f1": share, "format_adherence": 1.0, "retrieval_recall": 0.5, "mean_searches": 2.0}
+        return named | {"each_em": each, "each_f1": [float(x) for x in each]}
+
+    told = {"tokens": budget, "rounds": 2, "minutes": 1.0} | scores(right)
+    about = {"section": name, "seed": seed, "budget": budget, "flags": f"--algorithm {name}", "precision": "fp32"}
+    about |= {"commit": "abc", "processor": "chip", "threads": 1}
+    return about | {"sft": scores("0" * len(right)), "rl": told}
+
+
+HALF, MOST, FEW = "01" * 50, "0111" * 25, "0001" * 25
+
+
+def test_gains_are_paired_over_the_questions_of_all_seeds():
+    runs = [a_run("ppo", 0, HALF), a_run("ppo", 1, FEW), a_run("grpo", 0, MOST), a_run("grpo", 1, FEW)]
+    page = algorithms_page.page(runs)
+    row = next(line for line in page.splitlines() if line.startswith("| `grpo` | 0.750 / 0.250 | 0.500"))
+    # Of 200 questions 100 are right instead of 0 of SFT, and 25 more than PPO's.
+    assert "+0.500 (" in row and "+0.125 (" in row
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [(MOST, "higher than PPO's beyond the interval, and with every seed of at least two: `grpo`."),
+     (HALF, "higher than PPO's beyond the interval, and with every seed of at least two: none.")],
+)  # fmt: skip
+def test_an_algorithm_that_is_better_with_one_seed_alone_is_not_called_better(second, told):
+    runs = [a_run("ppo", 0, HALF), a_run("ppo", 1, HALF), a_run("grpo", 0, MOST), a_run("grpo", 1, second)]
+    assert told in algorithms_page.page(runs)
+
+
+def test_only_runs_of_one_budget_and_precision_are_compared():
+    runs = [a_run("ppo", 0, HALF), a_run("grpo", 0, MOST, budget=200)]
+    page = algorithms_page.page(runs)
+    assert "## 100 generated tokens, fp32" in page and "## 200 generated tokens, fp32" in page
+    assert "over PPO" not in page
+
+
+class Told:
+    """Stands in for the commands: each round generates 40 tokens."""
+
+    def __init__(self, monkeypatch):
+        self.ran: list[tuple[str, list[str]]] = []
+        monkeypatch.setattr(algorithms, "run", self.run)
+
+    def run(self, command: str, arguments: list[str]) -> None:
+        self.ran.append((command, arguments))
+        output = Path(arguments[arguments.index("--output") + 1])
+        if command == "ppo":
+            rounds = int(arguments[arguments.index("--stop-after") + 1])
+            output.mkdir(parents=True, exist_ok=True)
+            with (output / "metrics.jsonl").open("a") as file:
+                file.write(rounds * (json.dumps({"completions/total_tokens": 40, "step_time": 6.0}) + "\n"))
+        if command == "evaluate":
+            output.mkdir(parents=True)
+            names = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")
+            (output / "scores.json").write_text(json.dumps({name: {"value": 0.5} for name in names}))
+            (output / "predictions.jsonl").write_text('{"em": 1.0, "f1": 1.0}\n{"em": 0.0, "f1": 0.5}\n')
+
+
+@pytest.mark.parametrize(("budget", "rounds"), [(350, 9), (330, 8), (40, 1)])
+def test_a_run_ends_with_the_round_nearest_to_the_budget_and_is_not_done_twice(tmp_path, monkeypatch, budget, rounds):
+    told = Told(monkeypatch)
+    seed = algorithms.Seed(tmp_path, 0, "fp32")
+    found = seed.learn("grpo", ["--algorithm", "grpo"], budget)
+    assert (found["rounds"], found["tokens"]) == (rounds, 40 * rounds)
+    assert found["minutes"] == pytest.approx(0.1 * rounds) and found["each_em"] == "10"
+    evaluated = told.ran[-1][1]
+    assert evaluated[evaluated.index("--adapter") + 1].endswith(f"grpo-{budget}/checkpoint-{rounds}/adapter")
+    done = len(told.ran)
+    assert seed.learn("grpo", ["--algorithm", "grpo"], budget) == found and len(told.ran) == done
+
+
+def test_a_run_of_other_flags_is_another_run():
+    run = a_run("grpo", 0, HALF)
+    assert algorithms.same_run(run, run | {"commit": "later", "date": "later"})
+    for key in ("seed", "budget", "flags", "precision", "section"):
+        assert not algorithms.same_run(run, run | {key: "other"})
