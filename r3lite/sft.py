@@ -87,12 +87,15 @@ class SFTTrainer:
 
         The loss is on its way to the host, and there once the gradients' norm is: a step waits for the device once.
         """
+        from r3lite.models.lora import cast_once
+
         count, total = sum(row.loss_tokens for row in rows), 0.0
-        for group in self.micro_batches(rows):
-            self.last_micro_batch = group
-            loss = self.loss(group) / count
-            self.policy.precision.backward(loss)
-            total += loss.detach()
+        with cast_once(self.policy.model, self.policy.precision.dtype):
+            for group in self.micro_batches(rows):
+                self.last_micro_batch = group
+                loss = self.loss(group) / count
+                self.policy.precision.backward(loss)
+                total += loss.detach()
         return total.to("cpu", non_blocking=True)
 
     def loss(self, rows: "list[Row]") -> "Tensor":

@@ -15,7 +15,7 @@ from r3lite.memory.planner import Workload, adapter_bytes, linears
 # Kernels: of a layer, forward, and backward; more for casts of adapters and their gradients in half precision, and for
 # the weights of a layer in NF4; of all else in a pass; of the loss of a chunk of logits; of clipping and AdamW for each
 # tensor of an adapter. Views are none. bench/kernels.py counts them.
-LAYER_FORWARD, LAYER_BACKWARD, LAYER_CASTS, LAYER_NF4, AROUND, CHUNK, PER_TENSOR = 24, 49, 33, 16, 30, 16, 5
+LAYER_FORWARD, LAYER_BACKWARD, LAYER_CASTS, LAYER_NF4, AROUND, CHUNK, PER_TENSOR = 24, 49, 9, 16, 30, 16, 5
 # Numbers that are read or written for a token in a layer, beside products: of the width of hidden states, and of the
 # inside of the MLP.
 FORWARD, BACKWARD = (30, 5), (60, 12)

@@ -91,6 +91,11 @@ def adapter_bytes(w: Workload) -> int:
     return w.model.num_hidden_layers * layer
 
 
+def _cast_bytes(w: Workload) -> int:
+    """The adapter that is on in half precision, if the run computes in it: see models/lora.py, cast_once."""
+    return adapter_bytes(w) // 2 if w.element == 2 else 0
+
+
 def _moment_bytes(w: Workload) -> int:
     """The two moments of each of an adapter's weights, and AdamW's count of steps."""
     shapes = linears(w.model)
@@ -112,11 +117,12 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
     fixed = standing(w, memory)
     found = {"load": _load(w, memory)}
     if w.episodes:
-        found["sample"] = fixed | _sample(w, memory)
+        found["sample"] = fixed | {"adapter casts": _cast_bytes(w)} | _sample(w, memory)
     if w.scores:
         found["score"] = fixed | _score(w, memory)
     if w.trains:
-        found["update"] = fixed | max(_update(w, memory), key=lambda parts: sum(parts.values()))
+        most = max(_update(w, memory), key=lambda parts: sum(parts.values()))
+        found["update"] = fixed | {"adapter casts": _cast_bytes(w)} | most
         found["save"] = dict(fixed)
     if w.on_cuda:
         captured = {"sample": _forward(w, memory, min(memory.rollout_batch_size, w.episodes))}  # see rollout/decoder.py

@@ -25,9 +25,10 @@ class Prefill:
         """`given`: rows, and the tokens that each row is given after those that it has."""
         self.cache, device = cache, cache.device
         starts = [cache.lengths[row] for row, _ in given]
-        self.tokens = torch.tensor([[t for _, tokens in given for t in tokens]], device=device)  # [1, N]
+        tokens = [[t for _, tokens in given for t in tokens]]
+        self.tokens = torch.tensor(tokens).to(device, non_blocking=True)  # [1, N]
         positions = [start + i for start, (_, tokens) in zip(starts, given) for i in range(len(tokens))]
-        self.positions = torch.tensor([positions], device=device)  # [1, N]
+        self.positions = torch.tensor([positions]).to(device, non_blocking=True)  # [1, N]
         stretches = [(start, len(tokens)) for start, (_, tokens) in zip(starts, given)]
         cache.reserve(max(start + T for start, T in stretches))
         masks = causal_masks(stretches, device, cache.dtype)
@@ -105,7 +106,7 @@ class KVCache:
         used = max(positions) + 1
         self.reserve(used)
         self.lengths[:rows] = [position + 1 for position in positions]
-        return Decode(self, torch.tensor(positions, device=self.device)[:, None], used)
+        return Decode(self, torch.tensor(positions).to(self.device, non_blocking=True)[:, None], used)
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Makes the row `target` hold the first `count` tokens of the row `source`."""

@@ -56,19 +56,27 @@ def use_adapter(model: nn.Module, name: str | None) -> contextlib.AbstractContex
 def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within the `with` block the adapter that is on is kept in `dtype` too, so that no pass casts it again.
 
-    For passes without gradients, while no weight changes. Results are the same to the bit.
+    For passes between two optimizer steps. Results are the same to the bit.
     """
     name = switch_of(model).active
     layers = {path: m for path, m in model.named_modules() if isinstance(m, LoraLinear) and name in m.lora_A}
+    if dtype == torch.float32:  # the adapters' own
+        layers = {}
+    wide, narrow = [], []
     for stack in ([layers[path] for path in paths] for paths in stacks(layers)):
-        As = [layer.lora_A[name].detach() for layer in stack]
-        for layer, A, cast in zip(stack, As, stacked([A.shape for A in As], dtype, As[0].device), strict=True):
-            layer.cast = cast.copy_(A), layer.lora_B[name].detach().to(dtype)
+        halves = []
+        for weights in ([m.lora_A[name].detach() for m in stack], [m.lora_B[name].detach() for m in stack]):
+            halves.append(stacked([weight.shape for weight in weights], dtype, weights[0].device))
+            wide, narrow = wide + weights, narrow + halves[-1]
+        for layer, A, B in zip(stack, *halves, strict=True):
+            layer.casts[name] = A, B
+    if wide:
+        torch._foreach_copy_(narrow, wide)  # one operation for all of them
     try:
         yield
     finally:
         for layer in layers.values():
-            layer.cast = None
+            layer.casts.clear()
 
 
 def _check_known(model: nn.Module, name: str | None) -> None:

@@ -104,7 +104,7 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base, self.switch = base, switch
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        self.cast: tuple[Tensor, Tensor] | None = None
+        self.casts: dict[str, tuple[Tensor, Tensor]] = {}  # by the adapter's name
 
     @property
     def adapter(self) -> Adapter | None:
@@ -114,7 +114,7 @@ class LoraLinear(nn.Module):
             return None
         config = self.switch.configs[name]
         dropout = config.dropout if self.training else 0.0
-        return Adapter(self.lora_A[name], self.lora_B[name], config.scale, dropout, self.cast)
+        return Adapter(self.lora_A[name], self.lora_B[name], config.scale, dropout, self.casts.get(name))
 
     def forward(self, x: Tensor) -> Tensor:
         return project([self], x)
@@ -163,9 +163,16 @@ def _without_gradients(
         for adapter, columns, ranks in _places(bases, adapters):
             out[:, columns].add_(F.linear(low[:, ranks], adapter.B), alpha=adapter.scale)
         return out
-    pairs = [adapter.cast or (adapter.A.to(out.dtype), adapter.B.to(out.dtype)) for adapter in on]
-    low = F.linear(adapter_x, side_by_side([A for A, _ in pairs]))
-    return _add_adapters(out, low, [B for _, B in pairs], bases, adapters)
+    A, Bs = _cast(on, out.dtype)
+    return _add_adapters(out, F.linear(adapter_x, A), Bs, bases, adapters)
+
+
+def _cast(on: list[Adapter], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """The A [sum of r, in] of adapters, side by side, and the B [out, r] of each, in the dtype of the products."""
+    casts = [adapter.cast for adapter in on if adapter.cast and adapter.cast[0].dtype == dtype]
+    if len(casts) == len(on):
+        return side_by_side([A for A, _ in casts]), [B for _, B in casts]
+    return side_by_side([adapter.A for adapter in on]).to(dtype), [adapter.B.to(dtype) for adapter in on]
 
 
 def _frozen(bases: list[nn.Module], x: Tensor, added: Tensor | None) -> Tensor:
@@ -212,11 +219,11 @@ class _Projected(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dropped, added, bases, adapters, *weights):
-        out, adapter_x, low = _frozen(bases, x, added), x if dropped is None else dropped, None
-        As, Bs = weights[::2], weights[1::2]
-        if As:
-            low = F.linear(adapter_x, side_by_side(As).to(out.dtype))  # [N, sum of r]
-            _add_adapters(out, low, [B.to(out.dtype) for B in Bs], bases, adapters)
+        out, adapter_x = _frozen(bases, x, added), x if dropped is None else dropped
+        if weights:
+            A, Bs = _cast([adapter for adapter in adapters if adapter], out.dtype)
+            low = F.linear(adapter_x, A)  # [N, sum of r]
+            _add_adapters(out, low, Bs, bases, adapters)
             ctx.save_for_backward(adapter_x, low, *weights)
         ctx.bases, ctx.adapters, ctx.drops, ctx.adds = bases, adapters, dropped is not None, added is not None
         return out
@@ -230,15 +237,19 @@ class _Projected(torch.autograd.Function):
         grads = [None] * (len(ctx.needs_input_grad) - 5)
         if grads:
             adapter_x, low, *weights = ctx.saved_tensors
-            A, Bs = side_by_side(weights[::2]).to(grad.dtype), weights[1::2]
             places, grad_low = list(_places(ctx.bases, ctx.adapters)), torch.empty_like(low)
+            A, Bs = _cast([adapter for adapter, _, _ in places], grad.dtype)
             for B, (adapter, columns, ranks) in zip(Bs, places, strict=True):
-                _product(grad[:, columns], B.to(grad.dtype), adapter.scale, out=grad_low[:, ranks])
+                _product(grad[:, columns], B, adapter.scale, out=grad_low[:, ranks])
             if weights[0].requires_grad:
+                # Each in one tensor, so that they become fp32 in one operation. All have one r: it is one adapter.
                 grad_A = (grad_low.t() @ adapter_x).to(weights[0].dtype)  # [sum of r, in]
-                for i, (adapter, columns, ranks) in enumerate(places):
-                    grad_B = _product(grad[:, columns].t(), low[:, ranks], adapter.scale)
-                    grads[2 * i : 2 * i + 2] = grad_A[ranks], grad_B.to(weights[0].dtype)
+                grad_B = grad.new_empty(sum(map(len, Bs)), Bs[0].shape[1])  # [sum of out, r]
+                pieces = grad_B.split([len(B) for B in Bs])
+                for piece, (adapter, columns, ranks) in zip(pieces, places, strict=True):
+                    _product(grad[:, columns].t(), low[:, ranks], adapter.scale, out=piece)
+                grads[::2] = grad_A.split([len(weight) for weight in weights[::2]])
+                grads[1::2] = grad_B.to(weights[0].dtype).split([len(B) for B in Bs])
             if ctx.drops:
                 grad_dropped = grad_low @ A
             elif grad_x is not None:

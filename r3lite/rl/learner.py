@@ -18,7 +18,7 @@ from r3lite.devices.precision import Precision
 from r3lite.grant import Grant
 from r3lite.models import hooks
 from r3lite.models.logprobs import CHUNK, token_logprobs, token_loss
-from r3lite.models.lora import use_adapter
+from r3lite.models.lora import cast_once, use_adapter
 from r3lite.models.packing import Pack, groups
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.algorithms.base import Algorithm
@@ -115,11 +115,12 @@ class Learner:
         batch = replace(batch, weights=self.algorithm.weights(batch))
         measured: list[Metrics] = []
         log_ratios: list[Tensor] = []
-        for rows in self.micro_batches(batch):
-            loss, more, ratios = self.loss(batch.rows(rows))
-            self.precision.backward(loss)
-            measured += more
-            log_ratios.append(ratios)
+        with cast_once(self.model, self.precision.dtype):
+            for rows in self.micro_batches(batch):
+                loss, more, ratios = self.loss(batch.rows(rows))
+                self.precision.backward(loss)
+                measured += more
+                log_ratios.append(ratios)
         return added(measured), torch.cat(log_ratios, dim=1)
 
     def loss(self, batch: Batch) -> tuple[Tensor, list[Metrics], Tensor]:

@@ -27,7 +27,7 @@ class Decoder:
     def __call__(self, tokens: list[int]) -> Tensor:
         """Hidden states [n, C] after one more token in each of the first n rows."""
         context = self.cache.decode(len(tokens))
-        ids = torch.tensor(tokens, device=self.cache.device)[:, None]
+        ids = torch.tensor(tokens).to(self.cache.device, non_blocking=True)[:, None]
         # The base is in the run's dtype anyway; projections.project chooses the dtype of an adapter's products.
         with torch.autocast(ids.device.type, enabled=False):
             hidden = self.model(ids, context)[:, 0]
@@ -63,7 +63,7 @@ class GraphDecoder(Decoder):
         used = min(BLOCK << (blocks - 1).bit_length(), self.slots)
         spare = rows - n
         given = tokens + [0] * spare, lengths[:n] + [self.slots - 1] * spare
-        self.inputs[:, :rows, 0] = torch.tensor(given)
+        self.inputs[:, :rows, 0].copy_(torch.tensor(given), non_blocking=True)
         if (rows, used) not in self.graphs and not self._add(n, rows, used):
             return super().__call__(tokens)
         replay, hidden = self.graphs[rows, used]

@@ -33,7 +33,8 @@ class Sampler:
             if self.top_k or self.top_p < 1:
                 weights = self._truncate(weights)
                 sums = _block_sums(weights)
-            tokens = _inverse_cdf(weights, sums, torch.tensor(uniforms, dtype=sums.dtype, device=sums.device)[:, None])
+            drawn = torch.tensor(uniforms, dtype=sums.dtype).to(sums.device, non_blocking=True)
+            tokens = _inverse_cdf(weights, sums, drawn[:, None])
         logprobs = (wide.gather(-1, tokens) - top).to(log_z.dtype) - log_z
         return tokens[:, 0], logprobs[:, 0]
 

@@ -124,7 +124,7 @@ def test_an_adapter_that_is_cast_once_gives_the_same_to_the_bit(small_model):
         expected = model(IDS)
         with cast_once(model, torch.bfloat16):
             assert torch.equal(model(IDS), expected)
-            casts = [m.cast[0].dtype for m in model.modules() if isinstance(m, LoraLinear)]
+            casts = [m.casts["a"][0].dtype for m in model.modules() if isinstance(m, LoraLinear)]
             assert set(casts) == {torch.bfloat16} and len(casts) == 7 * model.config.num_hidden_layers
         for parameter in adapter_parameters(model, "a").values():
             parameter.mul_(2)

@@ -46,7 +46,7 @@ def test_a_loaded_model_and_its_adapters_are_stacked(small_model, write_folder, 
             )
             tensors += [[module.lora_A["a"] for module in stack]]
             with lora.cast_once(model, torch.bfloat16):
-                tensors += [[module.cast[0] for module in stack]]
+                tensors += [[module.casts["a"][i] for module in stack] for i in range(2)]
             for beside in tensors:
                 assert side_by_side(beside).data_ptr() == beside[0].data_ptr()
     biases = [getattr(model.model.layers[0].self_attn, f"{name}_proj").base.bias for name in "qkv"]
