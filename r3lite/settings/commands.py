@@ -50,6 +50,11 @@ class EvaluateSettings(Section):
     baseline: Literal["none", "no-retrieval", "single-retrieval"] = "none"
     """no-retrieval: the answer is forced at once; single-retrieval: after one retrieval with the question as query;
     none: the model decides"""
+    bert_score: str | None = None
+    """also score answers by BERTScore with this encoder: the folder or hub id of a BERT"""
+    compare: tuple[str, str] | None = None
+    """two evaluation folders or prediction files of the same questions: what differs, with intervals and p values;
+    needs no model and no --data"""
 
 
 @dataclass(frozen=True)
