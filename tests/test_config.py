@@ -29,6 +29,7 @@ from r3lite.config import (
     with_values,
 )
 from r3lite.errors import nearest
+from r3lite.evaluate import EvaluateConfig
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
 from r3lite.protocols.markup import Tag
@@ -125,6 +126,28 @@ def test_a_bad_command_line_is_one_line_with_the_nearest_name(argv, message):
     with pytest.raises(UsageError, match=message) as caught:
         read(*argv)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["a"], "compare names 1; it must name 2"),
+        (["a", "b", "c"], "compare names 3; it must name 2"),
+        ([], "expected at least one argument"),
+        (["a", ""], "--compare is empty"),
+        (["a", "b\udcff"], r"--compare is 'b\\udcff': it holds a NUL"),
+    ],
+)
+def test_a_setting_of_two_values_takes_two(tmp_path, argv, message):
+    def compare(*argv):
+        return resolve("evaluate", EvaluateConfig(), list(argv), command.COMMANDS).evaluate.compare
+
+    assert compare("--compare", "a,b", "c", "--seed", "1") == ("a,b", "c")  # a comma is part of a name here
+    (tmp_path / "my.toml").write_text('compare = ["a", "b"]\n', encoding="utf-8")
+    assert compare("--config", str(tmp_path / "my.toml")) == ("a", "b")
+    assert compare("--config", str(tmp_path / "my.toml"), "--compare", "none") is None
+    with pytest.raises(UsageError, match=message):
+        compare("--compare", *argv)
 
 
 @pytest.mark.parametrize(
