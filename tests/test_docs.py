@@ -10,6 +10,7 @@ import pytest
 
 from r3lite.command import COMMANDS, usual
 from r3lite.config import flat, resolve, sections
+from r3lite.datasets.conversations import LAYOUTS
 from r3lite.episode import Document, Question, Step
 from r3lite.evaluation.scores import MEANS, METRICS
 from r3lite.evaluation.tables import TITLES
@@ -23,7 +24,7 @@ from r3lite.settings.rl import PAPERS
 ROOT = Path(__file__).parent.parent
 MAP, FORMATS, COLLAPSE = (ROOT / "docs" / f"{name}.md" for name in ("architecture", "formats", "collapse"))
 ALGORITHMS_PAGE = ROOT / "docs" / "algorithms.md"
-EVALUATION = ROOT / "docs" / "evaluation.md"
+EVALUATION, CONVERSATIONS = ROOT / "docs" / "evaluation.md", ROOT / "docs" / "conversations.md"
 LIMITS = {f.name for f in dataclasses.fields(GuardSettings) if type(None) in typing.get_args(f.type)}
 DOCUMENTS = [
     Document("1", "Brenn", "Brenn is a film by Ann Dahl."),
@@ -54,7 +55,9 @@ def test_every_room_is_on_the_map():
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", MAP, FORMATS, COLLAPSE, ALGORITHMS_PAGE, EVALUATION], ids=lambda path: path.name
+    "path",
+    [ROOT / "README.md", MAP, FORMATS, COLLAPSE, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS],
+    ids=lambda path: path.name,
 )
 def test_links_to_files_lead_somewhere(path):
     links = re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text(encoding="utf-8"))
@@ -143,3 +146,9 @@ def test_the_joint_score_of_the_example_is_what_the_code_gives():
     names: dict = {}
     exec(code, names)
     assert names["em"] == 0.0 and f"both.f1 is {names['both'].f1:.3f}" in code
+
+
+def test_every_layout_of_conversations_has_its_row():
+    text = CONVERSATIONS.read_text(encoding="utf-8")
+    rows = [tuple(re.findall("`(.*?)`", line.split("|")[1])) for line in text.splitlines() if line.startswith("| `")]
+    assert rows == list(LAYOUTS)

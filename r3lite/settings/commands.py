@@ -97,7 +97,8 @@ class QuickstartSettings(Section):
 class SftConfig:
     """Teaches a model the step format, and to copy what it reads, from trajectories that `collect` wrote.
 
-    --data also takes conversations ({"messages": [{"role", "content"}, ...]}). The loss is on what the assistant wrote.
+    --data also takes conversations (docs/conversations.md): messages, ShareGPT, Alpaca, prompt and completion, Glaive,
+    R1. The loss is on what the assistant wrote.
     """
 
     common: Common = Common()

@@ -108,4 +108,6 @@ def test_bert_score_by_hand():
     assert bert_score(np.array([mark, [-1.0, 0.0, -0.1], mark]), np.array([mark, x, mark])).f1 == 0.0  # not negative
     # x finds x; y finds nothing like it: (1 + 0) / 2. The one token of the reference finds itself.
     assert (found.precision, found.recall, found.f1) == pytest.approx((0.5, 1.0, 2 / 3))
+    turned = bert_score(np.array([mark, x, mark]), np.array([mark, x, y, mark]))
+    assert (turned.precision, turned.recall) == pytest.approx((1.0, 0.5))
     assert bert_score(np.array([mark, mark]), np.array([mark, x, mark])).f1 == 0.0
