@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from r3lite.answer_match import answer_scores, best_overlap, rule_of
+from r3lite.answer_match import Overlap, answer_scores, best_overlap, rule_of
 from r3lite.episode import Episode, Step
 from r3lite.evaluation.intervals import interval, ratios, resampled_sums
 from r3lite.evaluation.supporting_facts import facts_match, joint, retrieved_facts
@@ -89,7 +89,9 @@ def _counts(steps: Sequence[Step]) -> tuple[int, int, int]:
 
 def _facts(episode: Episode, em: float) -> dict[str, float]:
     """Supporting facts and joint scores of an episode whose answer has that EM."""
-    answer = best_overlap(episode.prediction, episode.question.answers, rule_of(episode.question))
+    answer = Overlap(0.0, 0.0)  # if it gave none, as its EM and F1 are then
+    if episode.prediction.strip():
+        answer = best_overlap(episode.prediction, episode.question.answers, rule_of(episode.question))
     sp_em, sp = facts = facts_match(*retrieved_facts(episode))
     joint_em, both = joint((em, answer), facts)
     scores = {"sp_em": sp_em, "sp_f1": sp.f1, "sp_precision": sp.precision, "sp_recall": sp.recall}

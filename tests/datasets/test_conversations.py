@@ -72,7 +72,7 @@ def test_sharegpt():
 def test_alpaca():
     assert said(ALPACA) == [("user", "Name the odd one out.\n\nOslo, Bergen, Rome"), ("assistant", "Rome")]
     assert said(ALPACA | {"input": ""})[0] == ("user", "Name the odd one out.")
-    assert said(EVOL) == [("user", "Add 1 and 2 in Python."), ("assistant", "print(1 + 2)\n")]
+    assert said(EVOL) == [("user", "Add 1 and 2 in Python."), ("assistant", "print(1 + 2)")]
 
 
 def test_prompt_and_completion():

@@ -43,6 +43,13 @@ def test_what_is_unknown_is_no_mean():
     assert means == {"rouge_l": 1.0, "bleu": 1.0}
 
 
+def test_without_an_answer_nothing_is_right():
+    """A gold answer of no words equals a blank one, so that the joint F1 was 1 and the F1 0."""
+    question = Question("1", "q", ("The The",), gold=GOLD[:1])
+    marks = Marks.of(Episode(question, [Step("a", "b", GOLD[:1])]))
+    assert (marks.f1, marks.means["sp_f1"], marks.means["joint_f1"]) == (0.0, 1.0, 0.0)
+
+
 def test_marks_come_back_from_a_line_of_predictions():
     marks = Marks.of(episode(), judged=False, bert_score=0.7)
     line = episode().to_json() | marks.to_json()

@@ -10,4 +10,5 @@ from r3lite.records import Record
 
 def read(row: Record) -> list[dict[str, str]]:
     asked, given = row.text("instruction"), row.text("input", "", blank=True)
-    return [turn("user", f"{asked}\n\n{given}" if given.strip() else asked), turn("assistant", row.text("output"))]
+    asked = f"{asked}\n\n{given}" if given.strip() else asked
+    return [turn("user", asked), turn("assistant", row.text("output").strip())]
