@@ -365,10 +365,17 @@ def lines_of(folder):
 def test_predictions_of_an_earlier_version_are_compared_in_what_they_have(two, tmp_path, capsys):
     lines = lines_of(two[0])
     kept = ("id", "question", "answers", "prediction", "steps", "finish", "em", "f1", "recall", "hops")
-    write_jsonl(tmp_path / "old.jsonl", [{k: line[k] for k in kept} for line in reversed(lines)])  # in another order
+    write_jsonl(tmp_path / "old.jsonl", [{k: line[k] for k in kept} for line in lines])
     assert evaluate.main(["--compare", str(tmp_path / "old.jsonl"), two[1], "--output", str(tmp_path / "c")]) == 0
     found = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))
     assert found["metrics"].keys() == set(SCORES)
+
+
+def test_answers_are_paired_by_id_and_not_by_line(two, tmp_path):
+    write_jsonl(tmp_path / "turned.jsonl", reversed(lines_of(two[1])))
+    assert evaluate.main(["--compare", str(tmp_path / "turned.jsonl"), two[1], "--output", str(tmp_path / "c")]) == 0
+    em = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))["metrics"]["em"]
+    assert em["a"] == pytest.approx(1 / 3) and (em["low"], em["high"], em["p"]) == (0.0, 0.0, 1.0)
 
 
 def test_evaluations_of_other_questions_are_not_compared(two, tmp_path, capsys):
