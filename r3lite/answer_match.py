@@ -6,7 +6,8 @@ Rewards and evaluation share it. Knows no weights.
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from r3lite.episode import Episode, Question
@@ -15,6 +16,21 @@ Rule = Literal["hotpotqa", "musique"]
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 VERDICTS = ("yes", "no", "noanswer")  # answers that share no credit with others in HotpotQA
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How much of a prediction is right, and how much of what is right it has; 0 to 1."""
+
+    precision: float
+    recall: float
+
+    @property
+    def f1(self) -> float:
+        """The harmonic mean of the two; 0 if either is, or is below, which only a mean of cosines can be."""
+        if min(self.precision, self.recall) <= 0:
+            return 0.0
+        return 2 * self.precision * self.recall / (self.precision + self.recall)
 
 
 def normalize(text: str) -> str:
@@ -38,29 +54,37 @@ def exact_match(prediction: str, answers: Iterable[str]) -> float:
 
 
 def f1(prediction: str, answers: Iterable[str], rule: Rule = "musique") -> float:
-    """The best F1 of the prediction's words over the answers.
+    """The best F1 of the prediction's words over the answers; see `overlap`."""
+    return max((overlap(prediction, answer, rule).f1 for answer in answers), default=0.0)
+
+
+def overlap(prediction: str, answer: str, rule: Rule) -> Overlap:
+    """Precision and recall of the prediction's words, as often as each occurs.
 
     `hotpotqa`: 0 if only one side is yes, no or noanswer. `musique`: no such rule, but where either side has no words
-    left, F1 is equality.
+    left, both are equality.
     """
-    return max((_f1(normalize(prediction), normalize(a), rule) for a in answers), default=0.0)
-
-
-def _f1(predicted: str, answer: str, rule: Rule) -> float:
+    predicted, answer = normalize(prediction), normalize(answer)
     if rule == "hotpotqa" and predicted != answer and (predicted in VERDICTS or answer in VERDICTS):
-        return 0.0
+        return Overlap(0.0, 0.0)
     ours, theirs = predicted.split(), answer.split()
     if rule == "musique" and not (ours and theirs):
-        return float(ours == theirs)
+        return Overlap(float(ours == theirs), float(ours == theirs))
     shared = (Counter(ours) & Counter(theirs)).total()
-    if not shared:
-        return 0.0
-    precision, recall = shared / len(ours), shared / len(theirs)
-    return 2 * precision * recall / (precision + recall)
+    return Overlap(shared / len(ours), shared / len(theirs)) if shared else Overlap(0.0, 0.0)
+
+
+def best_overlap(prediction: str, answers: Sequence[str], rule: Rule) -> Overlap:
+    """The best precision and the best recall over the answers, each by itself, as 2WikiMultiHopQA's script has them."""
+    overlaps = [overlap(prediction, answer, rule) for answer in answers]
+    return Overlap(max(o.precision for o in overlaps), max(o.recall for o in overlaps))
 
 
 def answer_scores(episode: Episode) -> tuple[float, float]:
-    """EM and F1 of an episode's final answer; both 0 if it gave none, even if a gold answer normalizes to nothing."""
+    """EM and F1 of an episode's final answer; both 0 if it gave none, even if a gold answer normalizes to nothing.
+
+    The official scripts would call a blank answer right there; an episode without an answer is never right.
+    """
     prediction, answers = episode.prediction, episode.question.answers
     if not prediction.strip():
         return 0.0, 0.0

@@ -116,7 +116,7 @@ class _Kind:
 
     scalar: type
     optional: bool = False
-    many: bool = False
+    count: int | None = 1  # of values; None: any number of them, but one at least
     choices: tuple = ()
     bounds: Bounds | None = None
     traits: tuple[Trait | Required, ...] = ()
@@ -135,20 +135,21 @@ class _Kind:
         if typing.get_origin(annotation) is Literal:
             return _Kind(str, choices=typing.get_args(annotation))
         if typing.get_origin(annotation) is tuple:
-            return dataclasses.replace(_Kind.of(typing.get_args(annotation)[0]), many=True)
+            inner, *others = typing.get_args(annotation)
+            return dataclasses.replace(_Kind.of(inner), count=None if others == [...] else 1 + len(others))
         return _Kind(annotation)
 
     def convert(self, name: str, value: Any) -> Any:
         """A value from text or TOML as the field's type; raises UsageError."""
-        if value is None or (self.optional and value == "none" and "none" not in self.choices):
+        if value is None or (self.optional and value in ("none", ["none"]) and "none" not in self.choices):
             return None
-        if self.many:
+        if self.count != 1:
             items = [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value
             if not isinstance(items, (list, tuple)):
                 raise UsageError(f"{name} is {value!r}; it must be a list")
-            if not items:
-                raise UsageError(f"{name} is empty; it must name at least one")
-            return tuple(dataclasses.replace(self, many=False).convert(name, v) for v in items)
+            if len(items) != (self.count or len(items) or 1):
+                raise UsageError(f"{name} names {len(items)}; it must name {self.count or 'at least one'}")
+            return tuple(dataclasses.replace(self, count=1).convert(name, v) for v in items)
         if self.choices:
             if value not in self.choices:
                 raise UsageError(
@@ -207,7 +208,7 @@ def all_settings() -> set[str]:
 
 def check_texts(values: dict[str, Any], where: str = "") -> None:
     """Raises UsageError for a text that is empty, or that no file can have as its name or keep in UTF-8."""
-    for name, value in values.items():
+    for name, value in ((name, x) for name, v in values.items() for x in (v if isinstance(v, list) else [v])):
         if value == "":
             raise UsageError(f"{where}{flag(name)} is empty; is a shell variable unset? (none takes a setting back)")
         if isinstance(value, str) and ("\0" in value or any("\ud800" <= c <= "\udfff" for c in value)):
@@ -298,11 +299,11 @@ def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
             shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
             text = docs[f.name].replace("%", "%%") + ("" if value in (None, "", False) else f" [{shown}]")
             if kind.scalar is bool:
-                parser_action = argparse.BooleanOptionalAction if value else "store_true"
-                group.add_argument(flag(f.name), action=parser_action, help=text)
+                how = {"action": argparse.BooleanOptionalAction if value else "store_true"}
             else:
                 metavar = ",".join(kind.choices) if kind.choices else {int: "N", float: "X"}.get(kind.scalar, "TEXT")
-                group.add_argument(flag(f.name), metavar=metavar, help=text)
+                how = {"metavar": metavar, "nargs": "+" if (kind.count or 1) > 1 else None}
+            group.add_argument(flag(f.name), help=text, **how)
     return parser
 
 

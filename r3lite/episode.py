@@ -48,6 +48,7 @@ class Question:
     `documents` are the paragraphs that come with it, `gold` those that the answer needs, `hops` the decomposition
     if the data set has one. `gold_by` says how a passage of some corpus is recognised as a gold one: by title in
     HotpotQA and 2Wiki, whose titles are unique; by title and text in MuSiQue, where one title has many paragraphs.
+    `type` is the data set's own word for the kind of question, such as bridge or comparison; empty if it has none.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Question:
     gold: tuple[Document, ...] = ()
     gold_by: Literal["title", "text"] = "text"
     hops: tuple[Hop, ...] = ()
+    type: str = ""
 
     @property
     def hop_count(self) -> int:
@@ -121,11 +123,12 @@ class Step:
 
 @dataclass
 class Episode:
-    """One attempt at a question: its steps and how it ended."""
+    """One attempt at a question: its steps, how it ended, and how many tokens the model wrote, if that is known."""
 
     question: Question
     steps: list[Step] = field(default_factory=list)
     finish: str = CUT_OFF
+    tokens_written: int | None = None
 
     @property
     def prediction(self) -> str:

@@ -1,61 +1,56 @@
-"""Answers a question set with retrieval and scores it; writes scores.json and predictions.jsonl."""
+"""Answers a question set with retrieval and scores it, in scores.json and predictions.jsonl; or compares two such."""
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite import command
-from r3lite.config import to_toml
+from r3lite.config import UsageError, to_toml
 from r3lite.errors import R3LiteError
 from r3lite.settings import (
     Common,
+    DataSettings,
     EvaluateSettings,
     JudgeSettings,
     LengthSettings,
     MemorySettings,
     ModelSettings,
     ProtocolSettings,
-    QuestionSettings,
     RetrievalSettings,
     SamplingSettings,
     TruncationSettings,
 )
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
+    from r3lite.episode import Episode
+    from r3lite.evaluation.scores import Marks
     from r3lite.memory.plan import Plan
+    from r3lite.retrieval.encoder import BertEncoder
     from r3lite.rollout.engine import Engine
 
-TITLES = {
-    "em": "exact match",
-    "f1": "F1",
-    "judge_accuracy": "judged right",
-    "format_adherence": "format adherence",
-    "retrieval_recall": "retrieval recall",
-    "combined": "combined",
-    "mean_searches": "searches",
-}
-CONFIG, PREDICTIONS, SCORES = "config.toml", "predictions.jsonl", "scores.json"
+CONFIG, PREDICTIONS, SCORES, COMPARISON = "config.toml", "predictions.jsonl", "scores.json", "comparison.json"
 UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # what is there before SCORES, which is written last
 MANY = 1000  # questions of a dry run without --limit, which does not count them
-LEAST_ADHERENCE = 0.5  # below it, scores say little about anything else
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
     """Answers questions step by step with a retriever, greedily by default, and scores the answers.
 
-    Writes scores.json (exact match, F1, format adherence, retrieval recall, combined score and mean searches, each
-    with a 95 % bootstrap interval, also by number of hops) and predictions.jsonl (every answer with its steps and
-    documents) to --output. The step that --baseline single-retrieval gives the model counts as well-formed.
+    Writes scores.json (exact match, F1, format adherence, retrieval recall, combined score, mean searches and more,
+    each with a 95 % bootstrap interval, also by number of hops and type of question) and predictions.jsonl (every
+    answer with its steps, documents and scores) to --output. The step that --baseline single-retrieval gives the model
+    counts as well-formed. --compare A B answers nothing: it compares two evaluations. docs/evaluation.md has the
+    formulas.
     """
 
     common: Common = Common()
     evaluate: EvaluateSettings = EvaluateSettings()
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
-    data: QuestionSettings = QuestionSettings()
+    data: DataSettings = DataSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     lengths: LengthSettings = LengthSettings()
@@ -68,6 +63,11 @@ def evaluate(config: EvaluateConfig) -> None:
     from r3lite.files import sole_writer
     from r3lite.protocols.registry import build_protocol
 
+    if config.evaluate.compare:
+        compare_predictions(config)
+        return
+    if not config.data.data:
+        raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
     output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
     if config.evaluate.baseline == "single-retrieval":
         if config.retrieval.retriever == "none":
@@ -99,33 +99,52 @@ def check_output(config: EvaluateConfig, output: Path) -> None:
 def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.datasets.qa import read_questions
-    from r3lite.evaluation.scores import Marks, scores, scores_by_hops
+    from r3lite.evaluation.scores import Marks
+    from r3lite.evaluation.tables import scores_table
     from r3lite.files import write_json, write_jsonl, write_text
+    from r3lite.retrieval.encoder import BertEncoder
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.rewards.judge import build_judge
 
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     judge = build_judge(config.judge, output)  # before the long part, so that a missing key shows at once
+    encoder = BertEncoder(config.evaluate.bert_score, "plain") if config.evaluate.bert_score else None
     engine = build_engine(config, len(questions))
     retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
     # From here on the folder is this evaluation's: if it is killed, only the same one may be begun there again.
     write_text(output / CONFIG, to_toml(config, "evaluate"))
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
     episodes = [s.episode() for s in engine.run(questions, seeds, retrieve, progress="evaluate")]
-    verdicts = [None] * len(episodes)
-    # The predictions are written before the judge is asked: its calls may fail or be capped.
-    write_jsonl(output / PREDICTIONS, records(episodes, verdicts))
+    alike = bert_scores(encoder, episodes) if encoder else [None] * len(episodes)
+    marks = [Marks.of(e, bert_score=b) for e, b in zip(episodes, alike)]
+
+    def write_predictions() -> None:
+        write_jsonl(output / PREDICTIONS, [e.to_json() | m.to_json() for e, m in zip(episodes, marks)])
+
+    write_predictions()  # before the judge is asked: its calls may fail or be capped
     if judge:
         verdicts = judge.verdicts(episodes, progress="judge")
-        write_jsonl(output / PREDICTIONS, records(episodes, verdicts))
-    marks = [Marks.of(e, v.correct if v else None) for e, v in zip(episodes, verdicts, strict=True)]
-    found = scores(marks, config.common.seed) | {"by_hops": scores_by_hops(marks, config.common.seed)}
-    found["finish"] = {f: sum(e.finish == f for e in episodes) for f in sorted({e.finish for e in episodes})}
+        marks = [replace(m, judged=v.correct if v else None) for m, v in zip(marks, verdicts, strict=True)]
+        write_predictions()
+    found = summary(episodes, marks, config.common.seed)
     if judge:
         found["judge"] = judge.counts() | {"judge/missing": verdicts.count(None)}
     write_json(output / SCORES, found)
-    print(table(found))
+    print(scores_table(found))
     print(f"written to {output / SCORES}; what it said: {output / PREDICTIONS}")
+
+
+def summary(episodes: "list[Episode]", marks: "list[Marks]", seed: int) -> dict:
+    """What scores.json has of episodes and their marks."""
+    from r3lite.evaluation.scores import scores, scores_by
+    from r3lite.evaluation.text_overlap import corpus_bleu
+
+    return scores(marks, seed) | {
+        "corpus_bleu": corpus_bleu([e.prediction for e in episodes], [e.question.answers for e in episodes]),
+        "by_hops": scores_by(lambda m: m.hops, marks, seed),
+        "by_type": scores_by(lambda m: m.type, marks, seed),
+        "finish": {f: sum(e.finish == f for e in episodes) for f in sorted({e.finish for e in episodes})},
+    }
 
 
 def build_engine(config: EvaluateConfig, questions: int) -> "Engine":
@@ -156,47 +175,70 @@ def plan_memory(config: EvaluateConfig, questions: int) -> "Plan":
     return make_plan(workload, config.memory, config.sampling)
 
 
-def records(episodes: list, verdicts: list) -> list[dict]:
-    """The lines of predictions.jsonl: each episode with its scores, and whether a judge called it right."""
+def bert_scores(encoder: "BertEncoder", episodes: "list[Episode]") -> list[float]:
+    """BERTScore F1 of each answer against the gold answer that it is most like."""
+    from r3lite.evaluation.text_overlap import bert_score
+
+    texts = list({text: None for e in episodes for text in (e.prediction, *e.question.answers)})
+    vectors = dict(zip(texts, encoder.encode_tokens(texts), strict=True))
+    return [max(bert_score(vectors[e.prediction], vectors[a]).f1 for a in e.question.answers) for e in episodes]
+
+
+def compare_predictions(config: EvaluateConfig) -> None:
+    """Compares two evaluations of the same questions; writes comparison.json if there is an --output."""
+    from r3lite.evaluation.comparisons import compare
+    from r3lite.evaluation.tables import comparison_table
+    from r3lite.files import names_in, sole_writer, write_json
+
+    if config.data.data:
+        raise UsageError("--compare reads two evaluations that are there; leave --data out")
+    a, b = config.evaluate.compare
+    ours, theirs = read_predictions(a), read_predictions(b)
+    check_same_questions(a, b, ours, theirs)
+    marks = [marks for _, marks in ours.values()], [theirs[id][1] for id in ours]
+    found = {"n": len(ours), "a": a, "b": b, "metrics": compare(*marks, config.common.seed)}
+    print(comparison_table(found))
+    if config.common.output:
+        output = Path(config.common.output)
+        with sole_writer(output):
+            if names_in(output):
+                raise R3LiteError(f"--output {output} is not an empty folder", "Name another folder.")
+            write_json(output / COMPARISON, found)
+        print(f"written to {output / COMPARISON}")
+
+
+def read_predictions(path: str) -> "dict[str, tuple[str, Marks]]":
+    """Question and marks of each line of a predictions file, or of that of an evaluation's folder, by id."""
     from r3lite.evaluation.scores import Marks
+    from r3lite.files import read_jsonl
 
-    lines = []
-    for episode, verdict in zip(episodes, verdicts, strict=True):
-        marks = Marks.of(episode, verdict.correct if verdict else None)
-        line = episode.to_json() | {"em": marks.em, "f1": marks.f1, "recall": marks.recall, "hops": marks.hops}
-        lines.append(line | ({"judged": marks.judged} if verdict else {}))
-    return lines
+    file = Path(path) / PREDICTIONS if Path(path).is_dir() else Path(path)
+    found = {}
+    for line in read_jsonl(file, "Name an evaluation's folder, or its predictions.jsonl."):
+        id = line.identifier("id")
+        if id in found:
+            raise line.error(f"the id {id!r} is there twice")
+        found[id] = line.text("question"), Marks.from_json(line)
+    if not found:
+        raise R3LiteError(f"{file} holds no predictions", "Name an evaluation's folder, or its predictions.jsonl.")
+    return found
 
 
-def table(found: dict) -> str:
-    """The scores as text, with those by number of hops below if the questions differ in it."""
-
-    def number(value: float | None, width: int = 8) -> str:
-        return f"{'-':>{width}}" if value is None else f"{value:>{width}.3f}"
-
-    ends = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found["finish"].items())
-    lines = [f"\n{found['n']} questions: {ends}", f"{'':<18}{'value':>8}   95 % interval"]
-    shown = [name for name in TITLES if name in found]
-    for name in shown:
-        entry = found[name]
-        lines.append(f"{TITLES[name]:<18}{number(entry['value'])}  {number(entry['low'])}{number(entry['high'])}")
-    if len(found["by_hops"]) > 1:
-        lines.append("\n" + f"{'hops':<6}{'n':>6}" + "".join(f"{TITLES[name]:>18}" for name in shown))
-        for hops, part in found["by_hops"].items():
-            values = (part[name]["value"] if name in part else None for name in shown)
-            lines.append(f"{hops:<6}{part['n']:>6}" + "".join(number(v, 18) for v in values))
-    if missing := found.get("judge", {}).get("judge/missing"):
-        lines.append(f"\n{missing} verdicts of the judge are missing and left out")
-    if (found["format_adherence"]["value"] or 0.0) < LEAST_ADHERENCE:
-        lines.append(
-            "\nFew steps keep to the format, so the other scores say little: is --adapter missing, "
-            "or was it trained with other prompt files?"
-        )
-    return "\n".join(lines)
+def check_same_questions(a: str, b: str, ours: dict, theirs: dict) -> None:
+    """Raises R3LiteError unless two evaluations are of the same questions."""
+    remedy = "Evaluate both on the same --data with the same --limit."
+    only = [sorted(x.keys() - y.keys()) for x, y in ((ours, theirs), (theirs, ours))]
+    if any(only):
+        told = " and ".join(f"{len(ids)} only in {x}, such as {ids[0]}" for x, ids in zip((a, b), only) if ids)
+        raise R3LiteError(f"the two are not of the same questions: {told}", remedy)
+    if other := [id for id in ours if ours[id][0] != theirs[id][0]]:
+        raise R3LiteError(f"{len(other)} ids, such as {other[0]}, name different questions in {a} and {b}", remedy)
 
 
 def main(argv: list[str] | None = None) -> int:
     def plan(config: EvaluateConfig) -> str:
+        if config.evaluate.compare:
+            return ""
         told = plan_memory(config, config.data.limit or MANY)
         return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told.table()}"
 

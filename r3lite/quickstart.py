@@ -9,12 +9,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.config import shipped
 from r3lite.errors import R3LiteError
 from r3lite.files import read_jsonl
 from r3lite.settings import Common, QuickstartSettings
+
+if TYPE_CHECKING:
+    from r3lite.evaluation.scores import Marks
 
 # The cold start's teacher is hasty: half of its trajectories leave out the last hop, so that there is something left
 # for rewards to teach. With flawless trajectories and 160 steps, SFT alone answers 0.93 of the questions.
@@ -46,10 +50,12 @@ class Stage:
     def scores(self) -> dict:
         return json.loads((self.folder / "scores.json").read_text(encoding="utf-8"))
 
-    def each(self, metric: str) -> list[float]:
-        """The metric of every question, in the order of the test file."""
-        lines = (self.folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line)[metric] for line in lines]
+    @property
+    def marks(self) -> "list[Marks]":
+        """What was counted of every question, in the order of the test file."""
+        from r3lite.evaluate import read_predictions
+
+        return [marks for _, marks in read_predictions(str(self.folder)).values()]
 
 
 def teacher(trajectories: Path) -> dict:
@@ -131,7 +137,7 @@ def run_all_stages(config: QuickstartConfig) -> None:
 
 def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, config: QuickstartConfig) -> None:
     """The table, what RL changed with its paired interval, and where to look next; `quickstart.json` has the same."""
-    from r3lite.evaluation.scores import paired_difference
+    from r3lite.evaluation.comparisons import compare
     from r3lite.files import write_json
 
     columns = {
@@ -156,13 +162,13 @@ def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, conf
         rows.append({"stage": stage.name, "n": n, **values, "minutes": round(stage.minutes, 2)})
         print(f"{stage.name:<{wide}}" + "".join(f"{v:>10.3f}" for v in values.values()) + f"{stage.minutes:>10.1f}")
     before, after = stages[-2:]
-    value, low, high = paired_difference(after.each("em"), before.each("em"), seed=config.common.seed)
-    interval = f"95 % interval {low:+.3f} to {high:+.3f}, paired bootstrap"
-    print(f"\nexact match, {after.name} - {before.name}: {value:+.3f} ({interval})")
+    em = compare(before.marks, after.marks, seed=config.common.seed)["em"]
+    gain = {"value": em["difference"], "low": em["low"], "high": em["high"], "p": em["p"]}
+    interval = f"95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}, p {gain['p']:.4f}, paired bootstrap"
+    print(f"\nexact match, {after.name} - {before.name}: {gain['value']:+.3f} ({interval})")
     print(f"{minutes:.1f} minutes in all")
     if config.quickstart.quick:
         print("--quick shows that everything runs; leave it out to see the model learn")
-    gain = {"value": value, "low": low, "high": high}
     write_json(
         out / "quickstart.json", {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
     )

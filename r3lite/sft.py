@@ -1,7 +1,6 @@
 """Supervised fine-tuning of a LoRA adapter on trajectories and conversations.
 
-`SFTTrainer.step` reads as the algorithm: rows -> micro-batches -> loss on what the assistant wrote -> backward ->
-update.
+`SFTTrainer.step` reads as the algorithm: rows -> micro-batches -> loss on the assistant's turns -> backward -> update.
 """
 
 import math
@@ -69,6 +68,7 @@ class SFTTrainer:
     def step(self, number: int) -> tuple[dict, int]:
         """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched."""
         from r3lite.datasets.order import rows_of_step
+        from r3lite.training.metrics import with_perplexity
 
         per_step = rows_per_step(self.config)
         chosen = rows_of_step(number, len(self.rows), per_step, self.config.common.seed, self.last_row)
@@ -80,7 +80,7 @@ class SFTTrainer:
         record = {"loss": float(loss), "grad_norm": norm, "epoch": seen / len(self.rows)}
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
             record["eval_loss"] = self.policy.grant.attempt("update", self.validation_loss)
-        return record, sum(len(row.tokens) for row in rows)
+        return with_perplexity(record), sum(len(row.tokens) for row in rows)
 
     def add_gradients(self, rows: "list[Row]") -> "Tensor":
         """The mean loss of a step's rows, and its gradients, however many passes they take.

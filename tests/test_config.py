@@ -29,6 +29,7 @@ from r3lite.config import (
     with_values,
 )
 from r3lite.errors import nearest
+from r3lite.evaluate import EvaluateConfig
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
 from r3lite.protocols.markup import Tag
@@ -98,7 +99,7 @@ def test_values_are_read_by_their_type():
         # Each of these was taken, and was a traceback of the planner, of PyTorch or of the sampler later.
         (["--lora-targets", "foo"], "lora_targets is 'foo'; choose from q_proj, "),
         (["--lora-targets", "q_proj,kproj"], r"lora_targets is 'kproj'; choose from .*\(did you mean k_proj\?\)"),
-        (["--lora-targets", ","], "lora_targets is empty; it must name at least one"),
+        (["--lora-targets", ","], "lora_targets names 0; it must name at least one"),
         (["--seed", "18446744073709551616"], "seed is 18446744073709551616; it must be at most 9223372036854775807"),
         (["--seed", "-1"], "seed is -1; it must be at least 0"),
         (["--top-p", "0"], "top_p is 0.0; it must be greater than 0"),
@@ -128,6 +129,28 @@ def test_a_bad_command_line_is_one_line_with_the_nearest_name(argv, message):
 
 
 @pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["a"], "compare names 1; it must name 2"),
+        (["a", "b", "c"], "compare names 3; it must name 2"),
+        ([], "expected at least one argument"),
+        (["a", ""], "--compare is empty"),
+        (["a", "b\udcff"], r"--compare is 'b\\udcff': it holds a NUL"),
+    ],
+)
+def test_a_setting_of_two_values_takes_two(tmp_path, argv, message):
+    def compare(*argv):
+        return resolve("evaluate", EvaluateConfig(), list(argv), command.COMMANDS).evaluate.compare
+
+    assert compare("--compare", "a,b", "c", "--seed", "1") == ("a,b", "c")  # a comma is part of a name here
+    (tmp_path / "my.toml").write_text('compare = ["a", "b"]\n', encoding="utf-8")
+    assert compare("--config", str(tmp_path / "my.toml")) == ("a", "b")
+    assert compare("--config", str(tmp_path / "my.toml"), "--compare", "none") is None
+    with pytest.raises(UsageError, match=message):
+        compare("--compare", *argv)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("learning_rat = 1", r"unknown key 'learning_rat' \(did you mean learning_rate\?\)"),
@@ -143,7 +166,7 @@ def test_a_bad_command_line_is_one_line_with_the_nearest_name(argv, message):
         ("learning_rate = 1979-05-27", "must be a number"),
         ("sft = 3", "unknown key 'sft'"),
         ("[[sft]]\nlora_r = 1", "unknown key 'sft'"),
-        ("lora_targets = []", "lora_targets is empty"),
+        ("lora_targets = []", "lora_targets names 0"),
         ("lora_r = 2.0", "lora_r is 2.0; it must be a whole number"),
         ("lora_r = true", "lora_r is True; it must be a whole number"),
         ("rslora = 1", "rslora is 1; it must be true or false"),

@@ -10,7 +10,10 @@ import pytest
 
 from r3lite.command import COMMANDS, usual
 from r3lite.config import flat, resolve, sections
+from r3lite.datasets.conversations import LAYOUTS
 from r3lite.episode import Document, Question, Step
+from r3lite.evaluation.scores import MEANS, METRICS
+from r3lite.evaluation.tables import TITLES
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN
 from r3lite.protocols.transcript import Layout
@@ -21,6 +24,7 @@ from r3lite.settings.rl import PAPERS
 ROOT = Path(__file__).parent.parent
 MAP, FORMATS, COLLAPSE = (ROOT / "docs" / f"{name}.md" for name in ("architecture", "formats", "collapse"))
 ALGORITHMS_PAGE = ROOT / "docs" / "algorithms.md"
+EVALUATION, CONVERSATIONS = ROOT / "docs" / "evaluation.md", ROOT / "docs" / "conversations.md"
 LIMITS = {f.name for f in dataclasses.fields(GuardSettings) if type(None) in typing.get_args(f.type)}
 DOCUMENTS = [
     Document("1", "Brenn", "Brenn is a film by Ann Dahl."),
@@ -51,7 +55,9 @@ def test_every_room_is_on_the_map():
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", MAP, FORMATS, COLLAPSE, ALGORITHMS_PAGE], ids=lambda path: path.name
+    "path",
+    [ROOT / "README.md", MAP, FORMATS, COLLAPSE, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS],
+    ids=lambda path: path.name,
 )
 def test_links_to_files_lead_somewhere(path):
     links = re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text(encoding="utf-8"))
@@ -126,3 +132,23 @@ def test_every_limit_of_the_guard_is_in_its_table_with_its_default():
     assert {name: float(value) for name, value, _ in rows} == limits
     for name, _, in_a_row in rows:
         assert int(in_a_row) == (usual.guard_validations if name == "guard_f1_drop" else usual.guard_patience)
+
+
+def test_every_metric_is_explained_and_has_a_title():
+    text = EVALUATION.read_text(encoding="utf-8")
+    rows = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    assert [name for name in (*METRICS, *MEANS, "judge_accuracy") if f"`{name}`" not in rows] == []
+    assert {*METRICS, *MEANS, "judge_accuracy"} - TITLES.keys() == {"sp_recall"}
+
+
+def test_the_joint_score_of_the_example_is_what_the_code_gives():
+    (code,) = re.findall(r"```python\n(.*?)```", EVALUATION.read_text(encoding="utf-8"), re.S)
+    names: dict = {}
+    exec(code, names)
+    assert names["em"] == 0.0 and f"both.f1 is {names['both'].f1:.3f}" in code
+
+
+def test_every_layout_of_conversations_has_its_row():
+    text = CONVERSATIONS.read_text(encoding="utf-8")
+    rows = [tuple(re.findall("`(.*?)`", line.split("|")[1])) for line in text.splitlines() if line.startswith("| `")]
+    assert rows == list(LAYOUTS)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +111,17 @@ def test_scores_by_hand(toy, says, tmp_path, capsys):
     assert predictions[0]["steps"][0]["documents"][0]["text"] == "Ada lives in Adatown."
     shown = capsys.readouterr().out
     assert "exact match          0.333" in shown and "2 answered, 1 malformed" in shown
+    # Ada found both gold paragraphs and no other, and answered right; Bob searched nothing; Cy answered nothing.
+    more = {
+        name: scores[name]["value"] for name in ("sp_em", "sp_f1", "sp_precision", "sp_recall", "joint_em", "joint_f1")
+    }
+    assert more == pytest.approx(dict.fromkeys(more, 1 / 3))
+    # Byte by byte, with the token that ends each of the five turns.
+    turns = [ask(1, "Ada lives in Adatown"), ask(2, "Bob lives in Bobtown"), answer(3, "The Adatown.")]
+    assert predictions[0]["reasoning_tokens"] == sum(map(len, turns)) + 3
+    assert predictions[1]["reasoning_tokens"] == len(answer(1, "Bobtown village")) + 1
+    assert scores["rouge_l"]["value"] == pytest.approx((2 / 3 + 2 / 3) / 3)  # ROUGE keeps articles
+    assert scores["by_type"] == {} and scores["corpus_bleu"] == 0.0  # no answer has three words
 
 
 def test_tags_and_solution_are_scored_as_r3_is(toy, says, tmp_path):
@@ -284,3 +296,108 @@ def test_an_output_that_cannot_be_made_shows_before_the_questions_are_answered(t
     for output, told in (("file/x", "cannot be written: [Errno"), ("file", "is a file, not a folder")):
         assert evaluate.main([*toy, "--output", str(tmp_path / output)]) == 1
         assert f"{tmp_path / output} {told}" in capsys.readouterr().err
+
+
+def test_scores_by_type_and_bert_score(toy, says, tmp_path, minilm, capsys):
+    rows = [
+        {
+            "_id": name,
+            "question": f"Where does {name} live?",
+            "answer": f"{name}town",
+            "type": kind,
+            "supporting_facts": [[name, 0]],
+            "context": [[name, [f"{name} lives in {name}town."]], ["Dee", ["Dee lives in Deetown."]]],
+        }
+        for name, kind in (("Ada", "bridge"), ("Bob", "comparison"), ("Cy", "bridge"))
+    ]
+    write_jsonl(tmp_path / "questions.jsonl", rows)
+    says({"Ada": [answer(1, "Adatown")], "Bob": [answer(1, "Rome")], "Cy": ["?"]})
+    assert evaluate.main([*toy, "--bert-score", str(minilm)]) == 0
+    scores, predictions = written(tmp_path)
+    assert {t: (g["n"], g["em"]["value"]) for t, g in scores["by_type"].items()} == {
+        "bridge": (2, 0.5),
+        "comparison": (1, 0.0),
+    }
+    assert {p["id"]: p["type"] for p in predictions} == {"Ada": "bridge", "Bob": "comparison", "Cy": "bridge"}
+    same, other, none = (p["bert_score"] for p in predictions)
+    assert same == pytest.approx(1.0, abs=1e-6) and 0 < other < 0.9 and none == 0.0
+    shown = capsys.readouterr().out
+    assert "\nbridge                 2    0.500 (0.000-1.000)" in shown and "\nBERTScore " in shown
+
+
+def test_an_encoder_that_is_not_there_shows_before_the_questions_are_answered(toy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "build_engine", lambda *_: pytest.fail("the long part began"))
+    assert evaluate.main([*toy, "--bert-score", str(tmp_path / "gone")]) == 1
+    assert "gone" in capsys.readouterr().err
+
+
+@pytest.fixture
+def two(toy, says, tmp_path):
+    """Two evaluations of the same questions: one finds nothing, the other answers two of three."""
+    for name, said in (("first", "somewhere"), ("second", "Adatown")):
+        says({"Ada": [answer(1, said)], "Bob": [answer(1, said)], "Cy": [answer(1, said)]})
+        assert evaluate.main([*toy]) == 0
+        (tmp_path / "out").rename(tmp_path / name)
+    return str(tmp_path / "first"), str(tmp_path / "second")
+
+
+def test_two_evaluations_are_compared(two, tmp_path, capsys):
+    first, second = two
+    assert evaluate.main(["--compare", first, f"{second}/predictions.jsonl", "--output", str(tmp_path / "c")]) == 0
+    found = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))
+    assert (found["n"], found["a"], found["b"]) == (3, first, f"{second}/predictions.jsonl")
+    assert found["metrics"].keys() >= {*SCORES, "sp_f1", "joint_f1", "rouge_l", "bleu", "reasoning_tokens"}
+    em = found["metrics"]["em"]
+    assert (em["a"], em["b"], em["difference"]) == pytest.approx((0, 1 / 3, 1 / 3)) and em["low"] == 0.0
+    # 8 of 27 resamples leave Ada out: twice that is p.
+    assert em["p"] == pytest.approx(16 / 27, abs=0.02)
+    shown = capsys.readouterr().out
+    assert "exact match          0.000   0.333   +0.333    +0.000   +1.000" in shown
+    assert evaluate.main(["--compare", first, second, "--output", str(tmp_path / "c")]) == 1
+    assert "is not an empty folder" in capsys.readouterr().err
+    assert evaluate.main(["--compare", first, second, "--dry-run"]) == 0
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (Path(folder) / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_predictions_of_an_earlier_version_are_compared_in_what_they_have(two, tmp_path, capsys):
+    lines = lines_of(two[0])
+    kept = ("id", "question", "answers", "prediction", "steps", "finish", "em", "f1", "recall", "hops")
+    write_jsonl(tmp_path / "old.jsonl", [{k: line[k] for k in kept} for line in lines])
+    assert evaluate.main(["--compare", str(tmp_path / "old.jsonl"), two[1], "--output", str(tmp_path / "c")]) == 0
+    found = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))
+    assert found["metrics"].keys() == set(SCORES)
+
+
+def test_answers_are_paired_by_id_and_not_by_line(two, tmp_path):
+    write_jsonl(tmp_path / "turned.jsonl", reversed(lines_of(two[1])))
+    assert evaluate.main(["--compare", str(tmp_path / "turned.jsonl"), two[1], "--output", str(tmp_path / "c")]) == 0
+    em = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))["metrics"]["em"]
+    assert em["a"] == pytest.approx(1 / 3) and (em["low"], em["high"], em["p"]) == (0.0, 0.0, 1.0)
+
+
+def test_evaluations_of_other_questions_are_not_compared(two, tmp_path, capsys):
+    lines = lines_of(two[0])
+    others = {
+        "fewer": lines[:2],
+        "other-text": [lines[0] | {"question": "Who?"}, *lines[1:]],
+        "twice": [*lines, lines[0]],
+        "no-scores": [{k: v for k, v in line.items() if k != "em"} for line in lines],
+        "empty": [],
+    }
+    told = {}
+    for name, rows in others.items():
+        write_jsonl(tmp_path / name, rows)
+        assert evaluate.main(["--compare", two[0], str(tmp_path / name)]) == 1
+        told[name] = capsys.readouterr().err
+    assert f"the two are not of the same questions: 1 only in {two[0]}, such as Cy" in told["fewer"]
+    assert "Evaluate both on the same --data" in told["fewer"]
+    assert "1 ids, such as Ada, name different questions" in told["other-text"]
+    assert "line 4: the id 'Ada' is there twice" in told["twice"]
+    assert "line 1: em is missing" in told["no-scores"]
+    assert "holds no predictions" in told["empty"]
+    assert evaluate.main(["--compare", two[0], str(tmp_path / "gone")]) == 1
+    assert evaluate.main(["--compare", two[0], two[1], "--data", "x"]) == 2
+    assert "leave --data out" in capsys.readouterr().err

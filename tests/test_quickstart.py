@@ -27,13 +27,17 @@ def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, caps
     taught_by = quickstart.teacher(tmp_path / "trajectories.jsonl")
     assert taught_by == {"n": 4, "em": 0.5, "f1": 0.5, "hurried_share": quickstart.HURRIED}
     stages = []
-    for name in ("SFT", "PPO"):
+    line = {"question": "Who?", "steps": [], "f1": 0.0, "recall": None}
+    for name, right in (("SFT", (0.0, 1.0)), ("PPO", (1.0, 1.0))):
         (tmp_path / name).mkdir()
         keys = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")
         write_json(tmp_path / name / "scores.json", {"n": 2, **{key: {"value": 0.5} for key in keys}})
-        write_jsonl(tmp_path / name / "predictions.jsonl", [{"em": 0.0}, {"em": 1.0}])
+        lines = [line | {"id": str(i), "em": em} for i, em in enumerate(right)]
+        write_jsonl(tmp_path / name / "predictions.jsonl", lines)
         stages.append(quickstart.Stage(name, tmp_path / name, 1.0))
     quickstart.report(stages, taught_by, tmp_path, 2.0, quickstart.QuickstartConfig())
     assert re.search(r"teacher +0\.500 +0\.500 +the 4 trajectories for SFT; hasty on purpose", capsys.readouterr().out)
     written = json.loads((tmp_path / "quickstart.json").read_text(encoding="utf-8"))
     assert written["teacher"] == taught_by and [s["stage"] for s in written["stages"]] == ["SFT", "PPO"]
+    # One resample of four draws the second question twice, in which nothing was gained: twice that is p.
+    assert written["em_gain"] == {"value": 0.5, "low": 0.0, "high": 1.0, "p": pytest.approx(0.5, abs=0.03)}

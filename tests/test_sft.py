@@ -1,6 +1,7 @@
 """SFT: the loss and what it falls on, batches, learning in every precision, and resuming to the bit."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -196,6 +197,8 @@ def test_it_learns_in_every_precision_on_the_cpu(toy, tmp_path, dtype):
     validated = {r["step"]: r["eval_loss"] for r in records if "eval_loss" in r}
     assert list(validated) == [10, 20, 25]
     assert validated[25] < validated[10]
+    assert all(r["perplexity"] == pytest.approx(math.exp(r["loss"])) for r in records)
+    assert records[-1]["eval_perplexity"] == pytest.approx(math.exp(validated[25]))
     assert ("skipped_steps" in records[-1]) == (dtype == "fp16")
     keys = {"step", "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "step_time", "tokens_per_second"}
     assert keys | {"peak_memory_mib"} <= records[0].keys()

@@ -113,10 +113,10 @@ def _paragraph_of(question: Question, subject: str, values: list[str]) -> Docume
     )
 
 
-def from_supporting(question: Question, kind: str, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
+def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
     """HotpotQA: hops from the two paragraphs of the supporting facts; nothing if there are not two.
 
-    `kind` is the data set's `type`, `supporting` maps a gold title to its supporting sentences.
+    `supporting` maps a gold title to its supporting sentences. By the question's `type` there are:
 
     - comparison: one hop per paragraph, in the order in which the question names them; its answer is the supporting
       sentences themselves, the facts to compare, as far as they are short.
@@ -126,7 +126,7 @@ def from_supporting(question: Question, kind: str, supporting: dict[str, list[st
     """
     if len(question.gold) != 2:
         return ()
-    if "comparison" in kind:
+    if "comparison" in question.type:
         a, b = sorted(question.gold, key=lambda d: _position(question.text, d.title))
         names = name_of(a.title), name_of(b.title)
         names = names if names[0] != names[1] else (a.title, b.title)

@@ -148,13 +148,13 @@ def _hotpot(row: Record, id: str) -> Question:
         documents=tuple(documents),
         gold=tuple(gold),
         gold_by="title",
+        type=row.text("type", "", blank=True).strip(),
     )
     evidences = _pairs(row, "evidences", "fact", "relation", "entity") if "evidences" in row else []
     if not all(isinstance(part, str) or type(part) in (int, float) for evidence in evidences for part in evidence):
         raise row.error("evidences is not a list of subject, relation and object, as text or numbers")
     evidences = [tuple(map(str, evidence)) for evidence in evidences]
-    kind = row.text("type", "", blank=True)
-    found = hops.from_evidences(question, evidences) or hops.from_supporting(question, kind, sentences_of)
+    found = hops.from_evidences(question, evidences) or hops.from_supporting(question, sentences_of)
     return replace(question, hops=found)
 
 

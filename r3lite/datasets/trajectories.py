@@ -13,14 +13,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from r3lite.datasets.conversations import LAYOUTS, Conversation, layouts_of, read_conversation
 from r3lite.datasets.rows import converted_rows
 from r3lite.episode import Question, Step
 from r3lite.errors import R3LiteError
 from r3lite.models.packing import common_prefix
 from r3lite.protocols.base import Protocol
-from r3lite.protocols.tokenizer import ROLES
 from r3lite.protocols.transcript import LEAST_DOCUMENT, Layout
 from r3lite.records import Record
+
+STEPS = ("steps",)  # the keys of a trajectory's row that tell it
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,6 @@ class Trajectory:
         }
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Chat messages with `role` and `content`; every assistant message is trained on."""
-
-    id: str
-    messages: tuple[dict[str, str], ...]
-
-
 @dataclass
 class Row:
     """Token ids of a row, and which of them have loss."""
@@ -68,7 +62,7 @@ class Row:
 def read_rows(
     data: str | Path, protocol: Protocol, limit: int | None = None, skip_bad_rows: bool = False
 ) -> list[Trajectory | Conversation]:
-    """The first `limit` rows of a file or hub string: trajectories (`steps`) or conversations (`messages`).
+    """The first `limit` rows of a file or hub string: trajectories (`steps`) or conversations of any known layout.
 
     A bad row raises R3LiteError with file, line and reason; with `skip_bad_rows` bad rows are left out and counted.
     """
@@ -81,28 +75,17 @@ def read_rows(
 def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Trajectory | Conversation:
     """The trajectory or conversation of a row; raises InvalidRecord."""
     id = row.identifier("id", default_id)
-    if "messages" in row and "steps" in row:
-        raise row.error("it has both 'steps' (a trajectory) and 'messages' (a conversation): which is meant?")
-    if "messages" in row:
-        return _conversation(row, id)
-    if "steps" in row:
+    layouts = [*layouts_of(row), *([STEPS] if "steps" in row else [])]
+    if len(layouts) > 1:
+        told = " and of ".join(", ".join(keys) for keys in layouts)
+        raise row.error(f"it has the keys of {told}: which is meant?")
+    if layouts == [STEPS]:
         return _trajectory(row, id, protocol)
+    if layouts:
+        return read_conversation(row, id, layouts[0])
     hint = "; a question file becomes trajectories by `python -m r3lite.collect`" if "question" in row else ""
-    raise row.error(f"it has neither 'steps' (a trajectory) nor 'messages' (a conversation){hint}")
-
-
-def _conversation(row: Record, id: str) -> Conversation:
-    messages = []
-    for number, message in enumerate(row.records("messages"), 1):
-        role, content = message.choice("role", ROLES), message.text("content", blank=True)
-        if role == "system" and number > 1:
-            raise row.error(f"message {number} is a system message; only the first may be one")
-        if role == "assistant" and not content.strip():
-            raise row.error(f"message {number} is an empty one of the assistant's: there is nothing to train on")
-        messages.append({"role": role, "content": content})
-    if not any(m["role"] == "assistant" for m in messages):
-        raise row.error("no assistant message: there is nothing to train on")
-    return Conversation(id, tuple(messages))
+    known = "; ".join(", ".join(keys) for keys in LAYOUTS)
+    raise row.error(f"it has neither 'steps' (a trajectory) nor the keys of a conversation ({known}){hint}")
 
 
 def _trajectory(row: Record, id: str, protocol: Protocol) -> Trajectory:

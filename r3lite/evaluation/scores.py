@@ -1,20 +1,35 @@
-"""Scores of a set of episodes: means with bootstrap intervals, by number of hops, and the difference of two models.
+"""Scores of a set of episodes: means with bootstrap intervals, also by number of hops and by type of question.
 
-Knows finished episodes; no model, no files.
+Knows finished episodes and lines of predictions.jsonl; no model, no files.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from r3lite.answer_match import answer_scores
-from r3lite.episode import Episode
+from r3lite.answer_match import Overlap, answer_scores, best_overlap, rule_of
+from r3lite.episode import Episode, Step
+from r3lite.evaluation.intervals import interval, ratios, resampled_sums
+from r3lite.evaluation.supporting_facts import facts_match, joint, retrieved_facts
+from r3lite.evaluation.text_overlap import rouge_l, sentence_bleu
+from r3lite.records import Record
 
 METRICS = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
-CONFIDENCE = 95.0  # percent
+# Means over the questions for which they are known, under the same name in predictions.jsonl.
+MEANS = (
+    "reasoning_tokens",
+    "sp_em",
+    "sp_f1",
+    "sp_precision",
+    "sp_recall",
+    "joint_em",
+    "joint_f1",
+    "rouge_l",
+    "bleu",
+    "bert_score",
+)
 RESAMPLES = 2000
-LARGEST_BLOCK = 4_000_000  # numbers drawn at once
 
 
 @dataclass(frozen=True)
@@ -29,20 +44,58 @@ class Marks:
     searches: int
     hops: int
     judged: bool | None = None
+    type: str = ""
+    means: dict[str, float] = field(default_factory=dict)  # those of MEANS that are known
 
     @staticmethod
-    def of(episode: Episode, judged: bool | None = None) -> "Marks":
-        em, best_f1 = answer_scores(episode)
+    def of(episode: Episode, judged: bool | None = None, bert_score: float | None = None) -> "Marks":
+        question = episode.question
+        em, f1 = answer_scores(episode)
+        means = {
+            "reasoning_tokens": episode.tokens_written,
+            **(_facts(episode, em) if question.gold else {}),
+            "rouge_l": max(rouge_l(episode.prediction, answer).f1 for answer in question.answers),
+            "bleu": sentence_bleu(episode.prediction, question.answers),
+            "bert_score": bert_score,
+        }
+        known = {name: float(value) for name, value in means.items() if value is not None}
+        counts = _counts(episode.steps)
+        return Marks(em, f1, episode.recall, *counts, question.hop_count, judged, question.type, known)
+
+    @staticmethod
+    def from_json(record: Record) -> "Marks":
+        """The marks of a line of predictions.jsonl, also of one that an earlier version of r3lite wrote."""
         return Marks(
-            em=em,
-            f1=best_f1,
-            recall=episode.recall,
-            well_formed=sum(not s.faults for s in episode.steps),
-            steps=len(episode.steps),
-            searches=episode.searches,
-            hops=episode.question.hop_count,
-            judged=judged,
+            record.number("em", low=0, high=1),
+            record.number("f1", low=0, high=1),
+            record.number("recall", None, low=0, high=1),
+            *_counts([Step.from_json(step) for step in record.records("steps")]),
+            record.whole("hops", 1, low=1),
+            record.flag("judged", None),
+            record.text("type", "", blank=True),
+            {name: record.number(name) for name in MEANS if name in record},
         )
+
+    def to_json(self) -> dict:
+        """What a line of predictions.jsonl has of them beside the steps."""
+        line = {"em": self.em, "f1": self.f1, "recall": self.recall, "hops": self.hops, "type": self.type, **self.means}
+        return line | ({} if self.judged is None else {"judged": self.judged})
+
+
+def _counts(steps: Sequence[Step]) -> tuple[int, int, int]:
+    """How many steps are well-formed, how many there are, and how many search."""
+    return sum(not s.faults for s in steps), len(steps), sum(s.query is not None for s in steps)
+
+
+def _facts(episode: Episode, em: float) -> dict[str, float]:
+    """Supporting facts and joint scores of an episode whose answer has that EM."""
+    answer = Overlap(0.0, 0.0)  # if it gave none, as its EM and F1 are then
+    if episode.prediction.strip():
+        answer = best_overlap(episode.prediction, episode.question.answers, rule_of(episode.question))
+    sp_em, sp = facts = facts_match(*retrieved_facts(episode))
+    joint_em, both = joint((em, answer), facts)
+    scores = {"sp_em": sp_em, "sp_f1": sp.f1, "sp_precision": sp.precision, "sp_recall": sp.recall}
+    return scores | {"joint_em": joint_em, "joint_f1": both.f1}
 
 
 def hop_weight(hops: int) -> float:
@@ -57,13 +110,10 @@ def combined(marks: Marks) -> float | None:
     return (0.8 * (0.6 * marks.em + 0.3 * marks.f1) + 0.2 * marks.recall) * hop_weight(marks.hops)
 
 
-def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
-    """`n` and each metric as {"value", "low", "high"} with a 95 % bootstrap interval over questions.
-
-    Every metric is a mean over the questions for which it is known (None if there are none), except that format
-    adherence is a mean over steps. `judge_accuracy` is included if anything was judged.
-    """
-    parts = {  # metric -> (what is summed up, what it is divided by), one entry per question
+def parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
+    """Of each metric that is known of any question (and of METRICS in any case), two numbers of each question: what is
+    summed up, and what the sum is divided by; both 0 if it is unknown."""
+    found = {
         "em": [(m.em, 1) for m in marks],
         "f1": [(m.f1, 1) for m in marks],
         "format_adherence": [(m.well_formed, m.steps) for m in marks],
@@ -72,60 +122,29 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
         "mean_searches": [(m.searches, 1) for m in marks],
     }
     if any(m.judged is not None for m in marks):
-        parts["judge_accuracy"] = [_known(m.judged) for m in marks]
-    table = np.array(list(parts.values()), dtype=np.float64)  # [metrics, n, 2]
-    sums = np.concatenate([table.sum(1)[None], _resampled_sums(table, seed)])  # [1 + resamples, metrics, 2]
-    with np.errstate(invalid="ignore"):
-        ratios = sums[..., 0] / sums[..., 1]  # nan if a resample holds no question for which it is known
-    return {"n": len(marks)} | {name: _interval(ratios[:, i]) for i, name in enumerate(parts)}
-
-
-def scores_by_hops(marks: Sequence[Marks], seed: int = 0) -> dict[str, dict]:
-    """The same for the questions of each number of hops."""
-    return {str(h): scores([m for m in marks if m.hops == h], seed) for h in sorted({m.hops for m in marks})}
-
-
-def paired_difference(
-    a: Sequence[float], b: Sequence[float], seed: int = 0, resamples: int = 10_000
-) -> tuple[float, float, float]:
-    """Mean of a - b over the same questions in the same order, with a 95 % interval by bootstrap over the pairs."""
-    if len(a) != len(b) or not len(a):
-        raise ValueError(f"pairs are needed: {len(a)} and {len(b)} scores")
-    difference = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
-    table = np.stack([difference, np.ones_like(difference)], axis=1)[None]  # [1, n, 2]
-    means = _resampled_sums(table, seed, resamples)[:, 0, 0] / len(difference)
-    low, high = np.percentile(means, _ENDS)
-    return float(difference.mean()), float(low), float(high)
-
-
-_ENDS = ((100 - CONFIDENCE) / 2, (100 + CONFIDENCE) / 2)
+        found["judge_accuracy"] = [_known(m.judged) for m in marks]
+    return found | {
+        name: [_known(m.means.get(name)) for m in marks] for name in MEANS if any(name in m.means for m in marks)
+    }
 
 
 def _known(value: float | bool | None) -> tuple[float, int]:
     return (0.0, 0) if value is None else (float(value), 1)
 
 
-def _resampled_sums(table: np.ndarray, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
-    """Sums [resamples, metrics, 2] of table [metrics, n, 2] over n questions drawn with replacement.
+def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
+    """`n` and each metric as {"value", "low", "high"} with a 95 % bootstrap interval over questions.
 
-    All metrics see the same draws.
+    Every metric is a mean over the questions for which it is known (None if there are none), except that format
+    adherence is a mean over steps. Those of METRICS are always there, others if they are known of any question.
     """
-    n = table.shape[1]
-    generator = np.random.default_rng(seed)
-    flat = table.transpose(1, 0, 2).reshape(n, -1)  # [n, metrics * 2]
-    at_once = max(1, min(resamples, LARGEST_BLOCK // n))
-    blocks = []
-    for start in range(0, resamples, at_once):
-        count = min(at_once, resamples - start)
-        drawn = generator.integers(n, size=(count, n)) + np.arange(count)[:, None] * n
-        times = np.bincount(drawn.ravel(), minlength=count * n).reshape(count, n)  # how often each question was drawn
-        blocks.append(times @ flat)
-    return np.concatenate(blocks).reshape(resamples, table.shape[0], 2)
+    counted = parts(marks)
+    table = np.array(list(counted.values()), dtype=np.float64)  # [metrics, n, 2]
+    found = ratios(resampled_sums(table, seed, RESAMPLES))  # [1 + resamples, metrics]
+    return {"n": len(marks)} | {name: interval(found[:, i]) for i, name in enumerate(counted)}
 
 
-def _interval(ratios: np.ndarray) -> dict[str, float | None]:
-    """The first ratio, and the interval of the others."""
-    if np.isnan(ratios[0]):
-        return {"value": None, "low": None, "high": None}
-    low, high = np.nanpercentile(ratios[1:], _ENDS)
-    return {"value": float(ratios[0]), "low": float(low), "high": float(high)}
+def scores_by(group: Callable[[Marks], int | str], marks: Sequence[Marks], seed: int = 0) -> dict[str, dict]:
+    """The same for each group of questions, such as those of one type; questions of an empty name are in none."""
+    names = sorted({group(m) for m in marks} - {""})
+    return {str(name): scores([m for m in marks if group(m) == name], seed) for name in names}

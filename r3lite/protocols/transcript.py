@@ -58,7 +58,7 @@ class Transcript:
         return self.tokens[self.turn_start :]
 
     def episode(self) -> Episode:
-        return Episode(self.question, list(self.steps), self.finish)
+        return Episode(self.question, list(self.steps), self.finish, sum(self.action_mask))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -98,23 +98,37 @@ class BertEncoder:
     def save(self, folder: Path) -> None:
         pass
 
-    @torch.inference_mode()
+    def encode_tokens(self, texts: list[str]) -> list[np.ndarray]:
+        """The last hidden states [T, C] of each text's tokens, [CLS] and [SEP] among them; texts get no prefix."""
+        found: list[np.ndarray] = [np.empty(0)] * len(texts)
+        for rows, hidden, lengths in self._batches(texts):
+            for row, states, length in zip(rows, hidden.cpu().numpy(), lengths.tolist()):
+                found[row] = states[:length]
+        return found
+
     def _encode(self, texts: list[str], advance: Callable[[int], object]) -> np.ndarray:
-        """Vectors [N, C] of N texts. Batches are of texts of like length, so that little is padding."""
+        """Vectors [N, C] of N texts."""
+        out = np.zeros((len(texts), self.dimension), dtype=np.float32)
+        for rows, hidden, lengths in self._batches(texts):
+            real = torch.arange(hidden.shape[1], device=self.device) < lengths[:, None]  # [B, T]
+            mean = (hidden * real[..., None]).sum(1) / lengths[:, None]  # [B, C]
+            out[rows] = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
+            advance(len(rows))
+        return out
+
+    @torch.inference_mode()
+    def _batches(self, texts: list[str]) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
+        """Batches of texts of like length, so that little is padding: which texts, their last hidden states [B, T, C],
+        and their lengths [B] in tokens."""
         ids = [e.ids for e in self.tokenizer.encode_batch([t.lower() for t in texts] if self.lower else texts)]
         order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-        out = np.zeros((len(ids), self.dimension), dtype=np.float32)
         for start in range(0, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
             longest = len(ids[rows[0]])
             tokens = torch.tensor([ids[i] + [0] * (longest - len(ids[i])) for i in rows], device=self.device)  # [B, T]
             lengths = torch.tensor([len(ids[i]) for i in rows], device=self.device)
             real = torch.arange(longest, device=self.device) < lengths[:, None]  # [B, T]
-            hidden = self.model(tokens, real).float()  # [B, T, C]
-            mean = (hidden * real[..., None]).sum(1) / lengths[:, None]  # [B, C]
-            out[rows] = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
-            advance(len(rows))
-        return out
+            yield rows, self.model(tokens, real).float(), lengths
 
 
 def _folder(name: str) -> Path:

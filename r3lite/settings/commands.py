@@ -50,6 +50,11 @@ class EvaluateSettings(Section):
     baseline: Literal["none", "no-retrieval", "single-retrieval"] = "none"
     """no-retrieval: the answer is forced at once; single-retrieval: after one retrieval with the question as query;
     none: the model decides"""
+    bert_score: str | None = None
+    """also score answers by BERTScore with this encoder: the folder or hub id of a BERT"""
+    compare: tuple[str, str] | None = None
+    """two evaluation folders or prediction files of the same questions: what differs, with intervals and p values;
+    needs no model and no --data"""
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class QuickstartSettings(Section):
 class SftConfig:
     """Teaches a model the step format, and to copy what it reads, from trajectories that `collect` wrote.
 
-    --data also takes conversations ({"messages": [{"role", "content"}, ...]}). The loss is on what the assistant wrote.
+    --data also takes conversations (docs/conversations.md): messages, ShareGPT, Alpaca, prompt and completion, Glaive,
+    R1. The loss is on what the assistant wrote.
     """
 
     common: Common = Common()

@@ -67,6 +67,21 @@ def _peak_memory_mib_on_windows() -> float | None:
     return counters.peak_resident / MIB if told(current(), ctypes.byref(counters), counters.size) else None
 
 
+def with_perplexity(record: dict) -> dict:
+    """A record of SFT, whose losses are means over tokens in nats, with the perplexity of each: exp of the loss.
+
+    A model is as unsure as among so many equally likely tokens. Beyond what a float holds it is infinite, which the log
+    writes as null.
+    """
+    for name in (name for name in ("loss", "eval_loss") if name in record):
+        try:
+            value = math.exp(record[name])
+        except OverflowError:
+            value = math.inf
+        record = record | {name.replace("loss", "perplexity"): value}
+    return record
+
+
 # How a metric is shown in the progress line, in this order; those that a record lacks are left out.
 SHOWN = {
     "loss": "loss {:.4f}",

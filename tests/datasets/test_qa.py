@@ -225,3 +225,10 @@ def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
 def test_a_missing_file_is_named():
     with pytest.raises(R3LiteError, match="there is no such file"):
         read_questions("no/such/file.json")
+
+
+def test_types_are_the_data_sets_own(tmp_path):
+    plain = {"question": "Who?", "answer": "Ada", "type": "bridge"}  # of rows without supporting facts nothing is known
+    rows = [HOTPOT, TWO_WIKI, {k: v for k, v in HOTPOT.items() if k != "type"} | {"_id": "h2"}, MUSIQUE, plain]
+    questions = read_questions(write(tmp_path / "a.jsonl", rows))
+    assert [q.type for q in questions] == ["bridge", "compositional", "", "", ""]

@@ -1,26 +1,62 @@
-import numpy as np
 import pytest
 
 from r3lite.episode import ANSWERED, Document, Episode, Question, Step
-from r3lite.evaluation.scores import METRICS, Marks, combined, hop_weight, paired_difference, scores, scores_by_hops
+from r3lite.evaluation.scores import MEANS, METRICS, Marks, combined, hop_weight, scores, scores_by
+from r3lite.records import Record, Source
 
 GOLD = tuple(Document(str(i), f"T{i}", f"Text {i}") for i in range(3))
 
 
-def mark(em=0.0, f1=0.0, recall=None, well_formed=1, steps=1, searches=0, hops=2, judged=None):
-    return Marks(em, f1, recall, well_formed, steps, searches, hops, judged)
+def mark(em=0.0, f1=0.0, recall=None, well_formed=1, steps=1, searches=0, hops=2, judged=None, type="", **means):
+    return Marks(em, f1, recall, well_formed, steps, searches, hops, judged, type, means)
 
 
-def test_marks_of_an_episode():
-    question = Question("1", "q", ("New York City",), gold=GOLD)
+def episode():
+    """Finds the first of three gold paragraphs twice, and another one; answers one word of three."""
+    question = Question("1", "q", ("New York City", "NYC"), gold=GOLD, type="bridge")
     steps = [
-        Step("a", "b", (GOLD[0],)),
+        Step("a", "b", (GOLD[0], Document("9", "Z", "Else"))),
         Step("c", "d", (GOLD[0],), faults=("repeated_query",)),
         Step("e", answer="York"),
     ]
-    marks = Marks.of(Episode(question, steps, ANSWERED), judged=True)
-    assert marks == Marks(0.0, pytest.approx(0.5), pytest.approx(1 / 3), 2, 3, 2, 3, True)
+    return Episode(question, steps, ANSWERED, tokens_written=40)
+
+
+def test_marks_of_an_episode():
+    marks = Marks.of(episode(), judged=True, bert_score=0.7)
+    assert marks == Marks(0.0, pytest.approx(0.5), pytest.approx(1 / 3), 2, 3, 2, 3, True, "bridge", marks.means)
     assert Marks.of(Episode(Question("1", "q", ("x",)))).recall is None
+
+
+def test_means_of_an_episode_by_hand():
+    means = Marks.of(episode(), bert_score=0.7).means
+    # Facts: 1 of 2 paragraphs is right, 1 of 3 is found. Answer: 1 of 1 word is right, 1 of 3 is found.
+    expected = {"sp_em": 0, "sp_precision": 1 / 2, "sp_recall": 1 / 3, "sp_f1": 2 / 5}
+    expected |= {"joint_em": 0, "joint_f1": 2 * (1 / 2 * 1 / 9) / (1 / 2 + 1 / 9)}
+    expected |= {"rouge_l": 0.5, "bert_score": 0.7, "reasoning_tokens": 40}
+    expected["bleu"] = 1.0  # one word of one; NYC, as long as the prediction, takes off nothing
+    assert means == pytest.approx(expected) and set(means) == set(MEANS)
+
+
+def test_what_is_unknown_is_no_mean():
+    means = Marks.of(Episode(Question("1", "q", ("x",)), [Step(answer="x")])).means
+    assert means == {"rouge_l": 1.0, "bleu": 1.0}
+
+
+def test_without_an_answer_nothing_is_right():
+    """A gold answer of no words equals a blank one, so that the joint F1 was 1 and the F1 0."""
+    question = Question("1", "q", ("The The",), gold=GOLD[:1])
+    marks = Marks.of(Episode(question, [Step("a", "b", GOLD[:1])]))
+    assert (marks.f1, marks.means["sp_f1"], marks.means["joint_f1"]) == (0.0, 1.0, 0.0)
+
+
+def test_marks_come_back_from_a_line_of_predictions():
+    marks = Marks.of(episode(), judged=False, bert_score=0.7)
+    line = episode().to_json() | marks.to_json()
+    assert Marks.from_json(Record(line, Source("x"))) == marks
+    earlier = {key: line[key] for key in ("id", "question", "answers", "prediction", "steps", "finish", "em", "f1")}
+    found = Marks.from_json(Record(earlier | {"recall": None}, Source("x")))
+    assert found == Marks(marks.em, marks.f1, None, 2, 3, 2, 1)
 
 
 def test_combined_by_hand():
@@ -69,42 +105,20 @@ def test_intervals_are_repeatable_and_one_question_has_none():
     assert scores([mark(em=1)])["em"] == {"value": 1.0, "low": 1.0, "high": 1.0}
 
 
-def test_blocks_change_nothing(monkeypatch):
-    marks = [mark(em=i % 3 == 0) for i in range(30)]
-    whole = scores(marks)
-    monkeypatch.setattr("r3lite.evaluation.scores.LARGEST_BLOCK", 100)
-    assert scores(marks) == whole
-
-
-def test_scores_by_hops():
-    marks = [mark(em=1, hops=2), mark(em=0, hops=2), mark(em=1, hops=4)]
-    by_hops = scores_by_hops(marks)
+def test_scores_by_group():
+    marks = [mark(em=1, hops=2, type="bridge"), mark(em=0, hops=2, type="comparison"), mark(em=1, hops=4)]
+    by_hops = scores_by(lambda m: m.hops, marks)
     assert list(by_hops) == ["2", "4"]
     assert by_hops["2"]["n"] == 2 and by_hops["2"]["em"]["value"] == 0.5
-    assert by_hops["4"]["em"]["value"] == 1.0
+    assert by_hops["4"]["em"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    by_type = scores_by(lambda m: m.type, marks)
+    assert {name: (group["n"], group["em"]["value"]) for name, group in by_type.items()} == {
+        "bridge": (1, 1.0),
+        "comparison": (1, 0.0),
+    }
 
 
-def test_paired_difference():
-    # 100 questions; the second model loses none and gains 20: mean 0.2, standard error sqrt(0.2 * 0.8 / 100) = 0.04.
-    before = [0.0] * 50 + [1.0] * 50
-    after = [1.0] * 20 + before[20:]
-    value, low, high = paired_difference(after, before, seed=0)
-    assert value == pytest.approx(0.2)
-    assert low == pytest.approx(0.2 - 1.96 * 0.04, abs=0.015) and high == pytest.approx(0.2 + 1.96 * 0.04, abs=0.015)
-    assert paired_difference(after, before, seed=0) == (value, low, high)
-    assert paired_difference(before, before) == (0.0, 0.0, 0.0)
-    assert paired_difference(before, after)[0] == pytest.approx(-0.2)
-
-
-def test_pairing_matters():
-    # Questions differ much, the models little: an unpaired interval would be ten times as wide.
-    easy = np.random.default_rng(0).random(200)
-    value, low, high = paired_difference(easy + 0.01, easy)
-    assert (value, low, high) == pytest.approx((0.01, 0.01, 0.01))
-
-
-def test_scores_without_their_pair_are_refused():
-    with pytest.raises(ValueError, match="2 and 1"):
-        paired_difference([1.0, 0.0], [1.0])
-    with pytest.raises(ValueError, match="0 and 0"):
-        paired_difference([], [])
+def test_means_are_over_the_questions_for_which_they_are_known():
+    found = scores([mark(sp_f1=0.5, bleu=0.25), mark(bleu=0.75), mark()])
+    assert found["sp_f1"]["value"] == 0.5 and found["bleu"]["value"] == 0.5
+    assert found.keys() == {"n", *METRICS, "sp_f1", "bleu"}

@@ -1,6 +1,7 @@
 """The log: what is in a line, and what is left of it after a kill and a resume."""
 
 import errno
+import math
 from unittest.mock import Mock
 
 import pytest
@@ -144,3 +145,11 @@ def test_clocks_and_gauges_are_told_apart_from_what_must_repeat():
         "peak_memory_mib": 1.0,
     }
     assert metrics.repeatable(record) == {"step": 1, "loss": 2.0}
+
+
+def test_perplexity_by_hand():
+    record = metrics.with_perplexity({"step": 1, "loss": math.log(8), "grad_norm": 1.0})
+    assert record == {"step": 1, "loss": math.log(8), "grad_norm": 1.0, "perplexity": pytest.approx(8.0)}
+    record = metrics.with_perplexity({"loss": 0.0, "eval_loss": 1000.0})
+    assert record == {"loss": 0.0, "eval_loss": 1000.0, "perplexity": 1.0, "eval_perplexity": math.inf}
+    assert math.isnan(metrics.with_perplexity({"loss": math.nan})["perplexity"])

@@ -1,0 +1,73 @@
+"""Scores and comparisons as text. Knows the numbers that scores.json and comparison.json hold; computes none."""
+
+TITLES = {
+    "em": "exact match",
+    "f1": "F1",
+    "judge_accuracy": "judged right",
+    "format_adherence": "format adherence",
+    "retrieval_recall": "retrieval recall",
+    "combined": "combined",
+    "mean_searches": "searches",
+    "reasoning_tokens": "reasoning tokens",
+    "sp_em": "supporting EM",
+    "sp_f1": "supporting F1",
+    "sp_precision": "supporting prec.",
+    "joint_em": "joint EM",
+    "joint_f1": "joint F1",
+    "rouge_l": "ROUGE-L",
+    "bleu": "BLEU",
+    "bert_score": "BERTScore",
+}  # sp_recall is left out: with paragraphs as the facts it is the retrieval recall
+OF_GROUPS = ("em", "f1", "judge_accuracy", "retrieval_recall", "mean_searches")
+GROUPS = {"by_hops": "hops", "by_type": "type"}
+LEAST_ADHERENCE = 0.5  # below it, scores say little about anything else
+
+
+def scores_table(found: dict) -> str:
+    """What scores.json holds: all metrics, those of each group of questions, and what to beware of."""
+    ends = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found["finish"].items())
+    lines = [f"\n{found['n']} questions: {ends}", f"{'':<18}{'value':>8}   95 % interval"]
+    for name in (name for name in TITLES if name in found):
+        entry = found[name]
+        lines.append(f"{TITLES[name]:<18}{_number(entry['value'])}  {_number(entry['low'])}{_number(entry['high'])}")
+    for key, title in GROUPS.items():
+        if len(found[key]) > 1:
+            lines += ["", *_group_lines(title, found[key])]
+    if missing := found.get("judge", {}).get("judge/missing"):
+        lines.append(f"\n{missing} verdicts of the judge are missing and left out")
+    if (found["format_adherence"]["value"] or 0.0) < LEAST_ADHERENCE:
+        lines.append(
+            "\nFew steps keep to the format, so the other scores say little: is --adapter missing, "
+            "or was it trained with other prompt files?"
+        )
+    return "\n".join(lines)
+
+
+def _group_lines(title: str, groups: dict[str, dict]) -> list[str]:
+    shown = [name for name in OF_GROUPS if any(name in group for group in groups.values())]
+    lines = [f"{title:<18}{'n':>6}" + "".join(f"{TITLES[name]:>23}" for name in shown)]
+    for label, group in groups.items():
+        cells = (_with_interval(group[name]) if name in group else "-" for name in shown)
+        lines.append(f"{label:<18}{group['n']:>6}" + "".join(f"{cell:>23}" for cell in cells))
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return f"{'-':>8}" if value is None else f"{value:>8.3f}"
+
+
+def _with_interval(entry: dict) -> str:
+    return "-" if entry["value"] is None else f"{entry['value']:.3f} ({entry['low']:.3f}-{entry['high']:.3f})"
+
+
+def comparison_table(found: dict) -> str:
+    """What comparison.json holds, and how to read it."""
+    lines = [f"\n{found['n']} questions", f"A  {found['a']}", f"B  {found['b']}", ""]
+    lines.append(f"{'':<18}{'A':>8}{'B':>8}{'B - A':>9}   {'95 % interval':<17}{'p':>7}")
+    for name in (name for name in TITLES if name in found["metrics"]):
+        m = found["metrics"][name]
+        p = "<0.001" if m["p"] < 0.001 else f"{m['p']:.3f}"
+        change = f"{m['difference']:>+9.3f}  {m['low']:>+8.3f} {m['high']:>+8.3f}"
+        lines.append(f"{TITLES[name]:<18}{_number(m['a'])}{_number(m['b'])}{change} {p:>7}")
+    lines.append("\npaired bootstrap over questions; p is two-sided, each metric by itself")
+    return "\n".join(lines)
