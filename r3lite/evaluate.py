@@ -102,12 +102,14 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     from r3lite.evaluation.scores import Marks, scores, scores_by_hops
     from r3lite.files import write_json, write_jsonl, write_text
     from r3lite.retrieval.retriever import build_retriever
+    from r3lite.retrieval.setup import Setup
     from r3lite.rewards.judge import build_judge
 
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     judge = build_judge(config.judge, output)  # before the long part, so that a missing key shows at once
     engine = build_engine(config, len(questions))
-    retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
+    setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+    retrieve = build_retriever(setup)
     # From here on the folder is this evaluation's: if it is killed, only the same one may be begun there again.
     write_text(output / CONFIG, to_toml(config, "evaluate"))
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
@@ -118,9 +120,13 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     if judge:
         verdicts = judge.verdicts(episodes, progress="judge")
         write_jsonl(output / PREDICTIONS, records(episodes, verdicts))
-    marks = [Marks.of(e, v.correct if v else None) for e, v in zip(episodes, verdicts, strict=True)]
+    marks = [Marks.of(e, v.correct if v else None) for e, v in zip(episodes, verdicts, strict=True) if not e.failure]
+    if not marks:
+        raise R3LiteError(f"the retriever failed at every question: {episodes[0].failure}", "Mend that, and try again.")
     found = scores(marks, config.common.seed) | {"by_hops": scores_by_hops(marks, config.common.seed)}
     found["finish"] = {f: sum(e.finish == f for e in episodes) for f in sorted({e.finish for e in episodes})}
+    if len(marks) < len(episodes):
+        found["retrieval_failures"] = len(episodes) - len(marks)
     if judge:
         found["judge"] = judge.counts() | {"judge/missing": verdicts.count(None)}
     write_json(output / SCORES, found)
@@ -187,6 +193,8 @@ def table(found: dict) -> str:
             lines.append(f"{hops:<6}{part['n']:>6}" + "".join(number(v, 18) for v in values))
     if missing := found.get("judge", {}).get("judge/missing"):
         lines.append(f"\n{missing} verdicts of the judge are missing and left out")
+    if failed := found.get("retrieval_failures"):
+        lines.append(f"\n{failed} questions at which the retriever failed are left out")
     if (found["format_adherence"]["value"] or 0.0) < LEAST_ADHERENCE:
         lines.append(
             "\nFew steps keep to the format, so the other scores say little: is --adapter missing, "
