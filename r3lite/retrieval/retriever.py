@@ -11,6 +11,8 @@ from r3lite.errors import R3LiteError
 from r3lite.retrieval import golden, hybrid, lexical, semantic
 from r3lite.retrieval.setup import Setup
 
+GIVE_UP = 100  # queries that fail in a row, after which a run stops: it would learn nothing
+
 
 def _none(setup: Setup, top_k: int) -> Retrieve:
     return lambda pairs: [[] for _ in pairs]
@@ -42,21 +44,31 @@ class Tolerant:
     """A retriever whose failures are outcomes: a query that fails has its `Failure` in place of documents.
 
     If many fail together they are tried again one by one, so that a query fails by itself only. Each reason is printed
-    when it first occurs. What is raised while it is built still ends the command, and so do bugs of ours.
+    when it first occurs. It stops, as R3LiteError, if failing is the rule: after GIVE_UP queries in a row. Bugs of ours
+    end the run, too.
     """
 
     def __init__(self, retrieve: Retrieve):
         self.retrieve = retrieve
         self.reasons: set[str] = set()
+        self.in_a_row = 0
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
         try:
-            return self.retrieve(pairs)
+            found = self.retrieve(pairs)
         except (R3LiteError, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: of PyTorch and FAISS
             if len(pairs) > 1:
                 return [outcome for pair in pairs for outcome in self([pair])]
-            reason = error.cause if isinstance(error, R3LiteError) else f"{type(error).__name__}: {error}"
+            return [self._failed(error.cause if isinstance(error, R3LiteError) else f"{type(error).__name__}: {error}")]
+        self.in_a_row = 0
+        return found
+
+    def _failed(self, reason: str) -> Failure:
+        self.in_a_row += 1
+        if self.in_a_row >= GIVE_UP:
+            remedy = "Mend that, and start again; a training run goes on with --resume auto."
+            raise R3LiteError(f"the retriever failed at {GIVE_UP} queries in a row: {reason}", remedy)
         if reason not in self.reasons:
             self.reasons.add(reason)
             print(f"warning: the retriever failed: {reason}", file=sys.stderr)
-        return [Failure(reason)]
+        return Failure(reason)

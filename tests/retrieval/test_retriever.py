@@ -10,7 +10,7 @@ from r3lite.episode import Document, Failure, Question
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import index
 from r3lite.retrieval.encoder import make_encoder
-from r3lite.retrieval.retriever import RETRIEVERS, Tolerant, build_retriever
+from r3lite.retrieval.retriever import GIVE_UP, RETRIEVERS, Tolerant, build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
 
@@ -156,6 +156,16 @@ def test_a_failure_is_the_outcome_of_its_own_query_only(capsys):
         assert capsys.readouterr().err == ""  # the same reason is told once
     with pytest.raises(KeyError):  # a bug of ours
         Tolerant(Flaky(KeyError("x")))([(ONE, "bad")])
+
+
+def test_a_retriever_that_only_fails_stops_the_run():
+    """It would go on for hours and learn nothing."""
+    retrieve = Tolerant(Flaky(OSError("gone")))
+    for _ in range(2):  # a query that succeeds starts the count anew
+        assert len(retrieve([(ONE, "bad")] * (GIVE_UP - 1))) == GIVE_UP - 1
+        retrieve([(ONE, "good")])
+    with pytest.raises(R3LiteError, match=f"failed at {GIVE_UP} queries in a row: OSError: gone"):
+        retrieve([(ONE, "bad")] * GIVE_UP)
 
 
 def test_every_retriever_can_be_chosen():
