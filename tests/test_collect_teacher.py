@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from r3lite.episode import Failure
+from r3lite.retrieval.retriever import build_retriever
 from tests.collecting import lines, read_rows, row, run, write
 
 
@@ -84,12 +85,13 @@ def good(prompt, attempt, answer="Oslo"):
 
 
 def test_a_question_whose_query_the_retriever_failed_at_is_asked_again_next_time(tmp_path, teach, capsys, monkeypatch):
-    def retrieve(pairs):
-        return [Failure("no room") if "Film 2" in query else [] for _, query in pairs]
+    def failing(setup):
+        retrieve = build_retriever(setup)
+        return lambda pairs: [Failure("no room") if "Film 2" in p[1] else retrieve([p])[0] for p in pairs]
 
     data = write(tmp_path / "data.jsonl", [row(1), row(2)])
     with monkeypatch.context() as broken:
-        broken.setattr("r3lite.retrieval.retriever.build_retriever", lambda *_, **__: retrieve)
+        broken.setattr("r3lite.retrieval.retriever.build_retriever", failing)
         assert teach(data) == 0
     assert "no reply (retriever), asked again next time" in capsys.readouterr().out
     assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1"]
