@@ -3,8 +3,11 @@
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from bench.records import table
-from r3lite.evaluation.scores import paired_difference
+from r3lite.evaluation.comparisons import RESAMPLES
+from r3lite.evaluation.intervals import interval, resampled_sums
 
 BASE = "ppo"
 SCORES = {"f1": "F1", "format_adherence": "format", "retrieval_recall": "recall", "mean_searches": "searches"}
@@ -61,8 +64,10 @@ def mean_of(found: dict[int, dict], name: str, places: int = 3) -> str:
 def difference(found: dict[int, dict], base: dict[int, dict], name: str = "each_em") -> tuple[float, float, float]:
     """The mean difference over the questions of the seeds that both have, and its interval."""
     both = sorted(found.keys() & base.keys())
-    a, b = ([float(x) for seed in both for x in runs[seed][name]] for runs in (found, base))
-    return paired_difference(a, b)
+    a, b = (np.array([float(x) for seed in both for x in runs[seed][name]]) for runs in (found, base))
+    means = resampled_sums((a - b)[None, :, None], 0, RESAMPLES)[:, 0, 0] / len(a)
+    spread = interval(means)
+    return spread["value"], spread["low"], spread["high"]
 
 
 def gain(found: dict[int, dict], base: dict[int, dict], name: str = "each_em") -> str:

@@ -134,6 +134,7 @@ def rl_round(
     from r3lite.command import COMMANDS
     from r3lite.config import resolve, shipped
     from r3lite.retrieval.retriever import build_retriever
+    from r3lite.retrieval.setup import Setup
     from r3lite.rl.batch import Batch, Rollout
     from r3lite.settings import PpoConfig, RetrievalSettings
 
@@ -149,7 +150,7 @@ def rl_round(
     layout = FullTurns(engine.layout.tokenizer, engine.layout.protocol, engine.layout.lengths, searches=searches)
     engine = replace(engine, layout=layout)
     corpus = RetrievalSettings(corpus=str(shipped("data", "world", "corpus.jsonl")), encoder="hashing")
-    retrieve, scoring, seconds = build_retriever(corpus, []), learner.reference_logprobs, {}
+    retrieve, scoring, seconds = build_retriever(Setup(corpus, [])), learner.reference_logprobs, {}
 
     def timed_scoring(batch: Batch) -> Tensor:
         start = time.perf_counter()

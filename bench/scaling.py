@@ -96,10 +96,10 @@ def search(passages: int) -> Callable[[], float]:
     """Finds documents for QUERIES queries at a time in an index of so many passages: seconds a query."""
     from r3lite.episode import Document, Question
     from r3lite.retrieval.index import build
-    from r3lite.retrieval.retriever import Semantic
+    from r3lite.retrieval.search import Search
 
     documents = [Document(str(i), "", "") for i in range(passages)]
-    retrieve = Semantic(build(RandomEncoder(), documents, progress=False), top_k=5)
+    retrieve = Search(build(RandomEncoder(), documents, progress=False), top_k=5, own_paragraphs=lambda questions: None)
     pairs = [(Question(str(i), "q", ()), f"query {i}") for i in range(QUERIES)]
 
     def work() -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from r3lite import command
 from r3lite.config import to_toml
-from r3lite.episode import Document, Question, Retrieve, Step
+from r3lite.episode import Document, Failure, Question, Retrieve, Step
 from r3lite.errors import R3LiteError
 from r3lite.files import append_jsonl, check_writable, recover_jsonl, sole_writer, write_jsonl, write_text
 from r3lite.protocols.base import Protocol
@@ -97,10 +97,12 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
     from r3lite.datasets.qa import read_questions
     from r3lite.protocols.registry import build_protocol
     from r3lite.retrieval.retriever import build_retriever
+    from r3lite.retrieval.setup import Setup
 
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     protocol = build_protocol(config.protocol)
-    retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
+    setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+    retrieve = build_retriever(setup)
     if config.collect.source == "gold":
         return gold(config, questions, protocol, retrieve, output)
     return teacher(config, questions, protocol, retrieve, output, earlier)
@@ -169,25 +171,29 @@ def gold(
         else:
             usable.append(question)
     documents_of: list[list[list[Document]]] = [[] for _ in usable]  # by question and hop
-    found = [0] * len(usable)
+    found, failed = [0] * len(usable), set()
     for hop in range(max((len(q.hops) for q in usable), default=0) if protocol.searches else 0):
         # One batch for the first queries of all questions, then one for the second queries, ...
         asking = [i for i, q in enumerate(usable) if hop < len(q.hops)]
         answers = retrieve([(usable[i], queries(usable[i])[hop]) for i in asking])
-        for i, documents in zip(asking, answers, strict=True):
+        for i, outcome in zip(asking, answers, strict=True):
+            if isinstance(outcome, Failure):
+                failed.add(i)
+                outcome = []
             seed = f"{config.common.seed}/{usable[i].id}/{hop}"
-            documents, was_there = with_gold(usable[i], hop, documents, config.retrieval.top_k, seed)
+            documents, was_there = with_gold(usable[i], hop, outcome, config.retrieval.top_k, seed)
             documents_of[i].append(documents)
             found[i] += was_there
     share = config.collect.hurried_share
     draws = [random.Random(f"{config.common.seed}/{q.id}/hurried").random() for q in usable]
     hurried = [draw < share and len(q.hops) > 1 for q, draw in zip(usable, draws, strict=True)]
-    written = [
-        Trajectory(q.id, q.text, q.answers, demonstration(q, documents, h), "gold")
-        for q, documents, h in zip(usable, documents_of, hurried, strict=True)
-    ]
-    for trajectory, documents, n in zip(written, documents_of, found, strict=True):
-        tally.keep(len(trajectory.steps), len(documents), n)
+    written = []
+    for i, (q, documents, h) in enumerate(zip(usable, documents_of, hurried, strict=True)):
+        if i in failed:
+            tally.rejected["the retriever failed"] += 1
+            continue
+        written.append(Trajectory(q.id, q.text, q.answers, demonstration(q, documents, h), "gold"))
+        tally.keep(len(written[-1].steps), len(documents), found[i])
     write_jsonl(output, (t.to_json() for t in written))
     return tally
 

@@ -14,11 +14,17 @@ ANSWERED, CUT_OFF, MALFORMED = "answered", "cut_off", "malformed"  # the values 
 
 @dataclass(frozen=True)
 class Document:
-    """A passage of a corpus or a paragraph that came with a question."""
+    """A passage of a corpus or a paragraph that came with a question.
+
+    A retriever adds the score that it gave the passage and its own name. They are no part of the passage: files leave
+    them out, and two documents that differ in nothing else are equal.
+    """
 
     id: str
     title: str
     text: str
+    score: float | None = field(default=None, compare=False)  # higher is better; comparable within one answer only
+    source: str | None = field(default=None, compare=False)
 
     def to_json(self) -> dict:
         return {"id": self.id, "title": self.title, "text": self.text}
@@ -37,7 +43,7 @@ class Hop:
     document: Document | None = None
 
 
-def _folded(text: str) -> str:
+def folded(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
@@ -68,8 +74,8 @@ class Question:
     def gold_index(self, document: Document) -> int | None:
         """Which gold paragraph `document` is (perhaps cut at its end, or a window of it), or None."""
         for i, gold in enumerate(self.gold):
-            if _folded(gold.title) == _folded(document.title):
-                ours, theirs = _folded(gold.text), _folded(document.text)
+            if folded(gold.title) == folded(document.title):
+                ours, theirs = folded(gold.text), folded(document.text)
                 if (
                     self.gold_by == "title"
                     or ours == theirs
@@ -123,12 +129,16 @@ class Step:
 
 @dataclass
 class Episode:
-    """One attempt at a question: its steps, how it ended, and how many tokens the model wrote, if that is known."""
+    """One attempt at a question: its steps, how it ended, and how many tokens the model wrote, if that is known.
+
+    `failure` says why the retriever failed at one of its queries; its steps then say nothing about the model.
+    """
 
     question: Question
     steps: list[Step] = field(default_factory=list)
     finish: str = CUT_OFF
     tokens_written: int | None = None
+    failure: str | None = None
 
     @property
     def prediction(self) -> str:
@@ -167,8 +177,16 @@ class Episode:
             "prediction": self.prediction,
             "steps": [s.to_json() for s in self.steps],
             "finish": self.finish,
+            **({"failure": self.failure} if self.failure else {}),
         }
 
 
-# From pairs of a question and a query about it to the documents of each query, best first.
-Retrieve = Callable[[list[tuple[Question, str]]], list[list[Document]]]
+@dataclass(frozen=True)
+class Failure:
+    """Why a query has no documents: not that nothing was found, but that the retriever failed."""
+
+    reason: str
+
+
+# From pairs of a question and a query about it to the documents of each query, best first, or why it has none.
+Retrieve = Callable[[list[tuple[Question, str]]], list[list[Document] | Failure]]

@@ -104,13 +104,15 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     from r3lite.files import write_json, write_jsonl, write_text
     from r3lite.retrieval.encoder import BertEncoder
     from r3lite.retrieval.retriever import build_retriever
+    from r3lite.retrieval.setup import Setup
     from r3lite.rewards.judge import build_judge
 
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     judge = build_judge(config.judge, output)  # before the long part, so that a missing key shows at once
     encoder = BertEncoder(config.evaluate.bert_score, "plain") if config.evaluate.bert_score else None
     engine = build_engine(config, len(questions))
-    retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
+    setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+    retrieve = build_retriever(setup)
     # From here on the folder is this evaluation's: if it is killed, only the same one may be begun there again.
     write_text(output / CONFIG, to_toml(config, "evaluate"))
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
@@ -135,16 +137,22 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
 
 
 def summary(episodes: "list[Episode]", marks: "list[Marks]", seed: int) -> dict:
-    """What scores.json has of episodes and their marks."""
+    """What scores.json has of episodes and their marks. Those at which the retriever failed are left out."""
     from r3lite.evaluation.scores import scores, scores_by
     from r3lite.evaluation.text_overlap import corpus_bleu
 
-    return scores(marks, seed) | {
-        "corpus_bleu": corpus_bleu([e.prediction for e in episodes], [e.question.answers for e in episodes]),
+    whole = [(e, m) for e, m in zip(episodes, marks, strict=True) if not e.failure]
+    if not whole:
+        raise R3LiteError(f"the retriever failed at every question: {episodes[0].failure}", "Mend that, and try again.")
+    marks = [m for _, m in whole]
+    found = scores(marks, seed) | {
+        "corpus_bleu": corpus_bleu([e.prediction for e, _ in whole], [e.question.answers for e, _ in whole]),
         "by_hops": scores_by(lambda m: m.hops, marks, seed),
         "by_type": scores_by(lambda m: m.type, marks, seed),
         "finish": {f: sum(e.finish == f for e in episodes) for f in sorted({e.finish for e in episodes})},
     }
+    failed = len(episodes) - len(whole)
+    return found | ({"retrieval_failures": failed} if failed else {})
 
 
 def build_engine(config: EvaluateConfig, questions: int) -> "Engine":

@@ -67,6 +67,7 @@ def train(config: PpoConfig) -> None:
     from r3lite import rl_setup
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.retriever import build_retriever
+    from r3lite.retrieval.setup import Setup
     from r3lite.rewards.judge import build_judge, note_on
     from r3lite.rl_round import RoundSampler
     from r3lite.training import loop
@@ -78,7 +79,8 @@ def train(config: PpoConfig) -> None:
     check(config)
     with RunFolder("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,)) as run:
         questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
-        retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
+        setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+        retrieve = build_retriever(setup)
         judge = build_judge(config.judge, run.output, config.reward)
         torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
         guard, held_out = Guard(config.guard, config.episodes_of_round), read_held_out(config, questions)

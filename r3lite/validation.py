@@ -13,6 +13,7 @@ from r3lite.datasets.qa import read_questions
 from r3lite.episode import CUT_OFF, MALFORMED, Question, Retrieve
 from r3lite.evaluation.scores import Marks, scores
 from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import PpoConfig
@@ -74,10 +75,10 @@ def build_validation(
 ) -> Validation | None:
     """The validation on questions held out; None if there are none.
 
-    It retrieves from the run's --corpus or --index; without both, from the paragraphs of its own questions.
+    It retrieves from the run's --corpus or --index, or from the paragraphs of its own questions.
     """
     if not held_out:
         return None
-    if not (config.retrieval.index or config.retrieval.corpus):
-        retrieve = build_retriever(config.retrieval, held_out, skip_bad_rows=config.data.skip_bad_rows)
+    if config.retrieval.from_questions:
+        retrieve = build_retriever(Setup(config.retrieval, held_out, config.common.seed))
     return Validation(held_out, engine, retrieve, config.episodes_of_round)

@@ -10,6 +10,7 @@ import pytest
 from r3lite import collect
 from r3lite.config import shipped
 from r3lite.datasets.qa import read_questions
+from r3lite.episode import Failure
 from r3lite.files import sole_writer
 from tests.collecting import lines, read_rows, row, run, write
 
@@ -68,7 +69,7 @@ def test_questions_that_give_no_trajectory_are_counted_by_reason(tmp_path, capsy
         tmp_path / "data.jsonl",
         [row(1), plain, row(2, hops=twice), row(3, hops=[("Q?", "a", None)]), plain | {"id": "p2"}],
     )
-    assert run(data, tmp_path / "out.jsonl", "--retriever", "golden") == 0
+    assert run(data, tmp_path / "out.jsonl", "--retriever", "none") == 0
     assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1"]
     table = capsys.readouterr().out
     assert re.search(r"rejected: no decomposition +2\n", table)
@@ -90,6 +91,25 @@ def test_each_hop_of_all_questions_is_one_batch(tmp_path, monkeypatch):
         ["Who directed Film 1?", "Who?", "Who directed Film 3?"],
         ["Where was Person 1 born?", "Where was Person 3 born?"],
     ]
+
+
+def test_a_question_whose_query_the_retriever_failed_at_gives_no_trajectory(tmp_path, monkeypatch, capsys):
+    def retrieve(pairs):
+        return [Failure("no room") if query == "Where was Person 2 born?" else [] for _, query in pairs]
+
+    monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", lambda *_, **__: retrieve)
+    data = write(tmp_path / "data.jsonl", [row(1), row(2), row(3)])
+    assert run(data, tmp_path / "out.jsonl") == 0
+    assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1", "q3"]
+    assert re.search(r"rejected: the retriever failed +1\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["lexical", "hybrid", "golden"])
+def test_every_retriever_serves_gold_trajectories(tmp_path, name):
+    data, output = shipped("data", "world", "train.jsonl"), tmp_path / "out.jsonl"
+    assert run(data, output, "--limit", "5", "--retriever", name, "--top-k", "3") == 0
+    for trajectory in read_rows(output):
+        assert all(step.documents for step in trajectory.steps[:-1])
 
 
 def test_nothing_kept_is_a_failure_that_says_why(tmp_path, capsys):

@@ -9,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from r3lite.episode import Failure
+from r3lite.retrieval.retriever import build_retriever
 from tests.collecting import lines, read_rows, row, run, write
 
 
@@ -80,6 +82,21 @@ def good(prompt, attempt, answer="Oslo"):
         assert f"{film} is by {person}." in prompt  # what the first query brought
         return f"{head}The retrieval query: Where was {person} born?\nThe retrieval documents:\n[1] invented"
     return f"{head}The final answer: {answer}"
+
+
+def test_a_question_whose_query_the_retriever_failed_at_is_asked_again_next_time(tmp_path, teach, capsys, monkeypatch):
+    def failing(setup):
+        retrieve = build_retriever(setup)
+        return lambda pairs: [Failure("no room") if "Film 2" in p[1] else retrieve([p])[0] for p in pairs]
+
+    data = write(tmp_path / "data.jsonl", [row(1), row(2)])
+    with monkeypatch.context() as broken:
+        broken.setattr("r3lite.retrieval.retriever.build_retriever", failing)
+        assert teach(data) == 0
+    assert "no reply (retriever), asked again next time" in capsys.readouterr().out
+    assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1"]
+    assert teach(data) == 0
+    assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1", "q2"]
 
 
 def test_a_teacher_s_trajectory_holds_what_it_wrote_and_what_was_retrieved(tmp_path, teach, capsys):

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from r3lite import evaluate
 from r3lite.errors import R3LiteError
 from r3lite.files import sole_writer, write_jsonl
+from r3lite.retrieval.index import PassageIndex
 from r3lite.rewards.reward import StepVerdict, Verdict
 from r3lite.rollout.engine import Engine
 
@@ -166,6 +167,44 @@ def test_batches_change_no_answer(toy, tmp_path):
         found.append(written(tmp_path))
         (tmp_path / "out").rename(tmp_path / size)
     assert found[0] == found[1]
+
+
+def test_questions_at_which_the_retriever_failed_are_left_out_of_the_scores(toy, says, tmp_path, monkeypatch, capsys):
+    """As wrong answers they would lower the scores of a model that was given nothing to read."""
+    says(
+        {
+            "Ada": [ask(1, "Ada lives in Adatown"), answer(2, "Adatown")],
+            "Bob": [ask(1, "bad"), answer(2, "somewhere")],
+            "Cy": [answer(1, "Cytown")],
+        }
+    )
+    search = PassageIndex.search
+
+    def sometimes(self, queries, k, own=None):
+        if any(query in bad for query in queries):
+            raise RuntimeError("can't allocate memory")
+        return search(self, queries, k, own)
+
+    bad = ["bad"]
+    monkeypatch.setattr(PassageIndex, "search", sometimes)
+    assert evaluate.main(toy) == 0
+    scores, predictions = written(tmp_path)
+    assert scores["n"] == 2 and scores["em"]["value"] == 1.0 and scores["retrieval_failures"] == 1
+    assert [p.get("failure") for p in predictions] == [None, "RuntimeError: can't allocate memory", None]
+    assert "1 questions at which the retriever failed are left out" in capsys.readouterr().out
+    bad += [f"Where does {name} live?" for name in ("Ada", "Bob", "Cy")]
+    says({name: [answer(1, "x"), answer(2, "x")] for name in ("Ada", "Bob", "Cy")})
+    again = [*toy, "--output", str(tmp_path / "again"), "--baseline", "single-retrieval"]
+    assert evaluate.main(again) == 1
+    assert "the retriever failed at every question" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["lexical"], ["hybrid", "--context", "question"], ["golden", "--noise-rate", "1"]])
+def test_other_retrievers_bring_documents(toy, says, tmp_path, flags):
+    says({name: [ask(1, f"Where does {name} live?"), answer(2, f"{name}town")] for name in ("Ada", "Bob", "Cy")})
+    assert evaluate.main([*toy, "--retriever", *flags]) == 0
+    scores, predictions = written(tmp_path)
+    assert scores["n"] == 3 and all(p["steps"][0]["documents"] for p in predictions)
 
 
 @pytest.mark.parametrize(("baseline", "searches"), [("no-retrieval", 0), ("single-retrieval", 1)])

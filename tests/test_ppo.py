@@ -222,6 +222,45 @@ def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch
     assert "3 verdicts of the judge are missing" in capsys.readouterr().out
 
 
+def test_stopped_and_resumed_with_the_hybrid_retriever_equals_uninterrupted(cold, tmp_path):
+    for name, flags in (("whole", [[]]), ("parts", [["--stop-after", "1"], ["--resume", "auto"]])):
+        run = arguments(cold, tmp_path / name, "--retriever", "hybrid", "--max-steps", "2")
+        assert [ppo.main([*run, *more]) for more in flags] == [0] * len(flags)
+    same(tmp_path / "whole", tmp_path / "parts", 2)
+    said = logged(tmp_path / "whole", "episodes.jsonl")
+    assert any(s.get("documents") for e in said if e["step"] == 2 for s in e["steps"])
+
+
+@pytest.mark.parametrize("flags", [["--retriever", "lexical"], ["--retriever", "golden", "--noise-rate", "0.5"]])
+def test_other_retrievers_bring_documents_to_a_rollout(cold, tmp_path, flags):
+    assert ppo.main(arguments(cold, tmp_path / "run", *flags, "--max-steps", "2")) == 0
+    episodes = logged(tmp_path / "run", "episodes.jsonl")
+    documents = [d for e in episodes for s in e["steps"] for d in s.get("documents", ())]
+    assert documents and all(set(d) == {"id", "title", "text"} for d in documents)
+
+
+def test_an_episode_whose_retriever_failed_is_left_out_and_the_run_goes_on(cold, tmp_path, monkeypatch, capsys):
+    """Any error of the retriever ended a run of hours."""
+    from r3lite.retrieval.index import PassageIndex
+
+    search, asked = PassageIndex.search, []
+
+    def sometimes(self, queries, k, own=None):
+        asked.append(queries)
+        if asked[0][0] in queries:  # the first of all queries fails, whatever it is asked with
+            raise RuntimeError("can't allocate memory")
+        return search(self, queries, k, own)
+
+    monkeypatch.setattr(PassageIndex, "search", sometimes)
+    assert ppo.main(arguments(cold, tmp_path / "run", "--max-steps", "2")) == 0
+    episodes, records = logged(tmp_path / "run", "episodes.jsonl"), logged(tmp_path / "run", "metrics.jsonl")
+    failed = [e for e in episodes if e.get("failure") == "RuntimeError: can't allocate memory"]
+    assert 0 < len(failed) < len(episodes) and all(e["rewards"] is None for e in failed)
+    assert all(record["retrieval_failures"] == record["missing_rewards"] for record in records)
+    assert sum(record["retrieval_failures"] for record in records) == len(failed)
+    assert capsys.readouterr().err.count("the retriever failed: RuntimeError: can't allocate memory") == 1
+
+
 def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_path, gemini, answers, capsys):
     """With a few calls a round it ended as if all were well, having learned nothing."""
 

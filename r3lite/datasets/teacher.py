@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from r3lite.answer_match import exact_match, f1, rule_of
-from r3lite.episode import Question, Retrieve, Step
+from r3lite.episode import Failure, Question, Retrieve, Step
 from r3lite.llm.replies import Reply, Request
 from r3lite.protocols.base import Protocol
 from r3lite.settings import CollectSettings
@@ -33,7 +33,7 @@ class Try:
     question: Question
     steps: list[Step] = field(default_factory=list)
     failure: str | None = None  # what is wrong with the teacher's reply
-    missing: str | None = None  # why there is no reply; another run asks again
+    missing: str | None = None  # why there is no reply, or no document; another run asks again
 
     @property
     def goes_on(self) -> bool:
@@ -59,8 +59,11 @@ class Teacher:
                 self.add_step(this, reply)
             searching = [t for t in live if t.goes_on]
             found = self.retrieve([(t.question, t.steps[-1].query) for t in searching]) if searching else []
-            for this, documents in zip(searching, found, strict=True):
-                this.steps[-1] = this.steps[-1].with_documents(documents)
+            for this, outcome in zip(searching, found, strict=True):
+                if isinstance(outcome, Failure):
+                    this.missing = f"retriever: {outcome.reason}"
+                else:
+                    this.steps[-1] = this.steps[-1].with_documents(outcome)
         return tries
 
     def request(self, this: Try, number: int) -> Request:

@@ -35,6 +35,8 @@ def scores_table(found: dict) -> str:
             lines += ["", *_group_lines(title, found[key])]
     if missing := found.get("judge", {}).get("judge/missing"):
         lines.append(f"\n{missing} verdicts of the judge are missing and left out")
+    if failed := found.get("retrieval_failures"):
+        lines.append(f"\n{failed} questions at which the retriever failed are left out")
     if (found["format_adherence"]["value"] or 0.0) < LEAST_ADHERENCE:
         lines.append(
             "\nFew steps keep to the format, so the other scores say little: is --adapter missing, "

@@ -1,11 +1,13 @@
-"""BERT (arXiv 1810.04805) as an encoder of text, in plain PyTorch, and how it is loaded from a model folder.
+"""BERT (arXiv 1810.04805) as an encoder of text and as a scorer of pairs of texts, in plain PyTorch, and how both are
+loaded from a model folder.
 
-Owns the network and the spellings of its published checkpoints; knows nothing of tokens, pooling or prefixes.
+Owns the networks and the spellings of their published checkpoints; knows nothing of tokens, pooling or prefixes.
 Parameter names are those of the published checkpoints. Shape legend: models/qwen2.py.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +34,7 @@ class BertConfig:
 
 
 class Embeddings(nn.Module):
-    """The sum of word, position and segment embeddings, normalized. All text belongs to the first segment."""
+    """The sum of word, position and segment embeddings, normalized."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -41,9 +43,10 @@ class Embeddings(nn.Module):
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """[B, T] -> [B, T, C]."""
-        places = self.position_embeddings.weight[: input_ids.shape[1]] + self.token_type_embeddings.weight[0]
+    def forward(self, input_ids: Tensor, segments: Tensor | None) -> Tensor:
+        """[B, T] -> [B, T, C]. `segments` [B, T] is 0 at the first text and 1 at the second; None: all 0."""
+        of_segment = self.token_type_embeddings.weight[0] if segments is None else self.token_type_embeddings(segments)
+        places = self.position_embeddings.weight[: input_ids.shape[1]] + of_segment
         return self.LayerNorm(self.word_embeddings(input_ids) + places)
 
 
@@ -97,16 +100,32 @@ class Bert(nn.Module):
         self.embeddings = Embeddings(config)
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))})
 
-    def forward(self, input_ids: Tensor, real: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, real: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         """Hidden states [B, T, C] of token ids [B, T], padded on the right; `real` [B, T] is False at padding.
 
         Rows of `real` have at least one True. Hidden states at padding have no meaning.
         """
         mask = None if real is None or bool(real.all()) else real[:, None, None, :].bool()  # [B, 1, 1, T]
-        x = self.embeddings(input_ids)
+        x = self.embeddings(input_ids, segments)
         for layer in self.encoder["layer"]:
             x = layer(x, mask)
         return x
+
+
+class BertScorer(nn.Module):
+    """BERT with one logit on its pooler: a cross-encoder, which reads two texts at once and scores the pair."""
+
+    def __init__(self, config: BertConfig):
+        super().__init__()
+        self.config = config
+        self.bert = Bert(config)
+        self.pooler = nn.ModuleDict({"dense": nn.Linear(config.hidden_size, config.hidden_size)})
+        self.classifier = nn.Linear(config.hidden_size, 1)
+
+    def forward(self, input_ids: Tensor, real: Tensor | None, segments: Tensor) -> Tensor:
+        """Logits [B] of pairs, from token ids, `real` and `segments` as above, all [B, T]."""
+        first = self.bert(input_ids, real, segments)[:, 0]  # [B, C], of [CLS]
+        return self.classifier(torch.tanh(self.pooler["dense"](first)))[:, 0]
 
 
 def read_bert_config(folder: str | Path) -> BertConfig:
@@ -116,8 +135,8 @@ def read_bert_config(folder: str | Path) -> BertConfig:
         found = record.text(key, supported) if key != "model_type" else record.text(key)
         if found != supported:
             raise R3LiteError(
-                f"{record.source.where}: {key} is {found!r}; as an encoder only {supported!r} is supported",
-                "Use a BERT encoder such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2.",
+                f"{record.source.where}: {key} is {found!r}; only {supported!r} is supported",
+                "Use a BERT: an encoder such as intfloat/e5-base-v2, or a cross-encoder to rerank with.",
             )
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     config = BertConfig(
@@ -133,20 +152,39 @@ def read_bert_config(folder: str | Path) -> BertConfig:
 
 
 def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Bert:
-    """The encoder of a model folder, frozen, in `dtype` on `device`.
+    """The encoder of a model folder, frozen, in `dtype` on `device`; pooler and heads are left out.
 
     Raises R3LiteError naming a tensor that is missing, unexpected or of the wrong shape or type.
     """
-    path = Path(folder) / "model.safetensors"
     with torch.device("meta"):
-        model = Bert(read_bert_config(folder)).eval().requires_grad_(False)
-    expected = {name: p.shape for name, p in model.named_parameters()}
+        model = Bert(read_bert_config(folder))
+    return _filled(model, Path(folder), ("pooler.", "cls."), dtype, device)
+
+
+def load_bert_scorer(
+    folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> BertScorer:
+    """The cross-encoder of a model folder, frozen, in `dtype` on `device`. Raises R3LiteError as `load_bert` does."""
+    with torch.device("meta"):
+        model = BertScorer(read_bert_config(folder))
+    return _filled(model, Path(folder), ("cls.",), dtype, device)
+
+
+Model = TypeVar("Model", Bert, BertScorer)
+
+
+def _filled(
+    model: Model, folder: Path, ignored: tuple[str, ...], dtype: torch.dtype, device: str | torch.device
+) -> Model:
+    """The model with the weights of its folder; those whose plain names begin with one of `ignored` are left out."""
+    path = folder / "model.safetensors"
+    own = {_plain(name): name for name, _ in model.named_parameters()}  # plain name -> ours
+    expected = {_plain(name): p.shape for name, p in model.named_parameters()}
     if not path.exists():
-        raise R3LiteError(
-            f"{folder} has no model.safetensors", "Use an encoder whose weights are in safetensors format."
-        )
-    stored = read_tensors(path)
-    found = {_plain(name): tensor for name, tensor in stored.items() if not _ignored(_plain(name))}
+        raise R3LiteError(f"{folder} has no model.safetensors", "Use a model whose weights are in safetensors format.")
+    ignored = (*ignored, "embeddings.position_ids")  # which old exporters wrote
+    stored = {_plain(name): tensor for name, tensor in read_tensors(path).items()}
+    found = {name: tensor for name, tensor in stored.items() if not name.startswith(ignored)}
     wrong = [f"{n} is missing" for n in expected if n not in found] + [
         f"{n} is unexpected" for n in found if n not in expected
     ]
@@ -160,16 +198,11 @@ def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: st
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise R3LiteError(f"{path}: {wrong[0]}{more}", "config.json and the weights are not of the same model.")
     # Copied, because the tensors that were read are views of the mapped file.
-    model.load_state_dict({n: t.to(device, dtype, copy=True) for n, t in found.items()}, assign=True)
-    return model.requires_grad_(False)
+    model.load_state_dict({own[n]: t.to(device, dtype, copy=True) for n, t in found.items()}, assign=True)
+    return model.eval().requires_grad_(False)
 
 
 def _plain(name: str) -> str:
     """A tensor's name without the prefix and the old spellings that some checkpoints have."""
     name = name.removeprefix("bert.")
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-
-
-def _ignored(name: str) -> bool:
-    """The pooler, pretraining heads, and the position numbers that old exporters wrote."""
-    return name.startswith(("pooler.", "cls.")) or name == "embeddings.position_ids"

@@ -35,6 +35,7 @@ class Transcript:
     turn_start: int = 0  # index of the first token of the current turn
     forced_prefix: str = ""  # given text that the current turn begins with; its tokens are before `turn_start`
     pending: tuple[str, ...] = ()  # queries of the last step that wait for their documents
+    failure: str | None = None  # why the retriever failed, if it did at a query of the episode
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Appends given tokens; the next turn starts after them."""
@@ -58,7 +59,7 @@ class Transcript:
         return self.tokens[self.turn_start :]
 
     def episode(self) -> Episode:
-        return Episode(self.question, list(self.steps), self.finish, sum(self.action_mask))
+        return Episode(self.question, list(self.steps), self.finish, sum(self.action_mask), self.failure)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ FAISS. Vectors are float32 [N, dimension] of length 1.
 """
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -14,21 +13,17 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
 from r3lite.files import read_record, read_text, within, write_json
 from r3lite.models.bert import load_bert
-from r3lite.models.weights import resolve_folder
-from r3lite.protocols.tokenizer import check_ids, library_errors
 from r3lite.records import Record, Source
+from r3lite.retrieval.bert_folder import LONGEST, REMEDY, SHORTEST, Batch, batches, model_folder, optional, wordpiece
 
 HASHING = "hashing"
 PREFIXES = {"e5": ("query: ", "passage: "), "plain": ("", "")}
-SHORTEST, LONGEST = 3, 512  # tokens of a text: [CLS], a word and [SEP]; and the most, if the folder does not say
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, which BertEncoder computes
-REMEDY = "Copy the encoder's files from their source."
 
 
 class Encoder(Protocol):
@@ -76,17 +71,17 @@ class BertEncoder:
     """
 
     def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32):
-        folder = _folder(name)
+        folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
         _check_pooling(folder)
         self.model = load_bert(folder, device=device)
         self.device, self.batch_size = device, batch_size
         self.query_prefix, self.passage_prefix = PREFIXES[style]
         self.dimension = self.model.config.hidden_size
-        config = _optional(folder / "sentence_bert_config.json")
+        config = optional(folder / "sentence_bert_config.json")
         self.lower = config.flag("do_lower_case", False)
         length = config.whole("max_seq_length", LONGEST, low=SHORTEST)
         length = min(length, LONGEST, self.model.config.max_position_embeddings)
-        self.tokenizer = _tokenizer(folder / "tokenizer.json", length, self.model.config.vocab_size)
+        self.tokenizer = wordpiece(folder / "tokenizer.json", length, self.model.config.vocab_size)
         self.settings = {"encoder": name, "style": style, "max_length": length, "dimension": self.dimension}
 
     def encode_queries(self, queries: list[str]) -> np.ndarray:
@@ -101,51 +96,26 @@ class BertEncoder:
     def encode_tokens(self, texts: list[str]) -> list[np.ndarray]:
         """The last hidden states [T, C] of each text's tokens, [CLS] and [SEP] among them; texts get no prefix."""
         found: list[np.ndarray] = [np.empty(0)] * len(texts)
-        for rows, hidden, lengths in self._batches(texts):
-            for row, states, length in zip(rows, hidden.cpu().numpy(), lengths.tolist()):
+        for batch, hidden in self._hidden(texts):
+            for row, states, length in zip(batch.rows, hidden.cpu().numpy(), batch.real.sum(1).tolist()):
                 found[row] = states[:length]
         return found
 
     def _encode(self, texts: list[str], advance: Callable[[int], object]) -> np.ndarray:
         """Vectors [N, C] of N texts."""
         out = np.zeros((len(texts), self.dimension), dtype=np.float32)
-        for rows, hidden, lengths in self._batches(texts):
-            real = torch.arange(hidden.shape[1], device=self.device) < lengths[:, None]  # [B, T]
-            mean = (hidden * real[..., None]).sum(1) / lengths[:, None]  # [B, C]
-            out[rows] = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
-            advance(len(rows))
+        for batch, hidden in self._hidden(texts):
+            mean = (hidden * batch.real[..., None]).sum(1) / batch.real.sum(1, keepdim=True)  # [B, C]
+            out[batch.rows] = torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
+            advance(len(batch.rows))
         return out
 
     @torch.inference_mode()
-    def _batches(self, texts: list[str]) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
-        """Batches of texts of like length, so that little is padding: which texts, their last hidden states [B, T, C],
-        and their lengths [B] in tokens."""
-        ids = [e.ids for e in self.tokenizer.encode_batch([t.lower() for t in texts] if self.lower else texts)]
-        order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
-            longest = len(ids[rows[0]])
-            tokens = torch.tensor([ids[i] + [0] * (longest - len(ids[i])) for i in rows], device=self.device)  # [B, T]
-            lengths = torch.tensor([len(ids[i]) for i in rows], device=self.device)
-            real = torch.arange(longest, device=self.device) < lengths[:, None]  # [B, T]
-            yield rows, self.model(tokens, real).float(), lengths
-
-
-def _folder(name: str) -> Path:
-    try:
-        return resolve_folder(name)
-    except R3LiteError as error:
-        raise R3LiteError(
-            error.cause,
-            "Check the name and the connection, or put the encoder's config.json, tokenizer.json, model.safetensors "
-            "and sentence_bert_config.json into a folder and pass --encoder FOLDER. --encoder hashing needs no "
-            "download.",
-        ) from error
-
-
-def _optional(path: Path) -> Record:
-    """The JSON object of a file that a folder may lack; an empty one then."""
-    return read_record(path, REMEDY) if path.exists() else Record({}, Source(str(path), REMEDY))
+    def _hidden(self, texts: list[str]) -> Iterator[tuple[Batch, torch.Tensor]]:
+        """Batches of texts with their last hidden states [B, T, C]."""
+        encodings = self.tokenizer.encode_batch([t.lower() for t in texts] if self.lower else texts)
+        for batch in batches(encodings, self.batch_size, self.device):
+            yield batch, self.model(batch.tokens, batch.real).float()
 
 
 def _check_pooling(folder: Path) -> None:
@@ -162,7 +132,7 @@ def _check_pooling(folder: Path) -> None:
             pooling = module.text("path") if kind == "Pooling" else pooling
         if Path(pooling).name != pooling or pooling == "..":
             raise listed.error(f"the folder {pooling} of Pooling is not in the encoder's")
-    config = _optional(folder / pooling / "config.json")
+    config = optional(folder / pooling / "config.json")
     modes = [key for key in config.values if key.startswith("pooling_mode_") and config.flag(key, False)]
     mode = config.text("pooling_mode", "mean")
     averages = config.flag("pooling_mode_mean_tokens", True)
@@ -171,24 +141,6 @@ def _check_pooling(folder: Path) -> None:
             f"the encoder {folder} does not average its tokens ({pooling}/config.json)",
             "Use one that does, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2.",
         )
-
-
-def _tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
-    """The WordPiece tokenizer of an encoder, cutting at `max_length` tokens, [CLS] and [SEP] among them.
-
-    Its ids have `rows` in the embedding.
-    """
-    definition = read_record(path, REMEDY)
-    with library_errors(path):
-        tokenizer = Tokenizer.from_str(json.dumps(definition.values))
-    check_ids(definition, tokenizer)
-    if (last := max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)) >= rows:
-        raise R3LiteError(f"{path} has token ids up to {last}, and the encoder's embedding {rows} rows", REMEDY)
-    if tokenizer.num_special_tokens_to_add(is_pair=False) != 2:
-        raise R3LiteError(f"{path} does not put a text between [CLS] and [SEP]", REMEDY)
-    tokenizer.enable_truncation(max_length)  # published files often carry other limits
-    tokenizer.no_padding()
-    return tokenizer
 
 
 class HashingEncoder:

@@ -21,6 +21,7 @@ from r3lite.files import check_regular, check_writable, read_record, write_json,
 from r3lite.records import Record
 from r3lite.retrieval import corpus
 from r3lite.retrieval.encoder import HASHING, PREFIXES, Encoder, HashingEncoder, reopen_encoder
+from r3lite.retrieval.search import best, found
 
 VERSION = 1
 VECTORS, PASSAGES, MANIFEST = "index.faiss", "passages.jsonl", "manifest.json"
@@ -36,16 +37,26 @@ class PassageIndex:
     documents: list[Document]
     vectors: faiss.Index
 
-    def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """The `k` nearest passages of each query, nearest first; fewer if the corpus is smaller.
+    def search(self, queries: list[str], k: int, own: list[list[int]] | None = None) -> list[list[Document]]:
+        """The `k` nearest passages of each query, nearest first; of the places in `own[i]` only, for query i, if given.
 
-        None for a query without any word that a hashing encoder knows: its vector is zero, and all are as near.
+        Fewer if there are not so many; none for a query without any word that a hashing encoder knows: its vector is
+        zero, and all are as near.
         """
         if not queries:
             return []
         vectors = _float32(self.encoder.encode_queries(queries))
-        _, found = self.vectors.search(vectors, min(k, len(self.documents)))
-        return [[self.documents[i] for i in row if known] for row, known in zip(found, vectors.any(axis=1))]
+        if own is None:
+            scores, places = self.vectors.search(vectors, min(k, len(self.documents)))
+        else:
+            scores, places = [], []
+            for vector, mine in zip(vectors, own, strict=True):
+                products = self.vectors.reconstruct_batch(np.array(mine, dtype=np.int64)) @ vector
+                order = best(products, k)
+                scores.append(products[order])
+                places.append(np.array(mine)[order])
+        known = vectors.any(axis=1)
+        return [found(self.documents, p, s, "semantic") if any_ else [] for p, s, any_ in zip(places, scores, known)]
 
     def save(self, folder: str | Path) -> None:
         """Writes the folder whole or not at all; it may take the place of what `check_output` says."""
@@ -155,8 +166,8 @@ def load(folder: str | Path, encoder_name: str, style: str = "auto") -> PassageI
         # The name may be another one of the same model; its vectors tell, below.
         if key != "encoder" and manifest.values.get(key) != value:
             _refuse(folder, key, manifest.values.get(key), value, f"Pass --encoder {kept_encoder}, or {rebuild}")
-    index = PassageIndex(encoder, _read_passages(folder, rebuild), _read_vectors(folder, manifest, rebuild))
-    _check_parts(folder, index, manifest, rebuild)
+    index = PassageIndex(encoder, _read_passages(folder, manifest, rebuild), _read_vectors(folder, manifest, rebuild))
+    _check_vectors(folder, index.vectors, manifest, rebuild)
     # Some passages' vectors must come out again: this tells other weights of the same shape, and another order.
     some = sorted({0, len(index.documents) // 2, len(index.documents) - 1})
     fresh = encoder.encode_passages([index.documents[i] for i in some], lambda n: None)
@@ -187,11 +198,23 @@ def _read_manifest(folder: Path) -> Record:
     return manifest
 
 
-def _read_passages(folder: Path, rebuild: str) -> list[Document]:
+def read_documents(folder: str | Path) -> list[Document]:
+    """The passages of an index, without its vectors and encoder."""
+    folder = Path(folder)
+    rebuild = f"build the index again: python -m r3lite.index --corpus FILE.jsonl --output {folder}"
+    return _read_passages(folder, _read_manifest(folder), rebuild)
+
+
+def _read_passages(folder: Path, manifest: Record, rebuild: str) -> list[Document]:
     try:
-        return corpus.read_corpus(folder / PASSAGES)
+        documents = corpus.read_corpus(folder / PASSAGES)
     except R3LiteError as error:
         raise R3LiteError(error.cause, f"Restore it, or {rebuild}") from error
+    if len(documents) != (passages := manifest.whole("passages")):
+        raise _unfit(folder, f"{PASSAGES} holds {len(documents)} passages, {passages} were indexed", rebuild)
+    if corpus.fingerprint(documents) != manifest.text("fingerprint"):
+        raise _unfit(folder, f"{PASSAGES} has changed since it was indexed", rebuild)
+    return documents
 
 
 def _read_vectors(folder: Path, manifest: Record, rebuild: str) -> faiss.Index:
@@ -213,20 +236,20 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _check_parts(folder: Path, index: PassageIndex, manifest: Record, rebuild: str) -> None:
+def _check_vectors(folder: Path, vectors: faiss.Index, manifest: Record, rebuild: str) -> None:
     passages, dimension, problem = manifest.whole("passages"), manifest.whole("dimension"), None
-    if len(index.documents) != passages:
-        problem = f"{PASSAGES} holds {len(index.documents)} passages, {passages} were indexed"
-    elif corpus.fingerprint(index.documents) != manifest.text("fingerprint"):
-        problem = f"{PASSAGES} has changed since it was indexed"
-    elif index.vectors.ntotal != passages:
-        problem = f"{VECTORS} holds {index.vectors.ntotal} vectors for {passages} passages"
-    elif index.vectors.d != dimension:
-        problem = f"{VECTORS} has {index.vectors.d} dimensions and not {dimension}"
-    elif not _finite(index.vectors):
-        problem = f"{VECTORS} holds vectors that are not finite"
+    if vectors.ntotal != passages:
+        problem = f"holds {vectors.ntotal} vectors for {passages} passages"
+    elif vectors.d != dimension:
+        problem = f"has {vectors.d} dimensions and not {dimension}"
+    elif not _finite(vectors):
+        problem = "holds vectors that are not finite"
     if problem:
-        raise R3LiteError(f"the index {folder} does not fit together: {problem}", f"Restore it, or {rebuild}")
+        raise _unfit(folder, f"{VECTORS} {problem}", rebuild)
+
+
+def _unfit(folder: Path, problem: str, rebuild: str) -> R3LiteError:
+    return R3LiteError(f"the index {folder} does not fit together: {problem}", f"Restore it, or {rebuild}")
 
 
 def _finite(vectors: faiss.Index) -> bool:

@@ -63,7 +63,8 @@ def needs_verdict(settings: RewardSettings) -> bool:
 
 
 def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = None) -> Scored | None:
-    """The rewards of an episode; None, a missing reward, if a judge is needed and gave no verdict.
+    """The rewards of an episode; None, a missing reward, if the retriever failed, or a judge is needed and gave no
+    verdict.
 
     - format: `format_reward` times the share of steps without a fault, in equal parts at each of them. If each were
       paid in full, it would pay to go on asking when the answer is known;
@@ -74,7 +75,7 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
       `least_searches` different searches;
     - search, at each step that asks: `search_bonus`, or if the query is blank or repeated -`idle_query_penalty`.
     """
-    if verdict is None and needs_verdict(settings):
+    if episode.failure or (verdict is None and needs_verdict(settings)):
         return None
     assert verdict is None or len(verdict.steps) == len(episode.steps), "a verdict has one opinion per step"
     em, best_f1 = answer_scores(episode)

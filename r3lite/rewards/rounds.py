@@ -26,6 +26,7 @@ def round_metrics(
         "reward": statistics.fmean(totals) if totals else None,
         "reward_std": statistics.pstdev(totals) if totals else None,
         "missing_rewards": len(scored) - len(paid),
+        "retrieval_failures": sum(e.failure is not None for e in episodes),
         "completions/mean_length": statistics.fmean(lengths),
         "completions/total_tokens": sum(lengths),
         "completions/clipped_ratio": statistics.fmean(e.finish == CUT_OFF for e in episodes),

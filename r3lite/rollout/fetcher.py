@@ -7,7 +7,7 @@ episodes are decoded together, and so the last bit of every number, is the same 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from r3lite.episode import Document, Retrieve
+from r3lite.episode import Document, Failure, Retrieve
 from r3lite.rollout.sequence import Sequence
 
 GATHER = 8  # iterations for which queries are gathered, so that few are encoded together
@@ -32,12 +32,20 @@ class Fetcher:
         self.worker.shutdown(cancel_futures=True)
 
     def fetch(self, sequences: list[Sequence]) -> list[tuple[Sequence, list[Document]]]:
-        """Each sequence with the documents of its pending queries, by one call of `retrieve`."""
+        """Each sequence with the documents of its pending queries, by one call of `retrieve`.
+
+        A query that failed has none, and its sequence says why.
+        """
         pairs = [(s.question, query) for s in sequences for query in s.pending]
         found = self.retrieve(pairs)
         assert len(found) == len(pairs), "one list of documents per query"
-        of_query = iter(found)
-        return [(s, [d for _ in s.pending for d in next(of_query)]) for s in sequences]
+        of_query, fetched = iter(found), []
+        for sequence in sequences:
+            outcomes = [next(of_query) for _ in sequence.pending]
+            for failed in (outcome for outcome in outcomes if isinstance(outcome, Failure)):
+                sequence.failure = failed.reason
+            fetched.append((sequence, [d for o in outcomes if not isinstance(o, Failure) for d in o]))
+        return fetched
 
     def ask(self, sequence: Sequence) -> None:
         """Takes the pending queries of a sequence, to be sent with others."""

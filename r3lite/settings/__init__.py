@@ -12,6 +12,7 @@ from r3lite.settings.commands import (
     PlanSettings,
     PpoConfig,
     QuickstartSettings,
+    RetrieveSettings,
     SftConfig,
 )
 from r3lite.settings.common import Common

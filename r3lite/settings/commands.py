@@ -58,6 +58,16 @@ class EvaluateSettings(Section):
 
 
 @dataclass(frozen=True)
+class RetrieveSettings(Section):
+    """Retrieve."""
+
+    query: str | None = None
+    """print what this one query brings, with scores, and measure nothing; needs no --data beside --corpus or --index"""
+    gap_report: str | None = None
+    """JSON file to write: the gold paragraphs that the corpus lacks, and the best recall that they leave possible"""
+
+
+@dataclass(frozen=True)
 class PlanSettings(Section):
     """Plan."""
 

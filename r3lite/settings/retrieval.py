@@ -3,15 +3,18 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from r3lite.config import Bounds, Required, Section
+from r3lite.config import Bounds, Fraction, Required, Section, UsageError
 
 
 @dataclass(frozen=True)
 class RetrievalSettings(Section):
     """Retrieval."""
 
-    retriever: Literal["semantic", "golden", "none"] = "semantic"
-    """semantic: nearest passages by embedding; golden: the question's own gold paragraphs; none"""
+    retriever: Literal["semantic", "lexical", "hybrid", "golden", "none"] = "semantic"
+    """semantic: nearest passages by embedding; lexical: BM25 (extra retrieval); hybrid: both, fused; golden: the
+    question's own gold paragraphs, whatever is asked; none"""
+    context: Literal["corpus", "question"] = "corpus"
+    """what is searched; corpus: all passages; question: only the paragraphs that come with the question"""
     corpus: str | None = None
     """passages (id, title, text) as JSONL, indexed on the fly; by default the paragraphs that come with --data"""
     index: str | None = None
@@ -21,7 +24,28 @@ class RetrievalSettings(Section):
     encoder_style: Literal["auto", "e5", "plain"] = "auto"
     """e5: query/passage prefixes; plain: none; auto: e5 if the encoder's name says so"""
     top_k: Annotated[int, Bounds(low=1, high=1000)] = 5
-    """passages per query"""
+    """passages per query; golden has its own number"""
+    fusion: Literal["rrf", "weighted"] = "rrf"
+    """rrf: reciprocal ranks, k = 60; weighted: scores, each list's scaled to 0..1; of both first 100 (hybrid)"""
+    lexical_weight: Fraction = 0.5
+    """weight of the lexical score, that of the semantic one being the rest of 1 (hybrid, weighted)"""
+    rerank: str | None = None
+    """BERT cross-encoder that picks --top-k of 3 times as many passages: folder or hub id; auto:
+    cross-encoder/ms-marco-MiniLM-L-6-v2"""
+    noise_rate: Fraction = 0.0
+    """share of the question's other paragraphs that join its gold ones, in a random order (golden)"""
+
+    @property
+    def from_questions(self) -> bool:
+        """Whether documents come from the paragraphs of the questions and not from a corpus of their own."""
+        return self.retriever == "golden" or not (self.corpus or self.index)
+
+    def check(self) -> None:
+        if self.context == "question" and (self.corpus or self.index):
+            given = "--index" if self.index else "--corpus"
+            raise UsageError(f"--context question searches the question's own paragraphs: leave {given} out")
+        if self.rerank and self.retriever in ("golden", "none"):
+            raise UsageError(f"--rerank orders what a search brings, and --retriever {self.retriever} does not search")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3lite.errors import R3LiteError
-from r3lite.models.bert import load_bert
+from r3lite.models.bert import load_bert, load_bert_scorer
 
 
 @pytest.fixture
@@ -122,3 +122,43 @@ def test_nothing_can_be_trained_and_weights_outlive_their_file(folder):
     (folder / "model.safetensors").write_bytes(bytes(size))
     assert not any(p.requires_grad for p in model.parameters())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.fixture
+def scorer_folder(tmp_path):
+    """A small cross-encoder with every weight random, as transformers writes it."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_labels": 1}
+    model = BertForSequenceClassification(BertConfig(**sizes, intermediate_size=80, max_position_embeddings=40)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("LayerNorm.weight") else 0.0, 0.3)
+    model.save_pretrained(tmp_path / "scorer")
+    return tmp_path / "scorer"
+
+
+@torch.no_grad()
+def test_logits_of_pairs_equal_those_of_transformers_with_padding(scorer_folder):
+    from transformers import BertForSequenceClassification
+
+    ids = torch.randint(1, 100, (3, 17), generator=torch.Generator().manual_seed(1))
+    real = torch.arange(17) < torch.tensor([17, 9, 4])[:, None]
+    segments = ((torch.arange(17) >= torch.tensor([6, 3, 2])[:, None]) & real).long()
+    theirs = BertForSequenceClassification.from_pretrained(scorer_folder).eval()
+    expected = theirs(ids, attention_mask=real.long(), token_type_ids=segments).logits[:, 0]
+    ours = load_bert_scorer(scorer_folder)
+    assert (ours(ids, real, segments) - expected).abs().max() < 1e-4
+    assert (ours(ids, real, torch.zeros_like(segments)) - expected).abs().max() > 1e-2  # the second text is marked
+    assert not any(p.requires_grad for p in ours.parameters())
+
+
+def test_a_classifier_of_several_classes_or_none_is_no_scorer(scorer_folder, folder):
+    with pytest.raises(R3LiteError, match=r"classifier\.weight is missing, and 1 more"):
+        load_bert_scorer(folder)
+    change_weights(scorer_folder, lambda t: t | {"classifier.weight": torch.zeros(2, 48)})
+    with pytest.raises(R3LiteError, match=r"classifier\.weight has the shape \[2, 48\] and not \[1, 48\]"):
+        load_bert_scorer(scorer_folder)
+    with pytest.raises(R3LiteError, match=r"classifier\.\w+ is unexpected"):
+        load_bert(scorer_folder)

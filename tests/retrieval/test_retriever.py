@@ -5,11 +5,13 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from r3lite.episode import Document, Question
+from r3lite.config import UsageError
+from r3lite.episode import Document, Failure, Question
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import index
 from r3lite.retrieval.encoder import make_encoder
-from r3lite.retrieval.retriever import RETRIEVERS, build_retriever
+from r3lite.retrieval.retriever import GIVE_UP, RETRIEVERS, Tolerant, build_retriever
+from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
 
 HARBOR = Document("q1/0", "Blue Harbor", "Blue Harbor is a film directed by Ann Lee.")
@@ -22,7 +24,7 @@ HASHING = RetrievalSettings(encoder="hashing", top_k=1)
 
 def retriever(questions=(ONE, TWO), **changes):
     settings = RetrievalSettings(**(vars(HASHING) | changes))
-    return build_retriever(settings, list(questions), progress=False)
+    return build_retriever(Setup(settings, list(questions), progress=False))
 
 
 @pytest.fixture
@@ -57,18 +59,18 @@ def test_bad_lines_of_a_corpus_are_skipped_on_demand(corpus, tmp_path):
         file.write("\n[1]\n")
     settings = RetrievalSettings(**(vars(HASHING) | {"corpus": corpus}))
     with pytest.raises(R3LiteError, match="line 3: not a JSON object"):
-        build_retriever(settings, [ONE], progress=False)
-    retrieve = build_retriever(settings, [ONE], progress=False, skip_bad_rows=True)
+        build_retriever(Setup(settings, [ONE], progress=False))
+    retrieve = build_retriever(Setup(settings, [ONE], progress=False, skip_bad_rows=True))
     assert retrieve([(ONE, "capital of Norway")]) == [[OSLO]]
     documents = [HARBOR, OSLO]
     index.build(make_encoder("hashing", "auto", documents), documents, progress=False).save(tmp_path / "i")
     settings = RetrievalSettings(**(vars(settings) | {"index": str(tmp_path / "i")}))
-    assert build_retriever(settings, [ONE], skip_bad_rows=True)([(ONE, "capital of Norway")]) == [[OSLO]]
+    assert build_retriever(Setup(settings, [ONE], skip_bad_rows=True))([(ONE, "capital of Norway")]) == [[OSLO]]
 
 
 def test_equal_queries_are_encoded_once_and_one_call_is_one_batch(monkeypatch):
     retrieve, seen = retriever(), []
-    encoder = retrieve.passages.encoder
+    encoder = retrieve.retrieve.passages.encoder
     encode = encoder.encode_queries
     monkeypatch.setattr(encoder, "encode_queries", lambda queries: seen.append(list(queries)) or encode(queries))
     found = retrieve([(ONE, "Oslo"), (TWO, "Ann Lee"), (TWO, "Oslo")])
@@ -79,13 +81,6 @@ def test_equal_queries_are_encoded_once_and_one_call_is_one_batch(monkeypatch):
     assert retrieve([]) == []
 
 
-def test_golden_gives_the_question_its_own_gold_paragraphs():
-    retrieve = retriever(retriever="golden")
-    assert retrieve([(ONE, "anything"), (TWO, "x")]) == [[LEE, HARBOR], []]
-    with pytest.raises(R3LiteError, match="no question in --data has any"):
-        retriever([TWO], retriever="golden")
-
-
 def test_none_gives_nothing():
     assert retriever(retriever="none")([(ONE, "x"), (TWO, "y")]) == [[], []]
 
@@ -94,6 +89,83 @@ def test_without_any_passages_it_says_what_to_pass():
     with pytest.raises(R3LiteError, match="come without paragraphs") as error:
         retriever([Question("q", "?", ("a",))])
     assert "--corpus FILE.jsonl" in error.value.remedy
+
+
+def test_every_document_says_what_brought_it_and_how_well():
+    pair = (ONE, "Who directed Blue Harbor, a film?")
+    for name, sources in (("semantic", {"semantic"}), ("lexical", {"lexical"}), ("hybrid", {"semantic+lexical"})):
+        (found,) = retriever(retriever=name, top_k=3)([pair])
+        assert found[0] == HARBOR and found[0].source in sources
+        assert [d.score for d in found] == sorted((d.score for d in found), reverse=True)
+    (found,) = retriever(retriever="hybrid", top_k=3)([pair])
+    assert {d.source for d in found} == {"semantic+lexical", "semantic"}  # the others share no word with the query
+    assert found[0].to_json() == HARBOR.to_json()  # files have passages only
+
+
+@pytest.mark.parametrize("name", ["semantic", "lexical", "hybrid"])
+def test_with_context_question_only_its_own_paragraphs_are_searched(name):
+    retrieve = retriever(retriever=name, context="question", top_k=5)
+    query = "capital of Norway, born in Oslo"
+    one, two = retrieve([(ONE, query), (TWO, query)])
+    assert one[0] == LEE and set(one) <= {HARBOR, LEE}
+    assert two[0] == OSLO and set(two) <= {OSLO, LEE}
+    assert [d.score for d in two] == sorted((d.score for d in two), reverse=True)
+    assert {d.id for d in retriever(retriever=name, top_k=5)([(ONE, query)])[0]} > {d.id for d in one}
+
+
+def test_context_question_needs_paragraphs_and_no_corpus():
+    with pytest.raises(R3LiteError, match="question bare has none"):
+        retriever([ONE, Question("bare", "?", ("a",))], context="question")
+    for given in ({"corpus": "c"}, {"index": "i"}):
+        with pytest.raises(UsageError, match=f"leave --{next(iter(given))} out"):
+            RetrievalSettings(context="question", **given).check()
+
+
+def test_a_reranker_has_nothing_to_order_where_nothing_is_searched():
+    for name in ("golden", "none"):
+        with pytest.raises(UsageError, match=f"--retriever {name} does not search"):
+            RetrievalSettings(retriever=name, rerank="auto").check()
+
+
+class Flaky:
+    """A retriever that fails at some queries, and at many together."""
+
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def __call__(self, pairs):
+        self.calls += 1
+        if any(query == "bad" for _, query in pairs):
+            raise self.error
+        return [[HARBOR] for _ in pairs]
+
+
+def test_a_failure_is_the_outcome_of_its_own_query_only(capsys):
+    """It would end a run of hours."""
+    for error, reason in (
+        (R3LiteError("no such thing", "Mend it."), "no such thing"),
+        (RuntimeError("can't allocate memory"), "RuntimeError: can't allocate memory"),
+        (OSError("gone"), "OSError: gone"),
+    ):
+        flaky = Flaky(error)
+        retrieve = Tolerant(flaky)
+        assert retrieve([(ONE, "a"), (ONE, "bad"), (TWO, "b")]) == [[HARBOR], Failure(reason), [HARBOR]]
+        assert flaky.calls == 4  # all, then each alone
+        assert capsys.readouterr().err == f"warning: the retriever failed: {reason}\n"
+        assert retrieve([(ONE, "bad")]) == [Failure(reason)]
+        assert capsys.readouterr().err == ""  # the same reason is told once
+    with pytest.raises(KeyError):  # a bug of ours
+        Tolerant(Flaky(KeyError("x")))([(ONE, "bad")])
+
+
+def test_a_retriever_that_only_fails_stops_the_run():
+    """It would go on for hours and learn nothing."""
+    retrieve = Tolerant(Flaky(OSError("gone")))
+    for _ in range(2):  # a query that succeeds starts the count anew
+        assert len(retrieve([(ONE, "bad")] * (GIVE_UP - 1))) == GIVE_UP - 1
+        retrieve([(ONE, "good")])
+    with pytest.raises(R3LiteError, match=f"failed at {GIVE_UP} queries in a row: OSError: gone"):
+        retrieve([(ONE, "bad")] * GIVE_UP)
 
 
 def test_every_retriever_can_be_chosen():

@@ -45,6 +45,13 @@ def test_a_right_episode_by_hand():
     assert scored.total == pytest.approx(sum(scored.parts[k] for k in ("format", "process", "outcome")))
 
 
+def test_an_episode_whose_retriever_failed_has_no_reward():
+    """A model would be paid for answering without documents, or punished for finding none."""
+    steps = [search(), answer("Ada Byron")]
+    assert score(Episode(QUESTION, steps, ANSWERED, failure="no room"), PLAIN) is None
+    assert score(Episode(QUESTION, steps, ANSWERED), PLAIN) is not None
+
+
 def test_trajectory_factors():
     steps = [search(*GOLD)]
     wrong = score(Episode(QUESTION, [*steps, answer("Bob")], ANSWERED), PLAIN)

@@ -2,7 +2,7 @@
 
 import random
 
-from r3lite.episode import Document, Question
+from r3lite.episode import Document, Failure, Question
 from r3lite.rollout.fetcher import GATHER, PATIENCE, Fetcher
 from r3lite.rollout.sequence import Sequence
 
@@ -28,6 +28,17 @@ def test_all_queries_of_all_sequences_are_one_call():
         fetched = fetcher.fetch([one, two])
     assert calls == [[("1", "a"), ("1", "b"), ("2", "c")]]
     assert fetched == [(one, documents(["a", "a!", "b", "b!"])), (two, documents(["c", "c!"]))]
+
+
+def test_a_query_that_failed_brings_nothing_and_its_sequence_says_why():
+    def retrieve(pairs):
+        return [Failure("no room") if query == "bad" else documents([query]) for _, query in pairs]
+
+    one, two = waiting("1", "a", "bad"), waiting("2", "c")
+    with Fetcher(retrieve) as fetcher:
+        assert fetcher.fetch([one, two]) == [(one, documents(["a"])), (two, documents(["c"]))]
+    assert (one.failure, two.failure) == ("no room", None)
+    assert one.episode().failure == "no room"
 
 
 def test_queries_wait_for_others_and_documents_for_their_iteration():

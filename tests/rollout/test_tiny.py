@@ -11,6 +11,7 @@ from r3lite.datasets.qa import read_questions
 from r3lite.evaluate import EvaluateConfig, build_engine
 from r3lite.models import lora
 from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import action_logprobs
 from r3lite.rollout.sampling import Sampler
@@ -22,7 +23,8 @@ def tiny():
     arguments = ["--preset", "tiny", "--dtype", "fp32", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
     config = resolve("evaluate", EvaluateConfig(), arguments, COMMANDS)
     questions = read_questions(shipped("data", "world", "test.jsonl"), 4)
-    return build_engine(config, len(questions)), build_retriever(config.retrieval, questions, progress=False), questions
+    retrieve = build_retriever(Setup(config.retrieval, questions, progress=False))
+    return build_engine(config, len(questions)), retrieve, questions
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

@@ -1,0 +1,58 @@
+"""Gaps of a corpus: gold paragraphs that it lacks, so that no retriever can bring them."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from r3lite.episode import Document, Question, folded
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The gold paragraphs of one question that a corpus lacks."""
+
+    question: Question
+    missing: tuple[Document, ...]
+
+    def best_recall(self, k: int | None = None) -> float:
+        """The recall that a perfect retriever would have among `k` passages, or among any number."""
+        there = len(self.question.gold) - len(self.missing)
+        return (there if k is None else min(there, k)) / len(self.question.gold)
+
+    def to_json(self) -> dict:
+        missing = [{"title": d.title, "text": d.text} for d in self.missing]
+        return {
+            "id": self.question.id, "question": self.question.text, "gold": len(self.question.gold),
+            "missing": missing, "best_recall": self.best_recall(),
+        }  # fmt: skip
+
+
+def gaps(questions: Iterable[Question], documents: Iterable[Document]) -> list[Gap]:
+    """The gap of every question with gold paragraphs, whether it lacks any or none. A paragraph is there if a passage
+    is recognised as it as a retrieved one would be, by `Question.gold_index`."""
+    by_title = defaultdict(list)
+    for document in documents:
+        by_title[folded(document.title)].append(document)
+    found = []
+    for question in questions:
+        there = question.gold_found(d for gold in question.gold for d in by_title[folded(gold.title)])
+        if question.gold:
+            found.append(Gap(question, tuple(d for i, d in enumerate(question.gold) if i not in there)))
+    return found
+
+
+def report(found: list[Gap], cuts: Iterable[int]) -> dict:
+    """What `retrieve --gap-report` writes: counts, the best mean recall at each cut, and the questions with gaps."""
+
+    def mean(k: int | None) -> float:
+        return sum(gap.best_recall(k) for gap in found) / len(found)
+
+    lacking = [gap for gap in found if gap.missing]
+    return {
+        "n": len(found),
+        "gold": sum(len(gap.question.gold) for gap in found),
+        "missing": sum(len(gap.missing) for gap in found),
+        "best_recall": mean(None),
+        "best_recall_at": {str(k): mean(k) for k in cuts},
+        "questions": [gap.to_json() for gap in lacking],
+    }

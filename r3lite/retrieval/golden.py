@@ -1,0 +1,41 @@
+"""The golden retriever: a question's own supporting paragraphs, whatever is asked, with others beside them on demand.
+
+It bounds what retrieval can bring, and with noise it shows how a model bears paragraphs that do not help.
+"""
+
+import random
+from dataclasses import replace
+
+from r3lite.episode import Document, Question, Retrieve
+from r3lite.errors import R3LiteError
+from r3lite.retrieval.setup import Setup
+
+NAME = "golden"
+
+
+def build(setup: Setup, top_k: int) -> Retrieve:
+    """`top_k` counts nothing here: how many paragraphs support an answer is the question's affair."""
+    if without := [q for q in setup.questions if not q.gold]:
+        every = len(without) == len(setup.questions)
+        raise R3LiteError(
+            f"--retriever golden needs gold paragraphs, and "
+            f"{'no question in --data has any' if every else f'question {without[0].id} has none'}",
+            "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another retriever.",
+        )
+    rate, seed = setup.settings.noise_rate, setup.seed
+    return lambda pairs: [paragraphs(question, rate, seed) for question, _ in pairs]
+
+
+def paragraphs(question: Question, noise_rate: float, seed: int) -> list[Document]:
+    """The gold paragraphs in their order; mixed with so great a share of the question's others, if it is above 0.
+
+    A question brings the same ones in the same order each time. Others are drawn at random, and all are shuffled, so
+    that no place tells which are gold.
+    """
+    documents = list(question.gold)
+    if noise_rate:
+        others = [d for d in question.documents if question.gold_index(d) is None]
+        draw = random.Random(f"{seed}/{question.id}/noise")
+        documents += draw.sample(others, round(noise_rate * len(others)))
+        draw.shuffle(documents)
+    return [replace(d, source=NAME) for d in documents]

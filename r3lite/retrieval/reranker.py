@@ -1,0 +1,62 @@
+"""Reranking: a cross-encoder reads the query together with each passage, and the best of many candidates are kept.
+
+It sees what an encoder, which reads both apart, cannot; but it reads every candidate anew for each query.
+"""
+
+from dataclasses import replace
+from itertools import islice
+
+import torch
+
+from r3lite.episode import Document, Question, Retrieve
+from r3lite.errors import R3LiteError
+from r3lite.models.bert import load_bert_scorer
+from r3lite.retrieval.bert_folder import LONGEST, REMEDY, batches, model_folder, wordpiece
+from r3lite.retrieval.encoder import passage_text
+
+MODEL = "cross-encoder/ms-marco-MiniLM-L-6-v2"  # what --rerank auto names
+CANDIDATES = 3  # for each passage that is kept
+SPECIAL = 3  # [CLS] query [SEP] passage [SEP]
+
+
+class CrossEncoder:
+    """A BERT that scores a pair of a query and a passage, on the CPU: as its retriever, beside training."""
+
+    def __init__(self, name: str, batch_size: int = 32):
+        folder = model_folder(MODEL if name == "auto" else name, "--rerank", "Or leave --rerank out.")
+        self.model, self.batch_size = load_bert_scorer(folder), batch_size
+        config, path = self.model.config, folder / "tokenizer.json"
+        self.tokenizer = wordpiece(path, min(LONGEST, config.max_position_embeddings), config.vocab_size)
+        if self.tokenizer.num_special_tokens_to_add(is_pair=True) != SPECIAL or config.type_vocab_size < 2:
+            raise R3LiteError(f"{path} does not tell two texts apart, as a cross-encoder's does", REMEDY)
+
+    @torch.inference_mode()
+    def scores(self, pairs: list[tuple[str, str]]) -> list[float]:
+        """The logit of each pair of query and passage."""
+        out = torch.zeros(len(pairs))
+        for batch in batches(self.tokenizer.encode_batch(pairs), self.batch_size, "cpu"):
+            out[batch.rows] = self.model(batch.tokens, batch.real, batch.segments)
+        return out.tolist()
+
+
+class Reranked:
+    """A retriever of candidates, of which the `top_k` that the cross-encoder scores highest are kept.
+
+    A document's score becomes the cross-encoder's; its source stays the retriever that found it.
+    """
+
+    def __init__(self, retrieve: Retrieve, reranker: CrossEncoder, top_k: int):
+        self.retrieve, self.reranker, self.top_k = retrieve, reranker, top_k
+
+    def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
+        candidates = self.retrieve(pairs)
+        asked = [(query, passage_text(d)) for (_, query), found in zip(pairs, candidates, strict=True) for d in found]
+        unique = list(dict.fromkeys(asked))  # episodes of one group ask the same
+        score_of = dict(zip(unique, self.reranker.scores(unique), strict=True))
+        scores = (score_of[pair] for pair in asked)
+        return [self._best(found, list(islice(scores, len(found)))) for found in candidates]
+
+    def _best(self, found: list[Document], scores: list[float]) -> list[Document]:
+        """Of equal scores the first comes first."""
+        order = sorted(range(len(found)), key=lambda i: -scores[i])[: self.top_k]
+        return [replace(found[i], score=scores[i]) for i in order]

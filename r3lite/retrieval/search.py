@@ -1,0 +1,50 @@
+"""What all retrievers that search have in common: passages are ranked by scores, equal queries are asked once."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from r3lite.episode import Document, Question
+
+
+class Ranking(Protocol):
+    """Passages that queries rank."""
+
+    def search(self, queries: list[str], k: int, own: list[list[int]] | None = None) -> list[list[Document]]:
+        """The `k` best passages of each query, best first; of the places in `own[i]` only, for query i, if given."""
+
+
+class Search:
+    """The retriever of a ranking: from pairs (question, query) to documents. All pairs of a call are one batch."""
+
+    def __init__(
+        self, passages: Ranking, top_k: int, own_paragraphs: Callable[[list[Question]], list[list[int]] | None]
+    ):
+        self.passages, self.top_k, self.own_paragraphs = passages, top_k, own_paragraphs
+
+    def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
+        own = self.own_paragraphs([question for question, _ in pairs])
+        if own is not None:
+            return self.passages.search([query for _, query in pairs], self.top_k, own)
+        queries = list(dict.fromkeys(query for _, query in pairs))
+        found = dict(zip(queries, self.passages.search(queries, self.top_k), strict=True))
+        return [list(found[query]) for _, query in pairs]
+
+
+def best(scores: np.ndarray, k: int) -> np.ndarray:
+    """Places of the `k` highest of `scores` [N], highest first; of equal ones the first, so that it is the same always.
+
+    Only those above the k-th are sorted: with 100,000 passages a whole sort takes longer than BM25 itself.
+    """
+    if k < len(scores):
+        candidates = np.flatnonzero(scores >= np.partition(scores, -k)[-k])
+    else:
+        candidates = np.arange(len(scores))
+    return candidates[np.argsort(-scores[candidates], kind="stable")][:k]
+
+
+def found(documents: list[Document], places: Iterable[int], scores: Iterable[float], source: str) -> list[Document]:
+    """The documents at `places`, with their scores and the retriever that gave them."""
+    return [replace(documents[i], score=float(s), source=source) for i, s in zip(places, scores, strict=True)]

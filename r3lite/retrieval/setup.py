@@ -1,0 +1,77 @@
+"""What a retriever is built from: the settings, the questions, and the corpus or index that these choose."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from r3lite.episode import Document, Question
+from r3lite.errors import R3LiteError
+from r3lite.retrieval import corpus, index
+from r3lite.retrieval.encoder import make_encoder
+from r3lite.settings import RetrievalSettings
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The parts that retrievers share, each read or built when it is first asked for."""
+
+    settings: RetrievalSettings
+    questions: list[Question]  # their paragraphs are the corpus if no other is named
+    seed: int = 0  # of what is drawn
+    progress: bool = True  # a bar while an index is built
+    skip_bad_rows: bool = False  # leaves out bad lines of --corpus
+
+    @cached_property
+    def documents(self) -> list[Document]:
+        """The passages of --index or --corpus, or the paragraphs that come with the questions."""
+        settings = self.settings
+        if settings.index:
+            return self._checked(index.read_documents(settings.index))
+        if settings.corpus:
+            return corpus.read_corpus(settings.corpus, self.skip_bad_rows)
+        bare = [q.id for q in self.questions if not q.documents]
+        if settings.context == "question" and bare:
+            raise R3LiteError(
+                f"--context question searches the question's own paragraphs, and question {bare[0]} has none",
+                "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or name a --corpus in place of --context.",
+            )
+        documents = corpus.from_questions(self.questions)
+        if not documents:
+            raise R3LiteError(
+                "there is nothing to retrieve from: the questions in --data come without paragraphs",
+                "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none.",
+            )
+        return documents
+
+    @cached_property
+    def index(self) -> index.PassageIndex:
+        """The index of --index; else one built now."""
+        settings = self.settings
+        if settings.index:
+            opened = index.load(settings.index, settings.encoder, settings.encoder_style)
+            self._checked(opened.documents)
+            return opened
+        encoder = make_encoder(settings.encoder, settings.encoder_style, self.documents)
+        return index.build(encoder, self.documents, self.progress)
+
+    def _checked(self, documents: list[Document]) -> list[Document]:
+        """The passages of the index, refused if another corpus than theirs is named beside it."""
+        settings = self.settings
+        if settings.corpus:
+            named = corpus.read_corpus(settings.corpus, self.skip_bad_rows)
+            if corpus.fingerprint(named) != corpus.fingerprint(documents):
+                raise R3LiteError(
+                    f"the index {settings.index} was not built of the corpus {settings.corpus}",
+                    f"Pass one of them only, or build it again: python -m r3lite.index --corpus {settings.corpus} "
+                    f"--encoder {settings.encoder} --output {settings.index}",
+                )
+        return documents
+
+    def own(self, questions: list[Question]) -> list[list[int]] | None:
+        """Places in `documents` of the paragraphs that come with each question, if a search is confined to them."""
+        if self.settings.context == "corpus":
+            return None
+        return [sorted({self._places[d.title, d.text] for d in q.documents}) for q in questions]
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, str], int]:
+        return {(d.title, d.text): i for i, d in enumerate(self.documents)}

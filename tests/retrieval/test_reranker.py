@@ -1,0 +1,106 @@
+"""A cross-encoder's scores against transformers, and what becomes of the candidates."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from r3lite.episode import Document, Question
+from r3lite.errors import R3LiteError
+from r3lite.retrieval.reranker import CrossEncoder, Reranked
+from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
+from r3lite.settings import RetrievalSettings
+
+PAIRS = [
+    ("Who directed Blue Harbor?", "Blue Harbor is a film directed by Ann Lee."),
+    ("x", ""),
+    ("Who directed Blue Harbor?", "Oslo is the capital of Norway. " * 200),
+    ("Ünïcode 東京?", "Tokyo"),
+    ("a very long query " * 200, "a very long passage " * 200),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(minilm, tmp_path_factory):
+    """A cross-encoder with the vocabulary of a real model, one layer and random weights."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    model = BertForSequenceClassification(BertConfig(vocab_size=30522, num_labels=1, **sizes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("LayerNorm.weight") else 0.0, 0.3)
+    folder = tmp_path_factory.mktemp("cross")
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(minilm / name, folder / name)
+    return folder
+
+
+@torch.no_grad()
+def test_scores_are_those_of_transformers(folder):
+    from transformers import AutoTokenizer, BertForSequenceClassification
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(*map(list, zip(*PAIRS)), padding=True, truncation=True, max_length=512, return_tensors="pt")
+    theirs = BertForSequenceClassification.from_pretrained(folder).eval()(**batch).logits[:, 0]
+    ours = CrossEncoder(str(folder), batch_size=2).scores(PAIRS)
+    assert torch.tensor(ours) == pytest.approx(theirs, abs=1e-4)
+    assert len({round(score, 3) for score in ours}) == len(PAIRS)
+    assert CrossEncoder(str(folder)).scores([]) == []
+
+
+class Lengths:
+    """A reranker that likes long passages."""
+
+    asked = ()
+
+    def scores(self, pairs):
+        self.asked = pairs
+        return [float(len(passage)) for _, passage in pairs]
+
+
+def test_the_best_candidates_are_kept_and_each_pair_is_read_once():
+    documents = [Document(str(n), "", "x" * n, 1.0, "lexical") for n in (2, 9, 5, 7)]
+    reranker = Lengths()
+    reranked = Reranked(lambda pairs: [documents, [], documents[:1], documents], reranker, top_k=2)
+    one, two = Question("1", "?", ("a",)), Question("2", "?", ("a",))
+    found = reranked([(one, "q"), (one, "none"), (one, "p"), (two, "q")])
+    assert [[(d.id, d.score, d.source) for d in row] for row in found] == [
+        [("9", 9.0, "lexical"), ("7", 7.0, "lexical")], [], [("2", 2.0, "lexical")],
+        [("9", 9.0, "lexical"), ("7", 7.0, "lexical")],
+    ]  # fmt: skip
+    assert len(reranker.asked) == 5
+    assert Reranked(lambda pairs: [], reranker, 2)([]) == []
+
+
+def test_three_times_as_many_candidates_are_asked_for(folder):
+    documents = tuple(Document(str(i), f"Harbor {i}", "A harbor." + " And more." * i) for i in range(20))
+    question = Question("q", "harbor", ("a",), documents)
+
+    def found(**changes):
+        settings = RetrievalSettings(retriever="lexical", encoder="hashing", **changes)
+        return build_retriever(Setup(settings, [question], progress=False))([(question, "Which harbor?")])[0]
+
+    reranked, candidates = found(top_k=4, rerank=str(folder)), found(top_k=12)
+    scores = CrossEncoder(str(folder)).scores([("Which harbor?", f"{d.title} {d.text}") for d in candidates])
+    best = sorted(zip(scores, candidates, strict=True), key=lambda pair: -pair[0])[:4]
+    assert reranked == [d for _, d in best] != found(top_k=4)
+    assert [d.score for d in reranked] == pytest.approx([score for score, _ in best], abs=1e-5)
+
+
+def test_what_is_no_cross_encoder_is_refused(folder, minilm, tmp_path):
+    with pytest.raises(R3LiteError, match=r"classifier\.weight is missing"):
+        CrossEncoder(str(minilm))
+    with pytest.raises(R3LiteError, match="there is no model folder") as error:
+        CrossEncoder(str(tmp_path / "gone"))
+    assert "pass --rerank FOLDER" in error.value.remedy
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    value = json.loads((copied / "tokenizer.json").read_text())
+    value["post_processor"]["pair"] = value["post_processor"]["pair"][:-1]
+    (copied / "tokenizer.json").write_text(json.dumps(value))
+    with pytest.raises(R3LiteError, match="does not tell two texts apart"):
+        CrossEncoder(str(copied))
