@@ -68,35 +68,31 @@ class SFTTrainer:
     def step(self, number: int) -> tuple[dict, int]:
         """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched."""
         from r3lite.datasets.order import rows_of_step
+        from r3lite.models.lora import cast_once
         from r3lite.training.metrics import with_perplexity
 
         per_step = rows_per_step(self.config)
         chosen = rows_of_step(number, len(self.rows), per_step, self.config.common.seed, self.last_row)
         rows = [self.rows[i] for i in chosen]
         self.policy.model.train()
-        loss = self.policy.grant.attempt("update", self.add_gradients, rows)
+        with cast_once(self.policy.model, self.policy.precision.dtype):
+            loss = self.policy.grant.attempt("update", self.add_gradients, rows)
         norm, _ = self.state.update()
-        seen = (number - 1) * per_step + len(rows)
-        record = {"loss": float(loss), "grad_norm": norm, "epoch": seen / len(self.rows)}
+        epoch = ((number - 1) * per_step + len(rows)) / len(self.rows)
+        record = {"loss": float(loss), "grad_norm": norm, "epoch": epoch}
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
             record["eval_loss"] = self.policy.grant.attempt("update", self.validation_loss)
         return with_perplexity(record), sum(len(row.tokens) for row in rows)
 
     def add_gradients(self, rows: "list[Row]") -> "Tensor":
-        """The mean loss of a step's rows, and its gradients, however many passes they take.
-
-        The loss is on its way to the host, and there once the gradients' norm is: a step waits for the device once.
-        """
-        from r3lite.models.lora import cast_once
-
+        """The mean loss of a step's rows, and its gradients, however many passes they take."""
         count, total = sum(row.loss_tokens for row in rows), 0.0
-        with cast_once(self.policy.model, self.policy.precision.dtype):
-            for group in self.micro_batches(rows):
-                self.last_micro_batch = group
-                loss = self.loss(group) / count
-                self.policy.precision.backward(loss)
-                total += loss.detach()
-        return total.to("cpu", non_blocking=True)
+        for group in self.micro_batches(rows):
+            self.last_micro_batch = group
+            loss = self.loss(group) / count
+            self.policy.precision.backward(loss)
+            total += loss.detach()
+        return total.to("cpu", non_blocking=True)  # there when the gradients' norm is: a step waits for the device once
 
     def loss(self, rows: "list[Row]") -> "Tensor":
         """Summed cross-entropy of the rows' trained tokens, each predicted by the hidden state before it."""
