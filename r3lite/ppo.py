@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.config import UsageError
+from r3lite.errors import R3LiteError
 from r3lite.settings import PpoConfig
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
@@ -78,6 +79,11 @@ def train(config: PpoConfig) -> None:
     check(config)
     with RunFolder("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,)) as run:
         questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
+        if config.rl.expand_limit and not any(question.gold for question in questions):
+            raise R3LiteError(
+                f"no question in {config.data.data} has gold paragraphs, and --expand-limit goes on from these",
+                "Leave --expand-limit out, or train on questions whose supporting paragraphs are marked.",
+            )
         retrieve = build_retriever(config.retrieval, questions, skip_bad_rows=config.data.skip_bad_rows)
         judge = build_judge(config.judge, run.output, config.reward)
         torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
@@ -100,6 +106,8 @@ def check(config: PpoConfig) -> None:
         raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
     if (least := config.reward.least_searches) > config.lengths.max_hops:
         raise UsageError(f"--least-searches is {least}, and --max-hops {config.lengths.max_hops} allows fewer")
+    if config.rl.expand_limit and config.retrieval.retriever == "none":
+        raise UsageError("--expand-limit goes on after queries that brought gold paragraphs, and --retriever is none")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
 
 

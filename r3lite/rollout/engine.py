@@ -44,7 +44,6 @@ class Engine:
     value_head: nn.Module | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
-    @torch.no_grad()
     def run(
         self, questions: list[Question], seeds: list[str], retrieve: Retrieve, progress: str | None = None
     ) -> list[Sequence]:
@@ -55,6 +54,20 @@ class Engine:
         sequences = [Sequence(q, stream=random.Random(seed)) for q, seed in zip(questions, seeds, strict=True)]
         for sequence in sequences:
             self.layout.open(sequence)
+        return self._finished(sequences, retrieve, progress)
+
+    def run_on(self, begun: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+        """Another end for each of some finished sequences, from where it stood after so many of its steps.
+
+        Tokens, log-probabilities and values up to there are kept; each draws the rest from the stream of its own seed.
+        """
+        pairs = zip(begun, seeds, strict=True)
+        sequences = [sequence.restarted(steps, random.Random(seed)) for (sequence, steps), seed in pairs]
+        return self._finished(sequences, retrieve)
+
+    @torch.no_grad()
+    def _finished(self, sequences: list[Sequence], retrieve: Retrieve, progress: str | None = None) -> list[Sequence]:
+        """The same sequences, which were opened, at their ends."""
         training = self.model.training
         self.model.eval()  # no dropout: the policy that samples is the policy that is trained
         bar = tqdm(total=len(sequences), desc=progress, unit="episode", disable=None if progress else True)

@@ -47,7 +47,7 @@ class RLSettings(Section):
     update_epochs: Annotated[int, Bounds(low=1, high=100)] = 1
     """passes over the episodes of a round"""
     mini_batch_size: Count = 16
-    """episodes of one optimizer step"""
+    """most episodes of one optimizer step; if a round's do not divide evenly, its steps are about as large"""
     micro_batch_size: Count | None = None
     """most episodes of one pass; by default as many as --micro-batch-tokens holds"""
     clip_low: NonNegative = 0.2
@@ -60,6 +60,10 @@ class RLSettings(Section):
     importance_cap: Positive | None = None
     """weigh each token's policy loss with pi of the trainer / pi of the sampler, at most this (truncated importance
     sampling); needs --old-logprobs trainer"""
+    expand_limit: Whole = 0
+    """most episodes of a round that get another end (arXiv 2601.21699): of those that found gold paragraphs and failed
+    all the same, sampled from the last step that found a new one; each joins its group; 0: off (algorithms that compare
+    the episodes of a question)"""
     refill_limit: Whole = 0
     """how often in a round groups whose rewards are all equal are left out and as many other questions sampled; 0: such
     groups stay (algorithms that compare the episodes of a question)"""

@@ -28,6 +28,7 @@ GIVEN = {
     "value_coefficient": "0.5",
     "value_learning_rate": "0.5",
     "refill_limit": "7",
+    "expand_limit": "7",
     "overlong_filter": "on",
     "overlong_penalty": "0.5",
     "overlong_cache": "0.5",
