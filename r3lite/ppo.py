@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite import command
-from r3lite.config import UsageError
+from r3lite.config import UsageError, flag, flat
 from r3lite.errors import R3LiteError
 from r3lite.settings import PpoConfig
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
     from r3lite.training.state import TrainState
 
 EPISODES = "episodes.jsonl"
+# Settings that pay for searches, or ask for them.
+ABOUT_SEARCHES = (
+    "least_searches", "search_bonus", "idle_query_penalty", "process_recall", "process_judge", "expand_limit",
+)  # fmt: skip
 
 
 class RLTrainer:
@@ -100,12 +104,17 @@ def train(config: PpoConfig) -> None:
 
 def check(config: PpoConfig) -> None:
     """Refuses settings that contradict each other; UsageError says which."""
+    from r3lite.protocols.registry import build_protocol
     from r3lite.rl import algorithms
 
     if config.sampling.temperature == 0:
         raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
     if (least := config.reward.least_searches) > config.lengths.max_hops:
         raise UsageError(f"--least-searches is {least}, and --max-hops {config.lengths.max_hops} allows fewer")
+    if not build_protocol(config.protocol).searches:
+        for name in ABOUT_SEARCHES:
+            if value := flat(config)[name]:
+                raise UsageError(f"{flag(name)} is {value}, and --format {config.protocol.format} has no searches")
     if config.rl.expand_limit and config.retrieval.retriever == "none":
         raise UsageError("--expand-limit goes on after queries that brought gold paragraphs, and --retriever is none")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)

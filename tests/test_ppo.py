@@ -263,6 +263,12 @@ def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_pa
     assert "calls of the judge failed: " in told and f"step {records[-1]['step']} is saved; go on with" in told
 
 
+SEARCH_SETTINGS = [
+    ["--least-searches", "1"], ["--search-bonus", "0.1"], ["--idle-query-penalty", "0.5"], ["--process-recall", "0.3"],
+    ["--process-judge", "0.2"], ["--algorithm", "grpo", "--expand-limit", "4"],
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -270,6 +276,13 @@ def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_pa
         (["--data", "x", "--temperature", "0"], "--temperature 0 always"),
         (["--dry-run", "--algorithm", "grpo", "--num-generations", "1"], "--num-generations is 1"),
         (["--dry-run", "--least-searches", "3", "--max-hops", "2"], "--least-searches is 3, and --max-hops 2 allows"),
+        *(
+            (
+                ["--dry-run", "--format", "solution", *flags],
+                f"{' is '.join(flags[-2:])}, and --format solution has no searches",
+            )
+            for flags in SEARCH_SETTINGS
+        ),
         (["--dry-run", "--expand-limit", "4"], "--expand-limit is 4, and ppo has no use for it: it is for grpo"),
         (["--dry-run", "--algorithm", "grpo", "--expand-limit", "4", "--retriever", "none"], "--retriever is none"),
     ],
