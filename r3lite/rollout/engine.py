@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from r3lite.episode import Question, Retrieve
-from r3lite.errors import R3LiteError
+from r3lite.errors import NotFinite
 from r3lite.grant import Grant
 from r3lite.models.hooks import ActivationWatch
 from r3lite.models.kv_cache import KVCache, Prefill
@@ -167,7 +167,7 @@ class Engine:
     def _explain_overflow(self, sequence: Sequence) -> NoReturn:
         with ActivationWatch(self.model) as watch:
             self.model(torch.tensor([sequence.tokens], device=self.model.head_weight.device))
-        raise R3LiteError(
+        raise NotFinite(
             f"question {sequence.question.id}: what the model says is not a number: {watch.report()}",
             "Pass --dtype bf16 or --dtype fp32, whose numbers reach further; or start from a sounder adapter.",
         )
