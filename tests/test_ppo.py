@@ -69,6 +69,19 @@ def test_stopped_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
     same(finished, tmp_path / "run")
 
 
+def test_b_has_its_own_learning_rate(cold, tmp_path):
+    """One optimizer step from one adapter: A moves as without LoRA+, B eight times as far."""
+    moves = []
+    for ratio in ("1", "8"):
+        output, more = tmp_path / ratio, ["--max-steps", "1", "--lora-plus-ratio", ratio, "--dtype", "fp32"]
+        assert ppo.main(arguments(cold, output, *more, "--algorithm", "grpo", "--warmup", "0")) == 0
+        before, after = adapter(cold / "sft"), adapter(output)
+        moves.append({name: after[name] - before[name] for name in before})
+    for name, one in moves[0].items():
+        factor = 8 if "lora_B" in name else 1
+        assert one.abs().max() > 0 and (moves[1][name] - factor * one).abs().max() < 1e-5
+
+
 def kill_after(step: int, arguments: list[str], output: Path) -> None:
     """Starts a run and kills it when a step is logged; its end may come before, if it is the last."""
     command = [sys.executable, "-m", "r3lite.ppo", *arguments]
@@ -107,8 +120,9 @@ VARIANTS = {
     "dr-grpo": "--kl-beta 0.05 --kl-estimator k2 --expand-limit 3",
     "dapo": "--kl-beta 0.05 --kl-target 0.01",
     "gspo": "--update-epochs 2 --mini-batch-size 3",
-    "rloo": "--kl-beta 0.05 --kl-target 0.01",
+    "rloo": "--kl-beta 0.05 --kl-target 0.01 --lora-plus-ratio 8",
     "reinforce++": "--kl-beta 0.05",
+    "reinforce++-baseline": "--kl-beta 0.05 --kl-target 0.01",
 }
 SHORT = "--max-steps 2 --max-new-tokens 64 --max-hops 1 --warmup 0 --learning-rate-schedule linear"
 
