@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from r3lite.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
 
 # The keys of rl.algorithms.ALGORITHMS; a test holds them to it.
-Algorithm = Literal["ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++"]
+Algorithm = Literal["ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline"]
 
 # What --algorithm brings with it. The defaults below are those of ppo and grpo.
 PAPERS = {
@@ -18,6 +18,7 @@ PAPERS = {
         "overlong_filter": "on",
         "overlong_penalty": 1.0,
     },
+    "reinforce++-baseline": {"kl_estimator": "k2"},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_beta": 0.0, "old_logprobs": "trainer"},
 }
 
@@ -31,8 +32,8 @@ class RLSettings(Section):
     algorithm: Algorithm = "ppo"
     """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (2402.03300); dr-grpo: without its biases
     (2503.20783); dapo: higher clip, refilled groups (2503.14476); gspo: one ratio an episode (2507.18071); rloo: the
-    others' mean as baseline (2402.14740); reinforce++: whitened over the round (2501.03262). Each brings its paper's
-    settings, which the flags below then change; see docs/algorithms.md"""
+    others' mean as baseline (2402.14740); reinforce++: whitened over the round (2501.03262), and -baseline less the
+    group's mean before. Each brings its paper's settings, which the flags below then change; see docs/algorithms.md"""
     batch_size: Annotated[int, Bounds(low=1, high=4096)] = 8
     """questions of one round"""
     num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
