@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
         told, held_out = plan_memory(config).table(), config.validation
         if held_out.eval_data:
             told += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
-            told += f"first round, every {held_out.eval_every} and after the last; its time is not in the prediction"
+            told += f"first round, every {held_out.eval_every} and after the last"
         return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told}"
 
     return command.run("ppo", PpoConfig(), train, argv, plan)
