@@ -70,7 +70,7 @@ class Oversight:
         """Called after each step with its metrics: further metrics, and whether a checkpoint must be written.
 
         `failure`: why the step could not be taken to its end. It is an alarm, as is one of the validation, and raised
-        if there is no going back: weights that say no numbers never get better.
+        if there is no going back: weights that are nan stay nan.
         """
         found, each = {}, None
         if failure is None and self.validation and (step % self.settings.eval_every == 0 or step == self.total):
