@@ -91,13 +91,15 @@ def rl_workload(
     episodes = rl.batch_size * rl.num_generations
     sampling = _sampling(lengths, retrieval, episodes, shared)
     validated = validation is not None and validation.eval_data is not None
-    most = min(rl.micro_batch_size or episodes, episodes)
+    expanded = min(rl.expand_limit, episodes)
+    learned = episodes + expanded
+    most = min(rl.micro_batch_size or learned, learned)
     return Workload(
         **_base(model),
         **_adapter(model, lora),
         **sampling,
         rows=min(most, rl.mini_batch_size),
-        step_rows=min(rl.mini_batch_size, episodes),
+        step_rows=min(rl.mini_batch_size, learned),
         scored_rows=most,
         shared=min(shared, lengths.max_length),
         scores=bool(rl.kl_beta) + (rl.old_logprobs == "trainer"),
@@ -105,7 +107,7 @@ def rl_workload(
         critic=critic,
         epochs=rl.update_epochs,
         ratios_first=ratios_first,
-        expanded=min(rl.expand_limit, episodes),
+        expanded=expanded,
         expanded_writes=max(1, sampling["writes"] - lengths.max_new_tokens),  # a turn at least is shared
         refills=rl.refill_limit,
         held_out=validation.eval_questions if validated else 0,
