@@ -16,6 +16,10 @@ class R3LiteError(Exception):
         self.remedy = remedy
 
 
+class NotFinite(R3LiteError):
+    """Numbers of the model are inf or nan. A run that has a good checkpoint can go back to it."""
+
+
 def nearest(word: str, names: Iterable[str]) -> str:
     """` (did you mean X?)`, or nothing."""
     close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)

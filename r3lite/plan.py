@@ -50,9 +50,10 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
     else:
         algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
         sampling = config.sampling
+        algorithm = algorithms.ALGORITHMS[config.rl.algorithm]
         workload = rl_workload(
-            config.model, config.rl, config.lora, config.lengths, config.retrieval,
-            critic=algorithms.ALGORITHMS[config.rl.algorithm].has_critic, steps=config.rounds(None),
+            config.model, config.rl, config.lora, config.lengths, config.retrieval, critic=algorithm.has_critic,
+            ratios_first=algorithm.has_episode_ratios, validation=config.validation, steps=config.rounds(None),
         )  # fmt: skip
     if config.elsewhere.card:
         if config.model.device not in ("auto", "cuda"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from r3lite.config import flag
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
@@ -97,7 +98,7 @@ def load_policy(
     if training.keep_reference and settings.adapter:
         lora.load_adapter(model, REFERENCE, settings.adapter, trainable=False)
         reference = REFERENCE
-    groups = [optim.Group(lora.adapter_parameters(model, POLICY), training.optimizer.learning_rate)]
+    groups = _adapter_groups(lora.adapter_parameters(model, POLICY), training.optimizer)
     if training.critic_learning_rate is not None:
         critic = ValueHead(model.config.hidden_size).to(precision.device)
         named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
@@ -106,6 +107,16 @@ def load_policy(
     grant = ShrinkingGrant(plan, optimizer)
     activation_checkpointing.enable(model, grant)
     return Policy(model, precision, grant, optimizer, reference, critic, fingerprint)
+
+
+def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> list[optim.Group]:
+    """An adapter's parameters by their learning rates: one for all, or with LoRA+ (arXiv 2402.12354) B's own."""
+    rate, ratio = settings.learning_rate, settings.lora_plus_ratio
+    if ratio == 1:
+        return [optim.Group(parameters, rate)]
+    second = {name: p for name, p in parameters.items() if ".lora_B." in name}
+    first = {name: p for name, p in parameters.items() if name not in second}
+    return [optim.Group(first, rate), optim.Group(second, ratio * rate)]
 
 
 def _check_lengths(folder: Path, plan: Plan) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite import command
-from r3lite.config import UsageError
+from r3lite.config import UsageError, flag, flat
+from r3lite.errors import R3LiteError
 from r3lite.settings import PpoConfig
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
@@ -20,6 +21,10 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
     from r3lite.training.state import TrainState
 
 EPISODES = "episodes.jsonl"
+# Settings that pay for searches, or ask for them.
+ABOUT_SEARCHES = (
+    "least_searches", "search_bonus", "idle_query_penalty", "process_recall", "process_judge", "expand_limit",
+)  # fmt: skip
 
 
 class RLTrainer:
@@ -79,6 +84,11 @@ def train(config: PpoConfig) -> None:
     check(config)
     with RunFolder("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,)) as run:
         questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
+        if config.rl.expand_limit and not any(question.gold for question in questions):
+            raise R3LiteError(
+                f"no question in {config.data.data} has gold paragraphs, and --expand-limit goes on from these",
+                "Leave --expand-limit out, or train on questions whose supporting paragraphs are marked.",
+            )
         setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
         retrieve = build_retriever(setup)
         judge = build_judge(config.judge, run.output, config.reward)
@@ -96,12 +106,19 @@ def train(config: PpoConfig) -> None:
 
 def check(config: PpoConfig) -> None:
     """Refuses settings that contradict each other; UsageError says which."""
+    from r3lite.protocols.registry import build_protocol
     from r3lite.rl import algorithms
 
     if config.sampling.temperature == 0:
         raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
     if (least := config.reward.least_searches) > config.lengths.max_hops:
         raise UsageError(f"--least-searches is {least}, and --max-hops {config.lengths.max_hops} allows fewer")
+    if not build_protocol(config.protocol).searches:
+        for name in ABOUT_SEARCHES:
+            if value := flat(config)[name]:
+                raise UsageError(f"{flag(name)} is {value}, and --format {config.protocol.format} has no searches")
+    if config.rl.expand_limit and config.retrieval.retriever == "none":
+        raise UsageError("--expand-limit goes on after queries that brought gold paragraphs, and --retriever is none")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
 
 
@@ -113,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
         told, held_out = plan_memory(config).table(), config.validation
         if held_out.eval_data:
             told += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
-            told += f"first round, every {held_out.eval_every} and after the last; its time is not in the prediction"
+            told += f"first round, every {held_out.eval_every} and after the last"
         return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told}"
 
     return command.run("ppo", PpoConfig(), train, argv, plan)

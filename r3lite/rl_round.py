@@ -1,9 +1,10 @@
-"""How the episodes of a round come about: questions are drawn, answered and paid for, and groups that teach nothing
-are replaced. `ppo` learns from what comes of it.
+"""How the episodes of a round come about: questions are drawn, answered and paid for; episodes that failed halfway are
+gone on with another time, and groups that teach nothing are replaced. `ppo` learns from what comes of it.
 """
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from r3lite.datasets.order import questions_of_refill, questions_of_round
 from r3lite.episode import CUT_OFF, Episode, Question, Retrieve
@@ -11,7 +12,7 @@ from r3lite.rewards.judge import Judge
 from r3lite.rewards.reward import Scored, score
 from r3lite.rewards.rounds import episode_records, round_metrics, turns_of
 from r3lite.rl.batch import Rollout
-from r3lite.rl.refill import refill
+from r3lite.rl.refill import Rewards, refill, teaches
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
@@ -19,13 +20,25 @@ from r3lite.training.metrics import Stopwatch
 
 
 @dataclass(frozen=True)
+class Expansion:
+    """Where an expanded episode comes from."""
+
+    place: int  # of the episode that it goes on from, among those of its round
+    steps: int  # that the two share
+
+
+@dataclass(frozen=True)
 class Round:
-    """The episodes of a round, group after group, and what each was paid; None: its reward is missing."""
+    """The episodes of a round and what each was paid; None: its reward is missing.
+
+    Those that were expanded come after the others of their round, in the groups of the episodes that they go on from.
+    """
 
     sequences: list[Sequence]
     scored: list[Scored | None]
-    generations: int  # episodes of a group
-    kept: set[int] | None = None  # the groups that are learned from, by their place; None: all of them
+    groups: list[int]  # of each episode: those of one question share it
+    expanded: dict[int, Expansion] = field(default_factory=dict)  # by the place of the new episode
+    kept: set[int] | None = None  # the groups that are learned from; None: all of them
     told: dict[str, float] = field(default_factory=dict)  # metrics of how they came about
 
     @property
@@ -36,13 +49,26 @@ class Round:
     def tokens(self) -> int:
         return sum(len(s.tokens) for s in self.sequences)
 
+    def rewards(self) -> Rewards:
+        """Of each group's episodes."""
+        order = sorted(range(len(self.groups)), key=self.groups.__getitem__)
+        paid = [(self.groups[i], self.scored[i] and self.scored[i].total) for i in order]
+        return [[reward for _, reward in group] for _, group in groupby(paid, key=lambda pair: pair[0])]
+
     def metrics(self) -> dict[str, float | None]:
-        turns = [turns_of(s.tokens, s.action_mask) for s in self.sequences]
-        return round_metrics(self.episodes, self.scored, turns) | self.told
+        """Means over the episodes that the policy sampled from their prompts on; those expanded are told apart."""
+        drawn = [i for i in range(len(self.sequences)) if i not in self.expanded]
+        sequences, scored = [self.sequences[i] for i in drawn], [self.scored[i] for i in drawn]
+        turns = [turns_of(s.tokens, s.action_mask) for s in sequences]
+        return round_metrics([s.episode() for s in sequences], scored, turns) | self.told
 
     def records(self, number: int) -> list[dict]:
         """The lines of episodes.jsonl."""
-        return episode_records(number, self.episodes, self.scored, self.kept, self.generations)
+        learned = None if self.kept is None else [group in self.kept for group in self.groups]
+        records = episode_records(number, self.episodes, self.scored, learned)
+        for place, origin in self.expanded.items():
+            records[place]["expanded"] = {"from": origin.place, "steps": origin.steps}
+        return records
 
     def rollouts(self) -> list[Rollout]:
         """The episodes that are learned from, in numbers.
@@ -52,10 +78,10 @@ class Round:
         return [
             Rollout(
                 s.tokens, s.action_mask, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)),
-                group=i // self.generations, cut_off=s.finish == CUT_OFF,
+                group=group, cut_off=s.finish == CUT_OFF,
             )
-            for i, (s, paid) in enumerate(zip(self.sequences, self.scored, strict=True))
-            if paid is not None and (self.kept is None or i // self.generations in self.kept)
+            for s, paid, group in zip(self.sequences, self.scored, self.groups, strict=True)
+            if paid is not None and (self.kept is None or group in self.kept)
         ]  # fmt: skip
 
 
@@ -74,8 +100,12 @@ class RoundSampler:
         drawn = questions_of_round(self.questions, number, rl.batch_size, rl.num_generations, seed)
         sequences = self._run(drawn)
         watch.lap("rollout")
-        sampled = Round(sequences, self.score(sequences), rl.num_generations)
+        groups = [i // rl.num_generations for i in range(len(sequences))]
+        sampled = Round(sequences, self.score(sequences), groups)
         watch.lap("score")
+        if rl.expand_limit:
+            sampled = self._expanded(number, sampled)
+            watch.lap("expand")
         if rl.refill_limit:
             sampled = self._refilled(number, sampled)
             watch.lap("refill")
@@ -91,19 +121,69 @@ class RoundSampler:
         questions, seeds = drawn
         return self.engine.grant.attempt("sample", self.engine.run, questions, seeds, self.retrieve)
 
-    def _refilled(self, number: int, first: Round) -> Round:
+    def _expanded(self, number: int, first: Round) -> Round:
+        """The round with another end for some episodes that failed halfway: grounded expansion (arXiv 2601.21699)."""
+        chosen = near_misses(first)[: self.config.rl.expand_limit]
+        begun = [(first.sequences[origin.place], origin.steps) for origin in chosen]
+        seeds = [f"{self.config.common.seed}/expand {number}/{origin.place}" for origin in chosen]
+        added = begun and self.engine.grant.attempt("sample", self.engine.run_on, begun, seeds, self.retrieve)
+        scored, many = self.score(added), len(first.sequences)
+        done = replace(
+            first,
+            sequences=[*first.sequences, *added],
+            scored=[*first.scored, *scored],
+            groups=[*first.groups, *(first.groups[origin.place] for origin in chosen)],
+            expanded={many + i: origin for i, origin in enumerate(chosen)},
+        )
+        kept = sum(sum(s.action_mask[: s.step_ends[steps - 1] + 1]) for s, steps in begun)
+        told = {
+            "expand/episodes": len(added),
+            "expand/solved": sum(paid is not None and paid.right for paid in scored),
+            "expand/shared_tokens": kept,  # sampled ones, which were not sampled again
+            "expand/new_tokens": sum(sum(s.action_mask) for s in added) - kept,
+            "expand/zero_std_before": _without_variance(first.rewards()),
+            "expand/zero_std_after": _without_variance(done.rewards()),
+        }
+        return replace(done, told=told)
+
+    def _refilled(self, number: int, sampled: Round) -> Round:
         """The round with further groups in place of those without variance."""
-        rl, seed, used = self.config.rl, self.config.common.seed, {s.question.id for s in first.sequences}
+        rl, seed, used = self.config.rl, self.config.common.seed, {s.question.id for s in sampled.sequences}
+        sequences, scored, groups = list(sampled.sequences), list(sampled.scored), list(sampled.groups)
 
-        def paid(sequences: list[Sequence], scored: list[Scored | None]):
-            return [((s, p), p and p.total) for s, p in zip(sequences, scored, strict=True)]
+        def more(attempt: int, count: int) -> Rewards:
+            drawn = questions_of_refill(self.questions, number, attempt, count, rl.num_generations, seed, used)
+            added, start = self._run(drawn), max(groups) + 1
+            used.update(s.question.id for s in added)
+            new = Round(added, self.score(added), [start + i // rl.num_generations for i in range(len(added))])
+            for all_of_round, ours in ((sequences, new.sequences), (scored, new.scored), (groups, new.groups)):
+                all_of_round.extend(ours)
+            return new.rewards()
 
-        def more(attempt: int, groups: int):
-            drawn = questions_of_refill(self.questions, number, attempt, groups, rl.num_generations, seed, used)
-            sequences = self._run(drawn)
-            used.update(s.question.id for s in sequences)
-            return paid(sequences, self.score(sequences))
+        kept, told = refill(sampled.rewards(), more, rl.refill_limit)
+        return replace(sampled, sequences=sequences, scored=scored, groups=groups, kept=kept, told=sampled.told | told)
 
-        done = refill(paid(first.sequences, first.scored), more, rl.num_generations, rl.refill_limit)
-        sequences, scored = map(list, zip(*done.episodes, strict=True))
-        return Round(sequences, scored, rl.num_generations, done.kept, done.metrics)
+
+def near_misses(sampled: Round) -> list[Expansion]:
+    """The episodes of a round that are worth another end, best first, and after which of their steps it begins.
+
+    They failed although a query of theirs brought a gold paragraph, and go on from the last step that brought a new
+    one. First come groups without variance; of each group, the episode that found most, then those that found less.
+    """
+    found, rank = [], {i: teaches(rewards) for i, rewards in enumerate(sampled.rewards())}
+    for place, (episode, paid) in enumerate(zip(sampled.episodes, sampled.scored, strict=True)):
+        news = episode.new_gold()
+        useful = [k for k, new in enumerate(news, 1) if new]
+        if useful and paid is not None and not paid.right:
+            found.append((sampled.groups[place], -sum(map(len, news)), place, useful[-1]))
+    turn: dict[int, int] = {}  # of each group, how many of its episodes come before
+    order = []
+    for group, _, place, steps in sorted(found):
+        order.append((rank[group], turn.setdefault(group, 0), place, steps))
+        turn[group] += 1
+    return [Expansion(place, steps) for *_, place, steps in sorted(order)]
+
+
+def _without_variance(rewards: Rewards) -> float:
+    """Share of the groups that teach nothing."""
+    return sum(not teaches(group) for group in rewards) / len(rewards)

@@ -80,8 +80,9 @@ def warn_of_start(adapter: str | None) -> None:
 
 def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:
     """The memory plan of a round whose episodes all reach --max-length, and begin with `shared` tokens alike."""
+    algorithm = ALGORITHMS[config.rl.algorithm]
     workload = rl_workload(
-        config.model, config.rl, config.lora, config.lengths, config.retrieval, shared,
-        critic=ALGORITHMS[config.rl.algorithm].has_critic, steps=config.rounds(questions),
+        config.model, config.rl, config.lora, config.lengths, config.retrieval, shared, critic=algorithm.has_critic,
+        ratios_first=algorithm.has_episode_ratios, validation=config.validation, steps=config.rounds(questions),
     )  # fmt: skip
     return make_plan(workload, config.memory, config.sampling)

@@ -14,7 +14,8 @@ from r3lite.config import shipped, with_values
 from r3lite.devices.precision import Precision
 from r3lite.models import lora, weights
 from r3lite.models.qwen2_config import is_nf4
-from r3lite.settings import SftConfig
+from r3lite.settings import OptimizerSettings, SftConfig
+from r3lite.training import optim
 
 QUESTIONS = ["--data", str(shipped("data", "world", "train.jsonl")), "--limit", "2", "--encoder", "hashing"]
 TINY = ["--preset", "tiny", "--device", "cpu"]
@@ -39,6 +40,33 @@ def commands(tmp_path, base):
         "ppo": (ppo.main, [*here, *learn, "--max-steps", "1"]),
         "evaluate": (evaluate.main, [*here, *QUESTIONS]),
     }
+
+
+def test_lora_plus_by_hand():
+    """AdamW's first step is the learning rate, whatever the gradient's size: 0.01 for A, 16 times as much for B."""
+    named = {f"x.lora_{m}.weight": torch.nn.Parameter(torch.ones(2)) for m in "AB"}
+    for ratio, groups in ((1.0, 1), (16.0, 2)):
+        made = policy._adapter_groups(named, OptimizerSettings(learning_rate=0.01, lora_plus_ratio=ratio))
+        assert len(made) == groups and optim.parameters(optim.adamw(made, 0.0)).keys() == named.keys()
+    optimizer = optim.adamw(made, 0.0)
+    assert optim.set_rate(optimizer, 0.5) == 0.005  # what is logged is A's
+    sum((p * torch.tensor([3.0, -1e-3])).sum() for p in named.values()).backward()
+    optimizer.step()
+    assert named["x.lora_A.weight"].tolist() == pytest.approx([0.995, 1.005], abs=1e-6)
+    assert named["x.lora_B.weight"].tolist() == pytest.approx([0.92, 1.08], abs=1e-5)
+
+
+def test_sft_gives_b_its_own_rate(tmp_path, commands):
+    """B begins at 0, and its first step is as many times as long."""
+    main, arguments = commands["sft"]
+    found = []
+    for ratio in ("1", "4"):
+        out = tmp_path / f"ratio-{ratio}"
+        assert main([*arguments, "--output", str(out), "--lora-plus-ratio", ratio, "--dtype", "fp32"]) == 0
+        found.append(load_file(out / "adapter" / "adapter_model.safetensors"))
+    for name, one in found[0].items():
+        assert torch.allclose(found[1][name], one * (4 if "lora_B" in name else 1), rtol=1e-4, atol=1e-9)
+        assert one.abs().sum() > 0
 
 
 def change_config(folder, **changes):

@@ -69,6 +69,19 @@ def test_stopped_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
     same(finished, tmp_path / "run")
 
 
+def test_b_has_its_own_learning_rate(cold, tmp_path):
+    """One optimizer step from one adapter: A moves as without LoRA+, B eight times as far."""
+    moves = []
+    for ratio in ("1", "8"):
+        output, more = tmp_path / ratio, ["--max-steps", "1", "--lora-plus-ratio", ratio, "--dtype", "fp32"]
+        assert ppo.main(arguments(cold, output, *more, "--algorithm", "grpo", "--warmup", "0")) == 0
+        before, after = adapter(cold / "sft"), adapter(output)
+        moves.append({name: after[name] - before[name] for name in before})
+    for name, one in moves[0].items():
+        factor = 8 if "lora_B" in name else 1
+        assert one.abs().max() > 0 and (moves[1][name] - factor * one).abs().max() < 1e-5
+
+
 def kill_after(step: int, arguments: list[str], output: Path) -> None:
     """Starts a run and kills it when a step is logged; its end may come before, if it is the last."""
     command = [sys.executable, "-m", "r3lite.ppo", *arguments]
@@ -104,11 +117,12 @@ def test_grpo_is_the_same_loop_without_a_critic(cold, tmp_path):
 VARIANTS = {
     "ppo": "--value-clip none --kl-beta 0.05 --kl-target 0.01",
     "grpo": "--old-logprobs trainer --importance-cap 2 --refill-limit 2",
-    "dr-grpo": "--kl-beta 0.05 --kl-estimator k2",
+    "dr-grpo": "--kl-beta 0.05 --kl-estimator k2 --expand-limit 3",
     "dapo": "--kl-beta 0.05 --kl-target 0.01",
     "gspo": "--update-epochs 2 --mini-batch-size 3",
-    "rloo": "--kl-beta 0.05 --kl-target 0.01",
+    "rloo": "--kl-beta 0.05 --kl-target 0.01 --lora-plus-ratio 8",
     "reinforce++": "--kl-beta 0.05",
+    "reinforce++-baseline": "--kl-beta 0.05 --kl-target 0.01",
 }
 SHORT = "--max-steps 2 --max-new-tokens 64 --max-hops 1 --warmup 0 --learning-rate-schedule linear"
 
@@ -150,6 +164,28 @@ def test_dynamic_sampling_killed_and_resumed_equals_uninterrupted(cold, tmp_path
         assert ("loss" in r) == any(differ) and r.get("frac_reward_zero_std", 0) == 0
         if r["refill/kept"] < 2:
             assert r["refill/attempts"] == 2
+
+
+def test_expanded_episodes_killed_and_resumed_equal_uninterrupted(cold, tmp_path):
+    """They go on from a step that brought a new gold paragraph, and all before it is as it was."""
+    flags = "--algorithm dapo --max-steps 3 --save-every 2 --refill-limit 1 --expand-limit 4 --warmup 0"
+    whole, parts = (arguments(cold, tmp_path / name, *flags.split()) for name in ("whole", "parts"))
+    assert ppo.main(whole) == 0
+    kill_after(3, parts, tmp_path / "parts")
+    assert ppo.main([*parts, "--resume", "auto"]) == 0
+    same(tmp_path / "whole", tmp_path / "parts", 3)
+    records, episodes = (logged(tmp_path / "whole", f"{name}.jsonl") for name in ("metrics", "episodes"))
+    assert sum(r["expand/episodes"] for r in records) > 0
+    for r in records:
+        assert r["expand/zero_std_after"] <= r["expand/zero_std_before"] and r["expand/episodes"] <= 4
+        mine = [e for e in episodes if e["step"] == r["step"]]
+        grown = [e for e in mine if "expanded" in e]
+        assert len(grown) == r["expand/episodes"]
+        for e in grown:
+            origin, steps = mine[e["expanded"]["from"]], e["expanded"]["steps"]
+            assert e["steps"][:steps] == origin["steps"][:steps] and origin["rewards"]["em"] < 1
+            assert e["id"] == origin["id"] and e["learned"] == origin["learned"] and origin["steps"][steps - 1]["query"]
+            assert 0 < e["rewards"]["recall"] >= origin["rewards"]["recall"]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -280,6 +316,12 @@ def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_pa
     assert "calls of the judge failed: " in told and f"step {records[-1]['step']} is saved; go on with" in told
 
 
+SEARCH_SETTINGS = [
+    ["--least-searches", "1"], ["--search-bonus", "0.1"], ["--idle-query-penalty", "0.5"], ["--process-recall", "0.3"],
+    ["--process-judge", "0.2"], ["--algorithm", "grpo", "--expand-limit", "4"],
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -287,10 +329,26 @@ def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_pa
         (["--data", "x", "--temperature", "0"], "--temperature 0 always"),
         (["--dry-run", "--algorithm", "grpo", "--num-generations", "1"], "--num-generations is 1"),
         (["--dry-run", "--least-searches", "3", "--max-hops", "2"], "--least-searches is 3, and --max-hops 2 allows"),
+        *(
+            (
+                ["--dry-run", "--format", "solution", *flags],
+                f"{' is '.join(flags[-2:])}, and --format solution has no searches",
+            )
+            for flags in SEARCH_SETTINGS
+        ),
+        (["--dry-run", "--expand-limit", "4"], "--expand-limit is 4, and ppo has no use for it: it is for grpo"),
+        (["--dry-run", "--algorithm", "grpo", "--expand-limit", "4", "--retriever", "none"], "--retriever is none"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(arguments, says, capsys):
     assert ppo.main(arguments) == 2 and says in capsys.readouterr().err
+
+
+def test_questions_without_gold_paragraphs_cannot_be_expanded(tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text('{"id": "1", "question": "Who?", "answer": "me"}\n', encoding="utf-8")
+    flags = ["--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "run"), "--algorithm", "grpo"]
+    assert ppo.main([*flags, "--preset", "tiny", "--expand-limit", "4"]) == 1
+    assert "has gold paragraphs, and --expand-limit goes on from these" in capsys.readouterr().err
 
 
 def test_truncated_sampling_is_refused_in_rl(capsys):

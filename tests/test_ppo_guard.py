@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from r3lite import ppo, sft
+from r3lite.rl.learner import Learner
 from r3lite.training import checkpoint
 from tests.cold_start import adapter, logged, same
 
@@ -115,6 +116,38 @@ def test_a_run_that_goes_on_collapsing_stops_with_the_reason_and_leaves_the_best
     start, final = adapter(world / "sft"), adapter(tmp_path / "run")
     assert all(torch.equal(t, final[k]) for k, t in start.items())
     assert ppo.main(["--config", str(tmp_path / "run" / "config.toml"), "--resume", "auto", "--guard", "off"]) == 0
+
+
+@pytest.fixture
+def nan_after_two(monkeypatch):
+    """Weights that are nan once two rounds were learned from."""
+    learned, learn = [], Learner.learn
+
+    def broken(self, batch, seed):
+        found = learn(self, batch, seed)
+        learned.append(seed)
+        if len(learned) == 2:
+            next(p for p in self.model.parameters() if p.requires_grad).data.fill_(float("nan"))
+        return found
+
+    monkeypatch.setattr(Learner, "learn", broken)
+
+
+@pytest.mark.parametrize(("every", "at"), [("2", 2), ("3", 3)])  # a validation finds it, or the next round
+def test_weights_that_are_nan_are_rolled_back(world, tmp_path, nan_after_two, capsys, every, at):
+    assert run(world, tmp_path / "run", "--eval-every", every) == 0
+    records = rounds(tmp_path / "run")
+    assert {s: r["guard/alarm"] for s, r in records.items() if "guard/alarm" in r} == {at: "not_finite"}
+    assert f"step {at}: question " in (told := capsys.readouterr().err) and "is not a number: " in told
+    assert "back to step 0 (validation F1 0.667), the learning rate is multiplied by 0.25" in told
+    assert records[4]["guard/rollbacks"] == 1 and records[4]["eval/f1"] is not None
+    assert all(torch.isfinite(t).all() for t in adapter(tmp_path / "run").values())
+
+
+def test_without_validation_weights_that_are_nan_end_the_run(world, tmp_path, nan_after_two, capsys):
+    assert run(world, tmp_path / "run", validated=False) == 1
+    told = capsys.readouterr().err
+    assert "what the model says is not a number: " in told and "Pass --dtype bf16 or --dtype fp32" in told
 
 
 def test_other_validation_questions_are_refused_on_resume(world, tmp_path, capsys):

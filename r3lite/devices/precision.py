@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from r3lite.errors import R3LiteError
+from r3lite.errors import NotFinite, R3LiteError
 from r3lite.records import Record, Source
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -21,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_SKIPS_IN_A_ROW = 20
 
 
-class NonFiniteGradients(R3LiteError):
+class NonFiniteGradients(NotFinite):
     """Gradients were inf or nan, and no smaller loss scale can help; nothing was updated."""
 
 

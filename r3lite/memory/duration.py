@@ -2,11 +2,12 @@
 
 The costs are in bytes, operations and kernels, from the model's sizes and from how memory divides the work; nothing is
 run to find them. `bench/memory.py` holds the seconds against measured ones. Not counted: loading, retrieval, judges,
-validation and checkpoints. Episodes and rows are taken to be as long as they may be, unless it is known that they are
-not.
+checkpoints, and refills of groups, whose number is not known before. Episodes and rows are taken to be as long as they
+may be, unless it is known that they are not.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.grant import Memory
@@ -163,6 +164,17 @@ def sample(w: Workload, memory: Memory) -> list[Cost]:
     return [read, *(c * (w.episodes * w.writes / rows) for c in decode(w, memory, rows, (start + length) / 2))]
 
 
+def expand(w: Workload, memory: Memory) -> list[Cost]:
+    """Other ends of some episodes, whose beginnings are read and not sampled."""
+    return sample(replace(w, episodes=w.expanded, writes=w.expanded_writes), memory)
+
+
+def validate(w: Workload, memory: Memory) -> list[Cost]:
+    """Answers to the questions held out, as many at a time as a round has episodes."""
+    at_once = replace(w, episodes=min(w.held_out, w.episodes))
+    return [cost * (w.held_out / at_once.episodes) for cost in sample(at_once, memory)]
+
+
 def decode(w: Workload, memory: Memory, rows: int, slots: float) -> list[Cost]:
     """One more token in each of so many rows, whose caches hold so many in the mean."""
     m = w.model
@@ -172,16 +184,18 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> list[Cost]:
 
 def score(w: Workload, memory: Memory) -> list[Cost]:
     """Log-probabilities of a round's episodes under the reference policy."""
-    p = packs(w, memory, w.episodes, w.scored_rows)
+    p = packs(w, memory, w.episodes + w.expanded, w.scored_rows)
     return [forward(w, memory, p.tokens, p.keys) * p.count, head(w, memory, p.said, SCORING, products=1) * p.count]
 
 
 def update(w: Workload, memory: Memory) -> list[Cost]:
     """The optimizer steps of a round, or one of SFT."""
-    rows = w.episodes or w.step_rows
+    rows = (w.episodes + w.expanded) or w.step_rows
     steps = -(-rows // w.step_rows)
     p = packs(w, memory, w.step_rows, w.rows)
     loss = head(w, memory, p.said, POLICY_LOSS if w.episodes else LOSS, products=2)
+    if w.ratios_first:
+        loss += head(w, memory, p.said, SCORING, products=1)
     passes = p.count * rows / w.step_rows * w.epochs
     one = forward(w, memory, p.tokens, p.keys), backward(w, memory, p.tokens, p.keys), loss
     return [*(cost * passes for cost in one), optimizer_step(w) * steps * w.epochs]
@@ -193,6 +207,7 @@ class Duration:
 
     phases: dict[str, float]  # seconds
     workload: Workload
+    validation: float = 0.0  # seconds of one; 0: there is none
 
     @property
     def seconds(self) -> float:
@@ -201,7 +216,15 @@ class Duration:
     @property
     def run(self) -> float | None:
         """Seconds of the whole run; None if its steps are not known."""
-        return self.workload.steps and self.workload.steps * self.seconds
+        if not self.workload.steps:
+            return None
+        return self.workload.steps * self.seconds + self.validations * self.validation
+
+    @property
+    def validations(self) -> int:
+        """Of the whole run, whose steps are known: before the first round, every few and after the last."""
+        w = self.workload
+        return 1 + math.ceil(w.steps / w.validate_every) if w.steps and w.held_out else 0
 
     @property
     def what(self) -> str:
@@ -225,6 +248,11 @@ class Duration:
             told += f" ({', '.join(f'{phase} {in_words(s)}' for phase, s in self.phases.items())})"
         if self.run and w.trains:
             told += f", {in_words(self.run)} for {w.steps:,}"
+        if self.validation:
+            many = f" and {self.validations:,} validations" if self.run else ", a validation"
+            told += f"{many} of {in_words(self.validation)}"
+        if w.refills:
+            told += f"; not counted: up to {w.refills} refills a round, each up to {in_words(self.phases['sample'])}"
         if speeds.source == MEASURED:
             return f"{told}; predicted from what doctor measured"
         return f"{told}; predicted from the peak speeds of the {speeds.name}, so at best"
@@ -236,6 +264,7 @@ class Duration:
         phases = {phase: round(s, 4) for phase, s in self.phases.items()}
         run = None if self.run is None else round(self.run, 1)
         told = {"phases": phases, "step": round(self.seconds, 4), "run": run}
+        told |= {"validation": round(self.validation, 4)} if self.validation else {}
         return told | {"device": speeds.name, "speeds_from": speeds.source}
 
 
@@ -244,10 +273,16 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
     if w.speeds is None or w.dtype not in w.speeds.flops:
         return None
     costs = {"sample": sample(w, memory)} if w.episodes else {}
+    costs |= {"expand": expand(w, memory)} if w.expanded else {}
     costs |= {"score": score(w, memory) * w.scores} if w.scores else {}
     costs |= {"update": update(w, memory)} if w.trains else {}
     speeds = w.speeds, w.dtype, CARD if w.on_cuda else CPU
-    return Duration({phase: sum(cost.seconds(*speeds) for cost in parts) for phase, parts in costs.items()}, w)
+
+    def seconds(parts: list[Cost]) -> float:
+        return sum(cost.seconds(*speeds) for cost in parts)
+
+    validation = seconds(validate(w, memory)) if w.held_out else 0.0
+    return Duration({phase: seconds(parts) for phase, parts in costs.items()}, w, validation)
 
 
 def in_words(seconds: float) -> str:

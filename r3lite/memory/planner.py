@@ -48,6 +48,12 @@ class Workload:
     mean_tokens: float = 0  # of a row, or of an episode at most; 0: row_tokens
     writes: float = 0  # of these, sampled or trained on; 0: all
     epochs: int = 1  # passes over the episodes of a round
+    ratios_first: bool = False  # the head is applied once more before a loss, for the ratios of whole episodes
+    expanded: int = 0  # episodes of a round that get another end at most
+    expanded_writes: float = 0  # tokens sampled for one of these
+    refills: int = 0  # that a round may take; their number is not known beforehand
+    held_out: int = 0  # questions of a validation; 0: there is none
+    validate_every: int = 1  # rounds
     steps: int | None = None  # optimizer steps or rounds of the run; None: not known
     speeds: Speeds | None = None  # of the device; None: not known
 

@@ -22,6 +22,7 @@ from r3lite.settings import (
     RetrievalSettings,
     RLSettings,
     SftSettings,
+    ValidationSettings,
 )
 
 PROMPT = 512  # tokens of instructions and question; documents may be more
@@ -82,23 +83,35 @@ def rl_workload(
     shared: int = 0,
     *,
     critic: bool,
+    ratios_first: bool = False,
+    validation: ValidationSettings | None = None,
     steps: int | None = None,
 ) -> Workload:
     """A round whose episodes all reach --max-length and begin with `shared` equal tokens, with a critic or without."""
     episodes = rl.batch_size * rl.num_generations
-    most = min(rl.micro_batch_size or episodes, episodes)
+    sampling = _sampling(lengths, retrieval, episodes, shared)
+    validated = validation is not None and validation.eval_data is not None
+    expanded = min(rl.expand_limit, episodes)
+    learned = episodes + expanded
+    most = min(rl.micro_batch_size or learned, learned)
     return Workload(
         **_base(model),
         **_adapter(model, lora),
-        **_sampling(lengths, retrieval, episodes, shared),
+        **sampling,
         rows=min(most, rl.mini_batch_size),
-        step_rows=min(rl.mini_batch_size, episodes),
+        step_rows=min(rl.mini_batch_size, learned),
         scored_rows=most,
         shared=min(shared, lengths.max_length),
         scores=bool(rl.kl_beta) + (rl.old_logprobs == "trainer"),
         adapters=2 if rl.kl_beta and model.adapter else 1,  # without --adapter, the bare base is the reference
         critic=critic,
         epochs=rl.update_epochs,
+        ratios_first=ratios_first,
+        expanded=expanded,
+        expanded_writes=max(1, sampling["writes"] - lengths.max_new_tokens),  # a turn at least is shared
+        refills=rl.refill_limit,
+        held_out=validation.eval_questions if validated else 0,
+        validate_every=validation.eval_every if validated else 1,
         steps=steps,
     )
 

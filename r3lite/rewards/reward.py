@@ -56,6 +56,11 @@ class Scored:
     def total(self) -> float:
         return sum(self.steps)
 
+    @property
+    def right(self) -> bool:
+        """Whether the answer is right: by the judge if there was one, else by exact match."""
+        return self.parts.get("judge", self.parts["em"]) == 1.0
+
 
 def needs_verdict(settings: RewardSettings) -> bool:
     """Whether a weight that pays for what only a judge can say is above 0."""

@@ -1,7 +1,7 @@
 """What a round of rollouts amounts to: its metrics, and the records of its episodes with what each was paid."""
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from r3lite.episode import CUT_OFF, MALFORMED, Episode
@@ -68,16 +68,16 @@ def episode_records(
     number: int,
     episodes: Sequence[Episode],
     scored: Sequence[Scored | None],
-    kept: Collection[int] | None = None,
-    generations: int = 1,
+    learned: Sequence[bool] | None = None,
 ) -> list[dict]:
     """The lines of episodes.jsonl for round `number`: what the model wrote, and what it was paid for it.
 
-    `kept`: the groups of so many episodes that are learned from, if some are not; then each line says so.
+    `learned`: of each episode, whether its group is learned from; None: all are.
     """
     records = []
-    for i, (episode, paid) in enumerate(zip(episodes, scored, strict=True)):
+    for episode, paid in zip(episodes, scored, strict=True):
         rewards = {"rewards": paid and paid.parts, "step_rewards": paid and paid.steps}
-        learned = {} if kept is None else {"learned": i // generations in kept}
-        records.append({"step": number, **episode.to_json(), **rewards, **learned})
+        records.append({"step": number, **episode.to_json(), **rewards})
+    for record, told in zip(records, learned or ()):
+        record["learned"] = told
     return records

@@ -95,11 +95,13 @@ class Learner:
         return found
 
     def mini_batches(self, batch: Batch, seed: str) -> list[list[int]]:
-        """The rows of each optimizer step of an epoch; `seed` shuffles what the algorithm keeps together."""
+        """The rows of each optimizer step of an epoch, about as many each: a few left over would make a step of their
+        own. `seed` shuffles what the algorithm keeps together."""
         units = self.algorithm.units(batch)
         random.Random(seed).shuffle(units)
-        order, size = list(chain.from_iterable(units)), self.settings.mini_batch_size
-        return [order[start : start + size] for start in range(0, len(order), size)]
+        order = list(chain.from_iterable(units))
+        steps = math.ceil(len(order) / self.settings.mini_batch_size)
+        return [order[len(order) * i // steps : len(order) * (i + 1) // steps] for i in range(steps)]
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         """The rows that go through the model together."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from r3lite.episode import Question, Retrieve
-from r3lite.errors import R3LiteError
+from r3lite.errors import NotFinite
 from r3lite.grant import Grant
 from r3lite.models.hooks import ActivationWatch
 from r3lite.models.kv_cache import KVCache, Prefill
@@ -44,7 +44,6 @@ class Engine:
     value_head: nn.Module | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
-    @torch.no_grad()
     def run(
         self, questions: list[Question], seeds: list[str], retrieve: Retrieve, progress: str | None = None
     ) -> list[Sequence]:
@@ -55,6 +54,20 @@ class Engine:
         sequences = [Sequence(q, stream=random.Random(seed)) for q, seed in zip(questions, seeds, strict=True)]
         for sequence in sequences:
             self.layout.open(sequence)
+        return self._finished(sequences, retrieve, progress)
+
+    def run_on(self, begun: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
+        """Another end for each of some finished sequences, from where it stood after so many of its steps.
+
+        Tokens, log-probabilities and values up to there are kept; each draws the rest from the stream of its own seed.
+        """
+        pairs = zip(begun, seeds, strict=True)
+        sequences = [sequence.restarted(steps, random.Random(seed)) for (sequence, steps), seed in pairs]
+        return self._finished(sequences, retrieve)
+
+    @torch.no_grad()
+    def _finished(self, sequences: list[Sequence], retrieve: Retrieve, progress: str | None = None) -> list[Sequence]:
+        """The same sequences, which were opened, at their ends."""
         training = self.model.training
         self.model.eval()  # no dropout: the policy that samples is the policy that is trained
         bar = tqdm(total=len(sequences), desc=progress, unit="episode", disable=None if progress else True)
@@ -154,7 +167,7 @@ class Engine:
     def _explain_overflow(self, sequence: Sequence) -> NoReturn:
         with ActivationWatch(self.model) as watch:
             self.model(torch.tensor([sequence.tokens], device=self.model.head_weight.device))
-        raise R3LiteError(
+        raise NotFinite(
             f"question {sequence.question.id}: what the model says is not a number: {watch.report()}",
             "Pass --dtype bf16 or --dtype fp32, whose numbers reach further; or start from a sounder adapter.",
         )

@@ -41,7 +41,6 @@ class Scheduler:
         for sequence in list(self.todo):
             if not room:
                 return
-            # The last token is never copied: it is run to sample the next one.
             shared = [(_shared(sequence, other), other.cached, i) for i, other in self._distinct()]
             coming = max((n for n, cached, _ in shared if cached < n), default=0)
             ready = max(((min(n, cached), i) for n, cached, i in shared), default=(0, 0))
@@ -97,8 +96,12 @@ class Scheduler:
 
 
 def _shared(sequence: Sequence, other: Sequence) -> int:
-    """Length of the common prefix of two sequences; the last token of `sequence` does not count."""
+    """Length of the common prefix of two sequences; the last token of each does not count.
+
+    That of `sequence` is run to sample the next one. That of `other` is not in the cache as long as it is the last: a
+    sequence that begins as `other` goes on would otherwise wait for it, step by step.
+    """
     if sequence.question is other.question and other.tokens[: len(sequence.tokens)] == sequence.tokens:
         return len(sequence.tokens) - 1
-    pairs = zip(sequence.tokens[:-1], other.tokens)
+    pairs = zip(sequence.tokens[:-1], other.tokens[:-1])
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from r3lite.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
 
 # The keys of rl.algorithms.ALGORITHMS; a test holds them to it.
-Algorithm = Literal["ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++"]
+Algorithm = Literal["ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline"]
 
 # What --algorithm brings with it. The defaults below are those of ppo and grpo.
 PAPERS = {
@@ -18,6 +18,7 @@ PAPERS = {
         "overlong_filter": "on",
         "overlong_penalty": 1.0,
     },
+    "reinforce++-baseline": {"kl_estimator": "k2"},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_beta": 0.0, "old_logprobs": "trainer"},
 }
 
@@ -31,8 +32,8 @@ class RLSettings(Section):
     algorithm: Algorithm = "ppo"
     """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (2402.03300); dr-grpo: without its biases
     (2503.20783); dapo: higher clip, refilled groups (2503.14476); gspo: one ratio an episode (2507.18071); rloo: the
-    others' mean as baseline (2402.14740); reinforce++: whitened over the round (2501.03262). Each brings its paper's
-    settings, which the flags below then change; see docs/algorithms.md"""
+    others' mean as baseline (2402.14740); reinforce++: whitened over the round (2501.03262), and -baseline less the
+    group's mean before. Each brings its paper's settings, which the flags below then change; see docs/algorithms.md"""
     batch_size: Annotated[int, Bounds(low=1, high=4096)] = 8
     """questions of one round"""
     num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
@@ -47,7 +48,7 @@ class RLSettings(Section):
     update_epochs: Annotated[int, Bounds(low=1, high=100)] = 1
     """passes over the episodes of a round"""
     mini_batch_size: Count = 16
-    """episodes of one optimizer step"""
+    """most episodes of one optimizer step; if a round's do not divide evenly, its steps are about as large"""
     micro_batch_size: Count | None = None
     """most episodes of one pass; by default as many as --micro-batch-tokens holds"""
     clip_low: NonNegative = 0.2
@@ -60,6 +61,10 @@ class RLSettings(Section):
     importance_cap: Positive | None = None
     """weigh each token's policy loss with pi of the trainer / pi of the sampler, at most this (truncated importance
     sampling); needs --old-logprobs trainer"""
+    expand_limit: Whole = 0
+    """most episodes of a round that get another end (arXiv 2601.21699): of those that found gold paragraphs and failed
+    all the same, sampled from the last step that found a new one; each joins its group; 0: off (algorithms that compare
+    the episodes of a question)"""
     refill_limit: Whole = 0
     """how often in a round groups whose rewards are all equal are left out and as many other questions sampled; 0: such
     groups stay (algorithms that compare the episodes of a question)"""

@@ -38,6 +38,8 @@ class OptimizerSettings(Section):
 
     learning_rate: Positive = 2e-4
     """peak learning rate of AdamW on the adapter"""
+    lora_plus_ratio: Positive = 1.0
+    """learning rate of LoRA's B matrices, as a multiple of that of its A matrices (LoRA+, arXiv 2402.12354)"""
     learning_rate_schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """how the rate goes from its peak to --min-learning-rate; choosing one brings the latter: 0.1, 0 and 1"""
     min_learning_rate: Fraction = 0.1

@@ -19,9 +19,12 @@ Numbers = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Alarm:
-    """A limit that was crossed: the name of its setting, and what has happened as a part of a sentence."""
+    """A limit that was crossed: the name of its setting, and what has happened as a part of a sentence.
 
-    limit: str
+    The limit is None if the model's numbers are not finite, which no setting allows.
+    """
+
+    limit: str | None
     told: str
 
 

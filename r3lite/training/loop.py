@@ -10,7 +10,7 @@ from typing import Protocol
 
 from r3lite.command import Terminated
 from r3lite.devices.precision import NonFiniteGradients
-from r3lite.errors import R3LiteError
+from r3lite.errors import NotFinite, R3LiteError
 from r3lite.training import metrics, optim
 from r3lite.training.interrupts import Interrupts
 from r3lite.training.oversight import Collapse, Oversight
@@ -55,9 +55,15 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None) 
                 oversight.saved(0)
             for number in range(done + 1, last + 1):
                 interrupts.leave_if_asked()
-                record, must_save = _step(run, trainer, number, interrupts, log, oversight), False
+                must_save, failure = False, None
+                try:
+                    record = _step(run, trainer, number, interrupts, log, oversight)
+                except NotFinite as error:
+                    if not (oversight and oversight.can_go_back):
+                        raise
+                    record, failure = {"step": number}, error
                 if oversight:
-                    more, must_save = oversight.after(number, record)
+                    more, must_save = oversight.after(number, record, failure)
                     record |= more
                 log.write(record)
                 if must_save or number == last or interrupts.pending or (every and number % every == 0):

@@ -148,6 +148,8 @@ class MetricsLog:
         with self._writing():
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self.file.flush()
+        if not record["step"]:
+            self.clock = Clock()  # a validation before the first step is no part of it
         left = self.clock.left(self.total - record["step"]) if record["step"] else None
         line = progress_line(record) + (f"  ETA {tqdm.format_interval(left)}" if left else "")
         self.bar.set_postfix_str(line, refresh=False)

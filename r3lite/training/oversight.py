@@ -10,7 +10,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 from r3lite.config import flag
-from r3lite.errors import R3LiteError
+from r3lite.errors import NotFinite, R3LiteError
 from r3lite.settings import ValidationSettings
 from r3lite.training import checkpoint
 from r3lite.training.guard import Alarm, Guard
@@ -61,17 +61,34 @@ class Oversight:
         self.guard.validated(0, each)
         return {"step": 0, **found}
 
-    def after(self, step: int, record: dict) -> tuple[dict, bool]:
-        """Called after each step with its metrics: further metrics, and whether a checkpoint must be written."""
+    @property
+    def can_go_back(self) -> bool:
+        """Whether an alarm brings the best checkpoint's weights back, rather than a warning."""
+        return self.guard.settings.guard == "roll-back" and self.best is not None
+
+    def after(self, step: int, record: dict, failure: NotFinite | None = None) -> tuple[dict, bool]:
+        """Called after each step with its metrics: further metrics, and whether a checkpoint must be written.
+
+        `failure`: why the step could not be taken to its end. It is an alarm, as is one of the validation, and raised
+        if there is no going back: weights that are nan stay nan.
+        """
         found, each = {}, None
-        if self.validation is not None and (step % self.settings.eval_every == 0 or step == self.total):
-            found, each = self._validate()
-        alarm = self.guard.look(step, record, each)
+        if failure is None and self.validation and (step % self.settings.eval_every == 0 or step == self.total):
+            try:
+                found, each = self._validate()
+            except NotFinite as error:
+                failure = error
+        if failure is None:
+            alarm = self.guard.look(step, record, each)
+        elif self.can_go_back:
+            alarm = Alarm(None, failure.cause.splitlines()[0])
+        else:
+            raise failure
         if self.validation is not None:
             found["guard/rollbacks"] = self.guard.rollbacks
         must_save = self.best == step
         if alarm is not None:
-            found["guard/alarm"] = alarm.limit
+            found["guard/alarm"] = alarm.limit or "not_finite"
             must_save |= self._heed(step, alarm)
         return found, must_save
 
@@ -103,8 +120,8 @@ class Oversight:
     def _heed(self, step: int, alarm: Alarm) -> bool:
         """Says in one line what is wrong and what follows, and does it; whether weights have changed."""
         s, guard = self.guard.settings, self.guard
-        wrong = f"step {step}: {alarm.told} ({flag(alarm.limit)})"
-        if s.guard == "warn" or guard.best is None:
+        wrong = f"step {step}: {alarm.told}" + (f" ({flag(alarm.limit)})" if alarm.limit else "")
+        if not self.can_go_back:
             why = "" if s.guard == "warn" else "; without --eval-data there is nothing to go back to"
             _say(f"warning: {wrong}: the run may be collapsing{why}")
             return False

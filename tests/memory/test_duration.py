@@ -112,3 +112,37 @@ def test_a_prediction_has_the_phases_of_the_run_or_is_none():
 )  # fmt: skip
 def test_times_in_words(seconds, told):
     assert in_words(seconds) == told
+
+
+def test_expanded_episodes_are_sampled_without_their_beginnings_and_learned_from_whole():
+    """Four of 8 episodes get another end of 256 tokens after a turn of 256, whose tokens are read."""
+    memory = Memory(rollout_batch_size=8, micro_batch_tokens=8192)
+    more = replace(ROUND, expanded=4, expanded_writes=256)
+    reading, *steps = duration.expand(more, memory)
+    assert steps == [cost * 256 for cost in duration.decode(more, memory, 4, (256 + 768) / 2)]
+    assert reading.products == duration.forward(more, memory, 256 + 4 * 256, 0).products  # the prompt once
+    for phase in (duration.score, duration.update):
+        assert total(phase(more, memory)).products == pytest.approx(
+            total(phase(replace(ROUND, episodes=12, rows=12, step_rows=12, scored_rows=12), memory)).products, rel=0.2
+        )
+        assert total(phase(more, memory)).products > 1.3 * total(phase(ROUND, memory)).products
+
+
+def test_the_ratios_of_whole_episodes_take_the_head_once_more():
+    """8 episodes of 512 tokens: a product of the head's 151,665 x 896 weights with each of them."""
+    one, twice = (total(duration.update(replace(ROUND, ratios_first=first), Memory())) for first in (False, True))
+    assert twice.products - one.products == 2 * 8 * 512 * QWEN_TOKENS * 896 and twice.activations > one.activations
+
+
+def test_validations_are_counted_and_refills_are_named():
+    known = replace(ROUND, steps=25, speeds=Speeds("x", 192e9, {"fp16": 1e13}, **FREE))
+    plain = predict(known, Memory(rollout_batch_size=8))
+    assert plain.validation == 0 and "validation" not in plain.line() + str(plain.report())
+    found = predict(replace(known, held_out=16, validate_every=10, refills=3), Memory(rollout_batch_size=8))
+    # Twice as many answers as a round has: before the first round, after rounds 10, 20 and 25.
+    assert found.validation == pytest.approx(2 * plain.phases["sample"]) and found.validations == 4
+    assert found.run == pytest.approx(25 * plain.seconds + 4 * found.validation) and found.seconds == plain.seconds
+    assert f"for 25 and 4 validations of {in_words(found.validation)}; not counted: up to 3 refills" in found.line()
+    assert found.report()["validation"] == round(found.validation, 4)
+    unknown = replace(found, workload=replace(found.workload, steps=None))
+    assert unknown.run is None and f", a validation of {in_words(found.validation)};" in unknown.line()

@@ -47,3 +47,13 @@ def test_the_adapter_to_start_from_is_planned_for_with_its_own_rank(small_model,
         workloads.evaluate_workload(settings, *limits, questions=5),
     ):
         assert (w.lora_r, w.targets) == (3, ("q_proj", "down_proj"))
+
+
+def test_expanded_episodes_are_in_the_passes_that_are_planned():
+    """Eight are sampled from their prompts, and twelve may go through the model together."""
+    rl = RLSettings(algorithm="grpo", batch_size=2, num_generations=4, mini_batch_size=16, expand_limit=4)
+    model, others = ModelSettings(dtype="bf16", device="cpu"), (LoraSettings(), LengthSettings(), RetrievalSettings())
+    w = workloads.rl_workload(model, rl, *others, critic=False)
+    assert (w.episodes, w.expanded, w.rows, w.step_rows, w.scored_rows) == (8, 4, 12, 12, 12)
+    few = workloads.rl_workload(model, replace(rl, expand_limit=99, mini_batch_size=4), *others, critic=False)
+    assert (few.expanded, few.rows, few.step_rows, few.scored_rows) == (8, 4, 4, 16)

@@ -49,6 +49,14 @@ def test_the_reference_is_read_at_actions_only(setup, batch, reference):
     assert (reference - batch.at_actions(batch.logprobs)).abs().max() > 0.01
 
 
+def test_mini_batches_are_about_as_large(sampled, setup):
+    """Seven episodes in steps of at most three: the last one is no step of its own."""
+    seven = sampled(["..a"] * 7, [1.0] * 7)
+    for most, sizes in ((3, [2, 2, 3]), (4, [3, 4]), (5, [3, 4]), (6, [3, 4]), (7, [7]), (9, [7])):
+        steps = setup("ppo", mini_batch_size=most).learner.mini_batches(seven, "s")
+        assert [len(rows) for rows in steps] == sizes and sorted(chain(*steps)) == list(range(7))
+
+
 @pytest.mark.parametrize(("algorithm", "together"), [("grpo", True), ("ppo", False)])
 def test_mini_batches_keep_together_what_the_algorithm_says(batch, setup, algorithm, together):
     groups = batch.groups.tolist()

@@ -5,10 +5,6 @@ import pytest
 from r3lite.rl.refill import refill, teaches
 
 
-def group(name: str, *rewards: float | None) -> list:
-    return [(f"{name}{i}", reward) for i, reward in enumerate(rewards)]
-
-
 class Source:
     """Hands out prepared groups and notes what it was asked for."""
 
@@ -18,29 +14,28 @@ class Source:
     def __call__(self, attempt: int, groups: int) -> list:
         self.asked.append((attempt, groups))
         given, self.groups = self.groups[:groups], self.groups[groups:]
-        return [episode for one in given for episode in one]
+        return given
 
 
 def test_groups_without_variance_are_replaced_until_there_are_as_many():
     """Two of three groups teach nothing; of the two that replace them one does not either; the next one does."""
-    more = Source(group("d", 1, 1), group("e", 0, 1), group("f", 0.5, 0))
-    done = refill([*group("a", 1, 1), *group("b", 0, 1), *group("c", 0, 0)], more, 2, limit=5)
-    assert more.asked == [(1, 2), (2, 1)]
-    assert done.kept == {1, 4, 5} and [e[0] for e in done.episodes] == list("aabbccddeeff")
-    assert done.metrics == {"refill/attempts": 2, "refill/groups": 6, "refill/kept": 3}
+    more = Source([1, 1], [0, 1], [0.5, 0])
+    kept, told = refill([[1, 1], [0, 1, 1], [0, 0]], more, limit=5)  # a group may have grown
+    assert more.asked == [(1, 2), (2, 1)] and kept == {1, 4, 5}
+    assert told == {"refill/attempts": 2, "refill/groups": 6, "refill/kept": 3}
 
 
 def test_the_limit_holds_and_what_there_is_is_kept():
-    more = Source(*(group("x", 1, 1) for _ in range(4)))
-    done = refill([*group("a", 0, 0), *group("b", 0, 1)], more, 2, limit=3)
-    assert more.asked == [(1, 1), (2, 1), (3, 1)] and done.kept == {1}
-    assert done.metrics == {"refill/attempts": 3, "refill/groups": 5, "refill/kept": 1}
+    more = Source(*([1, 1] for _ in range(4)))
+    kept, told = refill([[0, 0], [0, 1]], more, limit=3)
+    assert more.asked == [(1, 1), (2, 1), (3, 1)] and kept == {1}
+    assert told == {"refill/attempts": 3, "refill/groups": 5, "refill/kept": 1}
 
 
 def test_where_all_differ_nothing_more_is_sampled():
     more = Source()
-    done = refill([*group("a", 0, 1), *group("b", 1, 0)], more, 2, limit=3)
-    assert more.asked == [] and done.kept == {0, 1} and done.metrics["refill/groups"] == 2
+    kept, told = refill([[0, 1], [1, 0]], more, limit=3)
+    assert more.asked == [] and kept == {0, 1} and told["refill/groups"] == 2
 
 
 @pytest.mark.parametrize(

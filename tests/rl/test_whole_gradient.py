@@ -190,6 +190,19 @@ def reinforce_pp_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[
     return found
 
 
+def reinforce_baseline_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
+    """The same with the group's mean as baseline, and k2 of the KL in the loss."""
+    paid, found = batch.rewards.double().sum(-1), []
+    worth = [(paid[row] - (paid[row] + paid[others(row)]) / 2).expand(len(t)) for row, t in enumerate(AT)]
+    every = torch.cat(worth)
+    worth = [scaled(s, (a - every.mean()) / (every.var(correction=0) + 1e-8).sqrt()) for a in worth]
+    for rows in steps:
+        parts = [terms(s, plain, batch, row, worth[row]) for row in rows]
+        loss = torch.cat([s.kl_beta * kl - gain for gain, kl in parts]).mean()
+        found.append(torch.autograd.grad(loss, plain.parameters))
+    return found
+
+
 @pytest.fixture
 def off_policy(batch, model):
     """The batch as another policy's: ratios on both sides of the clip, and values far from and near to the critic's."""
@@ -218,6 +231,7 @@ def off_policy(batch, model):
         ("gspo", gspo_gradients, {"kl_estimator": "k2", "clip_low": 0.05, "clip_high": 0.1, "old_logprobs": "sampler"}),
         ("rloo", rloo_gradients, {}),
         ("reinforce++", reinforce_pp_gradients, {}),
+        ("reinforce++-baseline", reinforce_baseline_gradients, {}),
     ],
 )
 def test_every_parameter_gets_the_gradient_of_the_formula(

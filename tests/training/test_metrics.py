@@ -72,6 +72,17 @@ def test_the_progress_line_tells_the_time_left(tmp_path, capsys, monkeypatch):
     ]
 
 
+def test_what_came_before_the_first_step_is_not_in_the_time_left(tmp_path, capsys, monkeypatch):
+    """A validation of 100 s was counted as a part of every step."""
+    ticks = iter([0.0, 100.0, 110.0])
+    monkeypatch.setattr(metrics, "Clock", lambda clock=metrics.Clock: clock(lambda: next(ticks)))
+    log = metrics.MetricsLog(tmp_path, 0, 7, "ppo")
+    log.write({"step": 0, "eval/f1": 0.5})
+    log.write({"step": 1})
+    assert "ETA 01:00" in capsys.readouterr().err
+    log.close()
+
+
 def test_what_is_not_a_number_is_null_because_json_has_no_nan(tmp_path):
     logged(tmp_path, [{"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "eval_loss": None}])
     assert metrics.read(tmp_path / metrics.FILE) == [{"step": 1, "loss": None, "grad_norm": None, "eval_loss": None}]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from r3lite.config import with_values
+from r3lite.errors import NotFinite
 from r3lite.settings import GuardSettings, ValidationSettings
 from r3lite.training import checkpoint, loop, metrics
 from r3lite.training.guard import Guard
@@ -161,6 +162,88 @@ def test_after_the_last_rollback_the_run_stops_with_the_reason_and_the_best_adap
     assert not (tmp_path / "summary.json").exists() and "go on with" not in capsys.readouterr().err
     step = max(checkpoint.all_of(tmp_path))
     assert all(torch.equal(w, weights(tmp_path, 4)[name]) for name, w in weights(tmp_path, step).items())
+
+
+def broken(at: int, late: bool = False, **toy) -> Watched:
+    """A toy whose weights are nan when step `at` begins; it is noticed then, or after the first update of the step."""
+    made = Watched(**toy)
+    made.explain_overflow = lambda: "layer 3"
+
+    def fail(number: int) -> None:
+        if number == at:
+            with torch.no_grad():
+                made.policy.fill_(float("nan"))
+            if not late:
+                raise NotFinite("question 7: what the model says is not a number: layer 3\nmore", "Pass --dtype fp32.")
+
+    made.before_update, made.after_update = (lambda n: None, fail) if late else (fail, lambda n: None)
+    return made
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_weights_that_are_nan_are_rolled_back(tmp_path, capsys, late):
+    assert not run(broken(6, late, f1s=RISING), output=str(tmp_path), stop_after=6)
+    assert all(torch.equal(w, weights(tmp_path, 4)[name]) for name, w in weights(tmp_path, 6).items())
+    assert run(broken(6, late, f1s=RISING), output=str(tmp_path), resume="auto")
+    told = [line for line in capsys.readouterr().err.splitlines() if "rollback" in line]
+    what = (
+        "the gradients are not finite (norm nan); nothing was updated"
+        if late
+        else ("question 7: what the model says is not a number: layer 3")
+    )
+    assert told == [
+        f"step 6: {what}; back to step 4 (validation F1 0.797), the learning rate is multiplied by 0.25 and the KL "
+        "weight by 2 from here on: rollback 1 of 1"
+    ]
+    records = {r["step"]: r for r in metrics.read(tmp_path / metrics.FILE)}
+    assert list(records) == list(range(TOTAL + 1)) and records[6]["guard/alarm"] == "not_finite"
+    assert records[8]["guard/rollbacks"] == 1 and records[8]["loss"] is not None
+
+
+@pytest.mark.parametrize("stop", [4, 5, 6, 7])
+def test_stopped_around_a_rollback_from_nan_and_resumed_equals_uninterrupted(tmp_path, stop):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(broken(6, f1s=RISING), output=str(whole))
+    assert not run(broken(6, f1s=RISING), output=str(parts), stop_after=stop, save_every=3)
+    assert run(broken(6, f1s=RISING), output=str(parts), resume="auto")
+    logs = [[metrics.repeatable(r) for r in metrics.read(o / metrics.FILE)] for o in (whole, parts)]
+    assert logs[0] == logs[1]
+    assert all(torch.equal(w, weights(parts, TOTAL)[name]) for name, w in weights(whole, TOTAL).items())
+
+
+def test_a_validation_that_finds_nan_is_rolled_back(tmp_path):
+    toy = Watched(RISING)
+    measure, toy.after_update = Script.measure, lambda n: None
+
+    class Nan(Script):
+        def measure(self):
+            if len(self.toy.seen.steps) == 6:
+                raise NotFinite("not a number", "")
+            return measure(self)
+
+    config = with_values(ToyConfig(), {"save_every": 0, "output": str(tmp_path)})
+    with RunFolder("ppo", config, "unused") as folder:
+        oversight = Oversight(folder, toy.state, toy.guard, ValidationSettings(eval_every=2), TOTAL, Nan(toy))
+        assert loop.train(folder, toy, oversight)
+    records = {r["step"]: r for r in metrics.read(tmp_path / metrics.FILE)}
+    assert records[6]["guard/alarm"] == "not_finite" and "eval/f1" not in records[6] and toy.guard.rollbacks == 1
+
+
+def test_a_run_that_goes_on_being_nan_stops_with_the_best_adapter(tmp_path):
+    toy = broken(6, f1s=RISING)
+    step, toy.before_update = toy.before_update, lambda n: step(6 if n > 5 else n)
+    with pytest.raises(Collapse, match="after 1 rollbacks: question 7: what the model says is not a number"):
+        run(toy, output=str(tmp_path))
+    assert all(torch.equal(w, weights(tmp_path, 4)[name]) for name, w in weights(tmp_path, 7).items())
+
+
+@pytest.mark.parametrize(("validated", "guard"), [(False, "roll-back"), (True, "warn"), (True, "off")])
+def test_without_a_way_back_nan_ends_the_run_as_it_is(tmp_path, capsys, validated, guard):
+    toy = broken(6, f1s=RISING)
+    toy.guard.settings = GuardSettings(guard=guard)
+    with pytest.raises(NotFinite, match="question 7") as error:
+        run(toy, validated=validated, output=str(tmp_path))
+    assert error.value.remedy == "Pass --dtype fp32." and not (tmp_path / "summary.json").exists()
 
 
 def test_a_run_that_goes_on_elsewhere_takes_its_best_checkpoint_along(tmp_path):

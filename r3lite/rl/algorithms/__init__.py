@@ -7,6 +7,7 @@ from r3lite.rl.algorithms.dr_grpo import DrGrpo
 from r3lite.rl.algorithms.grpo import Grpo
 from r3lite.rl.algorithms.gspo import Gspo
 from r3lite.rl.algorithms.ppo import Ppo
+from r3lite.rl.algorithms.reinforce_baseline import ReinforceBaseline
 from r3lite.rl.algorithms.reinforce_pp import ReinforcePlusPlus
 from r3lite.rl.algorithms.rloo import Rloo
 from r3lite.settings import LengthSettings, RLSettings
@@ -19,6 +20,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "gspo": Gspo,
     "rloo": Rloo,
     "reinforce++": ReinforcePlusPlus,
+    "reinforce++-baseline": ReinforceBaseline,
 }
 # Settings that do nothing while another one is 0.
 IDLE_WITHOUT = {"kl_estimator": "kl_beta", "overlong_cache": "overlong_penalty"}

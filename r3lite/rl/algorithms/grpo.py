@@ -18,7 +18,7 @@ from r3lite.rl.normalizers import episode_mean
 
 class Grpo(Algorithm):
     has_groups = True
-    own = frozenset({"refill_limit"})
+    own = frozenset({"refill_limit", "expand_limit"})
 
     def with_advantages(self, batch: Batch) -> Batch:
         return replace(batch, advantages=group_normalized(batch.returns, batch.groups)[:, None] * batch.action_mask)

@@ -6,8 +6,8 @@ advantages  sum of gamma^k r_(t+k) over the action tokens from t on, gamma 1, wh
 loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy
 normalizer  mean over the action tokens of the mini-batch
 
-It is PPO with a critic that always says 0 and lambda 1. (The paper's variant with a baseline takes the group's mean off
-first; that is not here.)
+It is PPO with a critic that always says 0 and lambda 1. The paper's variant with a baseline, which takes the group's
+mean off first, is in `reinforce_baseline.py`.
 """
 
 from dataclasses import replace

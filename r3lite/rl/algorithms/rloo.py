@@ -21,7 +21,7 @@ from r3lite.rl.normalizers import episode_sum
 class Rloo(Algorithm):
     has_groups = True
     kl_in = "reward"
-    own = frozenset({"refill_limit"})
+    own = frozenset({"refill_limit", "expand_limit"})
 
     def with_advantages(self, batch: Batch) -> Batch:
         returns = self.paid(batch).sum(-1)

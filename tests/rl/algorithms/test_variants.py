@@ -113,6 +113,22 @@ def test_reinforce_pp_by_hand():
     assert torch.allclose(got, expected, atol=1e-5)
 
 
+def test_reinforce_baseline_by_hand():
+    """Rewards 1, 0 | 0.5, 0.5 less their means: 0.5, 0.5 | -0.5 | 0 | 0 by token, of mean 0.1, variance 0.14."""
+    batch = Batch.of([rollout(2, 1.0), rollout(1, 0.0), rollout(1, 0.5, group=1), rollout(1, 0.5, group=1)])
+    made = algorithm("reinforce++-baseline")
+    found, std = made.with_advantages(batch).advantages[batch.action_mask], math.sqrt(0.14)
+    assert found.tolist() == pytest.approx([0.4 / std, 0.4 / std, -0.6 / std, -0.1 / std, -0.1 / std], rel=1e-5)
+    assert torch.allclose(made.weights(batch), batch.action_mask / 5)
+
+
+def test_reinforce_baseline_is_grpo_up_to_the_spread_where_all_groups_are_alike(sampled, gradients):
+    """Rewards 1, 0 in both groups, of 4 tokens each: GRPO divides by the sample std, 0.7071, this by 0.5, of all."""
+    batch = moved(sampled(["..aaaa", ".aa.aa", "...aaaa", "..a.aaa"], [1.0, 0.0, 0.0, 1.0], per_turn=0.0))
+    (grpo,), (other,) = (gradients(batch, name, kl_beta=0.0)[0] for name in ("grpo", "reinforce++-baseline"))
+    assert torch.allclose(grpo * (0.5**0.5 + 1e-4) / 0.5, other, rtol=1e-4, atol=1e-6) and grpo.norm() > 0
+
+
 def test_reinforce_pp_is_ppo_with_a_critic_that_says_nothing(batch, setup):
     settings = {"kl_beta": 0.05, "gamma": 0.9}
     ppo, other = setup("ppo", gae_lambda=1.0, **settings), setup("reinforce++", **settings)

@@ -1,0 +1,150 @@
+"""Another end for an episode: what was sampled stays as it was, and what follows goes on from there."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from r3lite.episode import ANSWERED, Document, Question
+from r3lite.protocols.r3 import R3
+from r3lite.rl.batch import Batch, Rollout
+from r3lite.rl.learner import action_logprobs, action_states
+from r3lite.rollout.scheduler import _shared
+from r3lite.rollout.sequence import Sequence
+from r3lite.settings import LengthSettings
+
+PROTOCOL = R3("Q: {question}", "The retrieval documents:\n{documents}\nNow Step {step}.")
+LENGTHS = LengthSettings(max_hops=3, max_new_tokens=120, max_length=1200, max_document_tokens=30)
+DOCUMENTS = [Document("1", "Rome", "Rome is in Italy."), Document("2", "Oslo", "Oslo is in Norway. " * 10)]
+ASKED = [Question(str(i), f"question {'x' * i}?", ("a",)) for i in range(2)]
+
+
+def ask(number, query):
+    return f"Step {number}:\nThe problem analysis: what is missing\nThe retrieval query: {query}"
+
+
+def answer(number, text):
+    return f"Step {number}:\nThe problem analysis: all is known\nThe final answer: {text}"
+
+
+SCRIPT = {"0": [ask(1, "first"), ask(2, "second, longer"), answer(3, "London")], "1": [ask(1, "one"), answer(2, "b")]}
+OTHER = {"0": [ask(1, "-"), answer(2, "Paris")], "1": [ask(1, "-"), ask(2, "another"), answer(3, "c")]}
+
+
+def retrieve(pairs):
+    return [DOCUMENTS for _ in pairs]
+
+
+@pytest.fixture
+def head():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(32, 1), torch.nn.Flatten(-2))
+
+
+@pytest.fixture
+def engine(scripted, head):
+    return scripted(SCRIPT, protocol=PROTOCOL, lengths=LENGTHS, value_head=head)
+
+
+@pytest.fixture
+def firsts(engine):
+    return engine.run(ASKED, ["a", "b"], retrieve)
+
+
+def taken(sequence) -> dict:
+    """All of a sequence that is the same however it came about; numbers as they are."""
+    names = ("tokens", "action_mask", "steps", "step_ends", "finish", "turn_start", "pending")
+    return {name: getattr(sequence, name) for name in names}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_same_end_again_is_the_same_episode(engine, firsts, steps):
+    (again,) = engine.run_on([(firsts[0], steps)], ["z"], retrieve)
+    assert taken(again) == taken(firsts[0]) and again is not firsts[0]
+    assert again.logprobs == pytest.approx(firsts[0].logprobs, abs=1e-4) and len(again.values) == len(again.logprobs)
+
+
+def test_another_end_keeps_what_was_sampled_and_nothing_else(engine, firsts):
+    before = [dataclasses.replace(s, tokens=list(s.tokens), steps=list(s.steps)) for s in firsts]
+    engine.script = OTHER
+    ends = engine.run_on([(s, 1) for s in firsts], ["y", "z"], retrieve)
+    assert [s.episode().prediction for s in ends] == ["Paris", "c"] and [len(s.steps) for s in ends] == [2, 3]
+    assert all(s.finish == ANSWERED for s in ends)
+    for first, end in zip(firsts, ends, strict=True):
+        start = first.action_mask.index(True, first.step_ends[0] + 1)
+        kept = sum(first.action_mask[:start])
+        assert end.tokens[:start] == first.tokens[:start] and end.action_mask[:start] == first.action_mask[:start]
+        # To the bit: numbers that were recorded are not computed again.
+        assert end.logprobs[:kept] == first.logprobs[:kept] and end.values[:kept] == first.values[:kept]
+        assert end.tokens[start:] != first.tokens[start:] and end.steps[0] == first.steps[0]
+        assert sum(end.action_mask) == len(end.logprobs) == len(end.values)
+    assert [taken(s) for s in before] == [taken(s) for s in firsts]  # those that were there are left alone
+
+
+def test_log_probs_and_values_equal_the_trainers_on_both_sides_of_the_restart(engine, firsts, model, tokenizer, head):
+    """One uncached pass over the whole of it; in one row of the cache after the other, so that prefixes are copied."""
+    engine.script, engine.grant.memory = OTHER, dataclasses.replace(engine.grant.memory, rollout_batch_size=1)
+    ends = engine.run_on([(firsts[0], 1), (firsts[0], 1), (firsts[1], 1)], ["x", "y", "z"], retrieve)
+    batch = Batch.of([Rollout(s.tokens, s.action_mask, s.logprobs, s.values, [], 0) for s in ends])
+    logprobs = action_logprobs(model, batch, tokenizer.size, 1.0)
+    assert (logprobs - batch.logprobs[batch.action_mask]).abs().max() <= 1e-4 and logprobs.abs().max() > 1
+    values = head(action_states(model, batch)[0])
+    assert torch.allclose(values, batch.values[batch.action_mask], atol=1e-4) and values.abs().max() > 0.01
+
+
+def test_searches_before_the_restart_count(scripted):
+    """With two searches at most, one more is left after the first."""
+    lengths = dataclasses.replace(LENGTHS, max_hops=2)
+    engine = scripted({"0": [*SCRIPT["0"][:2], answer(3, "x")]}, protocol=PROTOCOL, lengths=lengths)
+    first = engine.run(ASKED[:1], ["a"], retrieve)[0]
+    engine.script = {"0": [ask(1, "-"), ask(2, "second"), ask(3, "one too many"), " 42"]}
+    for steps in (1, 2):
+        (end,) = engine.run_on([(first, steps)], ["b"], retrieve)
+        assert (end.finish, end.episode().prediction, end.episode().searches) == (ANSWERED, "42", 2)
+        assert end.steps[2].faults == ("answer_was_forced",)
+
+
+def test_tokens_before_the_restart_count(scripted):
+    """The whole episode keeps to --max-length, and documents give way as they would have without a restart."""
+    script = {"0": [ask(k, f"query {k}") for k in range(1, 9)]}
+    lengths = LengthSettings(max_hops=8, max_new_tokens=100, max_length=640, max_document_tokens=60)
+    engine = scripted(script, forced=" yes", protocol=PROTOCOL, lengths=lengths)
+    (first,) = engine.run(ASKED[:1], ["s"], retrieve)
+    (end,) = engine.run_on([(first, 1)], ["t"], retrieve)
+    assert taken(end) == taken(first) and len(end.tokens) <= 640 and end.forced_prefix
+
+
+def test_the_rest_is_drawn_from_its_own_seed(engine_of):
+    """Sampled ends differ by their seeds alone, whatever they are sampled with."""
+    engine = engine_of(PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=20))
+    (asked,) = engine.run(ASKED[:1], ["a"], retrieve)
+    begun = Sequence(asked.question, stream=asked.stream)
+    begun.observe(engine.layout.prompt(asked.question.text))
+    begun.write(engine.layout.tokenizer.encode(ask(1, "q")))
+    begun.logprobs, begun.values = [-1.0] * sum(begun.action_mask), [0.0] * sum(begun.action_mask)
+    engine.layout.close_turn(begun)
+    if begun.pending:
+        engine.layout.splice(begun, DOCUMENTS)
+    begun.write([5])  # the turn that is sampled anew
+    together = engine.run_on([(begun, 1)] * 3, ["x", "y", "x"], retrieve)
+    (alone,) = engine.run_on([(begun, 1)], ["y"], retrieve)
+    assert together[0].tokens == together[2].tokens != together[1].tokens == alone.tokens
+
+
+def test_a_prefix_is_read_once_for_all_that_share_it(engine, firsts):
+    passes = []
+    engine.model.register_forward_pre_hook(lambda module, inputs: passes.append(tuple(inputs[0].shape)))
+    engine.run_on([(firsts[0], 2)] * 6, list("abcdef"), retrieve)
+    start = firsts[0].action_mask.index(True, firsts[0].step_ends[1] + 1)
+    assert [(B, T) for B, T in passes if T > 1] == [(1, start - 1)] and max(B for B, T in passes) == 6
+
+
+def test_a_longer_prefix_does_not_wait_while_a_shorter_one_is_decoded(firsts):
+    """What another row has sampled last is in no cache yet: waiting for it would mean to wait for its whole episode."""
+    longer, shorter = firsts[0], firsts[0].restarted(1, firsts[0].stream)
+    shorter.cached = len(shorter.tokens) - 1
+    for token in longer.tokens[len(shorter.tokens) : len(shorter.tokens) + 3]:  # it says the same, token by token
+        assert _shared(longer, shorter) <= shorter.cached
+        shorter.write([token])
+        shorter.cached += 1
+    assert _shared(longer, shorter) == len(shorter.tokens) - 1

@@ -1,0 +1,155 @@
+"""Which episodes of a round get another end, and what the round then holds."""
+
+import random
+
+import pytest
+
+from r3lite.config import with_values
+from r3lite.episode import ANSWERED, Document, Question, Step
+from r3lite.grant import Grant, Memory
+from r3lite.rewards.reward import Scored, StepVerdict, Verdict
+from r3lite.rl_round import Expansion, Round, RoundSampler, near_misses
+from r3lite.rollout.sequence import Sequence
+from r3lite.settings import PpoConfig
+from r3lite.training.metrics import Stopwatch
+
+GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(3))
+QUESTIONS = [Question(str(i), f"q{i}?", ("yes",), gold=GOLD) for i in range(4)]
+
+
+def sequence(question: Question, found: str, says: str = "no") -> Sequence:
+    """An episode with a step for each letter: a digit finds that gold paragraph, `-` none; then the answer.
+
+    A turn has two sampled tokens, and one that is given stands before each.
+    """
+    made = Sequence(question, stream=random.Random(0), finish=ANSWERED)
+    for letter in found + "!":
+        made.observe([0])
+        made.write([1, 2])
+        brought = (GOLD[int(letter)],) if letter.isdigit() else ()
+        step = Step("x", answer=says) if letter == "!" else Step("x", query=letter, documents=brought)
+        made.add_step(step)
+    made.logprobs, made.values = ([float(i) for i in range(sum(made.action_mask))] for _ in range(2))
+    return made
+
+
+def scored(made: Sequence, total: float = 0.0) -> Scored:
+    right = float(made.episode().prediction == "yes")
+    return Scored([0.0] * (len(made.steps) - 1) + [total or right], {"em": right, "format": 0.1, "recall": None})
+
+
+def round_of(*groups: list[Sequence]) -> Round:
+    sequences = [s for group in groups for s in group]
+    return Round(sequences, [scored(s) for s in sequences], [i for i, group in enumerate(groups) for _ in group])
+
+
+def test_which_episodes_get_another_end_and_from_where():
+    a, b, c, d = QUESTIONS
+    found = near_misses(
+        round_of(
+            [sequence(a, "0-", "yes"), sequence(a, "01"), sequence(a, "--")],  # differ: after the others
+            [sequence(b, "1"), sequence(b, "0-12"), sequence(b, "00")],  # all failed
+            [sequence(c, "0", "yes"), sequence(c, "1", "yes"), sequence(c, "2", "yes")],  # all right
+            [sequence(d, "-2--"), sequence(d, "-"), sequence(d, "")],  # all failed
+        )
+    )
+    # Of groups 1 and 3 the episode that found most; then what is left of group 1, where 00 finds the same one twice;
+    # then group 0. Each goes on from the step that brought the last new paragraph.
+    assert found == [Expansion(p, steps) for p, steps in ((4, 4), (9, 2), (3, 1), (5, 1), (1, 2))]
+
+
+def test_an_episode_without_a_reward_gets_no_other_end():
+    made = round_of([sequence(QUESTIONS[0], "0"), sequence(QUESTIONS[0], "0")])
+    made.scored[0] = None
+    assert near_misses(made) == [Expansion(1, 1)]
+
+
+def test_right_is_what_the_judge_says_if_there_is_one():
+    parts = {"em": 0.0, "f1": 0.0}
+    assert not Scored([0.0], parts).right and Scored([0.0], parts | {"em": 1.0}).right
+    assert Scored([0.0], parts | {"judge": 1.0}).right and not Scored([0.0], {"em": 1.0, "judge": 0.0}).right
+
+
+class Scripted:
+    """An engine whose episodes are those that a test says: `ends` are those of `run_on`."""
+
+    def __init__(self, drawn: dict[str, list[str]], ends: list[str]):
+        self.drawn, self.ends, self.asked = drawn, ends, []
+        self.grant = Grant(Memory())
+
+    def run(self, questions, seeds, retrieve):
+        seen = {q.id: iter(self.drawn[q.id]) for q in questions}
+        return [sequence(q, "0", next(seen[q.id])) for q in questions]
+
+    def run_on(self, begun, seeds, retrieve):
+        self.asked.append(([steps for _, steps in begun], seeds))
+        return [sequence(s.question, "01", says) for (s, _), says in zip(begun, self.ends, strict=True)]
+
+
+def sampled(engine: Scripted, judge=None, number: int = 5, **settings) -> Round:
+    config = with_values(
+        PpoConfig(), {"batch_size": 2, "num_generations": 2, "algorithm": "grpo", "seed": 7, **settings}
+    )
+    return RoundSampler(config, QUESTIONS[:2], engine, None, judge).sample(number, Stopwatch())
+
+
+def test_an_expanded_episode_joins_the_group_of_the_one_it_goes_on_from():
+    engine = Scripted({"0": ["no", "no"], "1": ["yes", "no"]}, ["yes", "no"])
+    made = sampled(engine, expand_limit=2)
+    first = made.sequences[0].question.id  # the order of the questions is shuffled
+    groups = [0, 0, 1, 1]
+    poor = 0 if first == "0" else 1  # the group without variance: both of its episodes
+    assert made.groups == [*groups, poor, poor]
+    assert made.expanded == {4: Expansion(2 * poor, 1), 5: Expansion(2 * poor + 1, 1)}
+    assert engine.asked == [([1, 1], [f"7/expand 5/{2 * poor}", f"7/expand 5/{2 * poor + 1}"])]
+    told = made.told
+    assert (told["expand/zero_std_before"], told["expand/zero_std_after"]) == (0.5, 0.0)
+    assert (told["expand/episodes"], told["expand/solved"]) == (2, 1)
+    # Two tokens of the step that is shared, each; four are new: another query, and the answer.
+    assert (told["expand/shared_tokens"], told["expand/new_tokens"]) == (4, 8)
+    assert [r.group for r in made.rollouts()] == made.groups and len(made.rewards()[poor]) == 4
+    records = made.records(5)
+    assert [r.get("expanded") for r in records] == [None] * 4 + [{"from": 2 * poor + i, "steps": 1} for i in (0, 1)]
+    assert all("learned" not in r for r in records)
+
+
+def test_the_rounds_means_are_those_of_the_policy():
+    """An expanded episode is no draw of the policy: it begins where the policy came by luck."""
+    drawn = {"0": ["no", "no"], "1": ["yes", "no"]}
+    plain, made = sampled(Scripted(drawn, [])), sampled(Scripted(drawn, ["yes", "yes"]), expand_limit=2)
+    assert {k: v for k, v in made.metrics().items() if not k.startswith("expand/")} == plain.metrics()
+
+
+def test_groups_that_an_expansion_has_mended_are_not_replaced():
+    drawn = {"0": ["no", "no"], "1": ["yes", "no"]}
+    made = sampled(Scripted(drawn, ["yes"]), expand_limit=1, refill_limit=1)
+    assert made.kept == {0, 1} and made.told["refill/attempts"] == 0 and len(made.rollouts()) == 5
+    replaced = sampled(Scripted(drawn, ["no"]), expand_limit=1, refill_limit=1)
+    assert replaced.told["refill/attempts"] == 1 and len(replaced.sequences) == 4 + 1 + 2
+    assert replaced.groups[5:] == [2, 2] and {r.group for r in replaced.rollouts()} == replaced.kept
+    assert [r["learned"] for r in replaced.records(5)] == [g in replaced.kept for g in replaced.groups]
+
+
+def test_where_nothing_can_be_expanded_the_round_is_as_it_was():
+    engine = Scripted({"0": ["yes", "yes"], "1": ["yes", "yes"]}, [])
+    made = sampled(engine, expand_limit=8)
+    assert engine.asked == [] and len(made.sequences) == 4 and made.told["expand/episodes"] == 0
+
+
+def test_a_judge_is_asked_about_what_was_expanded_too():
+    asked = []
+
+    class Judge:
+        def verdicts(self, episodes):
+            asked.append(len(episodes))
+            return [Verdict(False, (StepVerdict(0.0, 0.0),) * len(e.steps)) for e in episodes]
+
+    sampled(Scripted({"0": ["yes", "no"], "1": ["no", "no"]}, ["yes"] * 3), Judge(), expand_limit=3)
+    assert asked == [4, 3]
+
+
+@pytest.mark.parametrize("number", [5, 6])
+def test_the_streams_follow_from_seed_round_and_episode(number):
+    engine = Scripted({"0": ["no", "no"], "1": ["no", "no"]}, ["no"] * 4)
+    sampled(engine, number=number, expand_limit=4)
+    assert sorted(engine.asked[0][1]) == [f"7/expand {number}/{i}" for i in range(4)]
