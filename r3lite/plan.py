@@ -50,9 +50,11 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
     else:
         algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
         sampling = config.sampling
+        algorithm = algorithms.ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
         workload = rl_workload(
             config.model, config.rl, config.lora, config.lengths, config.retrieval,
-            critic=algorithms.ALGORITHMS[config.rl.algorithm].has_critic, steps=config.rounds(None),
+            critic=algorithm.has_critic, off_policy=algorithm.most_off_policy, replays=algorithm.has_replay,
+            steps=config.rounds(None),
         )  # fmt: skip
     if config.elsewhere.card:
         if config.model.device not in ("auto", "cuda"):

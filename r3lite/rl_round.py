@@ -3,15 +3,16 @@ are replaced. `ppo` learns from what comes of it.
 """
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from r3lite.datasets.order import questions_of_refill, questions_of_round
 from r3lite.episode import CUT_OFF, Episode, Question, Retrieve
 from r3lite.rewards.judge import Judge
-from r3lite.rewards.reward import Scored, score
+from r3lite.rewards.reward import Scored, score_all
 from r3lite.rewards.rounds import episode_records, round_metrics, turns_of
 from r3lite.rl.batch import Rollout
 from r3lite.rl.refill import refill
+from r3lite.rl_guidance import Guidance
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
@@ -27,6 +28,7 @@ class Round:
     generations: int  # episodes of a group
     kept: set[int] | None = None  # the groups that are learned from, by their place; None: all of them
     told: dict[str, float] = field(default_factory=dict)  # metrics of how they came about
+    joined: list[Rollout] = field(default_factory=list)  # off-policy episodes that join the groups
 
     @property
     def episodes(self) -> list[Episode]:
@@ -45,14 +47,23 @@ class Round:
         return episode_records(number, self.episodes, self.scored, self.kept, self.generations)
 
     def rollouts(self) -> list[Rollout]:
-        """The episodes that are learned from, in numbers.
+        """The episodes that are learned from, in numbers; the off-policy ones behind all others."""
+        own = [rollout for rollout, _ in self.paid()]
+        groups = {rollout.group for rollout in own}
+        return own + [rollout for rollout in self.joined if rollout.group in groups]
+
+    def paid(self) -> list[tuple[Rollout, Scored]]:
+        """The sampled episodes that are learned from, in numbers, and what each was paid.
 
         One whose judge failed is left out: a missing reward is not a zero, and teaches nothing.
         """
         return [
-            Rollout(
-                s.tokens, s.action_mask, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)),
-                group=i // self.generations, cut_off=s.finish == CUT_OFF,
+            (
+                Rollout(
+                    s.tokens, s.action_mask, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)),
+                    group=i // self.generations, cut_off=s.finish == CUT_OFF,
+                ),
+                paid,
             )
             for i, (s, paid) in enumerate(zip(self.sequences, self.scored, strict=True))
             if paid is not None and (self.kept is None or i // self.generations in self.kept)
@@ -63,29 +74,41 @@ class RoundSampler:
     """Samples rounds with the model as it is. A round follows from the seed and its number alone."""
 
     def __init__(
-        self, config: PpoConfig, questions: list[Question], engine: Engine, retrieve: Retrieve, judge: Judge | None
+        self,
+        config: PpoConfig,
+        questions: list[Question],
+        engine: Engine,
+        retrieve: Retrieve,
+        judge: Judge | None,
+        guidance: Guidance | None = None,
     ):
         self.config, self.questions, self.engine, self.retrieve = config, questions, engine, retrieve
-        self.judge = judge
+        self.judge, self.guidance = judge, guidance
 
     def sample(self, number: int, watch: Stopwatch) -> Round:
         """Round 1, 2, ...; `watch` takes the time of each stage."""
         rl, seed = self.config.rl, self.config.common.seed
-        drawn = questions_of_round(self.questions, number, rl.batch_size, rl.num_generations, seed)
-        sequences = self._run(drawn)
+        questions, seeds = questions_of_round(self.questions, number, rl.batch_size, rl.num_generations, seed)
+        replayed = self.guidance.replayed(number) if self.guidance else []
+        if self.guidance:
+            questions = self.guidance.with_replayed(questions, replayed)
+        sequences = self._run((questions, seeds))
         watch.lap("rollout")
         sampled = Round(sequences, self.score(sequences), rl.num_generations)
         watch.lap("score")
+        if self.guidance:
+            groups = [question.id for question in questions[:: rl.num_generations]]
+            joined, told = self.guidance.join(number, groups, sampled.paid(), replayed)
+            sampled = replace(sampled, joined=joined, told=told)
+            watch.lap("guide")
         if rl.refill_limit:
             sampled = self._refilled(number, sampled)
             watch.lap("refill")
         return sampled
 
     def score(self, sequences: Many[Sequence]) -> list[Scored | None]:
-        """What each episode is paid; None, a missing reward, if a judge was needed and failed."""
-        episodes = [sequence.episode() for sequence in sequences]
-        verdicts = self.judge.verdicts(episodes) if self.judge else [None] * len(episodes)
-        return [score(e, self.config.reward, v) for e, v in zip(episodes, verdicts, strict=True)]
+        """What each episode is paid; see `score_all`."""
+        return score_all([sequence.episode() for sequence in sequences], self.config.reward, self.judge)
 
     def _run(self, drawn: tuple[list[Question], list[str]]) -> list[Sequence]:
         questions, seeds = drawn

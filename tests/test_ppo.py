@@ -109,12 +109,16 @@ VARIANTS = {
     "gspo": "--update-epochs 2 --mini-batch-size 3",
     "rloo": "--kl-beta 0.05 --kl-target 0.01",
     "reinforce++": "--kl-beta 0.05",
+    "luffy": "--trace-share 1 --old-logprobs trainer --kl-target 0.01",
+    "exgrpo": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05",
+    "hybrid": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05 --trace-min-outcome 1",
 }
 SHORT = "--max-steps 2 --max-new-tokens 64 --max-hops 1 --warmup 0 --learning-rate-schedule linear"
 
 
-def variant(cold: Path, output: Path, name: str) -> list[str]:
-    return arguments(cold, output, "--algorithm", name, *SHORT.split(), *VARIANTS[name].split())
+def variant(cold: Path, output: Path, name: str, *more: str) -> list[str]:
+    traces = ["--traces", str(cold / "rows.jsonl")] if ALGORITHMS[name].has_traces else []
+    return arguments(cold, output, "--algorithm", name, *SHORT.split(), *VARIANTS[name].split(), *traces, *more)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -172,13 +172,13 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> list[Cost]:
 
 def score(w: Workload, memory: Memory) -> list[Cost]:
     """Log-probabilities of a round's episodes under the reference policy."""
-    p = packs(w, memory, w.episodes, w.scored_rows)
+    p = packs(w, memory, w.episodes + w.off_policy, w.scored_rows)
     return [forward(w, memory, p.tokens, p.keys) * p.count, head(w, memory, p.said, SCORING, products=1) * p.count]
 
 
 def update(w: Workload, memory: Memory) -> list[Cost]:
     """The optimizer steps of a round, or one of SFT."""
-    rows = w.episodes or w.step_rows
+    rows = w.episodes + w.off_policy or w.step_rows
     steps = -(-rows // w.step_rows)
     p = packs(w, memory, w.step_rows, w.rows)
     loss = head(w, memory, p.said, POLICY_LOSS if w.episodes else LOSS, products=2)
@@ -244,7 +244,7 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
     if w.speeds is None or w.dtype not in w.speeds.flops:
         return None
     costs = {"sample": sample(w, memory)} if w.episodes else {}
-    costs |= {"score": score(w, memory) * w.scores} if w.scores else {}
+    costs |= {"score": [cost * w.scores for cost in score(w, memory)]} if w.scores else {}
     costs |= {"update": update(w, memory)} if w.trains else {}
     speeds = w.speeds, w.dtype, CARD if w.on_cuda else CPU
     return Duration({phase: sum(cost.seconds(*speeds) for cost in parts) for phase, parts in costs.items()}, w)
