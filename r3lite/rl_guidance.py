@@ -89,11 +89,11 @@ def usable(
         f"are paid less than {rl.trace_min_outcome:g} of the most for an answer": len(fitting) - missing - right,
         "come second to a better one of their question": right - len(found),
     }
-    told = f"{len(found)} of {len(traces)} traces are used"
+    told = f"{len(found)} of {len(questions)} questions have a usable trace, of {len(traces)} traces"
     told += "".join(f"; {count} {why}" for why, count in reasons.items() if count)
     if not found:
         raise R3LiteError(f"--traces {rl.traces}: {told}", "Pass traces of the questions in --data that answer right.")
-    print(f"{told}; {len(found)} of {len(questions)} questions have one", file=sys.stderr)
+    print(told, file=sys.stderr)
     return found
 
 

@@ -71,7 +71,7 @@ class Round:
 
 
 class RoundSampler:
-    """Samples rounds with the model as it is. A round follows from the seed and its number alone."""
+    """Samples rounds with the model as it is. A round follows from the seed, its number and the replay buffer alone."""
 
     def __init__(
         self,

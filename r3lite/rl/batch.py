@@ -32,8 +32,8 @@ class Rollout:
 class Batch:
     """Rollouts padded on the right to [B, T]. Padding is never an action, so no loss and no mean reads it.
 
-    The last five fields are filled in while a round is learned from; until then they are None. If any rows are
-    off-policy, they stand behind all others.
+    The last five fields are filled in while a round is learned from; until then they are None. Off-policy rows
+    stand behind the others of their group.
     """
 
     tokens: Tensor  # [B, T] long
@@ -91,8 +91,10 @@ class Batch:
     def old(self) -> Tensor:
         """The log-probabilities [B, T] that ratios are taken to: the trainer's if it was asked, else the sampler's; of
         off-policy rows those that they came with."""
-        if self.rescored is None or self.off_policy is None:
-            return self.logprobs if self.rescored is None else self.rescored
+        if self.rescored is None:
+            return self.logprobs
+        if self.off_policy is None:
+            return self.rescored
         return torch.where(self.off_policy[:, None], self.logprobs, self.rescored)
 
     @property

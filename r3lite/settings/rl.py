@@ -66,7 +66,7 @@ class RLSettings(Section):
     sampling); needs --old-logprobs trainer"""
     refill_limit: Whole = 0
     """how often in a round groups whose rewards are all equal are left out and as many other questions sampled; 0: such
-    groups stay (algorithms that compare the episodes of a question)"""
+    groups stay (grpo, dr-grpo, dapo, gspo, rloo)"""
     overlong_filter: Literal["off", "on"] = "off"
     """on: no loss on episodes that were cut off (dapo)"""
     overlong_penalty: NonNegative = 0.0
