@@ -50,10 +50,12 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
     else:
         algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
         sampling = config.sampling
-        algorithm = algorithms.ALGORITHMS[config.rl.algorithm]
+        algorithm = algorithms.ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
         workload = rl_workload(
-            config.model, config.rl, config.lora, config.lengths, config.retrieval, critic=algorithm.has_critic,
-            ratios_first=algorithm.has_episode_ratios, validation=config.validation, steps=config.rounds(None),
+            config.model, config.rl, config.lora, config.lengths, config.retrieval,
+            critic=algorithm.has_critic, ratios_first=algorithm.has_episode_ratios,
+            off_policy=algorithm.most_off_policy, replays=algorithm.has_replay,
+            validation=config.validation, steps=config.rounds(None),
         )  # fmt: skip
     if config.elsewhere.card:
         if config.model.device not in ("auto", "cuda"):

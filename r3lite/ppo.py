@@ -69,11 +69,12 @@ def train(config: PpoConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     import torch
 
-    from r3lite import rl_setup
+    from r3lite import rl_guidance, rl_setup
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
     from r3lite.rewards.judge import build_judge, note_on
+    from r3lite.rl_guidance import Guidance
     from r3lite.rl_round import RoundSampler
     from r3lite.training import loop
     from r3lite.training.guard import Guard
@@ -94,9 +95,14 @@ def train(config: PpoConfig) -> None:
         judge = build_judge(config.judge, run.output, config.reward)
         torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
         guard, held_out = Guard(config.guard, config.episodes_of_round), read_held_out(config, questions)
-        engine, learner, state = rl_setup.build(config, questions, held_out, guard=guard)
+        traces, replay = rl_guidance.read(config), rl_guidance.build_buffer(config)
+        parts = {"guard": guard} | ({"replay": replay} if replay else {})
+        engine, learner, state = rl_setup.build(config, questions, held_out, traces, **parts)
         validation = build_validation(config, held_out, engine, retrieve)
-        sampler, rounds = RoundSampler(config, questions, engine, retrieve, judge), config.rounds(len(questions))
+        found = rl_guidance.usable(traces, config, questions, engine.layout, judge) if traces else {}
+        guidance = Guidance(config, questions, found, replay, learner.mean_entropies) if found or replay else None
+        sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance)
+        rounds = config.rounds(len(questions))
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, run.output / EPISODES)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation)
         if loop.train(run, trainer, oversight):
@@ -106,6 +112,7 @@ def train(config: PpoConfig) -> None:
 
 def check(config: PpoConfig) -> None:
     """Refuses settings that contradict each other; UsageError says which."""
+    from r3lite import rl_guidance
     from r3lite.protocols.registry import build_protocol
     from r3lite.rl import algorithms
 
@@ -120,6 +127,7 @@ def check(config: PpoConfig) -> None:
     if config.rl.expand_limit and config.retrieval.retriever == "none":
         raise UsageError("--expand-limit goes on after queries that brought gold paragraphs, and --retriever is none")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
+    rl_guidance.check(config)
 
 
 def main(argv: list[str] | None = None) -> int:

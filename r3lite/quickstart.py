@@ -85,6 +85,7 @@ def run_stage(title: str, main: Callable[[list[str]], int], name: str, arguments
 def run_all_stages(config: QuickstartConfig) -> None:
     # The commands themselves load torch; they are imported here so that --help stays instant.
     from r3lite import collect, evaluate, index, ppo, sft
+    from r3lite.rl.algorithms import ALGORITHMS
 
     start = time.monotonic()
     common, settings = config.common, config.quickstart
@@ -127,6 +128,8 @@ def run_all_stages(config: QuickstartConfig) -> None:
     stages.append(evaluated("SFT", out / "sft", minutes))
     name = settings.algorithm
     arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
+    if ALGORITHMS[name].has_traces:  # the hasty ones among them are paid too little, and fall out
+        arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]  # of questions that may have one
     arguments += [*search, "--output", str(out / name), *quick["ppo"]]
     minutes = run_stage(
         f"{name.upper()}: learn from rewards, with questions and answers only", ppo.main, "ppo", arguments

@@ -9,10 +9,11 @@ from itertools import groupby
 from r3lite.datasets.order import questions_of_refill, questions_of_round
 from r3lite.episode import CUT_OFF, Episode, Question, Retrieve
 from r3lite.rewards.judge import Judge
-from r3lite.rewards.reward import Scored, score
+from r3lite.rewards.reward import Scored, score_all
 from r3lite.rewards.rounds import episode_records, round_metrics, turns_of
 from r3lite.rl.batch import Rollout
 from r3lite.rl.refill import Rewards, refill, teaches
+from r3lite.rl_guidance import Guidance
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig
@@ -40,6 +41,7 @@ class Round:
     expanded: dict[int, Expansion] = field(default_factory=dict)  # by the place of the new episode
     kept: set[int] | None = None  # the groups that are learned from; None: all of them
     told: dict[str, float] = field(default_factory=dict)  # metrics of how they came about
+    joined: list[Rollout] = field(default_factory=list)  # off-policy episodes that join the groups
 
     @property
     def episodes(self) -> list[Episode]:
@@ -71,14 +73,23 @@ class Round:
         return records
 
     def rollouts(self) -> list[Rollout]:
-        """The episodes that are learned from, in numbers.
+        """The episodes that are learned from, in numbers; the off-policy ones behind all others."""
+        own = [rollout for rollout, _ in self.paid()]
+        groups = {rollout.group for rollout in own}
+        return own + [rollout for rollout in self.joined if rollout.group in groups]
+
+    def paid(self) -> list[tuple[Rollout, Scored]]:
+        """The sampled episodes that are learned from, in numbers, and what each was paid.
 
         One whose judge failed is left out: a missing reward is not a zero, and teaches nothing.
         """
         return [
-            Rollout(
-                s.tokens, s.action_mask, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)),
-                group=group, cut_off=s.finish == CUT_OFF,
+            (
+                Rollout(
+                    s.tokens, s.action_mask, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)),
+                    group=group, cut_off=s.finish == CUT_OFF,
+                ),
+                paid,
             )
             for s, paid, group in zip(self.sequences, self.scored, self.groups, strict=True)
             if paid is not None and (self.kept is None or group in self.kept)
@@ -86,23 +97,37 @@ class Round:
 
 
 class RoundSampler:
-    """Samples rounds with the model as it is. A round follows from the seed and its number alone."""
+    """Samples rounds with the model as it is. A round follows from the seed, its number and the replay buffer alone."""
 
     def __init__(
-        self, config: PpoConfig, questions: list[Question], engine: Engine, retrieve: Retrieve, judge: Judge | None
+        self,
+        config: PpoConfig,
+        questions: list[Question],
+        engine: Engine,
+        retrieve: Retrieve,
+        judge: Judge | None,
+        guidance: Guidance | None = None,
     ):
         self.config, self.questions, self.engine, self.retrieve = config, questions, engine, retrieve
-        self.judge = judge
+        self.judge, self.guidance = judge, guidance
 
     def sample(self, number: int, watch: Stopwatch) -> Round:
         """Round 1, 2, ...; `watch` takes the time of each stage."""
         rl, seed = self.config.rl, self.config.common.seed
-        drawn = questions_of_round(self.questions, number, rl.batch_size, rl.num_generations, seed)
-        sequences = self._run(drawn)
+        questions, seeds = questions_of_round(self.questions, number, rl.batch_size, rl.num_generations, seed)
+        replayed = self.guidance.replayed(number) if self.guidance else []
+        if self.guidance:
+            questions = self.guidance.with_replayed(questions, replayed)
+        sequences = self._run((questions, seeds))
         watch.lap("rollout")
         groups = [i // rl.num_generations for i in range(len(sequences))]
         sampled = Round(sequences, self.score(sequences), groups)
         watch.lap("score")
+        if self.guidance:
+            ids = [question.id for question in questions[:: rl.num_generations]]
+            joined, told = self.guidance.join(number, ids, sampled.paid(), replayed)
+            sampled = replace(sampled, joined=joined, told=told)
+            watch.lap("guide")
         if rl.expand_limit:
             sampled = self._expanded(number, sampled)
             watch.lap("expand")
@@ -112,10 +137,8 @@ class RoundSampler:
         return sampled
 
     def score(self, sequences: Many[Sequence]) -> list[Scored | None]:
-        """What each episode is paid; None, a missing reward, if a judge was needed and failed."""
-        episodes = [sequence.episode() for sequence in sequences]
-        verdicts = self.judge.verdicts(episodes) if self.judge else [None] * len(episodes)
-        return [score(e, self.config.reward, v) for e, v in zip(episodes, verdicts, strict=True)]
+        """What each episode is paid; see `score_all`."""
+        return score_all([sequence.episode() for sequence in sequences], self.config.reward, self.judge)
 
     def _run(self, drawn: tuple[list[Question], list[str]]) -> list[Sequence]:
         questions, seeds = drawn
@@ -144,7 +167,7 @@ class RoundSampler:
             "expand/zero_std_before": _without_variance(first.rewards()),
             "expand/zero_std_after": _without_variance(done.rewards()),
         }
-        return replace(done, told=told)
+        return replace(done, told=first.told | told)
 
     def _refilled(self, number: int, sampled: Round) -> Round:
         """The round with further groups in place of those without variance."""

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Sequence
 
 from r3lite import command
+from r3lite.datasets.trajectories import Trajectory
 from r3lite.episode import Question
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import rl_workload
@@ -27,11 +28,15 @@ from r3lite.training.state import Stateful, TrainState
 
 
 def build(
-    config: PpoConfig, questions: list[Question], held_out: Sequence[Question] = (), **parts: Stateful
+    config: PpoConfig,
+    questions: list[Question],
+    held_out: Sequence[Question] = (),
+    traces: Sequence[Trajectory] = (),
+    **parts: Stateful,
 ) -> tuple[Engine, Learner, TrainState]:
     """The engine that samples, the learner and what a checkpoint holds, with further `parts` of it.
 
-    They work on one model with two adapters. `held_out` are the questions of validations.
+    They work on one model with two adapters. `held_out` are the questions of validations, `traces` a teacher's.
     """
     rl, temperature = config.rl, config.sampling.temperature
     protocol = build_protocol(config.protocol)  # a bad prompt file is refused before a model is downloaded
@@ -54,7 +59,7 @@ def build(
     warn_of_start(config.model.adapter)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
-    data = f"{zlib.crc32(repr([(q.id, q.text, q.answers) for q in [*questions, *held_out]]).encode()):08x}"
+    data = f"{zlib.crc32(repr([*((q.id, q.text, q.answers) for q in [*questions, *held_out]), *traces]).encode()):08x}"
     facts = {"algorithm": rl.algorithm, "questions": len(questions)}
     adapted = {"kl": algorithm.kl} if rl.kl_target else {}
     state = policy.train_state(config.optimizer, config.model.model, data, facts, **adapted, **parts)
@@ -80,9 +85,11 @@ def warn_of_start(adapter: str | None) -> None:
 
 def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:
     """The memory plan of a round whose episodes all reach --max-length, and begin with `shared` tokens alike."""
-    algorithm = ALGORITHMS[config.rl.algorithm]
+    algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
     workload = rl_workload(
-        config.model, config.rl, config.lora, config.lengths, config.retrieval, shared, critic=algorithm.has_critic,
-        ratios_first=algorithm.has_episode_ratios, validation=config.validation, steps=config.rounds(questions),
+        config.model, config.rl, config.lora, config.lengths, config.retrieval, shared,
+        critic=algorithm.has_critic, ratios_first=algorithm.has_episode_ratios,
+        off_policy=algorithm.most_off_policy, replays=algorithm.has_replay,
+        validation=config.validation, steps=config.rounds(questions),
     )  # fmt: skip
     return make_plan(workload, config.memory, config.sampling)

@@ -17,6 +17,7 @@ import torch
 from bench.simulated_cuda import GIB, SimulatedCuda
 from r3lite import evaluate, index, plan, ppo, sft
 from r3lite.config import shipped
+from r3lite.datasets.qa import read_questions
 from r3lite.devices import speed
 from r3lite.files import write_jsonl
 from r3lite.memory.shrinking import ShrinkingGrant
@@ -186,6 +187,9 @@ def questions(trained, tmp_path_factory) -> list[str]:
     path = tmp_path_factory.mktemp("questions") / "questions.jsonl"
     lines = (WORLD / "train.jsonl").read_text(encoding="utf-8").splitlines()[:4]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    asked = [question.text for question in read_questions(str(path))]
+    traces = [{"question": text, "reasoning": "This gives the answer.", "answer": "Rome"} for text in asked]
+    write_jsonl(path.with_name("traces.jsonl"), traces)
     return ["--data", str(path), "--adapter", str(trained / "dense cpu")]
 
 
@@ -200,9 +204,14 @@ def train(questions: list[str], output: Path, flags: str, card: SimulatedCuda | 
     count = itertools.count()
 
     def paid(episode, *_) -> reward.Scored:
-        return reward.Scored([next(count) % 4 % 3 / 2] + [0.0] * (len(episode.steps) - 1))
+        if len(episode.steps) == 1 and episode.prediction == "Rome":  # a trace
+            return reward.Scored([1.0], {"outcome": 1.0})
+        amount = next(count) % 4 % 3 / 2
+        return reward.Scored([amount] + [0.0] * (len(episode.steps) - 1), {"outcome": amount})
 
     run = [*RL.split(), *questions, *flags.split(), "--output", str(output)]
+    if "luffy" in flags or "hybrid" in flags:
+        run += ["--traces", str(Path(questions[1]).with_name("traces.jsonl"))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward, "score", paid)
         if card:
@@ -224,7 +233,12 @@ def played(questions, tmp_path_factory) -> Path:
 def test_rl_gives_the_numbers_of_the_cpu(played, questions, tmp_path, graphs_on_the_cpu, algorithm):
     train(questions, tmp_path / "cpu", f"--algorithm {algorithm}", card=False)
     assert_same(tmp_path / "cpu", played / algorithm)
-    assert all(record["grad_norm"] > 0 for record in logged(played / algorithm))
+    records = logged(played / algorithm)
+    assert all(record["grad_norm"] > 0 for record in records)
+    if algorithm in ("luffy", "hybrid"):
+        assert all(record["off_policy/traces"] == 1 for record in records)
+    if algorithm in ("exgrpo", "hybrid"):
+        assert [record["off_policy/replays"] for record in records] == [0, 1]
 
 
 def test_rl_stopped_and_resumed_equals_uninterrupted(played, questions, tmp_path):

@@ -68,11 +68,12 @@ def test_reinforcement_learning_takes_the_flags_of_ppo(tmp_path, algorithm, form
 def test_every_algorithm_is_planned_and_dry_run(tmp_path, capsys, algorithm):
     """The reference takes a pass without gradients, and so do the trainer's own log-probabilities."""
     flags = ["--algorithm", algorithm, "--device", "cpu", "--dtype", "bf16"]
+    run = [*flags, *(["--traces", "x.jsonl"] if ALGORITHMS[algorithm].has_traces else [])]
     found, passes = planned(tmp_path, *flags), algorithm not in ("dr-grpo", "dapo")
     assert list(found["phases"]) == ["load", "sample", *(["score"] if passes else []), "update", "save"]
     with_kl = planned(tmp_path, *flags, "--kl-beta", "0.1")
     assert "score" in with_kl["phases"] and found["fits"]
-    assert ppo.main([*flags, "--dry-run"]) == 0
+    assert ppo.main([*run, "--dry-run"]) == 0
     assert re.search(rf"^  algorithm +{re.escape(algorithm)}$", capsys.readouterr().out, re.M)
     assert plan.main([*flags, "--kl-beta", "0", "--kl-target", "0.1"]) == 2  # as the run would
     assert "--kl-target adapts --kl-beta" in capsys.readouterr().err

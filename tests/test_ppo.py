@@ -15,7 +15,7 @@ import torch
 
 from r3lite import ppo
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.training import checkpoint
+from r3lite.training import checkpoint, metrics
 from tests.cold_start import adapter, arguments, logged, same
 
 
@@ -123,12 +123,16 @@ VARIANTS = {
     "rloo": "--kl-beta 0.05 --kl-target 0.01 --lora-plus-ratio 8",
     "reinforce++": "--kl-beta 0.05",
     "reinforce++-baseline": "--kl-beta 0.05 --kl-target 0.01",
+    "luffy": "--trace-share 1 --old-logprobs trainer --kl-target 0.01",
+    "exgrpo": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05",
+    "hybrid": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05 --trace-min-outcome 1",
 }
 SHORT = "--max-steps 2 --max-new-tokens 64 --max-hops 1 --warmup 0 --learning-rate-schedule linear"
 
 
-def variant(cold: Path, output: Path, name: str) -> list[str]:
-    return arguments(cold, output, "--algorithm", name, *SHORT.split(), *VARIANTS[name].split())
+def variant(cold: Path, output: Path, name: str, *more: str) -> list[str]:
+    traces = ["--traces", str(cold / "rows.jsonl")] if ALGORITHMS[name].has_traces else []
+    return arguments(cold, output, "--algorithm", name, *SHORT.split(), *VARIANTS[name].split(), *traces, *more)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -186,6 +190,57 @@ def test_expanded_episodes_killed_and_resumed_equal_uninterrupted(cold, tmp_path
             assert e["steps"][:steps] == origin["steps"][:steps] and origin["rewards"]["em"] < 1
             assert e["id"] == origin["id"] and e["learned"] == origin["learned"] and origin["steps"][steps - 1]["query"]
             assert 0 < e["rewards"]["recall"] >= origin["rewards"]["recall"]
+
+
+# More rounds than questions, so that what succeeded may be asked again.
+REPLAYED = "--max-steps 4 --save-every 2 --max-hops 2 --limit 4"
+
+
+@pytest.mark.parametrize("name", ["luffy", "exgrpo", "hybrid"])
+def test_off_policy_runs_killed_and_resumed_equal_uninterrupted(cold, tmp_path, name):
+    """The replay buffer is in the checkpoint: begun anew, it would have nothing to replay."""
+    whole, parts = (variant(cold, tmp_path / folder, name, *REPLAYED.split()) for folder in ("whole", "parts"))
+    assert ppo.main(whole) == 0
+    kill_after(3, parts, tmp_path / "parts")
+    assert ppo.main([*parts, "--resume", "auto"]) == 0
+    same(tmp_path / "whole", tmp_path / "parts", 4)
+    one, other = (checkpoint.read(tmp_path / folder / "checkpoint-4") for folder in ("whole", "parts"))
+    assert one.state["kept"] == other.state["kept"] and one.tensors.keys() == other.tensors.keys()
+    records = logged(tmp_path / "whole", "metrics.jsonl")
+    assert ("replay" in one.tensors) == (name != "luffy")
+    if name != "luffy":
+        assert all(r["off_policy/replays"] <= 1 for r in records) and len(one.tensors["replay"]) % 3 == 0
+        assert all(torch.equal(tensor, other.tensors["replay"][key]) for key, tensor in one.tensors["replay"].items())
+    if name != "exgrpo":
+        assert sum(r["off_policy/traces"] for r in records) > 0
+    used = [r for r in records if r["off_policy/token_share"]]
+    assert all(0 < r["off_policy/shaped_ratio"] < 1 and r["off_policy/logp"] < 0 for r in used)
+
+
+def test_without_its_traces_or_replays_an_algorithm_is_what_it_builds_on(cold, tmp_path):
+    """To the bit: luffy without traces and exgrpo that replays nothing are grpo, hybrid without traces is exgrpo."""
+
+    def run(folder: str, name: str, flags: str) -> Path:
+        traces = ["--traces", str(cold / "rows.jsonl")] if ALGORITHMS[name].has_traces else []
+        more = [*SHORT.split(), *flags.split(), "--max-hops", "2", "--limit", "4", "--outcome-f1", "1", *traces]
+        assert ppo.main(arguments(cold, tmp_path / folder, "--algorithm", name, *more)) == 0
+        return tmp_path / folder
+
+    def equal(one: Path, other: Path) -> None:
+        first, second = (checkpoint.read(path / "checkpoint-2").tensors for path in (one, other))
+        for group in checkpoint.GROUPS:
+            assert all(torch.equal(tensor, second[group][name]) for name, tensor in first[group].items())
+        for one_record, other_record in zip(logged(one, "metrics.jsonl"), logged(other, "metrics.jsonl"), strict=True):
+            shared = metrics.repeatable(one_record).keys() & metrics.repeatable(other_record).keys()
+            assert {"loss", "kl", "entropy", "grad_norm", "reward"} <= shared
+            assert {k: one_record[k] for k in shared} == {k: other_record[k] for k in shared}
+
+    grpo = run("grpo", "grpo", "--kl-beta 0.05")
+    equal(grpo, run("luffy", "luffy", "--trace-share 0"))
+    equal(grpo, run("exgrpo", "exgrpo", "--replay-start 1"))
+    replays = "--replay-start 0 --replay-min-outcome 0.05"
+    exgrpo = run("replaying", "exgrpo", replays)
+    equal(exgrpo, run("hybrid", "hybrid", f"--trace-share 0 {replays}"))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

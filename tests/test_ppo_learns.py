@@ -10,6 +10,7 @@ import statistics
 import pytest
 
 from r3lite import ppo
+from r3lite.files import write_jsonl
 from r3lite.rewards import reward
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.training import metrics, optim
@@ -23,14 +24,21 @@ def rewards(tmp_path, monkeypatch):
     questions = [{"id": str(i), "question": f"Where is {i}?", "answer": "there"} for i in range(4)]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n", encoding="utf-8")
     prompts = [x for name in ("init", "step") for x in (f"--{name}-prompt", str(tmp_path / f"{name}.txt"))]
-    monkeypatch.setattr(
-        reward, "score", lambda e, *_: reward.Scored([float(e.finish != "cut_off")] + [0.0] * (len(e.steps) - 1))
-    )
+
+    def paid(episode, *_) -> reward.Scored:
+        amount = float(episode.finish != "cut_off")
+        return reward.Scored([amount] + [0.0] * (len(episode.steps) - 1), {"outcome": amount})
+
+    monkeypatch.setattr(reward, "score", paid)
+    traces = [{"question": q["question"], "reasoning": "I know.", "answer": "there"} for q in questions]
+    write_jsonl(tmp_path / "traces.jsonl", traces)
 
     def run(*more: str) -> list[float]:
         flags = "--preset tiny --dtype fp32 --retriever none --batch-size 4 --num-generations 8 --mini-batch-size 16"
         flags += " --update-epochs 1 --max-new-tokens 9 --max-length 64 --max-steps 8 --warmup 0 --learning-rate 4e-3"
         data = ["--data", str(tmp_path / "questions.jsonl"), "--output", str(tmp_path / "run")]
+        if {"luffy", "hybrid"} & set(more):
+            data += ["--traces", str(tmp_path / "traces.jsonl")]
         assert ppo.main([*flags.split(), *prompts, *data, *more]) == 0
         return [record["reward"] for record in metrics.read(tmp_path / "run" / metrics.FILE)]
 

@@ -72,6 +72,27 @@ def read_rows(
     return rows
 
 
+def read_traces(data: str | Path, protocol: Protocol, skip_bad_rows: bool = False) -> list[Trajectory]:
+    """A teacher's traces: trajectories (`steps`), or rows of `question`, `reasoning` and `answer` without retrieval.
+
+    Bad rows are treated as by `read_rows`.
+    """
+    return converted_rows(data, lambda row, id: trace_from_json(row, protocol, id), skip_bad_rows=skip_bad_rows)
+
+
+def trace_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Trajectory:
+    """The trace of a row; raises InvalidRecord."""
+    id = row.identifier("id", default_id)
+    if "steps" in row:
+        return _trajectory(row, id, protocol)
+    if "reasoning" not in row:
+        raise row.error("it has neither 'steps' (a trajectory) nor 'reasoning' with 'question' and 'answer'")
+    step = _stripped(Step(row.text("reasoning"), answer=row.text("answer")))
+    if problem := check_steps((step,), protocol):
+        raise row.error(problem)
+    return Trajectory(id, row.text("question").strip(), (), (step,), row.text("source", "", blank=True))
+
+
 def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Trajectory | Conversation:
     """The trajectory or conversation of a row; raises InvalidRecord."""
     id = row.identifier("id", default_id)

@@ -184,13 +184,13 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> list[Cost]:
 
 def score(w: Workload, memory: Memory) -> list[Cost]:
     """Log-probabilities of a round's episodes under the reference policy."""
-    p = packs(w, memory, w.episodes + w.expanded, w.scored_rows)
+    p = packs(w, memory, w.episodes + w.joining, w.scored_rows)
     return [forward(w, memory, p.tokens, p.keys) * p.count, head(w, memory, p.said, SCORING, products=1) * p.count]
 
 
 def update(w: Workload, memory: Memory) -> list[Cost]:
     """The optimizer steps of a round, or one of SFT."""
-    rows = (w.episodes + w.expanded) or w.step_rows
+    rows = (w.episodes + w.joining) or w.step_rows
     steps = -(-rows // w.step_rows)
     p = packs(w, memory, w.step_rows, w.rows)
     loss = head(w, memory, p.said, POLICY_LOSS if w.episodes else LOSS, products=2)
@@ -274,7 +274,7 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
         return None
     costs = {"sample": sample(w, memory)} if w.episodes else {}
     costs |= {"expand": expand(w, memory)} if w.expanded else {}
-    costs |= {"score": score(w, memory) * w.scores} if w.scores else {}
+    costs |= {"score": [cost * w.scores for cost in score(w, memory)]} if w.scores else {}
     costs |= {"update": update(w, memory)} if w.trains else {}
     speeds = w.speeds, w.dtype, CARD if w.on_cuda else CPU
 

@@ -39,7 +39,8 @@ class Workload:
     episodes: int = 0  # sampled in a round; 0: nothing is sampled
     reads: int = 0  # tokens given to a row at once at most: a prompt, or documents
     retrieves: bool = False  # documents are read when the cache is nearly full; a prompt, when it is empty
-    scores: int = 0  # passes over a round's episodes without gradients: under the reference, and before it is learned
+    off_policy: int = 0  # episodes of others that a round learns from at most
+    scores: float = 0  # passes over a round's episodes without gradients, such as under the reference
     adapters: int = 1  # the policy's, and the reference's if it has one of its own
     critic: bool = False
     on_cuda: bool = False
@@ -56,6 +57,11 @@ class Workload:
     validate_every: int = 1  # rounds
     steps: int | None = None  # optimizer steps or rounds of the run; None: not known
     speeds: Speeds | None = None  # of the device; None: not known
+
+    @property
+    def joining(self) -> int:
+        """Episodes that a round learns from at most beside those that it samples from their prompts on."""
+        return self.off_policy + self.expanded
 
 
 def rounded(size: float) -> int:

@@ -84,25 +84,33 @@ def rl_workload(
     *,
     critic: bool,
     ratios_first: bool = False,
+    off_policy: int = 0,
+    replays: bool = False,
     validation: ValidationSettings | None = None,
     steps: int | None = None,
 ) -> Workload:
-    """A round whose episodes all reach --max-length and begin with `shared` equal tokens, with a critic or without."""
+    """A round whose episodes all reach --max-length and begin with `shared` equal tokens, with a critic or without.
+
+    At most `off_policy` episodes join those that are sampled. If there are `replays`, a pass over what the buffer holds
+    of their questions finds them.
+    """
     episodes = rl.batch_size * rl.num_generations
     sampling = _sampling(lengths, retrieval, episodes, shared)
     validated = validation is not None and validation.eval_data is not None
     expanded = min(rl.expand_limit, episodes)
-    learned = episodes + expanded
+    learned = episodes + expanded + off_policy
     most = min(rl.micro_batch_size or learned, learned)
+    of_step = min(rl.mini_batch_size, episodes + expanded) + off_policy  # all of which may be in one mini-batch
     return Workload(
         **_base(model),
         **_adapter(model, lora),
         **sampling,
-        rows=min(most, rl.mini_batch_size),
-        step_rows=min(rl.mini_batch_size, learned),
+        rows=min(most, of_step),
+        step_rows=of_step,
         scored_rows=most,
+        off_policy=off_policy,
         shared=min(shared, lengths.max_length),
-        scores=bool(rl.kl_beta) + (rl.old_logprobs == "trainer"),
+        scores=bool(rl.kl_beta) + (rl.old_logprobs == "trainer") + replays * rl.replay_share,
         adapters=2 if rl.kl_beta and model.adapter else 1,  # without --adapter, the bare base is the reference
         critic=critic,
         epochs=rl.update_epochs,

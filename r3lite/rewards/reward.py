@@ -4,6 +4,7 @@ Knows the weights and what an episode holds; a judge's opinion is handed in as a
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from r3lite.answer_match import answer_scores
 from r3lite.config import Trait, settings_with
@@ -11,6 +12,9 @@ from r3lite.episode import Episode, Step
 from r3lite.errors import R3LiteError
 from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
 from r3lite.settings import RewardSettings
+
+if TYPE_CHECKING:  # it imports this module
+    from r3lite.rewards.judge import Judge
 
 MOST = 1e15  # learning squares rewards and adds them up, in fp32
 
@@ -62,6 +66,19 @@ class Scored:
         return self.parts.get("judge", self.parts["em"]) == 1.0
 
 
+def most_for_answer(settings: RewardSettings) -> float:
+    """The most that an answer can be paid."""
+    return settings.outcome_em + settings.outcome_f1 + settings.outcome_judge
+
+
+def outcome_share(scored: Scored, settings: RewardSettings) -> float:
+    """What an episode's answer was paid, as a share of the most that one can be paid: how right it is, from 0 to 1.
+
+    The whole reward does not tell: format and recall are paid for wrong answers, too.
+    """
+    return scored.parts["outcome"] / most_for_answer(settings)
+
+
 def needs_verdict(settings: RewardSettings) -> bool:
     """Whether a weight that pays for what only a judge can say is above 0."""
     return any(getattr(settings, name) > 0 for name in settings_with(settings, Trait.JUDGED))
@@ -100,6 +117,12 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
         parts["search"] = sum(search)
     parts |= {"em": em, "f1": best_f1, "recall": episode.recall}
     return Scored(steps, parts | ({"judge": float(correct)} if verdict else {}))
+
+
+def score_all(episodes: list[Episode], settings: RewardSettings, judge: "Judge | None") -> list[Scored | None]:
+    """What each episode is paid, by a judge as well if there is one; None, a missing reward, if it failed."""
+    verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
+    return [score(e, settings, v) for e, v in zip(episodes, verdicts, strict=True)]
 
 
 def _asks_anew(step: Step) -> bool:

@@ -6,8 +6,9 @@ token t: whether the model sampled it, its log-probability given the tokens befo
 it, the reward paid after it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -24,13 +25,15 @@ class Rollout:
     rewards: list[tuple[int, float]]  # (index of an action token, amount)
     group: int  # the rollouts of one question share it
     cut_off: bool = False  # it reached a token limit before its answer
+    off_policy: bool = False  # not sampled in this round; `logprobs` are those of the policy that its tokens are from
 
 
 @dataclass(frozen=True)
 class Batch:
     """Rollouts padded on the right to [B, T]. Padding is never an action, so no loss and no mean reads it.
 
-    The last five fields are filled in while a round is learned from; until then they are None.
+    The last five fields are filled in while a round is learned from; until then they are None. Off-policy rows
+    stand behind the others of their group.
     """
 
     tokens: Tensor  # [B, T] long
@@ -40,6 +43,7 @@ class Batch:
     rewards: Tensor  # [B, T]
     groups: Tensor  # [B] long
     cut_off: Tensor  # [B] bool
+    off_policy: Tensor | None = None  # [B] bool: see Rollout; None: no row is
     rescored: Tensor | None = None  # [B, T] log-probabilities of the trainer before the round's first step, at actions
     reference: Tensor | None = None  # [B, T] log-probabilities under the reference policy, at actions
     advantages: Tensor | None = None  # [B, T] at actions
@@ -72,6 +76,7 @@ class Batch:
             rewards=rewards,
             groups=torch.tensor([r.group for r in rollouts]),
             cut_off=torch.tensor([r.cut_off for r in rollouts]),
+            off_policy=torch.tensor([r.off_policy for r in rollouts]) if any(r.off_policy for r in rollouts) else None,
         )
 
     def __len__(self) -> int:
@@ -84,8 +89,13 @@ class Batch:
 
     @property
     def old(self) -> Tensor:
-        """The log-probabilities [B, T] that ratios are taken to: the trainer's if it was asked, else the sampler's."""
-        return self.logprobs if self.rescored is None else self.rescored
+        """The log-probabilities [B, T] that ratios are taken to: the trainer's if it was asked, else the sampler's; of
+        off-policy rows those that they came with."""
+        if self.rescored is None:
+            return self.logprobs
+        if self.off_policy is None:
+            return self.rescored
+        return torch.where(self.off_policy[:, None], self.logprobs, self.rescored)
 
     @property
     def returns(self) -> Tensor:
@@ -106,6 +116,31 @@ class Batch:
         """The entries [N] of x [B, T] at the action tokens, in row-major order."""
         return x[self.action_mask]
 
+    @property
+    def off_policy_actions(self) -> Tensor | None:
+        """Which of the action tokens are off-policy, [N] bool; None: no row is."""
+        return None if self.off_policy is None else self.at_actions(self.off_policy[:, None].expand(self.tokens.shape))
+
+    def on_policy_only(self, x: Tensor) -> Tensor:
+        """The columns of x [.., N] that belong to on-policy action tokens."""
+        off = self.off_policy_actions
+        if off is None:
+            return x
+        return x[..., torch.nonzero(~off)[:, 0].to(x.device, non_blocking=True)]  # found on the host: no wait
+
+    def mini_batches(self, order: Iterable[int], size: int) -> list[list[int]]:
+        """Rows in this order, in as few parts as hold `size` on-policy ones each, about equally large: a few left over
+        would make a step of their own. An off-policy row goes with the one before it."""
+        parts: list[list[int]] = []
+        for row in order:
+            if self.off_policy is not None and self.off_policy[row]:
+                parts[-1].append(row)
+            else:
+                parts.append([row])
+        steps = -(-len(parts) // size)
+        cuts = [len(parts) * i // steps for i in range(steps + 1)]
+        return [list(chain.from_iterable(parts[start:end])) for start, end in pairwise(cuts)]
+
     def spread(self, x: Tensor) -> Tensor:
         """The inverse of `at_actions`: a tensor [B, T] with x [N] at the action tokens and 0 elsewhere."""
         return torch.zeros(self.tokens.shape, dtype=x.dtype).masked_scatter(self.action_mask, x)
@@ -125,6 +160,7 @@ class ActionTokens:
     reference: Tensor | None
     value_targets: Tensor | None
     sampled: Tensor | None = None  # log-probabilities of the sampler, if those of old_logprobs are not
+    off_policy: Tensor | None = None  # bool: its episode was not sampled in this round
     episode_log_ratios: Tensor | None = None  # mean log-ratio of each token's episode, if the algorithm asks for it
 
     @staticmethod
@@ -132,6 +168,7 @@ class ActionTokens:
         def moved(x: Tensor | None) -> Tensor | None:
             return None if x is None else batch.at_actions(x).to(device, non_blocking=True)
 
+        off = batch.off_policy_actions
         return ActionTokens(
             old_logprobs=moved(batch.old),
             old_values=moved(batch.values),
@@ -140,6 +177,7 @@ class ActionTokens:
             reference=moved(batch.reference),
             value_targets=moved(batch.value_targets),
             sampled=None if batch.rescored is None else moved(batch.logprobs),
+            off_policy=None if off is None else off.to(device, non_blocking=True),
         )
 
     @property

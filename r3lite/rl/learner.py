@@ -24,9 +24,8 @@ from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import ActionTokens, Batch
 from r3lite.rl.mismatch import sampling_metrics
+from r3lite.rl.sums import Sums, added, means_of, summed
 from r3lite.settings import RLSettings
-
-Metrics = dict[str, Tensor | int]
 
 
 @dataclass
@@ -57,7 +56,7 @@ class Learner:
         batch = self.algorithm.with_advantages(batch)
         scaled = self.settings.negative_advantage_scale * batch.advantages
         batch = replace(batch, advantages=torch.where(batch.advantages < 0, scaled, batch.advantages))
-        measured: list[Metrics] = []
+        measured: list[Sums] = []
         log_ratios: list[Tensor] = []  # [2, N] of the first epoch's mini-batches, as `loss` returns them
         norms: list[float] = []
         for epoch in range(self.settings.update_epochs):
@@ -69,8 +68,7 @@ class Learner:
                 norm, _ = self.optimizer_step()
                 norms.append(norm)
         sums = added(measured)
-        tokens, loss = sums.pop("tokens"), sums.pop("loss")
-        means = {"loss": float(loss) / len(norms)} | {name: float(total) / tokens for name, total in sums.items()}
+        means = {"loss": float(sums.pop("loss")) / len(norms)} | means_of(sums)
         finite = [n for n in norms if math.isfinite(n)]  # a skipped step has none
         means |= {"grad_norm": statistics.fmean(finite or [math.inf])}
         means |= sampling_metrics(log_ratios, self.settings.clip_low, self.settings.clip_high)
@@ -81,27 +79,31 @@ class Learner:
         with use_adapter(self.model, self.reference):
             return self.policy_logprobs(batch)
 
-    @torch.no_grad()
     def policy_logprobs(self, batch: Batch) -> Tensor:
         """Log-probabilities [B, T] of the action tokens under the adapter that is switched on."""
+        return self._at_actions(batch, action_logprobs)
+
+    def mean_entropies(self, batch: Batch) -> Tensor:
+        """The mean entropy [B] of the policy at each row's action tokens, in nats."""
+        entropies = self.grant.attempt("update", self._at_actions, batch, action_entropies)
+        return entropies.sum(-1) / batch.action_mask.sum(-1)
+
+    @torch.no_grad()
+    def _at_actions(self, batch: Batch, what: Callable[..., Tensor]) -> Tensor:
+        """`action_logprobs` or `action_entropies` of a batch, [B, T], in as many passes as memory asks for."""
         found = torch.zeros_like(batch.logprobs)
         chunk = self.grant.memory.loss_chunk
         with self.precision.autocast():
             for rows in self.micro_batches(batch):
                 part = batch.rows(rows)
-                found[rows] = part.spread(
-                    action_logprobs(self.model, part, self.vocabulary, self.temperature, chunk).cpu()
-                )
+                found[rows] = part.spread(what(self.model, part, self.vocabulary, self.temperature, chunk).cpu())
         return found
 
     def mini_batches(self, batch: Batch, seed: str) -> list[list[int]]:
-        """The rows of each optimizer step of an epoch, about as many each: a few left over would make a step of their
-        own. `seed` shuffles what the algorithm keeps together."""
+        """The rows of each optimizer step of an epoch; `seed` shuffles what the algorithm keeps together."""
         units = self.algorithm.units(batch)
         random.Random(seed).shuffle(units)
-        order = list(chain.from_iterable(units))
-        steps = math.ceil(len(order) / self.settings.mini_batch_size)
-        return [order[len(order) * i // steps : len(order) * (i + 1) // steps] for i in range(steps)]
+        return batch.mini_batches(chain.from_iterable(units), self.settings.mini_batch_size)
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         """The rows that go through the model together."""
@@ -109,13 +111,13 @@ class Learner:
             batch.token_rows(), self.grant.memory.micro_batch_tokens, self.settings.micro_batch_size or len(batch)
         )
 
-    def add_gradients(self, batch: Batch) -> tuple[Metrics, Tensor]:
+    def add_gradients(self, batch: Batch) -> tuple[Sums, Tensor]:
         """Adds the gradients of a mini-batch's loss, micro-batch by micro-batch.
 
-        Returns sums over its N action tokens, and their log-ratios [2, N].
+        Returns sums over its action tokens, and the log-ratios [2, N] of those that are on-policy.
         """
         batch = replace(batch, weights=self.algorithm.weights(batch))
-        measured: list[Metrics] = []
+        measured: list[Sums] = []
         log_ratios: list[Tensor] = []
         with cast_once(self.model, self.precision.dtype):
             for rows in self.micro_batches(batch):
@@ -125,22 +127,22 @@ class Learner:
                 log_ratios.append(ratios)
         return added(measured), torch.cat(log_ratios, dim=1)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, list[Metrics], Tensor]:
+    def loss(self, batch: Batch) -> tuple[Tensor, list[Sums], Tensor]:
         """The loss of a micro-batch, whose tokens have their weights; sums over its tokens, chunk by chunk; log-ratios.
 
         The sums of the chunks are not added up here, so that a round adds all of them in one order. The log-ratios
-        [2, N] are those of its N action tokens: the log-probability now minus the one that the sampler recorded, and
-        that of the algorithm.
+        [2, N] are those of its N on-policy action tokens: the log-probability now minus the one that the sampler
+        recorded, and that of the algorithm.
         """
         self._last = batch
         known = ActionTokens.of(batch, self.model.head_weight.device)
         log_ratios = known.old_logprobs.new_empty(2, len(known.old_logprobs))
 
-        def policy_loss(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+        def policy_loss(rows: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Sums]:
             some, now = known[rows], logprobs.detach()
             log_ratios[0, rows], log_ratios[1, rows] = now - some.sampled_logprobs, self.algorithm.log_ratios(some, now)
             per_token, metrics = self.algorithm.loss(some, logprobs, entropy)
-            return (per_token * some.weights).sum(), summed({"entropy": entropy} | metrics)
+            return (per_token * some.weights).sum(), summed({"entropy": entropy} | metrics, some.off_policy)
 
         with self.precision.autocast():
             hidden, tokens = action_states(self.model, batch)
@@ -155,7 +157,9 @@ class Learner:
             per_token, metrics = self.algorithm.value_loss(known, values)
             loss = loss + self.settings.value_coefficient * (per_token * known.weights).sum()
             measured = [*measured, summed(metrics)]
-        return loss, [*measured, {"loss": loss.detach(), "tokens": len(tokens)}], log_ratios
+        off = batch.off_policy_actions
+        counts = {"tokens": len(tokens), "off_policy_tokens": 0 if off is None else int(off.sum())}
+        return loss, [*measured, {"loss": loss.detach(), **counts}], batch.on_policy_only(log_ratios)
 
     def explain_overflow(self) -> str:
         """Runs the newest micro-batch once more; says which layer overflowed first, or that none did."""
@@ -164,20 +168,6 @@ class Learner:
     def _run_last(self) -> None:
         with self.precision.autocast():
             action_states(self.model, self._last)
-
-
-def summed(metrics: Metrics) -> Metrics:
-    """Sums over tokens, without their gradients."""
-    return {name: x.detach().sum() for name, x in metrics.items()}
-
-
-def added(parts: list[Metrics]) -> Metrics:
-    """Sums of several parts by name, added in their order."""
-    total: Metrics = {}
-    for part in parts:
-        for name, x in part.items():
-            total[name] = total.get(name, 0.0) + x
-    return total
 
 
 def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -197,3 +187,9 @@ def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: fl
     """
     hidden, targets = action_states(model, batch)
     return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk)[0]
+
+
+def action_entropies(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
+    """The entropies [N], in nats, of the distributions that the action tokens were drawn from."""
+    hidden, targets = action_states(model, batch)
+    return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk, with_entropy=True)[1]

@@ -1,5 +1,7 @@
 """Losses that algorithms are made of, per token. Pure functions: tensors of one shape in, tensors of that shape out."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,16 @@ def clipped_surrogate(
         "clip_ratio/low_mean": (ratio < 1 - clip_low) & (advantages < 0),
         "clip_ratio/high_mean": (ratio > 1 + clip_high) & (advantages > 0),
     }
+
+
+def shaped_surrogate(log_ratios: Tensor, advantages: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Policy shaping (arXiv 2504.14945, section 3.2): -f(r) A with f(r) = r / (r + gamma), r = exp(log-ratio); no clip.
+
+    Returns the loss and f(r). The gradient by log pi is -A f(r) (1 - f(r)): largest where r = gamma, so that it is
+    what the policy thinks unlikely that it learns from, and not what it says already.
+    """
+    shaped = torch.sigmoid(log_ratios - math.log(gamma))
+    return -shaped * advantages, shaped
 
 
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> Tensor:

@@ -6,7 +6,9 @@ from typing import Annotated, ClassVar, Literal
 from r3lite.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
 
 # The keys of rl.algorithms.ALGORITHMS; a test holds them to it.
-Algorithm = Literal["ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline"]
+Algorithm = Literal[
+    "ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline", "luffy", "exgrpo", "hybrid"
+]
 
 # What --algorithm brings with it. The defaults below are those of ppo and grpo.
 PAPERS = {
@@ -20,6 +22,9 @@ PAPERS = {
     },
     "reinforce++-baseline": {"kl_estimator": "k2"},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_beta": 0.0, "old_logprobs": "trainer"},
+    "luffy": {"kl_beta": 0.05},
+    "exgrpo": {"kl_beta": 0.05},
+    "hybrid": {"kl_beta": 0.05},
 }
 
 
@@ -33,7 +38,9 @@ class RLSettings(Section):
     """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (2402.03300); dr-grpo: without its biases
     (2503.20783); dapo: higher clip, refilled groups (2503.14476); gspo: one ratio an episode (2507.18071); rloo: the
     others' mean as baseline (2402.14740); reinforce++: whitened over the round (2501.03262), and -baseline less the
-    group's mean before. Each brings its paper's settings, which the flags below then change; see docs/algorithms.md"""
+    group's mean before; luffy: a teacher's traces join the groups (2504.14945); exgrpo: replayed successes do
+    (2510.02245); hybrid: both. Each brings its paper's settings, which the flags below then change; see
+    docs/algorithms.md"""
     batch_size: Annotated[int, Bounds(low=1, high=4096)] = 8
     """questions of one round"""
     num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
@@ -67,7 +74,7 @@ class RLSettings(Section):
     the episodes of a question)"""
     refill_limit: Whole = 0
     """how often in a round groups whose rewards are all equal are left out and as many other questions sampled; 0: such
-    groups stay (algorithms that compare the episodes of a question)"""
+    groups stay (grpo, dr-grpo, dapo, gspo, rloo)"""
     overlong_filter: Literal["off", "on"] = "off"
     """on: no loss on episodes that were cut off (dapo)"""
     overlong_penalty: NonNegative = 0.0
@@ -77,6 +84,26 @@ class RLSettings(Section):
     length_constant: Count | None = None
     """what the sum of an episode's token losses is divided by (dr-grpo); by default the most tokens that an episode may
     sample"""
+    traces: str | None = None
+    """file of a teacher's traces: trajectories as `collect` writes them, or rows of question, reasoning and answer
+    (luffy, hybrid)"""
+    trace_share: Fraction = 0.5
+    """most of a round's questions that a trace joins, as a share of them, rounded up (luffy, hybrid)"""
+    trace_min_outcome: Fraction = 0.5
+    """traces whose answer is paid less than this, as a share of the most that an answer can be paid, are left out
+    (luffy, hybrid)"""
+    replay_size: Count = 10_000
+    """most episodes that are kept for replay; the oldest make room (exgrpo, hybrid)"""
+    replay_share: Fraction = 0.3
+    """share of a round's questions that are asked again, joined by a success of an earlier round; rounded up (exgrpo,
+    hybrid)"""
+    replay_min_outcome: Fraction = 0.6
+    """an episode is a success if its answer is paid at least this, as a share of the most that an answer can be paid
+    (exgrpo, hybrid)"""
+    replay_start: Fraction = 0.1
+    """nothing is replayed before a round in which this share of the episodes are successes (exgrpo, hybrid)"""
+    shaping_gamma: Positive = 0.1
+    """policy shaping of off-policy tokens: their ratio r becomes r / (r + this) (luffy, exgrpo, hybrid)"""
     value_clip: NonNegative | None = 0.2
     """values are clipped at this distance from the old ones; none: they are not clipped (ppo)"""
     value_coefficient: NonNegative = 0.1

@@ -5,6 +5,7 @@ A checkpoint is the folder `checkpoint-<step>`:
     weights.safetensors     trainable tensors, by parameter name
     optimizer.safetensors   moments of AdamW
     random.safetensors      states of PyTorch's generators, as bytes
+    <part>.safetensors      of a part of the run that is too large for JSON, such as the replay buffer
     state.json              step, settings, loss scale, and what the recipe keeps
     adapter/                the adapter in PEFT's form, so that a checkpoint can be evaluated
     manifest.json           size and CRC-32 of every other file; written last
@@ -31,14 +32,14 @@ from r3lite.files import PART, open_regular, read_record, write_json
 
 NAME = re.compile(r"checkpoint-(\d+)")
 MANIFEST, STATE, ADAPTER = "manifest.json", "state.json", "adapter"
-GROUPS = ("weights", "optimizer", "random")  # of tensors; each is one file
+GROUPS = ("weights", "optimizer", "random")  # of tensors, in every checkpoint; each is one file
 FORMAT = 1
 REMEDY = "Name another checkpoint, or pass --resume auto to take the newest sound one."
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What one checkpoint holds; `tensors` has an entry for each of GROUPS."""
+    """What one checkpoint holds; `tensors` has an entry for each of GROUPS, and for parts with tensors of their own."""
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
@@ -97,8 +98,8 @@ def write(output: Path, checkpoint: Checkpoint, save_adapter: Callable[[Path], N
     """Writes `output/checkpoint-<step>`; `save_adapter` fills the adapter's folder."""
 
     def fill(folder: Path) -> None:
-        for name in GROUPS:
-            whole = {k: t.detach().cpu().contiguous() for k, t in checkpoint.tensors[name].items()}
+        for name, group in checkpoint.tensors.items():
+            whole = {k: t.detach().cpu().contiguous() for k, t in group.items()}
             # Not save_file: it leaves the file unreadable to the group and not flushed.
             (folder / f"{name}.safetensors").write_bytes(safetensors.torch.save(whole, {"format": "pt"}))
         write_json(folder / STATE, checkpoint.state)
@@ -169,7 +170,9 @@ def read(folder: Path) -> Checkpoint:
     if problem := fault(folder):
         raise R3LiteError(f"{folder} is not a sound checkpoint: {problem}", REMEDY)
     try:
-        tensors = {name: safetensors.torch.load_file(folder / f"{name}.safetensors") for name in GROUPS}
+        files = read_record(folder / MANIFEST, REMEDY).record("files").values
+        paths = [folder / name for name in files if name.endswith(".safetensors") and "/" not in name]
+        tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
     except SafetensorError as error:
         raise R3LiteError(f"{folder} holds no tensors that can be read: {error}", REMEDY) from error
     state = _read_state(folder)

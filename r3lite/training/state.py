@@ -11,13 +11,13 @@ from r3lite.devices.precision import Precision
 from r3lite.devices.random_state import random_state, set_random_state
 from r3lite.errors import R3LiteError
 from r3lite.training import optim
-from r3lite.training.checkpoint import Checkpoint
+from r3lite.training.checkpoint import GROUPS, Checkpoint
 
 LATER = ("guard",)  # parts that checkpoints of earlier versions lack: they begin afresh
 
 
 class Stateful(Protocol):
-    """A part of a run that a checkpoint keeps, as JSON."""
+    """A part of a run that a checkpoint keeps, as JSON; tensors by name, under `tensors`, in a file of their own."""
 
     def state_dict(self) -> dict: ...
 
@@ -61,6 +61,9 @@ class TrainState:
             "optimizer": optim.state_tensors(self.optimizer),
             "random": snapshot.pop("random"),
         }
+        for name, state in snapshot["kept"].items():
+            if "tensors" in state:
+                tensors[name] = state.pop("tensors")
         described = {"step": step, **run, "precision": self.precision.state_dict(), "data": self.data}
         return Checkpoint(step, tensors, described | snapshot)
 
@@ -81,7 +84,8 @@ class TrainState:
                 "Resume with the first run's --data, tokenizer and prompts, or start anew from its adapter with "
                 "--adapter.",
             )
-        self._load_parts(loaded.state["kept"])
+        in_files = {name: {"tensors": loaded.tensors[name]} for name in loaded.tensors if name not in GROUPS}
+        self._load_parts({name: state | in_files.get(name, {}) for name, state in loaded.state["kept"].items()})
         self.go_back(loaded)
         set_random_state(loaded.tensors["random"])
         self.num_tokens, self.seconds = loaded.state["num_tokens"], loaded.state["seconds"]

@@ -203,6 +203,26 @@ def reinforce_baseline_gradients(s: RLSettings, plain: Plain, batch, steps: list
     return found
 
 
+def mixed_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
+    """arXiv 2504.14945 and 2510.02245: rows 1 and 3 are another's: w / (w + gamma), no clip, no KL; else GRPO."""
+    paid, found = batch.rewards.double().sum(-1), []
+    for rows in steps:
+        losses = []
+        for row in rows:
+            pair = paid[[row, others(row)]]
+            advantage = scaled(s, (paid[row] - pair.mean()) / (pair.std() + 1e-4))
+            logprobs, entropies, _ = plain.episode(batch.tokens[row], AT[row])
+            if row in (1, 3):
+                w = logprobs.exp() / batch.logprobs[row, AT[row]].double().exp()
+                gain = w / (w + s.shaping_gamma) * advantage + s.entropy_coefficient * entropies
+            else:
+                gain, k2 = terms(s, plain, batch, row, advantage)
+                gain = gain - s.kl_beta * k2
+            losses.append(-gain.mean())
+        found.append(torch.autograd.grad(sum(losses) / len(losses), plain.parameters))
+    return found
+
+
 @pytest.fixture
 def off_policy(batch, model):
     """The batch as another policy's: ratios on both sides of the clip, and values far from and near to the critic's."""
@@ -256,3 +276,51 @@ def test_every_parameter_gets_the_gradient_of_the_formula(
     assert measured["sampling/outside_clip_first_epoch"] > sum(
         measured[f"clip_ratio/{s}_mean"] for s in ("low", "high")
     )
+
+
+@pytest.mark.parametrize(("micro_batch_size", "mini_batch_size", "chunk"), [(4, 2, 128), (1, 2, 2), (2, 1, 3)])
+@pytest.mark.parametrize("teacher", [True, False])
+@pytest.mark.parametrize("algorithm", ["luffy", "exgrpo", "hybrid"])
+def test_off_policy_episodes_get_the_gradient_of_the_shaped_ratio(
+    setup, model, off_policy, algorithm, teacher, micro_batch_size, mini_batch_size, chunk
+):
+    """A teacher's probabilities are taken to be 1; those of replayed tokens are the recorded ones."""
+    off = torch.tensor([False, True, False, True])
+    logprobs = torch.where(off[:, None], 0.0, off_policy.logprobs) if teacher else off_policy.logprobs
+    batch = replace(off_policy, off_policy=off, logprobs=logprobs)
+    sizes = {"micro_batch_size": micro_batch_size, "mini_batch_size": mini_batch_size, "lengths": LENGTHS}
+    made = setup(algorithm, **{**SETTINGS, **sizes, "kl_estimator": "k2", "shaping_gamma": 0.2})
+    learner = made.learner
+    learner.temperature = TEMPERATURE
+    learner.grant.memory = replace(learner.grant.memory, loss_chunk=chunk)
+    measured = learner.learn(batch, "seed")
+    plain = Plain(model, None)
+    steps = learner.mini_batches(batch, "seed/0")
+    assert sorted(map(sorted, steps)) == ([[0, 1, 2, 3]] if mini_batch_size == 2 else [[0, 1], [2, 3]])
+    for got, step in zip(made.steps, mixed_gradients(learner.settings, plain, batch, steps), strict=True):
+        for part, wanted in zip(got.split([p.numel() for p in plain.parameters]), step, strict=True):
+            wanted = wanted.flatten().float()
+            assert wanted.norm() > 0 and (part - wanted).norm() <= 1e-4 * wanted.norm()
+    # Metrics of the policy's own tokens are of these alone; the teacher's ratios would be far outside the clip.
+    count = sum(len(AT[row]) for row in (0, 2))
+    low, high = (measured[f"clip_ratio/{side}_mean"] * count for side in ("low", "high"))
+    assert low == pytest.approx(round(low)) and high == pytest.approx(round(high)) and low + high > 0
+    with torch.no_grad():
+        at = [plain.episode(batch.tokens[row], AT[row]) for row in range(4)]
+    assert measured["entropy"] == pytest.approx(float(torch.cat([at[0][1], at[2][1]]).mean()), rel=1e-4)
+    f = torch.cat([(w := (at[r][0] - batch.logprobs[r, AT[r]]).exp()) / (w + 0.2) for r in (1, 3)]).mean()
+    assert measured["off_policy/shaped_ratio"] == pytest.approx(float(f), rel=1e-4)
+    assert measured["off_policy/logp"] == pytest.approx(float(torch.cat([at[1][0], at[3][0]]).mean()), rel=1e-4)
+    assert measured["off_policy/token_share"] == pytest.approx(1 - count / sum(map(len, AT)))
+    ratios = torch.cat([(at[r][0] - batch.logprobs[r, AT[r]]).abs() for r in steps[0] if r in (0, 2)])
+    assert measured["sampling/sampling_logp_difference/mean"] == pytest.approx(float(ratios.mean()), rel=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["luffy", "exgrpo", "hybrid"])
+def test_without_off_policy_episodes_it_is_grpo_to_the_bit(gradients, off_policy, algorithm):
+    """And with them it is not: nothing that GRPO's clip would cut off has no gradient."""
+    same = {"kl_beta": 0.05, "entropy_coefficient": 0.02}
+    (grpo,), (got,) = gradients(off_policy, "grpo", **same)[0], gradients(off_policy, algorithm, **same)[0]
+    assert torch.equal(grpo, got) and grpo.norm() > 0
+    mixed = replace(off_policy, off_policy=torch.tensor([False, True, False, True]))
+    assert not torch.allclose(gradients(mixed, algorithm, **same)[0][0], grpo, rtol=0.05)

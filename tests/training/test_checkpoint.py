@@ -58,6 +58,22 @@ def test_a_checkpoint_is_safetensors_and_json_only(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
+def test_a_part_with_tensors_has_a_file_that_is_checked_like_the_others(tmp_path):
+    saved = example(2)
+    saved.tensors["replay"] = {"0.0.tokens": torch.arange(5, dtype=torch.int32), "0.0.mask": torch.tensor([True])}
+    folder = checkpoint.write(tmp_path, saved, adapter)
+    found = checkpoint.read(folder)
+    assert found.tensors.keys() == {*checkpoint.GROUPS, "replay"} and checkpoint.fault(folder) is None
+    for name, tensor in saved.tensors["replay"].items():
+        assert (
+            torch.equal(found.tensors["replay"][name], tensor) and found.tensors["replay"][name].dtype == tensor.dtype
+        )
+    flip(folder / "replay.safetensors")
+    assert checkpoint.fault(folder) == "replay.safetensors is not what was written"
+    (folder / "replay.safetensors").unlink()
+    assert checkpoint.fault(folder) == "replay.safetensors is missing"
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -4,8 +4,11 @@ from r3lite.config import UsageError, flag
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.algorithms.dapo import Dapo
 from r3lite.rl.algorithms.dr_grpo import DrGrpo
+from r3lite.rl.algorithms.exgrpo import ExGrpo
 from r3lite.rl.algorithms.grpo import Grpo
 from r3lite.rl.algorithms.gspo import Gspo
+from r3lite.rl.algorithms.hybrid import Hybrid
+from r3lite.rl.algorithms.luffy import Luffy
 from r3lite.rl.algorithms.ppo import Ppo
 from r3lite.rl.algorithms.reinforce_baseline import ReinforceBaseline
 from r3lite.rl.algorithms.reinforce_pp import ReinforcePlusPlus
@@ -21,6 +24,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "rloo": Rloo,
     "reinforce++": ReinforcePlusPlus,
     "reinforce++-baseline": ReinforceBaseline,
+    "luffy": Luffy,
+    "exgrpo": ExGrpo,
+    "hybrid": Hybrid,
 }
 # Settings that do nothing while another one is 0.
 IDLE_WITHOUT = {"kl_estimator": "kl_beta", "overlong_cache": "overlong_penalty"}

@@ -24,6 +24,8 @@ class Algorithm(ABC):
     has_critic: ClassVar[bool] = False  # if so, a value head is trained, and `value_loss` is its loss
     has_groups: ClassVar[bool] = False  # if so, the episodes of one question are compared
     has_episode_ratios: ClassVar[bool] = False  # if so, `known.episode_log_ratios` is there for `log_ratios`
+    has_traces: ClassVar[bool] = False  # if so, a teacher's traces join the groups of their questions
+    has_replay: ClassVar[bool] = False  # if so, successes of earlier rounds do
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
     own: ClassVar[frozenset[str]] = frozenset()  # settings that it reads and some other algorithm does not
 
@@ -49,6 +51,11 @@ class Algorithm(ABC):
                 "--importance-cap weighs what the sampler recorded against the trainer's log-probabilities: pass "
                 "--old-logprobs trainer, too"
             )
+
+    @property
+    def most_off_policy(self) -> int:
+        """The most episodes that a round learns from beside those that it samples."""
+        return 0
 
     @property
     def kl_weight(self) -> float:

@@ -35,6 +35,14 @@ GIVEN = {
     "overlong_penalty": "0.5",
     "overlong_cache": "0.5",
     "length_constant": "7",
+    "traces": "x.jsonl",
+    "trace_share": "0.7",
+    "trace_min_outcome": "0.7",
+    "replay_size": "7",
+    "replay_share": "0.7",
+    "replay_min_outcome": "0.7",
+    "replay_start": "0.7",
+    "shaping_gamma": "0.7",
 }
 
 

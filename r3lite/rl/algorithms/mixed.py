@@ -1,0 +1,44 @@
+"""What LUFFY and ExGRPO share: GRPO over groups in which some episodes are off-policy.
+
+advantages  GRPO's, over the episodes of a group whoever wrote them
+loss        on-policy tokens: GRPO's
+            off-policy tokens: -f(r) A - c_H entropy, f(r) = r / (r + gamma), r = pi / pi_b, without a clip
+normalizer  GRPO's: mean over each episode's action tokens, then mean over the episodes of the mini-batch
+
+pi_b is the policy that wrote the tokens. The KL is left out of off-policy tokens: its estimates are of tokens that the
+policy samples, and on a teacher's tokens they would hold it back from what the trace is there to teach.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from r3lite.rl import losses
+from r3lite.rl.algorithms.grpo import Grpo
+from r3lite.rl.batch import ActionTokens, Batch
+
+
+class Mixed(Grpo):
+    own = frozenset({"shaping_gamma"})
+
+    def share(self, share: float) -> int:
+        """So many of a round's questions, rounded up."""
+        return math.ceil(share * self.settings.batch_size)
+
+    def loss(self, known: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        off = known.off_policy
+        if off is None:
+            return super().loss(known, logprobs, entropy)
+        # Off-policy tokens are taken out of GRPO's loss before its exponentials, whose overflow would be a nan there.
+        own, metrics = super().loss(known, torch.where(off, known.old_logprobs, logprobs), entropy)
+        log_ratios = logprobs - known.old_logprobs
+        shaped, f = losses.shaped_surrogate(log_ratios, known.advantages, self.settings.shaping_gamma)
+        shaped = shaped - self.settings.entropy_coefficient * entropy
+        metrics |= {"off_policy/shaped_ratio": f, "off_policy/entropy": entropy, "off_policy/logp": logprobs}
+        return torch.where(off, shaped, own), metrics
+
+    def statistics(self, batch: Batch) -> dict[str, float]:
+        """Also the share of the action tokens that are off-policy."""
+        off = batch.off_policy_actions
+        return super().statistics(batch) | {"off_policy/token_share": 0.0 if off is None else float(off.float().mean())}

@@ -1,0 +1,158 @@
+"""The replay buffer of ExGRPO (arXiv 2510.02245): successes of earlier rounds, as they were sampled.
+
+Knows tokens, their recorded log-probabilities and numbers; a question is a name to it.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from r3lite.records import Record, Source
+from r3lite.rl.batch import Batch, Rollout
+
+CENTRE, WIDTH = 0.5, 1.0  # of the Gaussian over success rates
+ARRAYS = ("tokens", "action_mask", "logprobs")
+
+
+@dataclass(frozen=True)
+class Success:
+    """An episode that succeeded. Arrays, so that ten thousand of them fit: a list takes many times as much."""
+
+    tokens: np.ndarray  # [T] int32
+    action_mask: np.ndarray  # [T] bool
+    logprobs: np.ndarray  # [N] float32, of the action tokens, as the sampler recorded them
+    reward: float
+    round: int  # in which it was sampled: the version of the policy that it is from
+
+    @staticmethod
+    def of(rollout: Rollout, number: int) -> "Success":
+        return Success(
+            np.array(rollout.tokens, np.int32), np.array(rollout.action_mask), np.array(rollout.logprobs, np.float32),
+            sum(amount for _, amount in rollout.rewards), number,
+        )  # fmt: skip
+
+    def rollout(self, group: int) -> Rollout:
+        """As a row of a round's batch; all of its reward is paid at its last action token."""
+        end, logprobs = int(np.flatnonzero(self.action_mask)[-1]), self.logprobs.tolist()
+        return Rollout(
+            self.tokens.tolist(), self.action_mask.tolist(), logprobs, [0.0] * len(logprobs), [(end, self.reward)],
+            group, off_policy=True,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What is kept of a question: how often its newest group succeeded, and its successes, oldest first."""
+
+    rate: float
+    successes: tuple[Success, ...]
+
+
+class ReplayBuffer:
+    """At most `size` successes, and of a question at most as many as its groups have episodes. Part of checkpoints."""
+
+    def __init__(self, size: int, generations: int, start: float):
+        """Nothing is chosen before a round in which the share `start` of the episodes succeeded."""
+        self.size, self.generations, self.start = size, generations, start
+        self.questions: dict[str, Experience] = {}
+        self.retired: set[str] = set()  # questions that were once answered right by all of a group
+        self.started = False
+
+    def choose(self, count: int, seed: str) -> list[str]:
+        """At most `count` questions to replay: first a rate by the Gaussian, then any of the questions that have it."""
+        if not self.started:
+            return []
+        stream, left, chosen = random.Random(seed), dict(self.questions), []
+        while left and len(chosen) < count:
+            rates = sorted({kept.rate for kept in left.values()})
+            weights = [math.exp(-(((rate - CENTRE) / WIDTH) ** 2) / 2) for rate in rates]
+            rate = stream.choices(rates, weights)[0]
+            chosen.append(stream.choice([question for question, kept in left.items() if kept.rate == rate]))
+            del left[chosen[-1]]
+        return chosen
+
+    def of_lowest_entropy(self, questions: list[str], mean_entropies: Callable[[Batch], Tensor]) -> dict[str, Success]:
+        """Of each question the success under which the policy, as it is now, is surest of what it says."""
+        pairs = [(question, success) for question in questions for success in self.questions[question].successes]
+        if not pairs:
+            return {}
+        found: dict[str, tuple[float, Success]] = {}
+        entropies = mean_entropies(Batch.of([success.rollout(0) for _, success in pairs])).tolist()
+        for (question, success), entropy in zip(pairs, entropies, strict=True):
+            if question not in found or entropy < found[question][0]:
+                found[question] = entropy, success
+        return {question: success for question, (_, success) in found.items()}
+
+    def add(self, number: int, groups: dict[str, Sequence[tuple[Rollout, bool]]]) -> None:
+        """Takes in round `number`: of each question the episodes that were paid, and whether each succeeded."""
+        outcomes = [succeeded for group in groups.values() for _, succeeded in group]
+        self.started = self.started or (bool(outcomes) and sum(outcomes) / len(outcomes) >= self.start)
+        for question, group in groups.items():
+            new = tuple(Success.of(rollout, number) for rollout, succeeded in group if succeeded)
+            if not group:  # all of its rewards are missing
+                continue
+            if len(new) >= self.generations:
+                self.retired.add(question)
+                self.questions.pop(question, None)
+            elif question not in self.retired:
+                kept = self.questions.pop(question, Experience(0.0, ())).successes
+                if kept or new:
+                    self.questions[question] = Experience(len(new) / len(group), (kept + new)[-self.generations :])
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Drops the oldest successes of all."""
+        over = self.count - self.size
+        if over <= 0:
+            return
+        ages = [(s.round, name) for name, kept in self.questions.items() for s in kept.successes]
+        for _, question in sorted(ages, key=lambda age: age[0])[:over]:
+            kept = self.questions[question]
+            if len(kept.successes) == 1:
+                del self.questions[question]
+            else:
+                self.questions[question] = Experience(kept.rate, kept.successes[1:])
+
+    @property
+    def count(self) -> int:
+        return sum(len(kept.successes) for kept in self.questions.values())
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "replay/size": self.count,
+            "replay/questions": len(self.questions),
+            "replay/retired": len(self.retired),
+        }
+
+    def state_dict(self) -> dict:
+        """As JSON but for `tensors`, which share memory with what is kept: this is called before every round."""
+        questions, tensors = [], {}
+        for place, (question, kept) in enumerate(self.questions.items()):
+            told = [{"reward": success.reward, "round": success.round} for success in kept.successes]
+            questions.append({"id": question, "rate": kept.rate, "successes": told})
+            for i, success in enumerate(kept.successes):
+                tensors |= {f"{place}.{i}.{name}": torch.from_numpy(getattr(success, name)) for name in ARRAYS}
+        return {
+            "started": self.started, "retired": sorted(self.retired), "questions": questions, "tensors": tensors,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict) -> None:
+        record = Record(state, Source("the checkpoint's replay buffer", "Name another checkpoint."))
+        tensors: dict[str, Tensor] = record.record("tensors").values
+        questions = {}
+        for place, kept in enumerate(record.records("questions")):
+            successes = []
+            for i, told in enumerate(kept.records("successes")):
+                names = [f"{place}.{i}.{name}" for name in ARRAYS]
+                if missing := [name for name in names if name not in tensors]:
+                    raise record.error(f"{missing[0]} is missing")
+                arrays = [tensors[name].numpy() for name in names]
+                successes.append(Success(*arrays, told.number("reward"), told.whole("round")))
+            questions[kept.text("id")] = Experience(kept.number("rate", low=0, high=1), tuple(successes))
+        self.questions, self.retired = questions, set(record.texts("retired"))
+        self.started = record.flag("started")

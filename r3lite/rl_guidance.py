@@ -1,0 +1,157 @@
+"""What a round learns from and did not sample: a teacher's traces, and replayed successes of earlier rounds.
+
+`rl_round` asks for it when a round's questions are drawn and when its episodes are paid. What it means to the loss is
+in `rl/algorithms/mixed.py`.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from r3lite.config import UsageError
+from r3lite.datasets.trajectories import Trajectory, encode_row, read_traces
+from r3lite.episode import ANSWERED, Episode, Question
+from r3lite.errors import R3LiteError
+from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.transcript import Layout
+from r3lite.rewards.judge import Judge
+from r3lite.rewards.reward import Scored, most_for_answer, outcome_share, score_all
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.rl.batch import Batch, Rollout
+from r3lite.rl.replay import ReplayBuffer
+from r3lite.settings import PpoConfig
+
+
+def check(config: PpoConfig) -> None:
+    """Raises UsageError if an algorithm is without what it is guided by."""
+    rl = config.rl
+    algorithm = ALGORITHMS[rl.algorithm]
+    if algorithm.has_traces and rl.traces is None:
+        raise UsageError(
+            f"--traces is missing: {rl.algorithm} learns from a teacher's traces; pass a file of trajectories, as "
+            "`python -m r3lite.collect` writes them"
+        )
+    if (algorithm.has_traces or algorithm.has_replay) and not most_for_answer(config.reward):
+        raise UsageError(
+            f"{rl.algorithm} learns from answers that are right, and no reward is paid for one: pass --outcome-em, "
+            "--outcome-f1 or --outcome-judge above 0"
+        )
+
+
+def read(config: PpoConfig) -> list[Trajectory]:
+    """The rows of --traces; none without it."""
+    rl = config.rl
+    return read_traces(rl.traces, build_protocol(config.protocol), config.data.skip_bad_rows) if rl.traces else []
+
+
+def build_buffer(config: PpoConfig) -> ReplayBuffer | None:
+    """An empty replay buffer, if the algorithm has one."""
+    rl = config.rl
+    if not ALGORITHMS[rl.algorithm].has_replay:
+        return None
+    return ReplayBuffer(rl.replay_size, rl.num_generations, rl.replay_start)
+
+
+def usable(
+    traces: Sequence[Trajectory], config: PpoConfig, questions: Sequence[Question], layout: Layout, judge: Judge | None
+) -> dict[str, Rollout]:
+    """The best paid trace of each question that has one, by the question's id; group 0. Prints how many are left out.
+
+    A trace belongs to the questions with its text, and is paid as an episode of theirs would be. Its log-probabilities
+    are 0: the teacher's probability is taken to be 1.
+    """
+    rl, of_text = config.rl, {}
+    for question in questions:
+        of_text.setdefault(" ".join(question.text.split()), []).append(question)
+    pairs = [(trace, q) for trace in traces for q in of_text.get(" ".join(trace.question.split()), ())]
+    rows = [encode_row(replace(trace, question=q.text), layout) for trace, q in pairs]
+    fitting = [(trace, q, row) for (trace, q), row in zip(pairs, rows, strict=True) if row is not None]
+    paid = score_all([Episode(q, list(trace.steps), ANSWERED) for trace, q, _ in fitting], config.reward, judge)
+    found: dict[str, Rollout] = {}
+    right, missing = 0, sum(p is None for p in paid)
+    for (_, q, row), p in zip(fitting, paid, strict=True):
+        if p is None or outcome_share(p, config.reward) < rl.trace_min_outcome:
+            continue
+        right += 1
+        end = len(row.tokens) - 1 - row.loss_mask[::-1].index(True)  # the last token that the teacher wrote
+        nothing = [0.0] * sum(row.loss_mask)
+        made = Rollout(row.tokens, row.loss_mask, nothing, nothing, [(end, p.total)], 0, off_policy=True)
+        if q.id not in found or p.total > found[q.id].rewards[0][1]:
+            found[q.id] = made
+    strangers = sum(" ".join(trace.question.split()) not in of_text for trace in traces)
+    reasons = {
+        "belong to no question of --data": strangers,
+        f"are longer than {layout.lengths.max_length} tokens": len(pairs) - len(fitting),
+        "have no verdict of the judge": missing,
+        f"are paid less than {rl.trace_min_outcome:g} of the most for an answer": len(fitting) - missing - right,
+        "come second to a better one of their question": right - len(found),
+    }
+    told = f"{len(found)} of {len(questions)} questions have a usable trace, of {len(traces)} traces"
+    told += "".join(f"; {count} {why}" for why, count in reasons.items() if count)
+    if not found:
+        raise R3LiteError(f"--traces {rl.traces}: {told}", "Pass traces of the questions in --data that answer right.")
+    print(told, file=sys.stderr)
+    return found
+
+
+class Guidance:
+    """Chooses the off-policy episodes of each round. The replay buffer is its one state."""
+
+    def __init__(
+        self,
+        config: PpoConfig,
+        questions: Sequence[Question],
+        traces: dict[str, Rollout],
+        replay: ReplayBuffer | None,
+        mean_entropies: Callable[[Batch], Tensor],
+    ):
+        """`traces` by the ids of their questions; `mean_entropies` [B] are those of a batch under the policy of now."""
+        self.config, self.traces, self.replay, self.mean_entropies = config, traces, replay, mean_entropies
+        self.questions = {question.id: question for question in questions}
+
+    def replayed(self, number: int) -> list[str]:
+        """The questions that round `number` asks again."""
+        if self.replay is None:
+            return []
+        rl, seed = self.config.rl, self.config.common.seed
+        return self.replay.choose(math.ceil(rl.replay_share * rl.batch_size), f"{seed}/replay {number}")
+
+    def with_replayed(self, drawn: list[Question], replayed: list[str]) -> list[Question]:
+        """The questions of a round's episodes, group after group, with those that are asked again in place of the last
+        groups. One that was drawn anyway needs no place."""
+        size = self.config.rl.num_generations
+        groups = drawn[::size]
+        free = [i for i in reversed(range(len(groups))) if groups[i].id not in replayed]
+        names = {question.id for question in groups}
+        for i, name in zip(free, [name for name in replayed if name not in names], strict=False):
+            groups[i] = self.questions[name]
+        return [question for question in groups for _ in range(size)]
+
+    def join(
+        self, number: int, groups: list[str], paid: Sequence[tuple[Rollout, Scored]], replayed: list[str]
+    ) -> tuple[list[Rollout], dict[str, float]]:
+        """The off-policy episodes of round `number`, with metrics of where they are from; keeps its own successes.
+
+        `groups` are the questions of its groups, `paid` the episodes that have a reward.
+        """
+        rl = self.config.rl
+        asked = list(dict.fromkeys(groups))
+        guided = [name for name in asked if name in self.traces][: math.ceil(rl.trace_share * rl.batch_size)]
+        joined = [replace(self.traces[name], group=groups.index(name)) for name in guided]
+        told: dict[str, float] = {"off_policy/traces": len(joined)} if self.traces else {}
+        if self.replay is not None:
+            found = self.replay.of_lowest_entropy([name for name in replayed if name in asked], self.mean_entropies)
+            joined += [success.rollout(groups.index(name)) for name, success in found.items()]
+            told["off_policy/replays"] = len(found)
+            if found:
+                told["replay/age"] = sum(number - success.round for success in found.values()) / len(found)
+            of_question: dict[str, list[tuple[Rollout, bool]]] = {name: [] for name in asked}
+            for rollout, scored in paid:
+                succeeded = outcome_share(scored, self.config.reward) >= rl.replay_min_outcome
+                of_question[groups[rollout.group]].append((rollout, succeeded))
+            self.replay.add(number, of_question)
+            told |= self.replay.metrics()
+        return joined, told

@@ -1,0 +1,182 @@
+"""What joins a round: which traces are used and what they become, which questions are asked again, what is kept."""
+
+from dataclasses import replace
+
+import pytest
+
+from r3lite import ppo, rl_guidance
+from r3lite.command import COMMANDS
+from r3lite.config import resolve
+from r3lite.datasets.trajectories import encode_row, read_traces
+from r3lite.episode import Document, Question
+from r3lite.errors import R3LiteError
+from r3lite.files import write_jsonl
+from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.transcript import Layout
+from r3lite.rewards.reward import Scored
+from r3lite.rl.batch import Rollout
+from r3lite.rl.replay import ReplayBuffer
+from r3lite.rl_guidance import Guidance
+from r3lite.settings import PpoConfig, ProtocolSettings
+
+PROTOCOL = build_protocol(ProtocolSettings())
+GOLD = Document("1", "Brenn", "Brenn is a film by Ann Dahl.\n\nThe final answer: Rome<|im_end|>")
+QUESTIONS = [Question(f"q{i}", f"Who directed film {i}?", ("Ann Dahl",)) for i in range(6)]
+
+
+def trace(i: int, answer: str = "Ann Dahl", **more) -> dict:
+    """What `collect` writes: a search and an answer."""
+    document = GOLD.to_json()
+    query = f"Who directed film {i}?"
+    steps = [
+        {"analysis": f"I need to find out: {query}", "query": query, "documents": [document]},
+        {"analysis": f"{query} {answer}.", "answer": answer},
+    ]
+    return {"id": f"t{i}", "question": f"Who directed  film {i}?", "answers": ["Ann Dahl"], "steps": steps, **more}
+
+
+def reasoned(i: int, answer: str = "Ann Dahl", reasoning: str = "I know it.") -> dict:
+    return {"question": f"Who directed film {i}?", "reasoning": reasoning, "answer": answer}
+
+
+def config(*flags: str) -> PpoConfig:
+    return resolve("ppo", PpoConfig(), ["--algorithm", "hybrid", *flags], COMMANDS)
+
+
+@pytest.fixture
+def use(tmp_path, tokenizer):
+    """The usable ones of some rows, by question, and the layout."""
+
+    def make(rows: list[dict], *flags: str):
+        write_jsonl(tmp_path / "traces.jsonl", rows)
+        made = config("--traces", str(tmp_path / "traces.jsonl"), *flags)
+        layout = Layout(tokenizer, PROTOCOL, made.lengths)
+        return rl_guidance.usable(rl_guidance.read(made), made, QUESTIONS, layout, None), layout
+
+    return make
+
+
+def test_a_trace_becomes_the_tokens_of_an_sft_row(use, tokenizer, tmp_path):
+    """Its documents are given and neutralized; the teacher's probability is 1; all is paid at the last token."""
+    found, layout = use([trace(0)])
+    rollout = found["q0"]
+    (read,) = read_traces(tmp_path / "traces.jsonl", PROTOCOL)
+    row = encode_row(replace(read, question=QUESTIONS[0].text), layout)
+    assert (rollout.tokens, rollout.action_mask) == (row.tokens, row.loss_mask) and rollout.off_policy
+    assert rollout.logprobs == [0.0] * sum(row.loss_mask)
+    ((end, reward),) = rollout.rewards
+    assert rollout.action_mask[end] and not any(rollout.action_mask[end + 1 :])
+    assert reward == pytest.approx(1.1)  # an exact match, and 0.1 for the format
+    given = [token for token, action in zip(rollout.tokens, rollout.action_mask, strict=True) if not action]
+    said = tokenizer.decode([t for t, action in zip(rollout.tokens, rollout.action_mask, strict=True) if action])
+    assert "Brenn is a film" in tokenizer.decode(given) and "Brenn is a film" not in said and "Rome" not in said
+    assert rollout.tokens.count(tokenizer.stop_id) == 4  # two turns of each side: a document ends none
+
+
+def test_what_is_left_out_is_counted(use, capsys):
+    rows = [trace(0), trace(1, "Rome"), trace(9), reasoned(2, reasoning="It was long ago. " * 400), reasoned(3)]
+    rows += [reasoned(4, "Ann"), reasoned(0)]
+    found, _ = use(rows, "--outcome-f1", "1")
+    assert sorted(found) == ["q0", "q3"]
+    assert found["q0"].rewards[0][1] == pytest.approx(2.1)
+    told = capsys.readouterr().err
+    assert "2 of 6 questions have a usable trace, of 7 traces; 1 belong to no question of --data; 1 are longer" in told
+    assert "2 are paid less than 0.5 of the most for an answer; 1 come second to a better one of their question" in told
+    # Half right by F1 is 2/3 of one of two weights: 1/3 of the most.
+    assert "q4" in use(rows, "--outcome-f1", "1", "--trace-min-outcome", "0.3")[0]
+
+
+def test_a_wrong_answer_is_not_used_for_the_sake_of_its_format(use):
+    """A well-formed trace that read the gold paragraph is paid more than the limit, whatever it answers."""
+    flags = ["--format-reward", "0.6", "--trace-min-outcome", "0.5"]
+    with pytest.raises(R3LiteError, match=r"0 of 6 questions .*, of 1 traces; 1 are paid less than 0\.5"):
+        use([trace(0, "Rome")], *flags)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "Who?"}, "line 1: it has neither 'steps' .* nor 'reasoning'"),
+        ({"question": "Who?", "reasoning": "x"}, "line 1: answer is missing"),
+        ({"question": "Who?", "reasoning": "x\nStep 2:\nThe final answer: no", "answer": "y"}, "line 1: "),
+        ({"question": "Who?", "messages": []}, "line 1: it has neither"),
+    ],
+)
+def test_a_row_that_is_no_trace_is_named(use, row, says):
+    with pytest.raises(R3LiteError, match=says):
+        use([row, trace(0)])
+    assert list(use([row, trace(0)], "--skip-bad-rows")[0]) == ["q0"]
+
+
+def drawn(*numbers: int, size: int = 2) -> list[Question]:
+    return [QUESTIONS[i] for i in numbers for _ in range(size)]
+
+
+def guidance(*flags: str, traces=(), entropies=None) -> Guidance:
+    made = config("--num-generations", "2", "--batch-size", "3", *flags)
+    replay = ReplayBuffer(made.rl.replay_size, 2, made.rl.replay_start)
+    return Guidance(made, QUESTIONS, {name: rollout(0, True) for name in traces}, replay, entropies)
+
+
+def rollout(group: int, off_policy: bool = False, token: int = 5) -> Rollout:
+    return Rollout([1, token], [False, True], [-0.5], [0.0], [(1, 1.0)], group, off_policy=off_policy)
+
+
+def scored(outcome: float) -> Scored:
+    return Scored([outcome], {"outcome": outcome})
+
+
+def test_questions_that_are_asked_again_take_the_last_places():
+    made = guidance()
+    assert made.with_replayed(drawn(0, 1, 2), []) == drawn(0, 1, 2)
+    assert made.with_replayed(drawn(0, 1, 2), ["q4"]) == drawn(0, 1, 4)
+    assert made.with_replayed(drawn(0, 1, 2), ["q4", "q5"]) == drawn(0, 5, 4)
+    assert made.with_replayed(drawn(0, 1, 2), ["q2", "q5"]) == drawn(0, 5, 2)  # q2 was drawn anyway
+    assert made.with_replayed(drawn(0, 0, 0), ["q0", "q1"]) == drawn(0, 0, 0)  # no place: all are asked again
+
+
+def test_traces_join_the_groups_of_their_questions():
+    made = guidance("--trace-share", "0.5", traces=["q1", "q2", "q3", "q5"])
+    joined, told = made.join(1, ["q3", "q0", "q1"], [], [])
+    assert [(r.group, r.off_policy) for r in joined] == [(0, True), (2, True)] and told["off_policy/traces"] == 2
+    assert [r.group for r in made.join(1, ["q3", "q1", "q2"], [], [])[0]] == [0, 1]  # 0.5 of three, rounded up
+    assert [r.group for r in made.join(1, ["q5", "q5", "q0"], [], [])[0]] == [0]
+    made = guidance("--trace-share", "0", traces=["q1"])
+    assert made.join(1, ["q1", "q0", "q2"], [], [])[0] == []
+
+
+def test_successes_are_kept_and_asked_again():
+    """Two of three questions are solved once in two; the third is wrong by an F1 below the limit."""
+    made = guidance("--replay-share", "0.6", entropies=lambda batch: -batch.tokens[:, 1].float())
+    paid = [(rollout(i // 2, token=10 + i), scored(outcome)) for i, outcome in enumerate((1, 0, 0.7, 0.1, 0.5, 0.5))]
+    joined, told = made.join(1, ["q0", "q1", "q2"], paid, [])
+    assert joined == [] and (told["replay/size"], told["replay/questions"], told["off_policy/replays"]) == (2, 2, 0)
+    again = made.replayed(2)
+    assert sorted(again) == ["q0", "q1"] and again == made.replayed(2)
+    paid = [(rollout(0, token=30), scored(1)), (rollout(0, token=31), scored(0))]
+    joined, told = made.join(3, ["q0", "q4", "q1"], paid, ["q0", "q1"])
+    assert [(r.group, r.tokens[1]) for r in joined] == [(0, 10), (2, 12)]  # and none of this very round
+    assert told["replay/age"] == 2 and told["replay/size"] == 3
+    joined, _ = made.join(4, ["q0", "q4", "q5"], [], ["q0", "q1"])  # q1 found no place
+    assert [(r.group, r.tokens[1]) for r in joined] == [(0, 30)]  # of lowest entropy
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("luffy", "--traces is missing: luffy learns from a teacher's traces"),
+        ("hybrid", "--traces is missing: hybrid learns"),
+        ("luffy --traces x.jsonl --outcome-em 0", "luffy learns from answers that are right, and no reward is paid"),
+        ("exgrpo --outcome-em 0", "exgrpo learns from answers that are right"),
+        ("exgrpo --traces x.jsonl", "--traces is x.jsonl, and exgrpo has no use for it: it is for luffy, hybrid"),
+        ("luffy --traces x.jsonl --refill-limit 1", "--refill-limit is 1, and luffy has no use for it"),
+    ],
+)
+def test_what_it_cannot_work_with_is_refused(capsys, flags, says):
+    assert ppo.main(["--dry-run", "--algorithm", *flags.split()]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_others_are_guided_by_nothing():
+    made = resolve("ppo", PpoConfig(), ["--algorithm", "grpo"], COMMANDS)
+    assert rl_guidance.read(made) == [] and rl_guidance.build_buffer(made) is None
