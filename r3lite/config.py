@@ -54,6 +54,7 @@ class Trait(enum.Enum):
 
     FREE = "a resumed run may change it, as it changes no number"
     JUDGED = "it pays for what only a judge can say"
+    BARE = "it may stand on the command line without its flag"
 
 
 @dataclass(frozen=True)
@@ -304,6 +305,8 @@ def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
                 metavar = ",".join(kind.choices) if kind.choices else {int: "N", float: "X"}.get(kind.scalar, "TEXT")
                 how = {"metavar": metavar, "nargs": "+" if (kind.count or 1) > 1 else None}
             group.add_argument(flag(f.name), help=text, **how)
+            if Trait.BARE in kind.traits:
+                group.add_argument(f.name, nargs="?", help=f"the same as {flag(f.name)}")
     return parser
 
 
@@ -332,18 +335,14 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
     preset = given.get("preset") or from_file.get("preset") or own["preset"]
     presets = sorted(p.stem for p in shipped("presets").glob("*.toml"))
     if preset not in presets:
-        raise UsageError(
-            f"no preset is named {preset!r}; there are {', '.join(presets)}{nearest(str(preset), presets)}"
-        )
+        known = f"there are {', '.join(presets)}{nearest(str(preset), presets)}"
+        raise UsageError(f"no preset is named {preset!r}; {known}")
     from_preset = read_toml(shipped("presets", f"{preset}.toml"), table, commands, all_settings())
     if (from_file | given).get("format") not in (None, from_preset.get("format", own.get("format"))):
         from_preset = {k: v for k, v in from_preset.items() if not k.endswith("_prompt")}  # written for its own format
     from_preset, config = _with_implied(default, from_preset, from_file | given), default
-    for where, values in (
-        (f"preset {preset}: ", from_preset),
-        (f"{given.get('config')}: ", from_file),
-        ("", given | {"preset": preset}),
-    ):
+    sources = [(f"preset {preset}: ", from_preset), (f"{given.get('config')}: ", from_file)]
+    for where, values in [*sources, ("", given | {"preset": preset})]:
         # Epochs replace the length in steps that an earlier source gave.
         length = {"max_steps": None} if "epochs" in values else {}
         config = with_values(config, length | values, where)

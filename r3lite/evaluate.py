@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite import command
+from r3lite.answering import build_engine, plan_memory
 from r3lite.config import UsageError, to_toml
 from r3lite.errors import R3LiteError
 from r3lite.settings import (
@@ -26,9 +27,7 @@ from r3lite.settings import (
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from r3lite.episode import Episode
     from r3lite.evaluation.scores import Marks
-    from r3lite.memory.plan import Plan
     from r3lite.retrieval.encoder import BertEncoder
-    from r3lite.rollout.engine import Engine
 
 CONFIG, PREDICTIONS, SCORES, COMPARISON = "config.toml", "predictions.jsonl", "scores.json", "comparison.json"
 UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # what is there before SCORES, which is written last
@@ -110,7 +109,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     judge = build_judge(config.judge, output)  # before the long part, so that a missing key shows at once
     encoder = BertEncoder(config.evaluate.bert_score, "plain") if config.evaluate.bert_score else None
-    engine = build_engine(config, len(questions))
+    engine = build_engine(config, len(questions), config.evaluate.baseline)
     setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     retrieve = build_retriever(setup)
     # From here on the folder is this evaluation's: if it is killed, only the same one may be begun there again.
@@ -153,34 +152,6 @@ def summary(episodes: "list[Episode]", marks: "list[Marks]", seed: int) -> dict:
     }
     failed = len(episodes) - len(whole)
     return found | ({"retrieval_failures": failed} if failed else {})
-
-
-def build_engine(config: EvaluateConfig, questions: int) -> "Engine":
-    """The model with its adapter in an engine that answers so many questions as the settings say."""
-    from r3lite.models.weights import resolve_folder
-    from r3lite.policy import load_policy
-    from r3lite.protocols.registry import build_protocol
-    from r3lite.protocols.tokenizer import Tokenizer
-    from r3lite.protocols.transcript import OPENINGS, Layout
-    from r3lite.rollout.engine import Engine
-    from r3lite.rollout.sampling import Sampler
-
-    # Prompts and plan come first: what is wrong with them is told before a model is downloaded.
-    protocol, plan = build_protocol(config.protocol), plan_memory(config, questions)
-    folder = resolve_folder(config.model.model)
-    layout = Layout(Tokenizer.load(folder), protocol, config.lengths, OPENINGS[config.evaluate.baseline])
-    policy = load_policy(folder, config.model, config.memory, plan)
-    sampler = Sampler(config.sampling.temperature, config.truncation.top_k_sampling, config.truncation.top_p)
-    return Engine(policy.model, layout, sampler, policy.grant, autocast=policy.precision.autocast)
-
-
-def plan_memory(config: EvaluateConfig, questions: int) -> "Plan":
-    """The memory plan of answering so many questions."""
-    from r3lite.memory.plan import make_plan
-    from r3lite.memory.workloads import evaluate_workload
-
-    workload = evaluate_workload(config.model, config.lengths, config.retrieval, questions)
-    return make_plan(workload, config.memory, config.sampling)
 
 
 def bert_scores(encoder: "BertEncoder", episodes: "list[Episode]") -> list[float]:

@@ -1,6 +1,6 @@
 """A policy ready to run: the frozen base as its memory plan says, with adapters, optimizer and critic as asked for.
 
-`sft`, `ppo` and `evaluate` all set theirs up here.
+`sft`, `ppo`, `evaluate` and `ask` all set theirs up here.
 """
 
 import hashlib

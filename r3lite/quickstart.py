@@ -4,6 +4,7 @@ Every stage is the command that a user would run, with the arguments printed; no
 """
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -181,7 +182,16 @@ where to look next
   why it was paid:  {out / config.quickstart.algorithm / "episodes.jsonl"}
   how it learned:   {out / config.quickstart.algorithm / "metrics.jsonl"}
   your own data:    README.md, "Train on HotpotQA"
+  ask it yourself:
+    {asking(out, config)}
 """)
+
+
+def asking(out: Path, config: QuickstartConfig) -> str:
+    """The command that asks the trained model the first of the test questions."""
+    question = next(read_jsonl(shipped("data", "world", "test.jsonl"))).text("question")
+    paths = ["--adapter", str(out / config.quickstart.algorithm), "--index", str(out / "index")]
+    return shlex.join(["python", "-m", "r3lite.ask", "--preset", config.common.preset, *paths, question])
 
 
 def main(argv: list[str] | None = None) -> int:

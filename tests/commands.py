@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import r3lite.settings as settings
+from r3lite.ask import AskConfig
 from r3lite.collect import CollectConfig
 from r3lite.doctor import DoctorConfig
 from r3lite.evaluate import EvaluateConfig
@@ -31,6 +32,7 @@ CONFIGS = {
     "sft": (settings.SftConfig(), "sft"),
     "ppo": (settings.PpoConfig(), "ppo"),
     "evaluate": (EvaluateConfig(), "evaluate"),
+    "ask": (AskConfig(), "ask"),
     "collect": (CollectConfig(), "collect"),
     "index": (IndexConfig(), "index"),
     "retrieve": (RetrieveConfig(), "retrieve"),

@@ -21,6 +21,7 @@ FIRST = {"models", "devices", "llm", "protocols", "answer_match"}
 SECOND = {"datasets", "retrieval", "rollout", "rewards", "evaluation", "rl", "training", "memory"}
 SHARED = {
     "policy",
+    "answering",
     "rl_setup",
     "rl_round",
     "rl_guidance",

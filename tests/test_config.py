@@ -366,3 +366,11 @@ def test_help_has_groups_and_defaults():
 def test_nearest_name():
     assert nearest("lerning_rate", ["learning_rate", "limit"]) == " (did you mean learning_rate?)"
     assert nearest("xyz", ["learning_rate"]) == ""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["a b"], ["--question", "a b"], ["--seed", "1", "a b"], ["a b", "--json"], ["--seed", "1", "a b", "--json"]],
+)
+def test_a_bare_setting_stands_anywhere_with_or_without_its_flag(argv):
+    assert resolve("ask", CONFIGS["ask"][0], argv, command.COMMANDS).ask.question == "a b"

@@ -132,6 +132,22 @@ class Layout:
             for s in self.protocol.stop_strings
         )
 
+    def readable(self, transcript: Transcript, ended: bool) -> str:
+        """The text of the current turn, from its forced prefix up to a stop string, without special tokens.
+
+        Until the turn has `ended` it grows at its end only: a character whose bytes are not all there is held back,
+        and so is what may be the beginning of a stop string.
+        """
+        text = transcript.forced_prefix + self.tokenizer.decode(transcript.turn)
+        stops = self.protocol.stop_strings
+        if found := [text.index(s) for s in stops if s in text]:
+            return text[: min(found)]
+        if ended:
+            return text
+        text = text.rstrip("\ufffd")  # what bytes that make no character are decoded to
+        held = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        return text[: len(text) - held]
+
     def _may_end_stop_string(self, token: int) -> bool:
         """Whether a token has a stop string's last character: few have, so that little text is decoded."""
         if token not in self._may_close:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from r3lite.episode import Question, Retrieve
+from r3lite.episode import Document, Question, Retrieve
 from r3lite.errors import NotFinite
 from r3lite.grant import Grant
 from r3lite.models.hooks import ActivationWatch
@@ -27,7 +27,7 @@ from r3lite.protocols.transcript import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.scheduler import Scheduler
-from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.sequence import Listener, Sequence
 
 
 @dataclass
@@ -45,14 +45,21 @@ class Engine:
     autocast: Callable[[], AbstractContextManager] = nullcontext
 
     def run(
-        self, questions: list[Question], seeds: list[str], retrieve: Retrieve, progress: str | None = None
+        self,
+        questions: list[Question],
+        seeds: list[str],
+        retrieve: Retrieve,
+        progress: str | None = None,
+        listeners: list[Listener] | None = None,
     ) -> list[Sequence]:
         """One episode per question, each drawing from the random stream of its own seed.
 
-        Questions may repeat (with different seeds). `progress` names a progress bar.
+        Questions may repeat (with different seeds). `progress` names a progress bar. `listeners`, one per question,
+        are told of the episodes while they are sampled.
         """
         sequences = [Sequence(q, stream=random.Random(seed)) for q, seed in zip(questions, seeds, strict=True)]
-        for sequence in sequences:
+        for sequence, listener in zip(sequences, listeners or [None] * len(sequences), strict=True):
+            sequence.listener = listener
             self.layout.open(sequence)
         return self._finished(sequences, retrieve, progress)
 
@@ -75,7 +82,7 @@ class Engine:
             with self.autocast(), Fetcher(retrieve) as fetcher, bar:
                 if pending := [s for s in sequences if s.pending]:  # a baseline's
                     for sequence, documents in fetcher.fetch(pending):
-                        self.layout.splice(sequence, documents)
+                        self._splice(sequence, documents)
                 self.run_sequences([s for s in sequences if s.finish is None], fetcher, bar.update)
         finally:
             self.model.train(training)
@@ -96,7 +103,7 @@ class Engine:
         while scheduler.unfinished:
             scheduler.admit()
             for sequence, documents in fetcher.collect(idle=not scheduler.active):
-                self.layout.splice(sequence, documents)
+                self._splice(sequence, documents)
                 scheduler.unpark(sequence)
                 if sequence.finish is not None:  # there was no room for documents, nor for an answer
                     scheduler.release(sequence)
@@ -104,9 +111,14 @@ class Engine:
             self._prefill(scheduler)
             self._decode(scheduler, decoder)
             for sequence in scheduler.at_work:
-                if not self.layout.turn_is_over(sequence):
+                ended = self.layout.turn_is_over(sequence)
+                if sequence.listener:
+                    sequence.listener.hear(self.layout.readable(sequence, ended), ended)
+                if not ended:
                     continue
                 self.layout.close_turn(sequence)
+                if sequence.listener and not sequence.pending:
+                    sequence.listener.step(sequence)
                 if sequence.finish is not None:
                     scheduler.release(sequence)
                     over()
@@ -114,6 +126,12 @@ class Engine:
                     fetcher.ask(sequence)
                     scheduler.park(sequence)
             fetcher.send(idle=not scheduler.active)
+
+    def _splice(self, sequence: Sequence, documents: list[Document]) -> None:
+        """Gives a sequence the documents of its pending queries, which completes its last step."""
+        self.layout.splice(sequence, documents)
+        if sequence.listener:
+            sequence.listener.step(sequence)
 
     def _cache(self, rows: int) -> KVCache:
         config, weight = self.model.config, self.model.head_weight

@@ -1,9 +1,31 @@
-"""One sampled episode as it grows: a transcript with the log-probabilities and values of what was sampled."""
+"""One sampled episode as it grows: a transcript with the log-probabilities and values of what was sampled; and what is
+told of it meanwhile."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from r3lite.protocols.transcript import Transcript
+
+
+@dataclass
+class Listener:
+    """What is called while one episode is sampled, on the engine's thread; an error that it raises ends the run.
+
+    `text` gets what the model writes, piece by piece: the pieces of a turn make up its `Layout.readable`. `step` gets
+    the sequence whenever its last step is complete: with the documents of its query, or at the end of a turn that asks
+    for none.
+    """
+
+    text: Callable[[str], None]
+    step: Callable[["Sequence"], None]
+    heard: int = 0  # characters of the current turn
+
+    def hear(self, readable: str, ended: bool) -> None:
+        """Passes on what is new in the current turn's text; `ended`: the turn is over."""
+        if len(readable) > self.heard:
+            self.text(readable[self.heard :])
+        self.heard = 0 if ended else len(readable)
 
 
 @dataclass
@@ -14,6 +36,7 @@ class Sequence(Transcript):
     logprobs: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)  # of the state before the token; 0 without a critic
     cached: int = 0  # tokens that the KV cache holds
+    listener: Listener | None = None
 
     def restarted(self, steps: int, stream: random.Random) -> "Sequence":
         """A sequence that stands where this one stood after so many steps, with the documents of the last of them.

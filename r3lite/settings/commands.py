@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from r3lite.config import Bounds, Fraction, Section
+from r3lite.config import Bounds, Fraction, Section, Trait
 from r3lite.settings.common import Common
 from r3lite.settings.data import QuestionSettings, TrajectorySettings
 from r3lite.settings.guard import GuardSettings, ValidationSettings
@@ -55,6 +55,17 @@ class EvaluateSettings(Section):
     compare: tuple[str, str] | None = None
     """two evaluation folders or prediction files of the same questions: what differs, with intervals and p values;
     needs no model and no --data"""
+
+
+@dataclass(frozen=True)
+class AskSettings(Section):
+    """Ask."""
+
+    question: Annotated[str | None, Trait.BARE] = None
+    """what is asked, in quotes; without it there is a prompt, and an empty line or Ctrl-D ends"""
+    json: bool = False
+    """one line of JSON a question, and nothing else, on stdout: question, final_answer, reasoning_trace,
+    search_queries and documents"""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 from r3lite.config import UsageError, load_toml
 from r3lite.errors import R3LiteError
@@ -14,11 +15,7 @@ def sft_epochs(adapter: str | Path) -> float | None:
 
     `adapter` is a run folder, a checkpoint in one, or the `adapter/` of either.
     """
-    folder = Path(adapter).resolve()
-    if folder.name == checkpoint.ADAPTER:
-        folder = folder.parent
-    name = checkpoint.NAME.fullmatch(folder.name)
-    run, step = (folder.parent, int(name[1])) if name else (folder, None)
+    run, step = _run_and_step(adapter)
     with contextlib.suppress(R3LiteError, UsageError, OSError):
         if "sft" not in load_toml(run / CONFIG):
             return None
@@ -27,3 +24,22 @@ def sft_epochs(adapter: str | Path) -> float | None:
         if epochs and isinstance(epochs[-1], float):
             return epochs[-1]
     return None
+
+
+def settings_of(adapter: str | Path) -> dict[str, Any]:
+    """The settings of the run that wrote an adapter, as its `config.toml` has them; empty if that is not known."""
+    run, _ = _run_and_step(adapter)
+    with contextlib.suppress(UsageError):
+        for table in load_toml(run / CONFIG).values():
+            if isinstance(table, dict):
+                return table
+    return {}
+
+
+def _run_and_step(adapter: str | Path) -> tuple[Path, int | None]:
+    """The run folder that an adapter lies in, and the step of its checkpoint if it is one's."""
+    folder = Path(adapter).resolve()
+    if folder.name == checkpoint.ADAPTER:
+        folder = folder.parent
+    name = checkpoint.NAME.fullmatch(folder.name)
+    return (folder.parent, int(name[1])) if name else (folder, None)

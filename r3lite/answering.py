@@ -1,0 +1,74 @@
+"""Sets up the engine that answers questions with a trained model, and its memory plan; used by evaluate and ask."""
+
+import sys
+from typing import TYPE_CHECKING, Protocol
+
+from r3lite.config import flag
+from r3lite.settings import (
+    LengthSettings,
+    MemorySettings,
+    ModelSettings,
+    ProtocolSettings,
+    RetrievalSettings,
+    SamplingSettings,
+    TruncationSettings,
+)
+
+if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
+    from r3lite.memory.plan import Plan
+    from r3lite.rollout.engine import Engine
+
+
+class Answering(Protocol):
+    """The sections of a command that answers questions."""
+
+    model: ModelSettings
+    memory: MemorySettings
+    retrieval: RetrievalSettings
+    protocol: ProtocolSettings
+    lengths: LengthSettings
+    sampling: SamplingSettings
+    truncation: TruncationSettings
+
+
+def build_engine(config: Answering, questions: int, baseline: str = "none") -> "Engine":
+    """The model with its adapter in an engine that answers so many questions as the settings say."""
+    from r3lite.models.weights import resolve_folder
+    from r3lite.policy import load_policy
+    from r3lite.protocols.registry import build_protocol
+    from r3lite.protocols.tokenizer import Tokenizer
+    from r3lite.protocols.transcript import OPENINGS, Layout
+    from r3lite.rollout.engine import Engine
+    from r3lite.rollout.sampling import Sampler
+
+    # Prompts and plan come first: what is wrong with them is told before a model is downloaded.
+    protocol, plan = build_protocol(config.protocol), plan_memory(config, questions)
+    warn_of_other_format(config)
+    folder = resolve_folder(config.model.model)
+    layout = Layout(Tokenizer.load(folder), protocol, config.lengths, OPENINGS[baseline])
+    policy = load_policy(folder, config.model, config.memory, plan)
+    sampler = Sampler(config.sampling.temperature, config.truncation.top_k_sampling, config.truncation.top_p)
+    return Engine(policy.model, layout, sampler, policy.grant, autocast=policy.precision.autocast)
+
+
+def plan_memory(config: Answering, questions: int) -> "Plan":
+    """The memory plan of answering so many questions."""
+    from r3lite.memory.plan import make_plan
+    from r3lite.memory.workloads import evaluate_workload
+
+    workload = evaluate_workload(config.model, config.lengths, config.retrieval, questions)
+    return make_plan(workload, config.memory, config.sampling)
+
+
+def warn_of_other_format(config: Answering) -> None:
+    """Warns if the adapter was trained on another step format or other prompts, as far as its run folder tells."""
+    from r3lite.training.earlier_run import settings_of
+
+    if config.model.adapter is None:
+        return
+    then = settings_of(config.model.adapter)
+    now = {name: "none" if value is None else value for name, value in vars(config.protocol).items()}  # as in a file
+    other = [f"{flag(name)} {then[name]} (here {now[name]})" for name in now if then.get(name, now[name]) != now[name]]
+    if other:
+        told = f"{config.model.adapter} was trained with {', '.join(other)}: what it learned may not show"
+        print(f"warning: {told}", file=sys.stderr)

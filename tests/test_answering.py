@@ -1,0 +1,39 @@
+"""What `evaluate` and `ask` say of an adapter whose run had another step format or other prompts."""
+
+import pytest
+
+from r3lite.answering import warn_of_other_format
+from r3lite.ask import AskConfig
+from r3lite.command import COMMANDS
+from r3lite.config import resolve, to_toml
+from r3lite.settings import SftConfig
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run with the tiny model's prompts."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "checkpoint-5" / "adapter").mkdir(parents=True)
+    config = resolve("sft", SftConfig(), ["--preset", "tiny"], COMMANDS)
+    (tmp_path / "config.toml").write_text(to_toml(config, "sft"), encoding="utf-8")
+    return tmp_path
+
+
+def warning(capsys, *argv):
+    warn_of_other_format(resolve("ask", AskConfig(), list(map(str, argv)), COMMANDS))
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("inside", ["", "adapter", "checkpoint-5", "checkpoint-5/adapter"])
+def test_another_format_or_prompt_is_told(run, capsys, inside):
+    adapter = run / inside
+    assert warning(capsys, "--preset", "tiny", "--adapter", adapter) == ""
+    told = warning(capsys, "--adapter", adapter, "--format", "tags")
+    assert told.startswith(f"warning: {adapter} was trained with --format r3 (here tags), --init-prompt prompts/tiny/")
+    assert "--step-prompt prompts/tiny/step_prompt.txt (here none)" in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", [None, "no TOML", "", "[sft]\n", "format = 'tags'\n"])
+def test_an_adapter_that_says_nothing_of_its_run_is_taken_as_it_is(run, capsys, text):
+    (run / "config.toml").unlink() if text is None else (run / "config.toml").write_text(text)
+    assert warning(capsys, "--adapter", run) == "" == warning(capsys)

@@ -1,0 +1,206 @@
+"""`ask` with a scripted tiny model: what is shown, the JSON, the prompt, and what is refused."""
+
+import builtins
+import io
+import json
+import shlex
+import sys
+
+import pytest
+import torch
+
+from r3lite import ask, quickstart
+from r3lite.command import COMMANDS
+from r3lite.config import resolve
+from r3lite.episode import CUT_OFF, Document, Episode, Question, Step
+from r3lite.errors import R3LiteError
+from r3lite.files import write_jsonl
+from r3lite.protocols.r3 import FAULTS
+from r3lite.retrieval.index import PassageIndex
+from r3lite.rollout.engine import Engine
+
+CITY = "\u6771\u4eac"
+QUERY = f"Step 1:\nThe problem analysis: I look for {CITY}.\nThe retrieval query: Ada lives in which city?"
+ANSWER = f"Step 2:\nThe problem analysis: That says it.\nThe final answer: Caf\u00e9 {CITY}"
+SCRIPT = {
+    "Where does Ada live?": [QUERY, ANSWER],
+    "Who is Bob?": ["Step 1:\nThe problem analysis: I know.\nThe final answer: a friend"],
+    "What is this?": ["I do not know."],
+}
+
+
+class Typed(io.StringIO):
+    """Standard input that is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def arguments(tmp_path, monkeypatch):
+    """Arguments of a tiny model that says what SCRIPT has for a question."""
+    texts = {"Ada": f"Ada lives in {CITY}. " + "She likes it there. " * 9, "Bob": "Bob is\ta\x1b[31mfriend."}
+    write_jsonl(tmp_path / "corpus.jsonl", [{"id": f"d-{t}", "title": t, "text": text} for t, text in texts.items()])
+
+    def sample(engine, logits, rows):
+        tokens = []
+        for sequence in rows:
+            turn = SCRIPT[sequence.question.text][len(sequence.steps)]
+            tokens.append([*engine.layout.tokenizer.encode(turn), engine.layout.tokenizer.stop_id][len(sequence.turn)])
+        return torch.tensor(tokens), torch.zeros(len(rows))
+
+    monkeypatch.setattr(Engine, "_sample", sample)
+    return ["--preset", "tiny", "--corpus", str(tmp_path / "corpus.jsonl"), "--dtype", "fp32"]
+
+
+def told(capsys, argv, status=0):
+    assert ask.main(argv) == status
+    return capsys.readouterr()
+
+
+def test_reasoning_evidence_and_answer_are_shown(arguments, capsys):
+    shown = told(capsys, ["Where does Ada live?", *arguments])
+    lines = shown.out.splitlines()
+    assert lines[:3] == QUERY.splitlines()
+    assert lines[3].startswith(f"  [d-Ada] Ada: Ada lives in {CITY}. She likes it") and lines[4].endswith(" ...")
+    assert lines[5] == "  [d-Bob] Bob: Bob is a [31mfriend."  # nothing that steers a terminal
+    assert lines[6] == "" and lines[7:10] == ANSWER.splitlines()
+    assert lines[-2:] == [f"answer: Caf\u00e9 {CITY}", ""] and set(lines[-3]) == {"-"}
+    assert all(len(line) <= 80 for line in lines)
+    assert "without --adapter, the model was never taught the step format" in shown.err
+
+
+def test_what_is_shown_comes_while_it_is_sampled(arguments, capsys, monkeypatch):
+    """The first words are out before the documents are looked for."""
+    out = []
+
+    def search(index, *rest):
+        out.append(capsys.readouterr().out)
+        return real(index, *rest)
+
+    real = PassageIndex.search
+    monkeypatch.setattr(PassageIndex, "search", search)
+    told(capsys, ["Where does Ada live?", *arguments])
+    assert out == [QUERY]
+
+
+def test_json_is_one_line_with_the_text_that_was_streamed(arguments, capsys):
+    streamed = told(capsys, ["Where does Ada live?", *arguments]).out
+    (line,) = told(capsys, ["--json", *arguments, "Where does Ada live?"]).out.splitlines()
+    record = json.loads(line)
+    assert list(record) == ["question", "final_answer", "reasoning_trace", "search_queries", "documents"]
+    assert record["question"] == "Where does Ada live?" and record["final_answer"] == f"Caf\u00e9 {CITY}"
+    assert record["reasoning_trace"] == f"{QUERY}\n{ANSWER}" and record["search_queries"] == [
+        "Ada lives in which city?"
+    ]
+    assert [d["id"] for d in record["documents"]] == ["d-Ada", "d-Bob"]
+    assert all(turn in streamed for turn in record["reasoning_trace"].split("\nStep"))
+
+
+def test_piped_questions_are_answered_up_to_an_empty_line(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Where does Ada live?\nWho is Bob?\n\nWhat is this?\n"))
+    records = [json.loads(line) for line in told(capsys, ["--json", *arguments]).out.splitlines()]
+    assert [r["final_answer"] for r in records] == [f"Caf\u00e9 {CITY}", "a friend"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who is Bob?"))
+    assert told(capsys, arguments).out.startswith("question> Who is Bob?\nStep 1:\n")
+
+
+def test_the_prompt_of_json_is_not_on_stdout(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Typed("Who is Bob?\n"))
+    shown = told(capsys, ["--json", *arguments])
+    assert len(shown.out.splitlines()) == 1 and shown.err.count("question> ") == 2
+    monkeypatch.setattr(sys, "stdin", Typed("Who is Bob?\n"))
+    shown = told(capsys, arguments)
+    assert shown.out.count("question> ") == 2 and "question> " not in shown.err
+
+
+def test_ctrl_c_stops_an_answer_and_twice_ends(arguments, capsys, monkeypatch):
+    scripted, calls = Engine._sample, []
+
+    def sample(engine, logits, rows):
+        calls.append(rows[0].question.text)
+        if len(calls) == 20:
+            raise KeyboardInterrupt
+        return scripted(engine, logits, rows)
+
+    def typed(prompt):
+        if not questions:
+            raise KeyboardInterrupt
+        return questions.pop(0)
+
+    monkeypatch.setattr(Engine, "_sample", sample)
+    questions = ["Where does Ada live?", "Who is Bob?", "Where does Ada live?"]
+    monkeypatch.setattr(builtins, "input", typed)
+    shown = told(capsys, arguments, status=130)
+    assert shown.err.count("stopped; Ctrl-C again to leave") == 1
+    assert shown.out.count("answer: ") == 4  # "The final answer: " and the answer itself, of two questions
+    assert shown.out.endswith(f"answer: Caf\u00e9 {CITY}\n\n")
+
+
+def test_a_retriever_that_failed_is_shown_as_such(arguments, capsys, monkeypatch):
+    def search(*_):
+        raise R3LiteError("the disk is gone")
+
+    monkeypatch.setattr(PassageIndex, "search", search)
+    shown = told(capsys, ["Where does Ada live?", *arguments]).out
+    assert f"{QUERY}\n  no documents: the retriever failed: the disk is gone\n" in shown
+    assert json.loads(told(capsys, ["Where does Ada live?", *arguments, "--json"]).out)["failure"] == "the disk is gone"
+    shown = told(capsys, ["Where does Ada live?", *arguments, "--retriever", "none"]).out
+    assert f"{QUERY}\n  (nothing was found)\n" in shown
+
+
+def test_an_episode_without_an_answer_says_why(arguments, capsys):
+    shown = told(capsys, ["What is this?", *arguments]).out
+    assert shown.startswith("I do not know.\n\nno answer: step 1 does not open with `Step k:`, has no problem analysis")
+    full = Episode(Question("q", "x", ()), [Step("so", query="y")], CUT_OFF)
+    assert ask.outcome(full, FAULTS) == "no answer: step 1 had no room left within --max-length\n"
+
+
+def test_a_question_that_is_too_long_leaves_the_prompt_usable(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'why ' * 2000}\nWho\0?\nWho is Bob?\n"))
+    shown = told(capsys, ["--json", *arguments])
+    assert "leaves no room for an answer" in shown.err and "it holds a NUL" in shown.err
+    assert json.loads(shown.out)["final_answer"] == "a friend"
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "cause"),
+    [
+        ([""], 2, "question is empty"),
+        (["  "], 2, "the question is empty"),
+        (["who?"], 2, "--index is missing"),
+        (["who?", "--retriever", "golden"], 2, "for questions of --data"),
+        (["who?", "--retriever", "none", "--output", "x"], 2, "no file is written"),
+        (["who?", "--index", "no-such-folder"], 1, "python -m r3lite.index --corpus"),
+        (["who", "is", "it?"], 2, "unknown argument is"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_is_loaded(argv, status, cause, capsys, monkeypatch):
+    monkeypatch.setattr(ask, "build_engine", lambda *_: pytest.fail("the model was loaded"))
+    assert cause in told(capsys, ["--preset", "tiny", *argv], status).err
+
+
+def test_a_format_without_search_needs_no_index():
+    config = resolve("ask", ask.AskConfig(), ["x", "--format", "solution"], COMMANDS)
+    assert ask.open_retriever(config)([(Question("q", "x", ()), "x")]) == [[]]
+
+
+def test_a_dry_run_tells_the_memory(capsys):
+    assert "Memory, for an episode of 1536 tokens" in told(capsys, ["--preset", "tiny", "--dry-run"]).out
+
+
+@pytest.mark.parametrize("text", ["word " * 60, "x" * 300, "\u6771" * 300, "\x1b[2J\x9b\n" * 40])
+def test_a_passage_takes_two_lines(text):
+    lines = ask.shown(Document("17", "Title", text)).splitlines()
+    assert 1 <= len(lines) <= 2 and all(len(line) <= 80 and line.isprintable() for line in lines)
+    assert lines[0].startswith("  [17] Title: ") and lines[0].strip() != "[17] Title:"
+
+
+def test_the_command_that_quickstart_names_is_understood(tmp_path):
+    config = quickstart.QuickstartConfig()
+    python, m, module, *argv = shlex.split(quickstart.asking(tmp_path / "my runs", config))
+    assert (python, m, module) == ("python", "-m", "r3lite.ask")
+    config = resolve("ask", ask.AskConfig(), argv, COMMANDS)
+    assert config.ask.question == "Who is married to the composer of Jelsan Janli?"
+    assert config.model.adapter == str(tmp_path / "my runs" / "ppo") and config.common.preset == "tiny"
+    assert config.retrieval.index == str(tmp_path / "my runs" / "index")
