@@ -15,7 +15,6 @@ from r3lite import policy, ppo, sft
 from r3lite.config import UsageError
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.errors import R3LiteError
-from r3lite.files import write_jsonl
 from r3lite.grant import Memory
 from r3lite.memory import planner
 from r3lite.memory.choice import budget_bytes, choose
@@ -100,8 +99,6 @@ def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plan
         ("gspo", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
         ("rloo", ["--dtype", "bf16", "--old-logprobs", "trainer", "--importance-cap", "2"]),
         ("reinforce++", ["--dtype", "bf16"]),
-        ("luffy", ["--dtype", "bf16", "--trace-share", "1"]),
-        ("luffy", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
     ],
 )
 def test_a_round_of_reinforcement_learning_takes_what_was_planned(
@@ -115,9 +112,6 @@ def test_a_round_of_reinforcement_learning_takes_what_was_planned(
     sizes = [*question, "--max-new-tokens", "48", "--max-length", "312"]
     more = [*more, "--num-generations", "4", "--mini-batch-size", "2", "--micro-batch-size", "2", "--max-steps", "1"]
     more += ["--algorithm", algorithm, "--quantize", "none"]
-    if algorithm == "luffy":
-        write_jsonl(tmp_path / "traces.jsonl", [{"question": "b", "reasoning": "a a a a", "answer": "x"}])
-        more += ["--traces", str(tmp_path / "traces.jsonl")]
     with LiveTensors() as counter:
         assert ppo.main(flags(folder, tmp_path, *sizes, *more)) == 0
     assert plans[0].peak == pytest.approx(counter.peak, rel=0.04)
