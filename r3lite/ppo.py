@@ -16,6 +16,7 @@ from r3lite.settings import PpoConfig
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from r3lite.rl.learner import Learner
     from r3lite.rl_round import RoundSampler
+    from r3lite.teacher import CachedTeacher, TeacherInTurns
     from r3lite.training.guard import Guard
     from r3lite.training.state import TrainState
 
@@ -34,9 +35,10 @@ class RLTrainer:
         state: "TrainState",
         guard: "Guard",
         episodes_file: Path,
+        teacher: "CachedTeacher | TeacherInTurns | None" = None,
     ):
         self.config, self.total, self.sampler, self.learner, self.state = config, rounds, sampler, learner, state
-        self.guard, self.episodes_file = guard, episodes_file
+        self.guard, self.episodes_file, self.teacher = guard, episodes_file, teacher
 
     def step(self, number: int) -> tuple[dict, int]:
         """One round; its metrics, and how many tokens its episodes have."""
@@ -49,8 +51,11 @@ class RLTrainer:
         append_jsonl(self.episodes_file, sampled.records(number))
         metrics = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale
-        if rollouts := sampled.rollouts():
-            metrics |= self.learner.learn(Batch.of(rollouts), seed=f"{self.config.common.seed}/{number}")
+        if rollouts := sampled.rollouts(self.config.rl.failed_below):
+            batch = self.teacher.batch(rollouts, sampled.questions) if self.teacher else Batch.of(rollouts)
+            if self.teacher:
+                watch.lap("teacher")
+            metrics |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
         watch.lap("update")
         judge = self.sampler.judge
         return metrics | (judge.counts() if judge else {}) | watch.laps, sampled.tokens
@@ -64,7 +69,7 @@ def train(config: PpoConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     import torch
 
-    from r3lite import rl_setup
+    from r3lite import rl_setup, teacher
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.rewards.judge import build_judge, note_on
@@ -85,7 +90,8 @@ def train(config: PpoConfig) -> None:
         engine, learner, state = rl_setup.build(config, questions, held_out, guard=guard)
         validation = build_validation(config, held_out, engine, retrieve)
         sampler, rounds = RoundSampler(config, questions, engine, retrieve, judge), config.rounds(len(questions))
-        trainer = RLTrainer(config, rounds, sampler, learner, state, guard, run.output / EPISODES)
+        taught_by = teacher.build(config, learner, engine.layout.tokenizer, questions)
+        trainer = RLTrainer(config, rounds, sampler, learner, state, guard, run.output / EPISODES, taught_by)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation)
         if loop.train(run, trainer, oversight):
             told = f"done: {run.output / 'adapter'}{oversight.note()}; what it said: {run.output / EPISODES}"

@@ -44,15 +44,20 @@ class Round:
         """The lines of episodes.jsonl."""
         return episode_records(number, self.episodes, self.scored, self.kept, self.generations)
 
-    def rollouts(self) -> list[Rollout]:
-        """The episodes that are learned from, in numbers.
+    @property
+    def questions(self) -> list[str]:
+        """The ids of the questions, one a group."""
+        return [s.question.id for s in self.sequences[:: self.generations]]
+
+    def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
+        """The episodes that are learned from, in numbers; `failed_below` tells which have failed, see Scored.failed.
 
         One whose judge failed is left out: a missing reward is not a zero, and teaches nothing.
         """
         return [
             Rollout(
                 s.tokens, s.action_mask, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)),
-                group=i // self.generations, cut_off=s.finish == CUT_OFF,
+                group=i // self.generations, cut_off=s.finish == CUT_OFF, failed=paid.failed(failed_below),
             )
             for i, (s, paid) in enumerate(zip(self.sequences, self.scored, strict=True))
             if paid is not None and (self.kept is None or i // self.generations in self.kept)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.grant import Memory
-from r3lite.memory.planner import Workload, adapter_bytes, linears
+from r3lite.memory.planner import Workload, adapter_bytes, as_teacher, linears
 
 # Kernels: of a layer, forward, and backward; more for casts of adapters and their gradients in half precision, and for
 # the weights of a layer in NF4; of all else in a pass; of the loss of a chunk of logits; of clipping and AdamW for each
@@ -171,8 +171,8 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> list[Cost]:
 
 
 def score(w: Workload, memory: Memory) -> list[Cost]:
-    """Log-probabilities of a round's episodes under the reference policy."""
-    p = packs(w, memory, w.episodes, w.scored_rows)
+    """Log-probabilities of a round's episodes, or of rows, under the reference policy or a teacher."""
+    p = packs(w, memory, w.episodes or w.step_rows, w.scored_rows)
     return [forward(w, memory, p.tokens, p.keys) * p.count, head(w, memory, p.said, SCORING, products=1) * p.count]
 
 
@@ -206,7 +206,9 @@ class Duration:
     @property
     def what(self) -> str:
         w = self.workload
-        return ("a round" if w.trains else f"the evaluation of {w.episodes:,} questions") if w.episodes else "a step"
+        if w.episodes:
+            return "a round" if w.trains else f"the evaluation of {w.episodes:,} questions"
+        return "a step" if w.trains else f"{w.step_rows:,} trajectories"
 
     @property
     def remedy(self) -> str:
@@ -245,6 +247,7 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
         return None
     costs = {"sample": sample(w, memory)} if w.episodes else {}
     costs |= {"score": score(w, memory) * w.scores} if w.scores else {}
+    costs |= {"teach": score(*as_teacher(w, memory, w.teacher))} if w.teacher else {}
     costs |= {"update": update(w, memory)} if w.trains else {}
     speeds = w.speeds, w.dtype, CARD if w.on_cuda else CPU
     return Duration({phase: sum(cost.seconds(*speeds) for cost in parts) for phase, parts in costs.items()}, w)

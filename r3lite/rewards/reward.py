@@ -56,6 +56,10 @@ class Scored:
     def total(self) -> float:
         return sum(self.steps)
 
+    def failed(self, below: float | None = None) -> bool:
+        """Whether the part for the outcome is below a threshold; without one, whether the answer is no exact match."""
+        return self.parts["em"] < 1 if below is None else self.parts["outcome"] < below
+
 
 def needs_verdict(settings: RewardSettings) -> bool:
     """Whether a weight that pays for what only a judge can say is above 0."""

@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from r3lite.devices.precision import Precision
 from r3lite.grant import Grant
 from r3lite.models import hooks
-from r3lite.models.logprobs import CHUNK, token_logprobs, token_loss
+from r3lite.models.logprobs import CHUNK, chosen_loss, token_logprobs, token_loss
 from r3lite.models.lora import use_adapter
 from r3lite.models.packing import Pack, groups
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import ActionTokens, Batch
 from r3lite.rl.mismatch import sampling_metrics
+from r3lite.rl.sums import GUIDED_TOKENS, Metrics, added, means_of, summed
 from r3lite.settings import RLSettings
-
-Metrics = dict[str, Tensor | int]
 
 
 @dataclass
@@ -69,8 +68,7 @@ class Learner:
                 norm, _ = self.optimizer_step()
                 norms.append(norm)
         sums = added(measured)
-        tokens, loss = sums.pop("tokens"), sums.pop("loss")
-        means = {"loss": float(loss) / len(norms)} | {name: float(total) / tokens for name, total in sums.items()}
+        means = {"loss": float(sums.pop("loss")) / len(norms)} | means_of(sums)
         finite = [n for n in norms if math.isfinite(n)]  # a skipped step has none
         means |= {"grad_norm": statistics.fmean(finite or [math.inf])}
         means |= sampling_metrics(log_ratios, self.settings.clip_low, self.settings.clip_high)
@@ -102,10 +100,13 @@ class Learner:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """The rows that go through the model together."""
-        return groups(
-            batch.token_rows(), self.grant.memory.micro_batch_tokens, self.settings.micro_batch_size or len(batch)
-        )
+        """The rows that go through the model together; those that a teacher says something of have their own loss."""
+        rows, most = batch.token_rows(), self.settings.micro_batch_size or len(batch)
+        return [
+            [kind[i] for i in group]
+            for kind in batch.by_guidance()
+            for group in groups([rows[i] for i in kind], self.grant.memory.micro_batch_tokens, most)
+        ]
 
     def add_gradients(self, batch: Batch) -> tuple[Metrics, Tensor]:
         """Adds the gradients of a mini-batch's loss, micro-batch by micro-batch.
@@ -116,7 +117,8 @@ class Learner:
         measured: list[Metrics] = []
         log_ratios: list[Tensor] = []
         for rows in self.micro_batches(batch):
-            loss, more, ratios = self.loss(batch.rows(rows))
+            part = batch.rows(rows)
+            loss, more, ratios = self.loss(part) if part.teacher is None else self.guided_loss(part)
             self.precision.backward(loss)
             measured += more
             log_ratios.append(ratios)
@@ -154,6 +156,22 @@ class Learner:
             measured = [*measured, summed(metrics)]
         return loss, [*measured, {"loss": loss.detach(), "tokens": len(tokens)}], log_ratios
 
+    def guided_loss(self, batch: Batch) -> tuple[Tensor, list[Metrics], Tensor]:
+        """The same of a micro-batch of which a teacher says something, at every action token; no token has a ratio."""
+        self._last = batch
+        weights, teacher = batch.at_actions(batch.weights), batch.teacher.joined()
+
+        def distillation_loss(rows: slice, logprobs: Tensor) -> tuple[Tensor, Metrics]:
+            weight, said = (x[rows].to(logprobs.device, non_blocking=True) for x in (weights, teacher.logprobs))
+            per_token, metrics = self.algorithm.guided_loss(said, logprobs)
+            return (per_token * weight).sum(), summed(metrics)
+
+        with self.precision.autocast():
+            hidden, _ = action_states(self.model, batch)
+            head, chunk = self.model.head_weight[: self.vocabulary], self.grant.memory.loss_chunk
+            loss, measured = chosen_loss(hidden, head, teacher.ids, distillation_loss, self.temperature, chunk)
+        return loss, [*measured, {"loss": loss.detach(), GUIDED_TOKENS: len(weights)}], loss.new_empty(2, 0)
+
     def explain_overflow(self) -> str:
         """Runs the newest micro-batch once more; says which layer overflowed first, or that none did."""
         return hooks.explain_overflow(self.model, self._run_last)
@@ -161,20 +179,6 @@ class Learner:
     def _run_last(self) -> None:
         with self.precision.autocast():
             action_states(self.model, self._last)
-
-
-def summed(metrics: Metrics) -> Metrics:
-    """Sums over tokens, without their gradients."""
-    return {name: x.detach().sum() for name, x in metrics.items()}
-
-
-def added(parts: list[Metrics]) -> Metrics:
-    """Sums of several parts by name, added in their order."""
-    total: Metrics = {}
-    for part in parts:
-        for name, x in part.items():
-            total[name] = total.get(name, 0.0) + x
-    return total
 
 
 def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:

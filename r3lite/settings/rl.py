@@ -5,8 +5,9 @@ from typing import Annotated, ClassVar, Literal
 
 from r3lite.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
 
+Top = Annotated[int, Bounds(low=1, high=1024)]
 # The keys of rl.algorithms.ALGORITHMS; a test holds them to it.
-Algorithm = Literal["ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++"]
+Algorithm = Literal["ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++", "dgpo"]
 
 # What --algorithm brings with it. The defaults below are those of ppo and grpo.
 PAPERS = {
@@ -18,6 +19,7 @@ PAPERS = {
         "overlong_filter": "on",
         "overlong_penalty": 1.0,
     },
+    "dgpo": {"kl_beta": 0.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_beta": 0.0, "old_logprobs": "trainer"},
 }
 
@@ -31,8 +33,9 @@ class RLSettings(Section):
     algorithm: Algorithm = "ppo"
     """ppo: critic and GAE (arXiv 1707.06347); grpo: group-normalized rewards (2402.03300); dr-grpo: without its biases
     (2503.20783); dapo: higher clip, refilled groups (2503.14476); gspo: one ratio an episode (2507.18071); rloo: the
-    others' mean as baseline (2402.14740); reinforce++: whitened over the round (2501.03262). Each brings its paper's
-    settings, which the flags below then change; see docs/algorithms.md"""
+    others' mean as baseline (2402.14740); reinforce++: whitened over the round (2501.03262); dgpo: grpo where
+    episodes succeed, a teacher's distributions where they fail (2508.20324). Each brings its paper's settings, which
+    the flags below then change; see docs/algorithms.md"""
     batch_size: Annotated[int, Bounds(low=1, high=4096)] = 8
     """questions of one round"""
     num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
@@ -86,3 +89,20 @@ class RLSettings(Section):
     """lambda of generalized advantage estimation (arXiv 1506.02438) (ppo)"""
     entropy_coefficient: NonNegative = 0.0
     """weight of an entropy bonus"""
+    failed_below: NonNegative | None = None
+    """an episode has failed if its reward for the outcome is below this; by default if its answer is no exact match
+    (dgpo)"""
+    teacher: str | None = None
+    """model that failed episodes learn from, loaded beside the policy after each round's sampling and dropped before
+    its update: a folder, a hub id, or tiny; it has the policy's tokenizer (dgpo)"""
+    teacher_adapter: str | None = None
+    """LoRA adapter of --teacher: a run folder or its adapter/ (dgpo)"""
+    teacher_quantize: Literal["nf4", "none"] = "nf4"
+    """whether --teacher is in 4 bits (dgpo)"""
+    teacher_logprobs: str | None = None
+    """instead of --teacher, a folder that `collect --teacher-logprobs` wrote: a failed episode is replaced by its
+    trajectory of the same question, and the policy learns the teacher's distributions along that (dgpo)"""
+    teacher_top: Top = 32
+    """how many of the likeliest tokens of a distribution of --teacher are told apart (dgpo)"""
+    teacher_weight: Positive = 1.0
+    """weight of the KL divergence from the teacher (dgpo)"""
