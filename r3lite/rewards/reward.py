@@ -58,7 +58,7 @@ class Scored:
 
     def failed(self, below: float | None = None) -> bool:
         """Whether the part for the outcome is below a threshold; without one, whether the answer is no exact match."""
-        return self.parts["em"] < 1 if below is None else self.parts["outcome"] < below
+        return self.parts.get("em", 0.0) < 1 if below is None else self.parts["outcome"] < below
 
 
 def needs_verdict(settings: RewardSettings) -> bool:
