@@ -27,7 +27,7 @@ class QuickstartConfig:
     """Teaches the tiny shipped model to answer multi-hop questions about an invented world.
 
     Runs collect -> index -> SFT -> RL on two CPU cores, evaluates after each stage on questions about entities that
-    training never saw, and prints a table. No download, no key.
+    training never saw, and prints a table. No download, no key. An algorithm with a teacher has one trained first.
     """
 
     common: Common = Common(preset="tiny")
@@ -79,6 +79,7 @@ def run_stage(title: str, main: Callable[[list[str]], int], name: str, arguments
 def run_all_stages(config: QuickstartConfig) -> None:
     # The commands themselves load torch; they are imported here so that --help stays instant.
     from r3lite import collect, evaluate, index, ppo, sft
+    from r3lite.rl.algorithms import ALGORITHMS
 
     start = time.monotonic()
     common, settings = config.common, config.quickstart
@@ -119,9 +120,17 @@ def run_all_stages(config: QuickstartConfig) -> None:
     arguments = [*shared, "--data", str(trajectories), "--output", str(out / "sft"), *quick["sft"]]
     minutes = run_stage("SFT: learn the step format and to copy what was read", sft.main, "sft", arguments)
     stages.append(evaluated("SFT", out / "sft", minutes))
-    name = settings.algorithm
+    name, teacher_of_failures = settings.algorithm, []
+    if ALGORITHMS[name].has_teacher:
+        flawless, adapter = out / "flawless.jsonl", out / "teacher"
+        arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(flawless)]
+        arguments += ["--limit", str(TRAJECTORIES), *quick["collect"]]
+        run_stage("collect flawless trajectories for a teacher", collect.main, "collect", arguments)
+        arguments = [*shared, "--data", str(flawless), "--output", str(adapter), *quick["sft"]]
+        run_stage("SFT of the teacher, another adapter of the same model", sft.main, "sft", arguments)
+        teacher_of_failures = ["--teacher", "tiny", "--teacher-adapter", str(adapter), "--teacher-quantize", "none"]
     arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
-    arguments += [*search, "--output", str(out / name), *quick["ppo"]]
+    arguments += [*search, "--output", str(out / name), *teacher_of_failures, *quick["ppo"]]
     minutes = run_stage(
         f"{name.upper()}: learn from rewards, with questions and answers only", ppo.main, "ppo", arguments
     )
