@@ -15,6 +15,7 @@ from r3lite.errors import R3LiteError
 from r3lite.files import names_in, read_record, write_json
 from r3lite.models.logprobs import TopTokens
 from r3lite.models.tensor_files import opened, read_tensors, write_tensors
+from r3lite.records import Record
 
 PART = 64  # rows of a part file
 MANIFEST = "manifest.json"
@@ -43,10 +44,6 @@ class Lesson:
 
 def part_of(folder: Path, number: int) -> Path:
     return folder / f"part-{number:05d}.safetensors"
-
-
-def is_complete(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
 
 
 def parts_done(folder: Path, origin: Origin) -> int:
@@ -85,9 +82,15 @@ def finish(folder: Path, origin: Origin, questions: Sequence[str]) -> None:
     write_json(folder / MANIFEST, asdict(origin) | {"questions": list(questions)})
 
 
+def _manifest(folder: Path) -> Record:
+    if not (folder / MANIFEST).is_file():
+        raise R3LiteError(f"{folder} is no complete cache of log-probabilities: it has no {MANIFEST}", GO_ON)
+    return read_record(folder / MANIFEST, ANOTHER)
+
+
 def identity(folder: Path) -> str:
     """What the cache follows from, in one line."""
-    record = read_record(folder / MANIFEST, GO_ON)
+    record = _manifest(folder)
     return " ".join(record.text(name) for name in Origin.__dataclass_fields__)
 
 
@@ -97,9 +100,7 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
     Raises R3LiteError if the cache is not complete, of another tokenizer than that of the fingerprint `tokenizer`, or
     has a row of more than `longest` tokens.
     """
-    if not is_complete(folder):
-        raise R3LiteError(f"{folder} is no complete cache of log-probabilities: it has no {MANIFEST}", GO_ON)
-    record = read_record(folder / MANIFEST, ANOTHER)
+    record = _manifest(folder)
     origin = Origin(**{name: record.text(name) for name in Origin.__dataclass_fields__})
     if origin.tokenizer != tokenizer:
         raise R3LiteError(

@@ -84,6 +84,9 @@ class TopTokens:
     ids: Tensor  # [N, k] int32
     logprobs: Tensor  # [N, k] fp32
 
+    def cpu(self) -> "TopTokens":
+        return TopTokens(self.ids.cpu(), self.logprobs.cpu())
+
     def split(self, sizes: list[int]) -> "list[TopTokens]":
         """The same in parts of so many distributions."""
         parts = zip(self.ids.split(sizes), self.logprobs.split(sizes), strict=True)
@@ -92,7 +95,7 @@ class TopTokens:
 
 @torch.no_grad()
 def top_logprobs(hidden: Tensor, head_weight: Tensor, k: int, chunk: int = CHUNK) -> TopTokens:
-    """The k likeliest tokens under softmax(hidden @ head_weight.T), hidden [N, C]: in host memory."""
+    """The k likeliest tokens under softmax(hidden @ head_weight.T), hidden [N, C]."""
     ids, logprobs = [], []
     for rows in _chunks(len(hidden), chunk):
         logits = _logits(hidden[rows], head_weight)
@@ -101,7 +104,7 @@ def top_logprobs(hidden: Tensor, head_weight: Tensor, k: int, chunk: int = CHUNK
             ids.append(found.int())
             logprobs.append(values)
         del logits  # before the next chunk's are computed
-    return TopTokens(torch.cat(ids).cpu(), torch.cat(logprobs).cpu())
+    return TopTokens(torch.cat(ids), torch.cat(logprobs))
 
 
 def chosen_loss(
