@@ -31,18 +31,18 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Guidance:
+class Distributions:
     """What a teacher would have said at the action tokens of some rows of a batch; None: it says nothing of a row."""
 
     rows: list[TopTokens | None]
 
     @staticmethod
-    def of(rows: list[TopTokens | None]) -> "Guidance | None":
+    def of(rows: list[TopTokens | None]) -> "Distributions | None":
         """None if it says nothing of any row."""
-        return Guidance(rows) if any(row is not None for row in rows) else None
+        return Distributions(rows) if any(row is not None for row in rows) else None
 
-    def __getitem__(self, index: list[int]) -> "Guidance | None":
-        return Guidance.of([self.rows[i] for i in index])
+    def __getitem__(self, index: list[int]) -> "Distributions | None":
+        return Distributions.of([self.rows[i] for i in index])
 
     def joined(self) -> TopTokens:
         """What it says of the tokens of all rows, in row-major order; of each row it says something."""
@@ -64,7 +64,7 @@ class Batch:
     groups: Tensor  # [B] long
     cut_off: Tensor  # [B] bool
     failed: Tensor  # [B] bool
-    teacher: Guidance | None = None
+    teacher: Distributions | None = None
     rescored: Tensor | None = None  # [B, T] log-probabilities of the trainer before the round's first step, at actions
     reference: Tensor | None = None  # [B, T] log-probabilities under the reference policy, at actions
     advantages: Tensor | None = None  # [B, T] at actions
@@ -98,7 +98,7 @@ class Batch:
             groups=torch.tensor([r.group for r in rollouts]),
             cut_off=torch.tensor([r.cut_off for r in rollouts]),
             failed=torch.tensor([r.failed for r in rollouts]),
-            teacher=Guidance.of([r.teacher for r in rollouts]),
+            teacher=Distributions.of([r.teacher for r in rollouts]),
         )
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class Batch:
         """The tokens of each row that the model is run on: the first `lengths` of them."""
         return [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
 
-    def by_guidance(self) -> list[list[int]]:
+    def by_teacher(self) -> list[list[int]]:
         """The rows that a teacher says nothing of, and those that it does, apart if there are both."""
         guided = [False] * len(self) if self.teacher is None else [row is not None for row in self.teacher.rows]
         return [rows for kind in (False, True) if (rows := [i for i, it in enumerate(guided) if it is kind])]

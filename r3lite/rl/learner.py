@@ -104,7 +104,7 @@ class Learner:
         rows, most = batch.token_rows(), self.settings.micro_batch_size or len(batch)
         return [
             [kind[i] for i in group]
-            for kind in batch.by_guidance()
+            for kind in batch.by_teacher()
             for group in groups([rows[i] for i in kind], self.grant.memory.micro_batch_tokens, most)
         ]
 

@@ -9,7 +9,7 @@ import torch
 from r3lite.models.logprobs import TopTokens
 from r3lite.rl import losses
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.rl.batch import Batch, Guidance
+from r3lite.rl.batch import Batch, Distributions
 from r3lite.settings import LengthSettings
 from tests.rl.algorithms.test_variants import rollout
 from tests.rl.conftest import ACTIONS, moved, paper, taught
@@ -96,8 +96,8 @@ def test_how_the_rows_are_divided_changes_nothing(gradients, batch, micro):
 
 def test_rows_keep_what_is_said_of_them(batch):
     some = taught(batch, [1, 2])
-    assert some.by_guidance() == [[0, 3], [1, 2]] and batch.by_guidance() == [[0, 1, 2, 3]]
-    assert taught(batch, range(4)).by_guidance() == [[0, 1, 2, 3]]
+    assert some.by_teacher() == [[0, 3], [1, 2]] and batch.by_teacher() == [[0, 1, 2, 3]]
+    assert taught(batch, range(4)).by_teacher() == [[0, 1, 2, 3]]
     assert some.rows([0, 3]).teacher is None
-    assert some.rows([3, 2]).teacher == Guidance([None, some.teacher.rows[2]])
+    assert some.rows([3, 2]).teacher == Distributions([None, some.teacher.rows[2]])
     assert some.rows([2, 1]).teacher.joined().ids.shape == (sum(p.count("a") for p in ACTIONS[1:3]), 5)
