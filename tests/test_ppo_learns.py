@@ -23,13 +23,12 @@ def rewards(tmp_path, monkeypatch):
     questions = [{"id": str(i), "question": f"Where is {i}?", "answer": "there"} for i in range(4)]
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)) + "\n", encoding="utf-8")
     prompts = [x for name in ("init", "step") for x in (f"--{name}-prompt", str(tmp_path / f"{name}.txt"))]
-    monkeypatch.setattr(
-        reward,
-        "score",
-        lambda e, *_: reward.Scored(
-            [float(e.finish != "cut_off")] + [0.0] * (len(e.steps) - 1), {"em": float(e.finish != "cut_off")}
-        ),
-    )
+
+    def paid(episode, *_) -> reward.Scored:
+        right = float(episode.finish != "cut_off")
+        return reward.Scored([right] + [0.0] * (len(episode.steps) - 1), {"em": right, "outcome": right})
+
+    monkeypatch.setattr(reward, "score", paid)
 
     def run(*more: str) -> list[float]:
         flags = "--preset tiny --dtype fp32 --retriever none --batch-size 4 --num-generations 8 --mini-batch-size 16"
