@@ -87,7 +87,8 @@ class Reader:
                 pack = Pack.of([rows[i].tokens for i in group], head.device, head.dtype)
                 states, _ = pack.predicted([rows[i].loss_mask for i in group])
                 hidden = self.model(pack.tokens, pack)[0, states]
-                said = top_logprobs(hidden, head, min(self.top, self.vocabulary), memory.loss_chunk).cpu()
+                top = top_logprobs(hidden, head, min(self.top, self.vocabulary), memory.loss_chunk)
+            said = TopTokens(top.ids.cpu(), top.logprobs.cpu())
             for i, of_row in zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True):
                 found[i] = of_row
         return found

@@ -84,9 +84,6 @@ class TopTokens:
     ids: Tensor  # [N, k] int32
     logprobs: Tensor  # [N, k] fp32
 
-    def cpu(self) -> "TopTokens":
-        return TopTokens(self.ids.cpu(), self.logprobs.cpu())
-
     def split(self, sizes: list[int]) -> "list[TopTokens]":
         """The same in parts of so many distributions."""
         parts = zip(self.ids.split(sizes), self.logprobs.split(sizes), strict=True)
