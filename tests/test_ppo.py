@@ -109,7 +109,7 @@ VARIANTS = {
     "gspo": "--update-epochs 2 --mini-batch-size 3",
     "rloo": "--kl-beta 0.05 --kl-target 0.01",
     "reinforce++": "--kl-beta 0.05",
-    "dgpo": "--teacher tiny --nf4-cache none --kl-beta 0.05 --kl-target 0.01",
+    "dgpo": "--teacher tiny --nf4-cache none --kl-beta 0.05",
 }
 SHORT = "--max-steps 2 --max-new-tokens 64 --max-hops 1 --warmup 0 --learning-rate-schedule linear"
 

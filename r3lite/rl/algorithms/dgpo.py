@@ -45,7 +45,9 @@ class Dgpo(Grpo):
 
     def follow_kl(self, measured: float | None) -> dict[str, float]:
         """In a round whose episodes all failed no KL to the reference was measured: its weight stays."""
-        return {} if measured is None else super().follow_kl(measured)
+        if measured is None:
+            return {"kl_beta": self.kl_weight} if self.settings.kl_target else {}
+        return super().follow_kl(measured)
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Also the shares of episodes that failed, and that learned from the teacher."""
