@@ -100,7 +100,6 @@ def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plan
         ("gspo", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
         ("rloo", ["--dtype", "bf16", "--old-logprobs", "trainer", "--importance-cap", "2"]),
         ("reinforce++", ["--dtype", "bf16"]),
-        ("luffy", ["--dtype", "bf16", "--trace-share", "1"]),
         ("luffy", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
         ("dgpo", ["--dtype", "bf16", "--teacher", "tiny"]),
     ],
