@@ -122,7 +122,7 @@ def test_a_round_of_reinforcement_learning_takes_what_was_planned(
     with LiveTensors() as counter:
         assert ppo.main(flags(folder, tmp_path, *sizes, *more)) == 0
     if algorithm == "luffy":  # the plan allows for a trace as long as an episode, in the same step; this one is shorter
-        assert 0.9 * plans[0].peak <= counter.peak <= plans[0].peak
+        assert 0.9 * plans[0].peak <= counter.peak <= 1.04 * plans[0].peak
     else:
         assert plans[0].peak == pytest.approx(counter.peak, rel=0.04)
     passes = {"dr-grpo": 0, "dapo": 0, "rloo": 2, "dgpo": 0}.get(algorithm, 1)  # without gradients; gspo's is its own
