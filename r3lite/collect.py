@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3lite import command
-from r3lite.config import to_toml
+from r3lite.config import UsageError, to_toml
 from r3lite.episode import Document, Failure, Question, Retrieve, Step
 from r3lite.errors import R3LiteError
 from r3lite.files import append_jsonl, check_writable, recover_jsonl, sole_writer, write_jsonl, write_text
@@ -22,9 +22,12 @@ from r3lite.settings import (
     CollectSettings,
     Common,
     JudgeSettings,
+    MemorySettings,
+    ModelSettings,
     ProtocolSettings,
     QuestionSettings,
     RetrievalSettings,
+    TeacherCacheSettings,
 )
 
 WRITER = "collect --source teacher"  # as errors name what writes the files that it goes on with
@@ -37,6 +40,7 @@ class CollectConfig:
 
     --source gold needs questions with decompositions or supporting facts (MuSiQue, HotpotQA, 2WikiMultiHopQA) and no
     teacher. --source teacher samples them from a Gemini model: its key is read from GOOGLE_API_KEY or GEMINI_API_KEY.
+    --teacher-logprobs writes what --model would have said along trajectories that are there already.
     """
 
     common: Common = Common()
@@ -45,6 +49,9 @@ class CollectConfig:
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     judge: JudgeSettings = JudgeSettings()
+    cache: TeacherCacheSettings = TeacherCacheSettings()
+    model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,29 @@ class Tally:
         rows += self.extra.items()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def run(config: CollectConfig) -> None:
+    if config.cache.teacher_logprobs is None:
+        write_trajectories(config)
+        return
+    from r3lite import teacher  # after the arguments are read: torch takes seconds to load
+
+    if config.common.output:
+        raise UsageError("--teacher-logprobs names what is written: leave --output out")
+    teacher.write_cache(config)
+
+
+def plan(config: CollectConfig) -> str:
+    """What a teacher takes, for `--dry-run`."""
+    if config.cache.teacher_logprobs is None:
+        return ""
+    from r3lite import teacher
+
+    cache = config.cache
+    told = f"\nMemory, for trajectories of {cache.max_length} tokens\n{teacher.plan_cache(config).table()}\n\n"
+    most = teacher.on_disk(1000 * cache.max_length, cache.teacher_top)
+    return f"{told}on disk: at most {most} for 1,000 trajectories, if every token has loss"
 
 
 def write_trajectories(config: CollectConfig) -> None:
@@ -283,7 +313,7 @@ def is_rejection(record: dict) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return command.run("collect", CollectConfig(), write_trajectories, argv)
+    return command.run("collect", CollectConfig(), run, argv, plan)
 
 
 if __name__ == "__main__":

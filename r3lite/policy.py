@@ -77,10 +77,10 @@ def load_policy(
 
     Raises R3LiteError if base, tokenizer, lengths and adapter do not fit one another.
     """
-    _check_lengths(folder, plan)
+    check_lengths(folder, plan.workload.vocabulary, plan.workload.row_tokens)
     fingerprint = weights.fingerprint(folder) if settings.adapter or training else None
     if settings.adapter:
-        _check_base(settings, fingerprint)
+        check_base(settings, fingerprint)
         if training:
             _check_shape(settings.adapter, training)
     model, precision = _load_base(folder, settings, memory, plan)
@@ -119,9 +119,9 @@ def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSett
     return [optim.Group(first, rate), optim.Group(second, ratio * rate)]
 
 
-def _check_lengths(folder: Path, plan: Plan) -> None:
+def check_lengths(folder: Path, ids: int, longest: int) -> None:
     """Refuses token ids without a row in the embedding, and rows that are longer than the model was made for."""
-    config, ids, longest = read_config(folder), plan.workload.vocabulary, plan.workload.row_tokens
+    config = read_config(folder)
     if ids > config.vocab_size:
         raise R3LiteError(
             f"the tokenizer in {folder} has token ids up to {ids - 1}, and the model's embedding {config.vocab_size} "
@@ -136,7 +136,7 @@ def _check_lengths(folder: Path, plan: Plan) -> None:
         )
 
 
-def _check_base(settings: ModelSettings, fingerprint: str | None) -> None:
+def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
     """Refuses the adapter of another base. One whose base is not recorded is taken: only its shapes tell then."""
     name, trained_on = lora.read_base(settings.adapter)
     if fingerprint and trained_on and trained_on != fingerprint:
@@ -175,9 +175,12 @@ def _load_base(folder: Path, settings: ModelSettings, memory: MemorySettings, pl
     announce(plan)
     enforce(plan, device)
     warn_of_slow_fp16(precision)
-    if plan.memory.nf4:
-        return _load_nf4(folder, precision, memory.nf4_cache), precision
-    return weights.load_qwen2(folder, precision.dtype, device), precision
+    return load_frozen(folder, precision, plan.memory.nf4, memory.nf4_cache), precision
+
+
+def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None) -> Qwen2:
+    """The model of a folder, dense or in NF4; see --nf4-cache for `cache`."""
+    return _load_nf4(folder, precision, cache) if nf4 else weights.load_qwen2(folder, precision.dtype, precision.device)
 
 
 def _load_nf4(folder: Path, precision: Precision, cache: str | None) -> Qwen2:

@@ -17,6 +17,7 @@ from r3lite.settings import PpoConfig
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from r3lite.rl.learner import Learner
     from r3lite.rl_round import RoundSampler
+    from r3lite.teacher import CachedTeacher, TeacherInTurns
     from r3lite.training.guard import Guard
     from r3lite.training.state import TrainState
 
@@ -39,9 +40,10 @@ class RLTrainer:
         state: "TrainState",
         guard: "Guard",
         episodes_file: Path,
+        teacher: "CachedTeacher | TeacherInTurns | None" = None,
     ):
         self.config, self.total, self.sampler, self.learner, self.state = config, rounds, sampler, learner, state
-        self.guard, self.episodes_file = guard, episodes_file
+        self.guard, self.episodes_file, self.teacher = guard, episodes_file, teacher
 
     def step(self, number: int) -> tuple[dict, int]:
         """One round; its metrics, and how many tokens its episodes have."""
@@ -54,8 +56,11 @@ class RLTrainer:
         append_jsonl(self.episodes_file, sampled.records(number))
         metrics = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale
-        if rollouts := sampled.rollouts():
-            metrics |= self.learner.learn(Batch.of(rollouts), seed=f"{self.config.common.seed}/{number}")
+        if rollouts := sampled.rollouts(self.config.rl.failed_below):
+            batch = self.teacher.batch(rollouts, sampled.questions) if self.teacher else Batch.of(rollouts)
+            if self.teacher:
+                watch.lap("teacher")
+            metrics |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
         watch.lap("update")
         judge = self.sampler.judge
         return metrics | (judge.counts() if judge else {}) | watch.laps, sampled.tokens
@@ -69,7 +74,7 @@ def train(config: PpoConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     import torch
 
-    from r3lite import rl_guidance, rl_setup
+    from r3lite import rl_guidance, rl_setup, teacher
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
@@ -101,9 +106,10 @@ def train(config: PpoConfig) -> None:
         validation = build_validation(config, held_out, engine, retrieve)
         found = rl_guidance.usable(traces, config, questions, engine.layout, judge) if traces else {}
         guidance = Guidance(config, questions, found, replay, learner.mean_entropies) if found or replay else None
+        taught_by = teacher.build(config, learner, engine.layout.tokenizer, questions)
         sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance)
         rounds = config.rounds(len(questions))
-        trainer = RLTrainer(config, rounds, sampler, learner, state, guard, run.output / EPISODES)
+        trainer = RLTrainer(config, rounds, sampler, learner, state, guard, run.output / EPISODES, taught_by)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation)
         if loop.train(run, trainer, oversight):
             told = f"done: {run.output / 'adapter'}{oversight.note()}; what it said: {run.output / EPISODES}"

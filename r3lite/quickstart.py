@@ -32,7 +32,7 @@ class QuickstartConfig:
     """Teaches the tiny shipped model to answer multi-hop questions about an invented world.
 
     Runs collect -> index -> SFT -> RL on two CPU cores, evaluates after each stage on questions about entities that
-    training never saw, and prints a table. No download, no key.
+    training never saw, and prints a table. No download, no key. An algorithm with a teacher has one trained first.
     """
 
     common: Common = Common(preset="tiny")
@@ -127,11 +127,19 @@ def run_all_stages(config: QuickstartConfig) -> None:
     arguments = [*shared, "--data", str(trajectories), "--output", str(out / "sft"), *quick["sft"]]
     minutes = run_stage("SFT: learn the step format and to copy what was read", sft.main, "sft", arguments)
     stages.append(evaluated("SFT", out / "sft", minutes))
-    name = settings.algorithm
+    name, teacher_of_failures = settings.algorithm, []
+    if ALGORITHMS[name].has_teacher:
+        flawless, adapter = out / "flawless.jsonl", out / "teacher"
+        arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(flawless)]
+        arguments += ["--limit", str(TRAJECTORIES), *quick["collect"]]
+        run_stage("collect flawless trajectories for a teacher", collect.main, "collect", arguments)
+        arguments = [*shared, "--data", str(flawless), "--output", str(adapter), *quick["sft"]]
+        run_stage("SFT of the teacher, another adapter of the same model", sft.main, "sft", arguments)
+        teacher_of_failures = ["--teacher", "tiny", "--teacher-adapter", str(adapter), "--teacher-quantize", "none"]
     arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
     if ALGORITHMS[name].has_traces:  # the hasty ones among them are paid too little, and fall out
         arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]  # of questions that may have one
-    arguments += [*search, "--output", str(out / name), *quick["ppo"]]
+    arguments += [*search, "--output", str(out / name), *teacher_of_failures, *quick["ppo"]]
     minutes = run_stage(
         f"{name.upper()}: learn from rewards, with questions and answers only", ppo.main, "ppo", arguments
     )

@@ -72,9 +72,17 @@ class Round:
             records[place]["expanded"] = {"from": origin.place, "steps": origin.steps}
         return records
 
-    def rollouts(self) -> list[Rollout]:
-        """The episodes that are learned from, in numbers; the off-policy ones behind all others."""
-        own = [rollout for rollout, _ in self.paid()]
+    @property
+    def questions(self) -> dict[int, str]:
+        """The id of each group's question."""
+        return {group: s.question.id for s, group in zip(self.sequences, self.groups, strict=True)}
+
+    def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
+        """The episodes that are learned from, in numbers; the off-policy ones behind all others.
+
+        `failed_below` tells which have failed, see Scored.failed.
+        """
+        own = [replace(rollout, failed=scored.failed(failed_below)) for rollout, scored in self.paid()]
         groups = {rollout.group for rollout in own}
         return own + [rollout for rollout in self.joined if rollout.group in groups]
 

@@ -7,7 +7,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 
-from r3lite import command
+from r3lite import command, teacher
 from r3lite.datasets.trajectories import Trajectory
 from r3lite.episode import Question
 from r3lite.memory.plan import Plan, make_plan
@@ -59,7 +59,8 @@ def build(
     warn_of_start(config.model.adapter)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
-    data = f"{zlib.crc32(repr([*((q.id, q.text, q.answers) for q in [*questions, *held_out]), *traces]).encode()):08x}"
+    read = zlib.crc32(repr([*((q.id, q.text, q.answers) for q in [*questions, *held_out]), *traces]).encode())
+    data = f"{teacher.identity(rl)}{read:08x}"
     facts = {"algorithm": rl.algorithm, "questions": len(questions)}
     adapted = {"kl": algorithm.kl} if rl.kl_target else {}
     state = policy.train_state(config.optimizer, config.model.model, data, facts, **adapted, **parts)

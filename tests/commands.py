@@ -27,6 +27,8 @@ class Everything:
     judge: settings.JudgeSettings = settings.JudgeSettings()
 
 
+# Flags without which an algorithm does not run.
+NEEDED = {"dgpo": ["--teacher", "tiny"]}
 # Settings of each command, with the table of a TOML file that they are read from.
 CONFIGS = {
     "sft": (settings.SftConfig(), "sft"),

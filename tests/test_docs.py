@@ -17,12 +17,15 @@ from r3lite.evaluation.tables import TITLES
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN
 from r3lite.protocols.transcript import Layout
+from r3lite.retrieval.retriever import RETRIEVERS
 from r3lite.rl.algorithms import ALGORITHMS, check
 from r3lite.settings import GuardSettings, LengthSettings, PpoConfig, ProtocolSettings
 from r3lite.settings.rl import PAPERS
 
 ROOT = Path(__file__).parent.parent
-MAP, FORMATS, COLLAPSE = (ROOT / "docs" / f"{name}.md" for name in ("architecture", "formats", "collapse"))
+MAP, FORMATS, COLLAPSE, RETRIEVAL = (
+    ROOT / "docs" / f"{name}.md" for name in ("architecture", "formats", "collapse", "retrieval")
+)
 ALGORITHMS_PAGE = ROOT / "docs" / "algorithms.md"
 EVALUATION, CONVERSATIONS = ROOT / "docs" / "evaluation.md", ROOT / "docs" / "conversations.md"
 LIMITS = {f.name for f in dataclasses.fields(GuardSettings) if type(None) in typing.get_args(f.type)}
@@ -56,7 +59,7 @@ def test_every_room_is_on_the_map():
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", MAP, FORMATS, COLLAPSE, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS],
+    [ROOT / "README.md", MAP, FORMATS, COLLAPSE, RETRIEVAL, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS],
     ids=lambda path: path.name,
 )
 def test_links_to_files_lead_somewhere(path):
@@ -90,6 +93,11 @@ def test_every_fault_of_the_tags_is_in_their_table():
     text = FORMATS.read_text(encoding="utf-8")
     for fault, what in FAULTS.items():
         assert f"| `{fault}` | {what} | {'forgiven' if fault in FORGIVEN else 'a fault'} |" in text
+
+
+def test_every_retriever_has_its_row():
+    text = RETRIEVAL.read_text(encoding="utf-8").partition("| setting |")[0]
+    assert re.findall(r"^\| `(\w+)` \|", text, re.M) == list(RETRIEVERS)
 
 
 def test_every_algorithm_has_its_row_and_its_settings_are_those_of_the_code():

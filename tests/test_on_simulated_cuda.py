@@ -26,6 +26,7 @@ from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rollout import engine
 from r3lite.rollout.decoder import GraphDecoder
 from r3lite.training import checkpoint, metrics
+from tests.commands import NEEDED
 from tests.rollout.test_decoder import Replayed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is here: its tests are those marked gpu")
@@ -35,6 +36,7 @@ SLOTS = 512  # of the cache
 SCALE = 2.0**19  # of the loss in fp16: the first step overflows, the third does not
 SMALL = "--preset tiny --dtype fp32 --batch-size 2 --max-steps 2 --save-every 1 --keep-checkpoints 9"
 TURNS = f"--max-new-tokens 24 --max-hops 2 --max-length {SLOTS}"
+MORE = {"dgpo": ["--nf4-cache", "none"]}
 RL = f"{SMALL} {TURNS} --num-generations 2 --mini-batch-size 4 --micro-batch-size 2 --update-epochs 1 --kl-beta 0.05"
 
 
@@ -200,14 +202,15 @@ def graphs_on_the_cpu(monkeypatch):
 
 
 def train(questions: list[str], output: Path, flags: str, card: SimulatedCuda | bool = True) -> SimulatedCuda | None:
-    """A run of RL. All its episodes are wrong: the four of a round are paid 0, 1/2, 1 and 0, for something to learn."""
+    """A run of RL. Whatever they say, the four episodes of a round are paid 0, 1/2, 1 and 0, for something to learn."""
     count = itertools.count()
 
     def paid(episode, *_) -> reward.Scored:
         if len(episode.steps) == 1 and episode.prediction == "Rome":  # a trace
-            return reward.Scored([1.0], {"outcome": 1.0})
+            return reward.Scored([1.0], {"em": 1.0, "outcome": 1.0})
         amount = next(count) % 4 % 3 / 2
-        return reward.Scored([amount] + [0.0] * (len(episode.steps) - 1), {"outcome": amount})
+        parts = {"em": float(amount > 0), "outcome": amount}
+        return reward.Scored([amount] + [0.0] * (len(episode.steps) - 1), parts)
 
     run = [*RL.split(), *questions, *flags.split(), "--output", str(output)]
     if "luffy" in flags or "hybrid" in flags:
@@ -219,19 +222,24 @@ def train(questions: list[str], output: Path, flags: str, card: SimulatedCuda | 
         assert ppo.main([*run, "--device", "cpu"]) == 0
 
 
+def of(algorithm: str) -> str:
+    """The flags that choose an algorithm."""
+    return " ".join(["--algorithm", algorithm, *NEEDED.get(algorithm, []), *MORE.get(algorithm, [])])
+
+
 @pytest.fixture(scope="module")
 def played(questions, tmp_path_factory) -> Path:
     """A run of each algorithm on the card."""
     folder = tmp_path_factory.mktemp("rl")
     for algorithm in ALGORITHMS:
-        card = train(questions, folder / algorithm, f"--algorithm {algorithm}")
+        card = train(questions, folder / algorithm, of(algorithm))
         assert card.counts.kernels > 1.5 * card.counts.launches  # graphs were replayed
     return folder
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_rl_gives_the_numbers_of_the_cpu(played, questions, tmp_path, graphs_on_the_cpu, algorithm):
-    train(questions, tmp_path / "cpu", f"--algorithm {algorithm}", card=False)
+    train(questions, tmp_path / "cpu", of(algorithm), card=False)
     assert_same(tmp_path / "cpu", played / algorithm)
     records = logged(played / algorithm)
     assert all(record["grad_norm"] > 0 for record in records)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3lite import evaluate, plan, ppo, rl_setup, sft
+from r3lite import collect, evaluate, plan, ppo, rl_setup, sft
 from r3lite.config import shipped
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.grant import Memory
@@ -18,6 +18,7 @@ from r3lite.memory import workloads
 from r3lite.memory.plan import UNKNOWN, announce
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import ModelSettings, PpoConfig, RLSettings
+from tests.commands import NEEDED
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
 
@@ -67,10 +68,10 @@ def test_reinforcement_learning_takes_the_flags_of_ppo(tmp_path, algorithm, form
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_is_planned_and_dry_run(tmp_path, capsys, algorithm):
     """The reference takes a pass without gradients, and so do the trainer's own log-probabilities."""
-    flags = ["--algorithm", algorithm, "--device", "cpu", "--dtype", "bf16"]
+    flags = ["--algorithm", algorithm, "--device", "cpu", "--dtype", "bf16", *NEEDED.get(algorithm, [])]
     run = [*flags, *(["--traces", "x.jsonl"] if ALGORITHMS[algorithm].has_traces else [])]
-    found, passes = planned(tmp_path, *flags), algorithm not in ("dr-grpo", "dapo")
-    assert list(found["phases"]) == ["load", "sample", *(["score"] if passes else []), "update", "save"]
+    found, more = planned(tmp_path, *flags), {"dr-grpo": [], "dapo": [], "dgpo": ["teach"]}
+    assert list(found["phases"]) == ["load", "sample", *more.get(algorithm, ["score"]), "update", "save"]
     with_kl = planned(tmp_path, *flags, "--kl-beta", "0.1")
     assert "score" in with_kl["phases"] and found["fits"]
     assert ppo.main([*run, "--dry-run"]) == 0
@@ -235,3 +236,22 @@ def test_help_and_usage_errors_do_not_wait_for_torch(arguments):
     if "--help" in arguments:
         assert "--vram-budget" in done.stdout
         assert ("--num-generations" in done.stdout) == ("ppo" in arguments)
+
+
+def test_a_teacher_of_3b_in_nf4_fits_beside_a_policy_of_half_a_billion(tmp_path):
+    """In 4 GiB, loaded for the pass that reads the failed episodes; from a cache it takes nothing."""
+    flags = ["--algorithm", "dgpo", "--device", "cuda", "--card", "RTX 3050 Laptop", "--vram-budget", "4GiB"]
+    turns = planned(tmp_path, *flags, "--teacher", "Qwen/Qwen2.5-3B-Instruct")
+    assert turns["fits"] and 1900 < turns["phases"]["teach"]["teacher"] < 2000
+    assert turns["phases"]["teach"]["weights"] == turns["phases"]["update"]["weights"]
+    assert turns["seconds"]["phases"]["teach"] > turns["seconds"]["phases"]["update"] / 3
+    cached = planned(tmp_path, *flags, "--teacher-logprobs", "folder")
+    assert "teach" not in cached["phases"] and cached["fits"]
+
+
+def test_what_a_cache_of_log_probabilities_takes_is_told_beforehand(capsys):
+    flags = ["--teacher-logprobs", "folder", "--data", "rows.jsonl", "--model", "Qwen/Qwen2.5-3B-Instruct"]
+    assert collect.main([*flags, "--device", "cuda", "--max-length", "2048", "--teacher-top", "64", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^chosen: nf4 True", told, re.M) and re.search(r"^MiB +load +score$", told, re.M)
+    assert "on disk: at most 1,000 MiB for 1,000 trajectories" in told  # 1,000 x 2,048 x 64 x 8 bytes

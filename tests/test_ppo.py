@@ -126,6 +126,7 @@ VARIANTS = {
     "luffy": "--trace-share 1 --old-logprobs trainer --kl-target 0.01",
     "exgrpo": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05",
     "hybrid": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05 --trace-min-outcome 1",
+    "dgpo": "--teacher tiny --nf4-cache none --kl-beta 0.05 --expand-limit 3",
 }
 SHORT = "--max-steps 2 --max-new-tokens 64 --max-hops 1 --warmup 0 --learning-rate-schedule linear"
 

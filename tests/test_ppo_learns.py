@@ -26,8 +26,8 @@ def rewards(tmp_path, monkeypatch):
     prompts = [x for name in ("init", "step") for x in (f"--{name}-prompt", str(tmp_path / f"{name}.txt"))]
 
     def paid(episode, *_) -> reward.Scored:
-        amount = float(episode.finish != "cut_off")
-        return reward.Scored([amount] + [0.0] * (len(episode.steps) - 1), {"outcome": amount})
+        right = float(episode.finish != "cut_off")
+        return reward.Scored([right] + [0.0] * (len(episode.steps) - 1), {"em": right, "outcome": right})
 
     monkeypatch.setattr(reward, "score", paid)
     traces = [{"question": q["question"], "reasoning": "I know.", "answer": "there"} for q in questions]
@@ -53,11 +53,21 @@ def learned(rewards: list[float]) -> bool:
     return end >= 0.8
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [name for name, cls in ALGORITHMS.items() if not cls.has_teacher])
 def test_the_reward_rises(rewards, algorithm):
     # At the others' rate Dr. GRPO is paid 1.0 in the sixth round, and then falls: 0.78 in the mean of the last three.
     gently = ["--learning-rate", "2e-3"] if algorithm == "dr-grpo" else []
     assert learned(rewards("--algorithm", algorithm, *gently))
+
+
+def test_failed_episodes_learn_from_a_teacher(rewards, tmp_path):
+    """With the advantages away, only what GRPO has taught another adapter is left to learn from."""
+    assert learned(rewards("--algorithm", "grpo"))
+    (tmp_path / "run").rename(tmp_path / "teacher")
+    teacher = ["--teacher", "tiny", "--teacher-adapter", str(tmp_path / "teacher"), "--teacher-quantize", "none"]
+    assert learned(rewards("--algorithm", "dgpo", *teacher))
+    (tmp_path / "run").rename(tmp_path / "with advantages")
+    assert learned(rewards("--algorithm", "dgpo", *teacher, "--failed-below", "1000"))
 
 
 def test_without_learning_it_does_not(rewards):

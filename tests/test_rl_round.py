@@ -113,6 +113,18 @@ def test_an_expanded_episode_joins_the_group_of_the_one_it_goes_on_from():
     assert all("learned" not in r for r in records)
 
 
+def test_a_teacher_is_told_what_failed_and_of_which_question():
+    """Ends of an expansion too, in the groups that they join, and groups of a refill."""
+    drawn = {"0": ["no", "no"], "1": ["yes", "no"]}
+    made = sampled(Scripted(drawn, ["yes", "no"]), algorithm="dgpo", teacher="tiny", expand_limit=2)
+    assert [r.failed for r in made.rollouts()] == [s.episode().prediction == "no" for s in made.sequences]
+    assert [made.questions[r.group] for r in made.rollouts()] == [s.question.id for s in made.sequences]
+    assert [r.failed for r in made.rollouts()[4:]] == [False, True]
+    replaced = sampled(Scripted(drawn, ["no"]), expand_limit=1, refill_limit=1)
+    asked = [s.question.id for s, group in zip(replaced.sequences, replaced.groups) if group in replaced.kept]
+    assert 2 in replaced.groups and [replaced.questions[r.group] for r in replaced.rollouts()] == asked
+
+
 def test_the_rounds_means_are_those_of_the_policy():
     """An expanded episode is no draw of the policy: it begins where the policy came by luck."""
     drawn = {"0": ["no", "no"], "1": ["yes", "no"]}

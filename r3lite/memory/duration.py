@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.grant import Memory
-from r3lite.memory.planner import Workload, adapter_bytes, linears
+from r3lite.memory.planner import Workload, adapter_bytes, as_teacher, linears
 
 # Kernels: of a layer, forward, and backward; more for casts of adapters and their gradients in half precision, and for
 # the weights of a layer in NF4; of all else in a pass; of the loss of a chunk of logits; of clipping and AdamW for each
@@ -183,8 +183,8 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> list[Cost]:
 
 
 def score(w: Workload, memory: Memory) -> list[Cost]:
-    """Log-probabilities of a round's episodes under the reference policy."""
-    p = packs(w, memory, w.episodes + w.joining, w.scored_rows)
+    """Log-probabilities of a round's episodes, or of rows, under the reference policy or a teacher."""
+    p = packs(w, memory, (w.episodes + w.joining) or w.step_rows, w.scored_rows)
     return [forward(w, memory, p.tokens, p.keys) * p.count, head(w, memory, p.said, SCORING, products=1) * p.count]
 
 
@@ -229,7 +229,9 @@ class Duration:
     @property
     def what(self) -> str:
         w = self.workload
-        return ("a round" if w.trains else f"the evaluation of {w.episodes:,} questions") if w.episodes else "a step"
+        if w.episodes:
+            return "a round" if w.trains else f"the evaluation of {w.episodes:,} questions"
+        return "a step" if w.trains else f"{w.step_rows:,} trajectories"
 
     @property
     def remedy(self) -> str:
@@ -275,6 +277,7 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
     costs = {"sample": sample(w, memory)} if w.episodes else {}
     costs |= {"expand": expand(w, memory)} if w.expanded else {}
     costs |= {"score": [cost * w.scores for cost in score(w, memory)]} if w.scores else {}
+    costs |= {"teach": score(*as_teacher(w, memory, w.teacher))} if w.teacher else {}
     costs |= {"update": update(w, memory)} if w.trains else {}
     speeds = w.speeds, w.dtype, CARD if w.on_cuda else CPU
 

@@ -6,7 +6,7 @@ a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.p
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from r3lite.devices.cards import Speeds
 from r3lite.devices.live_tensors import GRAIN
@@ -18,6 +18,18 @@ from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.stacks import stacks
 
 Parts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class TeacherWork:
+    """A second model that reads a round's episodes, without gradients, and is there for as long as that takes."""
+
+    model: Qwen2Config
+    nf4: bool
+    top: int  # tokens of a distribution that are kept
+    adapters: int = 0
+    lora_r: int = 8
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,8 @@ class Workload:
     scores: float = 0  # passes over a round's episodes without gradients, such as under the reference
     adapters: int = 1  # the policy's, and the reference's if it has one of its own
     critic: bool = False
+    guided: bool = False  # a teacher may speak of any of the episodes, which then go through the model apart
+    teacher: TeacherWork | None = None  # loaded for each round
     on_cuda: bool = False
     # What only the time depends on; see duration.py.
     dtype: str = "fp32"  # of products
@@ -132,6 +146,8 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
         found["sample"] = fixed | {"adapter casts": _cast_bytes(w)} | _sample(w, memory)
     if w.scores:
         found["score"] = fixed | _score(w, memory)
+    if w.teacher:
+        found["teach"] = fixed | _teach(w, memory, w.teacher)
     if w.trains:
         most = max(_update(w, memory), key=lambda parts: sum(parts.values()))
         found["update"] = fixed | {"adapter casts": _cast_bytes(w)} | most
@@ -209,6 +225,23 @@ def _score(w: Workload, memory: Memory) -> Parts:
     return max(layer, loss, key=lambda parts: sum(parts.values()))
 
 
+def as_teacher(w: Workload, memory: Memory, teacher: TeacherWork) -> tuple[Workload, Memory]:
+    """The teacher's reading as a workload of its own."""
+    own = replace(w, model=teacher.model, lora_r=teacher.lora_r, targets=teacher.targets, teacher=None)
+    return own, replace(memory, nf4=teacher.nf4)
+
+
+def _teach(w: Workload, memory: Memory, teacher: TeacherWork) -> Parts:
+    """The teacher beside the policy: as its last tensor is loaded, or as it reads."""
+    work, own = as_teacher(w, memory, teacher)
+    _, said, _ = _pass(work, own, work.scored_rows)
+    weights = {"teacher": weight_bytes(work, own.nf4)}
+    adapter = {"teacher's LoRA": adapter_bytes(work) * teacher.adapters} if teacher.adapters else {}
+    loading = weights | {"one tensor": _load(work, own)["one tensor"]}
+    reading = weights | adapter | _score(work, own) | {"distributions": said * teacher.top * 8}
+    return max(loading, reading, key=lambda parts: sum(parts.values()))
+
+
 def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
     """The cache of so many episodes of so many tokens, and the second block of a layer that grows."""
     m = w.model
@@ -250,7 +283,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     joined = tokens * C * e if tokens > w.row_tokens else 0  # attention's outputs of several rows, laid end to end
     recomputed = min(memory.recompute_layers, L)
     state, gradients = tokens * C * e, adapter_bytes(w)
-    accumulated = gradients if w.step_rows * w.row_tokens > tokens else 0
+    accumulated = gradients if w.guided or w.step_rows * w.row_tokens > tokens else 0
     offload = memory.offload and w.on_cuda  # on a CPU host and device are the same memory
     held = (2 if recomputed else 0) if offload else recomputed
     inputs, rotary = (held + 1) * state, 2 * tokens * m.head_dim * e

@@ -9,10 +9,10 @@ from r3lite.config import UsageError
 from r3lite.devices.cards import CARDS, card, speeds_of
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
 from r3lite.errors import nearest
-from r3lite.memory.planner import Workload
+from r3lite.memory.planner import TeacherWork, Workload
 from r3lite.models.lora import read_adapter_config
 from r3lite.models.qwen2 import Qwen2Config
-from r3lite.models.qwen2_config import read_config
+from r3lite.models.qwen2_config import is_nf4, read_config
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import (
@@ -113,6 +113,8 @@ def rl_workload(
         scores=bool(rl.kl_beta) + (rl.old_logprobs == "trainer") + replays * rl.replay_share,
         adapters=2 if rl.kl_beta and model.adapter else 1,  # without --adapter, the bare base is the reference
         critic=critic,
+        guided=bool(rl.teacher or rl.teacher_logprobs),
+        teacher=_teacher(rl) if rl.teacher else None,
         epochs=rl.update_epochs,
         ratios_first=ratios_first,
         expanded=expanded,
@@ -122,6 +124,20 @@ def rl_workload(
         validate_every=validation.eval_every if validated else 1,
         steps=steps,
     )
+
+
+def _teacher(rl: RLSettings) -> TeacherWork:
+    sizes, vocabulary = shape_of(rl.teacher)
+    nf4 = rl.teacher_quantize == "nf4" or (Path(rl.teacher).is_dir() and is_nf4(rl.teacher))
+    adapter = _adapter(ModelSettings(adapter=rl.teacher_adapter), LoraSettings()) if rl.teacher_adapter else {}
+    return TeacherWork(sizes, nf4, min(rl.teacher_top, vocabulary), adapters=bool(adapter), **adapter)
+
+
+def read_workload(model: ModelSettings, longest: int, rows: int) -> Workload:
+    """Reading so many rows of at most `longest` tokens without gradients, as a teacher does."""
+    adapter = _adapter(model, LoraSettings()) if model.adapter else {}
+    work = {"trains": False, "scores": 1, "scored_rows": rows, "step_rows": rows, "adapters": bool(adapter)}
+    return Workload(**_base(model), **adapter, **work, row_tokens=longest)
 
 
 def evaluate_workload(

@@ -7,6 +7,7 @@ head's weight, which is frozen.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,8 @@ CHUNK = 128  # rows of logits that exist at a time
 UNIT = 1024.0
 
 Metrics = dict[str, Tensor]
+ChosenLoss = Callable[[slice, Tensor], tuple[Tensor, Metrics]]
+"""Rows, and their log-probabilities [n, k] of k tokens each -> the loss they add, a scalar, and its metrics."""
 Loss = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Metrics]]
 """Rows, their log-probabilities [n] and entropies [n] -> the loss they add, a scalar, and its metrics, detached."""
 
@@ -72,6 +75,49 @@ def token_loss(
 def cross_entropy(rows: slice, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Metrics]:
     """The `Loss` of supervised fine-tuning: -log p(target), summed over the rows; it has no metrics."""
     return -logprobs.sum(), {}
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The k likeliest tokens of each of N distributions, the likeliest first."""
+
+    ids: Tensor  # [N, k] int32
+    logprobs: Tensor  # [N, k] fp32
+
+    def split(self, sizes: list[int]) -> "list[TopTokens]":
+        """The same in parts of so many distributions."""
+        parts = zip(self.ids.split(sizes), self.logprobs.split(sizes), strict=True)
+        return [TopTokens(ids, logprobs) for ids, logprobs in parts]
+
+
+@torch.no_grad()
+def top_logprobs(hidden: Tensor, head_weight: Tensor, k: int, chunk: int = CHUNK) -> TopTokens:
+    """The k likeliest tokens under softmax(hidden @ head_weight.T), hidden [N, C]."""
+    ids, logprobs = [], []
+    for rows in _chunks(len(hidden), chunk):
+        logits = _logits(hidden[rows], head_weight)
+        for few in logits.split(wide_rows(logits.device.type)):
+            values, found = _log_softmax(few, 1.0).topk(k)
+            ids.append(found.int())
+            logprobs.append(values)
+        del logits  # before the next chunk's are computed
+    return TopTokens(torch.cat(ids), torch.cat(logprobs))
+
+
+def chosen_loss(
+    hidden: Tensor,
+    head_weight: Tensor,
+    chosen: Tensor,
+    loss: ChosenLoss,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, list[Metrics]]:
+    """`token_loss` of k tokens a row: the sum over chunks of `loss(rows, logprobs)`, and the metrics of each chunk.
+
+    `chosen` [N, k] are their ids, different ones in a row; they may be in host memory. The head is applied once; the
+    gradient with respect to `hidden` is computed in the forward pass.
+    """
+    return _ChosenLoss.apply(hidden, head_weight, chosen, loss, temperature, chunk)
 
 
 def wide_rows(device_type: str) -> int:
@@ -139,6 +185,41 @@ class _TokenLoss(torch.autograd.Function):
     def backward(ctx, grad_total, _):
         (grad_hidden,) = ctx.saved_tensors
         return (grad_hidden * grad_total).to(ctx.dtype), None, None, None, None, None, None
+
+
+class _ChosenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, head_weight, chosen, loss, temperature, chunk):
+        assert not head_weight.requires_grad, "the head is frozen"
+        grad_hidden = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
+        total, metrics = torch.zeros((), device=hidden.device), []
+        for rows in _chunks(len(chosen), chunk):
+            logits = _logits(hidden[rows], head_weight)
+            ids = chosen[rows].to(hidden.device, torch.long, non_blocking=True)  # [n, k]
+            few = list(_chunks(len(logits), wide_rows(logits.device.type)))
+            logprobs = torch.cat([_log_softmax(logits[w], temperature).gather(-1, ids[w]) for w in few])
+            with torch.enable_grad():
+                value, measured = loss(rows, logprobs.requires_grad_())
+            (grad,) = torch.autograd.grad(value, logprobs)  # [n, k]
+            total += value.detach()
+            metrics.append(measured)
+            # With p = softmax(logits / T) and g_j the gradient of log p(j): dL/dlogit_v = (g_v - p_v sum_j g_j) / T.
+            unit = _unit(logits.dtype) / grad.abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny * UNIT)  # [n]
+            grad = grad * unit[:, None]
+            for w in few:
+                probs = _log_softmax(logits[w], temperature).exp_()  # [w, V]
+                logits[w] = probs.mul_(-grad[w].sum(-1, keepdim=True)).scatter_add_(-1, ids[w], grad[w])
+            grad_hidden[rows] = (logits @ head_weight).float() / (unit * temperature)[:, None]
+            del logits  # before the next chunk's are computed
+        ctx.save_for_backward(grad_hidden)
+        ctx.dtype = hidden.dtype
+        return total, metrics
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_total, _):
+        (grad_hidden,) = ctx.saved_tensors
+        return (grad_hidden * grad_total).to(ctx.dtype), None, None, None, None, None
 
 
 def _value_and_grads(

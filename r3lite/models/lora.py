@@ -186,7 +186,7 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
 
     Raises R3LiteError, naming the key or the tensor, if it uses a feature that r3lite lacks or does not fit the model.
     """
-    folder = _adapter_folder(folder)
+    folder = adapter_folder(folder)
     config = _parse_config(_read_config(folder))
     tensors = read_tensors(folder / WEIGHTS, REMEDY)
     shapes, r = {}, config.r
@@ -214,19 +214,20 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
 
 def read_adapter_config(folder: str | Path) -> LoraConfig | None:
     """Shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None if it has no adapter."""
-    folder = _adapter_folder(folder)
+    folder = adapter_folder(folder)
     return _parse_config(_read_config(folder)) if (folder / CONFIG).exists() else None
 
 
 def read_base(folder: str | Path) -> tuple[str, str | None]:
     """Name and fingerprint of the base that an adapter was trained on; None if none is recorded."""
-    folder = _adapter_folder(folder)
+    folder = adapter_folder(folder)
     name = _read_config(folder).text("base_model_name_or_path", "", blank=True)
     with opened(folder / WEIGHTS, REMEDY) as file:
         return name, (file.metadata() or {}).get(FINGERPRINT)
 
 
-def _adapter_folder(folder: str | Path) -> Path:
+def adapter_folder(folder: str | Path) -> Path:
+    """Where the files of an adapter are: in the folder, or in the `adapter/` of a run folder."""
     inside = Path(folder) / "adapter"
     return inside if (inside / CONFIG).is_file() and not (inside.parent / CONFIG).is_file() else inside.parent
 

@@ -7,6 +7,7 @@ steps) is always encoded as plain text: a document with `<|im_end|>` in it canno
 import contextlib
 import json
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -82,6 +83,12 @@ class Tokenizer:
                 "r3lite needs a byte-level tokenizer with its decoder, such as that of Qwen2.5.",
             )
         return tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """CRC-32 of the tokens by their ids: models share a vocabulary if theirs are equal."""
+        tokens = sorted(self._marked.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        return f"{zlib.crc32(repr(tokens).encode()):08x}"
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, never special tokens: markup in it is text, too."""

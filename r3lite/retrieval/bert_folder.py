@@ -73,7 +73,7 @@ def batches(encodings: list[Encoding], size: int, device: str) -> Iterator[Batch
     for start in range(0, len(order), size):
         rows = order[start : start + size]
         lengths = torch.tensor([len(encodings[i].ids) for i in rows], device=device)
-        longest = int(lengths[0])
+        longest = len(encodings[rows[0]].ids)
         padding = [[0] * (longest - len(encodings[i].ids)) for i in rows]
         tokens = torch.tensor([encodings[i].ids + p for i, p in zip(rows, padding)], device=device)
         segments = torch.tensor([encodings[i].type_ids + p for i, p in zip(rows, padding)], device=device)

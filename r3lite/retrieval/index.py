@@ -37,7 +37,7 @@ class PassageIndex:
     documents: list[Document]
     vectors: faiss.Index
 
-    def search(self, queries: list[str], k: int, own: list[list[int]] | None = None) -> list[list[Document]]:
+    def search(self, queries: list[str], k: int, own: list[tuple[int, ...]] | None = None) -> list[list[Document]]:
         """The `k` nearest passages of each query, nearest first; of the places in `own[i]` only, for query i, if given.
 
         Fewer if there are not so many; none for a query without any word that a hashing encoder knows: its vector is

@@ -39,7 +39,7 @@ class Lexical:
         self.bm25 = bm25s.BM25(k1=1.5, b=0.75, method="lucene")
         self.bm25.index(words, show_progress=False)
 
-    def search(self, queries: list[str], k: int, own: list[list[int]] | None = None) -> list[list[Document]]:
+    def search(self, queries: list[str], k: int, own: list[tuple[int, ...]] | None = None) -> list[list[Document]]:
         """Only passages that share a word with the query are found: fewer than `k`, perhaps none."""
         return [
             self._search(words, k, None if own is None else np.array(own[i]))

@@ -12,7 +12,7 @@ from r3lite.episode import Document, Question
 class Ranking(Protocol):
     """Passages that queries rank."""
 
-    def search(self, queries: list[str], k: int, own: list[list[int]] | None = None) -> list[list[Document]]:
+    def search(self, queries: list[str], k: int, own: list[tuple[int, ...]] | None = None) -> list[list[Document]]:
         """The `k` best passages of each query, best first; of the places in `own[i]` only, for query i, if given."""
 
 
@@ -20,17 +20,17 @@ class Search:
     """The retriever of a ranking: from pairs (question, query) to documents. All pairs of a call are one batch."""
 
     def __init__(
-        self, passages: Ranking, top_k: int, own_paragraphs: Callable[[list[Question]], list[list[int]] | None]
+        self, passages: Ranking, top_k: int, own_paragraphs: Callable[[list[Question]], list[tuple[int, ...]] | None]
     ):
         self.passages, self.top_k, self.own_paragraphs = passages, top_k, own_paragraphs
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
         own = self.own_paragraphs([question for question, _ in pairs])
-        if own is not None:
-            return self.passages.search([query for _, query in pairs], self.top_k, own)
-        queries = list(dict.fromkeys(query for _, query in pairs))
-        found = dict(zip(queries, self.passages.search(queries, self.top_k), strict=True))
-        return [list(found[query]) for _, query in pairs]
+        keys = [(query, own[i] if own else None) for i, (_, query) in enumerate(pairs)]
+        asked = list(dict.fromkeys(keys))
+        queries, places = [query for query, _ in asked], [place for _, place in asked] if own else None
+        found = dict(zip(asked, self.passages.search(queries, self.top_k, places), strict=True))
+        return [list(found[key]) for key in keys]
 
 
 def best(scores: np.ndarray, k: int) -> np.ndarray:

@@ -66,11 +66,11 @@ class Setup:
                 )
         return documents
 
-    def own(self, questions: list[Question]) -> list[list[int]] | None:
+    def own(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
         """Places in `documents` of the paragraphs that come with each question, if a search is confined to them."""
         if self.settings.context == "corpus":
             return None
-        return [sorted({self._places[d.title, d.text] for d in q.documents}) for q in questions]
+        return [tuple(sorted({self._places[d.title, d.text] for d in q.documents})) for q in questions]
 
     @cached_property
     def _places(self) -> dict[tuple[str, str], int]:

@@ -65,6 +65,10 @@ class Scored:
         """Whether the answer is right: by the judge if there was one, else by exact match."""
         return self.parts.get("judge", self.parts["em"]) == 1.0
 
+    def failed(self, below: float | None = None) -> bool:
+        """Whether the answer is not right or, with a threshold, whether the part for the outcome is below that."""
+        return not self.right if below is None else self.parts["outcome"] < below
+
 
 def most_for_answer(settings: RewardSettings) -> float:
     """The most that an answer can be paid."""

@@ -13,6 +13,8 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
+from r3lite.models.logprobs import TopTokens
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -26,14 +28,35 @@ class Rollout:
     group: int  # the rollouts of one question share it
     cut_off: bool = False  # it reached a token limit before its answer
     off_policy: bool = False  # not sampled in this round; `logprobs` are those of the policy that its tokens are from
+    failed: bool = False  # its answer was not right
+    teacher: TopTokens | None = None  # what a teacher would have said at its action tokens
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """What a teacher would have said at the action tokens of some rows of a batch; None: it says nothing of a row."""
+
+    rows: list[TopTokens | None]
+
+    @staticmethod
+    def of(rows: list[TopTokens | None]) -> "Distributions | None":
+        """None if it says nothing of any row."""
+        return Distributions(rows) if any(row is not None for row in rows) else None
+
+    def __getitem__(self, index: list[int]) -> "Distributions | None":
+        return Distributions.of([self.rows[i] for i in index])
+
+    def joined(self) -> TopTokens:
+        """What it says of the tokens of all rows, in row-major order; of each row it says something."""
+        return TopTokens(torch.cat([r.ids for r in self.rows]), torch.cat([r.logprobs for r in self.rows]))
 
 
 @dataclass(frozen=True)
 class Batch:
     """Rollouts padded on the right to [B, T]. Padding is never an action, so no loss and no mean reads it.
 
-    The last five fields are filled in while a round is learned from; until then they are None. Off-policy rows
-    stand behind the others of their group.
+    The last fields are filled in while a round is learned from; until then they are None, as are `off_policy` and
+    `teacher` if they tell of no row. Off-policy rows stand behind the others of their group.
     """
 
     tokens: Tensor  # [B, T] long
@@ -43,7 +66,9 @@ class Batch:
     rewards: Tensor  # [B, T]
     groups: Tensor  # [B] long
     cut_off: Tensor  # [B] bool
+    failed: Tensor  # [B] bool
     off_policy: Tensor | None = None  # [B] bool: see Rollout; None: no row is
+    teacher: Distributions | None = None
     rescored: Tensor | None = None  # [B, T] log-probabilities of the trainer before the round's first step, at actions
     reference: Tensor | None = None  # [B, T] log-probabilities under the reference policy, at actions
     advantages: Tensor | None = None  # [B, T] at actions
@@ -76,7 +101,9 @@ class Batch:
             rewards=rewards,
             groups=torch.tensor([r.group for r in rollouts]),
             cut_off=torch.tensor([r.cut_off for r in rollouts]),
+            failed=torch.tensor([r.failed for r in rollouts]),
             off_policy=torch.tensor([r.off_policy for r in rollouts]) if any(r.off_policy for r in rollouts) else None,
+            teacher=Distributions.of([r.teacher for r in rollouts]),
         )
 
     def __len__(self) -> int:
@@ -111,6 +138,11 @@ class Batch:
     def token_rows(self) -> list[list[int]]:
         """The tokens of each row that the model is run on: the first `lengths` of them."""
         return [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
+
+    def by_teacher(self) -> list[list[int]]:
+        """The rows that a teacher says nothing of, and those that it does, apart if there are both."""
+        guided = [False] * len(self) if self.teacher is None else [row is not None for row in self.teacher.rows]
+        return [rows for kind in (False, True) if (rows := [i for i, it in enumerate(guided) if it is kind])]
 
     def at_actions(self, x: Tensor) -> Tensor:
         """The entries [N] of x [B, T] at the action tokens, in row-major order."""

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from r3lite.devices.precision import Precision
 from r3lite.grant import Grant
 from r3lite.models import hooks
-from r3lite.models.logprobs import CHUNK, token_logprobs, token_loss
+from r3lite.models.logprobs import chosen_loss, token_logprobs, token_loss
 from r3lite.models.lora import cast_once, use_adapter
-from r3lite.models.packing import Pack, groups
+from r3lite.models.packing import groups
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import ActionTokens, Batch
+from r3lite.rl.forward import action_entropies, action_logprobs, action_states
 from r3lite.rl.mismatch import sampling_metrics
-from r3lite.rl.sums import Sums, added, means_of, summed
+from r3lite.rl.sums import GUIDED, OFF_POLICY, TOKENS, Sums, added, means_of, summed
 from r3lite.settings import RLSettings
 
 
@@ -106,10 +107,13 @@ class Learner:
         return batch.mini_batches(chain.from_iterable(units), self.settings.mini_batch_size)
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """The rows that go through the model together."""
-        return groups(
-            batch.token_rows(), self.grant.memory.micro_batch_tokens, self.settings.micro_batch_size or len(batch)
-        )
+        """The rows that go through the model together; those that a teacher says something of have their own loss."""
+        rows, most = batch.token_rows(), self.settings.micro_batch_size or len(batch)
+        return [
+            [kind[i] for i in group]
+            for kind in batch.by_teacher()
+            for group in groups([rows[i] for i in kind], self.grant.memory.micro_batch_tokens, most)
+        ]
 
     def add_gradients(self, batch: Batch) -> tuple[Sums, Tensor]:
         """Adds the gradients of a mini-batch's loss, micro-batch by micro-batch.
@@ -121,7 +125,8 @@ class Learner:
         log_ratios: list[Tensor] = []
         with cast_once(self.model, self.precision.dtype):
             for rows in self.micro_batches(batch):
-                loss, more, ratios = self.loss(batch.rows(rows))
+                part = batch.rows(rows)
+                loss, more, ratios = self.loss(part) if part.teacher is None else self.guided_loss(part)
                 self.precision.backward(loss)
                 measured += more
                 log_ratios.append(ratios)
@@ -157,9 +162,25 @@ class Learner:
             per_token, metrics = self.algorithm.value_loss(known, values)
             loss = loss + self.settings.value_coefficient * (per_token * known.weights).sum()
             measured = [*measured, summed(metrics)]
-        off = batch.off_policy_actions
-        counts = {"tokens": len(tokens), "off_policy_tokens": 0 if off is None else int(off.sum())}
+        off = 0 if batch.off_policy is None else int(batch.off_policy_actions.sum())
+        counts = {TOKENS: len(tokens) - off, OFF_POLICY + TOKENS: off}
         return loss, [*measured, {"loss": loss.detach(), **counts}], batch.on_policy_only(log_ratios)
+
+    def guided_loss(self, batch: Batch) -> tuple[Tensor, list[Sums], Tensor]:
+        """The same of a micro-batch of which a teacher says something, at every action token; no token has a ratio."""
+        self._last = batch
+        weights, teacher = batch.at_actions(batch.weights), batch.teacher.joined()
+
+        def distillation_loss(rows: slice, logprobs: Tensor) -> tuple[Tensor, Sums]:
+            weight, said = (x[rows].to(logprobs.device, non_blocking=True) for x in (weights, teacher.logprobs))
+            per_token, metrics = self.algorithm.guided_loss(said, logprobs)
+            return (per_token * weight).sum(), summed(metrics)
+
+        with self.precision.autocast():
+            hidden, _ = action_states(self.model, batch)
+            head, chunk = self.model.head_weight[: self.vocabulary], self.grant.memory.loss_chunk
+            loss, measured = chosen_loss(hidden, head, teacher.ids, distillation_loss, self.temperature, chunk)
+        return loss, [*measured, {"loss": loss.detach(), GUIDED + TOKENS: len(weights)}], loss.new_empty(2, 0)
 
     def explain_overflow(self) -> str:
         """Runs the newest micro-batch once more; says which layer overflowed first, or that none did."""
@@ -168,28 +189,3 @@ class Learner:
     def _run_last(self) -> None:
         with self.precision.autocast():
             action_states(self.model, self._last)
-
-
-def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Runs the model over whole episodes: hidden states [N, C] before the action tokens, and these tokens [N].
-
-    N counts action tokens in row-major order of the batch's action mask. A token is predicted by the state before it.
-    """
-    pack = Pack.of(batch.token_rows(), model.head_weight.device, model.head_weight.dtype)
-    states, tokens = pack.predicted(batch.action_mask.tolist())
-    return model(pack.tokens, pack)[0, states], tokens
-
-
-def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
-    """Log-probabilities [N] of the action tokens, under the distribution that they were drawn from.
-
-    The first `vocabulary` rows of the head are the tokens that may be sampled; the temperature is the sampler's.
-    """
-    hidden, targets = action_states(model, batch)
-    return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk)[0]
-
-
-def action_entropies(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
-    """The entropies [N], in nats, of the distributions that the action tokens were drawn from."""
-    hidden, targets = action_states(model, batch)
-    return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk, with_entropy=True)[1]

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+LEAST = 1e-6  # the least probability of all tokens but k together: 1 less an fp32 sum is not known more exactly
+
 
 def clipped_surrogate(
     log_ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float
@@ -60,3 +62,14 @@ def k3_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 KL_ESTIMATES = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
+
+
+def truncated_kl(teacher: Tensor, logprobs: Tensor) -> Tensor:
+    """KL(teacher || policy) [n] of distributions of which k log-probabilities [n, k] are known, of the same tokens.
+
+    All other tokens count as one, with the probability that is left: sum_j p_j log(p_j / q_j) + p' log(p' / q'), where
+    p' = 1 - sum_j p_j. It is never above the divergence over the whole vocabulary, and 0 only if both give all k tokens
+    the same probabilities. Nothing is renormalized: a policy that puts its mass elsewhere pays for it.
+    """
+    rest, left = (x.exp().sum(-1).neg().add(1).clamp(min=LEAST) for x in (teacher, logprobs))
+    return (teacher.exp() * (teacher - logprobs)).sum(-1) + rest * (rest.log() - left.log())

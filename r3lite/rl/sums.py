@@ -1,13 +1,20 @@
-"""Metrics of a round, added up over tokens, chunk by chunk: off-policy tokens apart from the others.
+"""Metrics of a round, added up over tokens, chunk by chunk, and the means that they become.
 
-The policy's own tokens have the metrics that every algorithm has, so that these mean the same for all; metrics whose
-names begin with OFF_POLICY are of the tokens that it did not sample.
+There are three kinds of tokens, and a metric's name begins with the kind that it is of: OFF_POLICY are those that the
+policy did not sample, GUIDED those that a teacher says something of. All other metrics are of the policy's own tokens
+that learn from rewards, so that these mean the same for every algorithm.
 """
 
 from torch import Tensor
 
 Sums = dict[str, Tensor | int]
-OFF_POLICY = "off_policy/"
+OFF_POLICY, GUIDED = "off_policy/", "teacher/"
+TOKENS = "tokens"  # after the kind: how many tokens the sums are over
+
+
+def kind(name: str) -> str:
+    """The kind of tokens that a metric is of: what its name begins with."""
+    return next((prefix for prefix in (OFF_POLICY, GUIDED) if name.startswith(prefix)), "")
 
 
 def summed(metrics: dict[str, Tensor], off_policy: Tensor | None = None) -> Sums:
@@ -16,7 +23,7 @@ def summed(metrics: dict[str, Tensor], off_policy: Tensor | None = None) -> Sums
         return {name: x.detach().sum() for name, x in metrics.items()}
     on_policy = ~off_policy
     return {
-        name: (x.detach() * (off_policy if name.startswith(OFF_POLICY) else on_policy)).sum()
+        name: (x.detach() * (off_policy if kind(name) == OFF_POLICY else on_policy)).sum()
         for name, x in metrics.items()
     }
 
@@ -32,10 +39,5 @@ def added(parts: list[Sums]) -> Sums:
 
 def means_of(sums: Sums) -> dict[str, float]:
     """The means, by the counts of tokens that are among the sums."""
-    off_policy = sums["off_policy_tokens"]
-    on_policy = sums["tokens"] - off_policy
-    return {
-        name: float(total) / (off_policy if name.startswith(OFF_POLICY) else on_policy)
-        for name, total in sums.items()
-        if name not in ("tokens", "off_policy_tokens")
-    }
+    counts = {name: kind(name) + TOKENS for name in sums}  # where each metric's tokens are counted
+    return {name: float(sums[name]) / sums[count] for name, count in counts.items() if name != count}

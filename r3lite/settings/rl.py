@@ -5,10 +5,12 @@ from typing import Annotated, ClassVar, Literal
 
 from r3lite.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
 
+Top = Annotated[int, Bounds(low=1, high=1024)]
 # The keys of rl.algorithms.ALGORITHMS; a test holds them to it.
 Algorithm = Literal[
-    "ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline", "luffy", "exgrpo", "hybrid"
-]
+    "ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline", "luffy", "exgrpo",
+    "hybrid", "dgpo",
+]  # fmt: skip
 
 # What --algorithm brings with it. The defaults below are those of ppo and grpo.
 PAPERS = {
@@ -21,6 +23,7 @@ PAPERS = {
         "overlong_penalty": 1.0,
     },
     "reinforce++-baseline": {"kl_estimator": "k2"},
+    "dgpo": {"kl_beta": 0.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_beta": 0.0, "old_logprobs": "trainer"},
     "luffy": {"kl_beta": 0.05},
     "exgrpo": {"kl_beta": 0.05},
@@ -39,8 +42,8 @@ class RLSettings(Section):
     (2503.20783); dapo: higher clip, refilled groups (2503.14476); gspo: one ratio an episode (2507.18071); rloo: the
     others' mean as baseline (2402.14740); reinforce++: whitened over the round (2501.03262), and -baseline less the
     group's mean before; luffy: a teacher's traces join the groups (2504.14945); exgrpo: replayed successes do
-    (2510.02245); hybrid: both. Each brings its paper's settings, which the flags below then change; see
-    docs/algorithms.md"""
+    (2510.02245); hybrid: both; dgpo: grpo where episodes succeed, a teacher's distributions where they fail
+    (2508.20324). Each brings its paper's settings, which the flags below then change; see docs/algorithms.md"""
     batch_size: Annotated[int, Bounds(low=1, high=4096)] = 8
     """questions of one round"""
     num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
@@ -74,7 +77,7 @@ class RLSettings(Section):
     the episodes of a question)"""
     refill_limit: Whole = 0
     """how often in a round groups whose rewards are all equal are left out and as many other questions sampled; 0: such
-    groups stay (grpo, dr-grpo, dapo, gspo, rloo)"""
+    groups stay (grpo, dr-grpo, dapo, gspo, rloo, reinforce++-baseline)"""
     overlong_filter: Literal["off", "on"] = "off"
     """on: no loss on episodes that were cut off (dapo)"""
     overlong_penalty: NonNegative = 0.0
@@ -118,3 +121,20 @@ class RLSettings(Section):
     """lambda of generalized advantage estimation (arXiv 1506.02438) (ppo)"""
     entropy_coefficient: NonNegative = 0.0
     """weight of an entropy bonus"""
+    failed_below: NonNegative | None = None
+    """an episode has failed if its reward for the outcome is below this; by default if its answer is wrong: by the
+    judge if there is one, else if it is no exact match (dgpo)"""
+    teacher: str | None = None
+    """model that failed episodes learn from, loaded beside the policy after each round's sampling and dropped before
+    its update: a folder, a hub id, or tiny; it has the policy's tokenizer (dgpo)"""
+    teacher_adapter: str | None = None
+    """LoRA adapter of --teacher: a run folder or its adapter/ (dgpo)"""
+    teacher_quantize: Literal["nf4", "none"] = "nf4"
+    """whether --teacher is in 4 bits (dgpo)"""
+    teacher_logprobs: str | None = None
+    """instead of --teacher, a folder that `collect --teacher-logprobs` wrote: a failed episode is replaced by its
+    trajectory of the same question, and the policy learns the teacher's distributions along that (dgpo)"""
+    teacher_top: Top = 32
+    """how many of the likeliest tokens of a distribution of --teacher are told apart (dgpo)"""
+    teacher_weight: Positive = 1.0
+    """weight of the KL divergence from the teacher (dgpo)"""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.memory import full_question, full_rows
-from r3lite import policy, ppo, sft
+from r3lite import collect, policy, ppo, sft
 from r3lite.config import UsageError
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.errors import R3LiteError
@@ -102,6 +102,7 @@ def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plan
         ("reinforce++", ["--dtype", "bf16"]),
         ("luffy", ["--dtype", "bf16", "--trace-share", "1"]),
         ("luffy", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
+        ("dgpo", ["--dtype", "bf16", "--teacher", "tiny"]),
     ],
 )
 def test_a_round_of_reinforcement_learning_takes_what_was_planned(
@@ -120,9 +121,45 @@ def test_a_round_of_reinforcement_learning_takes_what_was_planned(
         more += ["--traces", str(tmp_path / "traces.jsonl")]
     with LiveTensors() as counter:
         assert ppo.main(flags(folder, tmp_path, *sizes, *more)) == 0
-    assert plans[0].peak == pytest.approx(counter.peak, rel=0.04)
-    passes = {"dr-grpo": 0, "dapo": 0, "rloo": 2}.get(algorithm, 1)  # without gradients; gspo's is its own policy's
+    if algorithm == "luffy":  # the plan allows for a trace as long as an episode, in the same step; this one is shorter
+        assert 0.9 * plans[0].peak <= counter.peak <= 1.04 * plans[0].peak
+    else:
+        assert plans[0].peak == pytest.approx(counter.peak, rel=0.04)
+    passes = {"dr-grpo": 0, "dapo": 0, "rloo": 2, "dgpo": 0}.get(algorithm, 1)  # without gradients; gspo's is its own
     assert plans[0].workload.scores == passes and plans[0].workload.critic == (algorithm == "ppo")
+
+
+def test_a_teacher_beside_the_policy_takes_what_was_planned(folder, tmp_path, plans, small_model, write_folder):
+    """All episodes of a random model fail, and are read by a model that is larger than it."""
+    student = write_folder(small_model(num_hidden_layers=1, vocab_size=6000), tmp_path / "student")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, student / name)
+    question = full_question(str(folder), tmp_path, 264)
+    sizes = [*question, "--max-new-tokens", "48", "--max-length", "312", "--num-generations", "4", "--max-steps", "1"]
+    for quantize in ("nf4", "none"):
+        flags_of = ["--output", str(tmp_path / quantize), "--teacher", str(folder), "--teacher-quantize", quantize]
+        with LiveTensors() as counter:
+            more = ["--algorithm", "dgpo", "--dtype", "bf16", "--mini-batch-size", "2"]
+            assert ppo.main(flags(student, tmp_path, *sizes, *more, *flags_of)) == 0
+        found = planner.phases(plans[-1].workload, plans[-1].memory)
+        assert max(found, key=lambda name: sum(found[name].values())) == "teach"
+        # A pass without gradients is planned with a tensor too many, and one in NF4 with more of its constant parts: 7
+        # and 28 % here, where the model is so small that they weigh something.
+        assert counter.peak <= plans[-1].peak <= 1.3 * counter.peak
+
+
+def test_a_teacher_alone_takes_what_was_planned(folder, tmp_path, plans):
+    document = {"id": "d", "title": "t", "text": "where " * 300}
+    steps = [{"analysis": "a", "query": "q", "documents": [document]}, {"analysis": "b", "answer": "c"}]
+    row = {"id": "1", "question": "Where?", "answers": ["there"], "steps": steps}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    given = ["--data", str(tmp_path / "data.jsonl"), "--model", str(folder), "--dtype", "bf16", "--device", "cpu"]
+    lengths = ["--max-length", "4096", "--max-document-tokens", "4096", "--nf4-cache", "none"]
+    for quantize in ("nf4", "none"):
+        with LiveTensors() as counter:
+            cache = ["--teacher-logprobs", str(tmp_path / quantize), "--quantize", quantize]
+            assert collect.main([*given, *lengths, *cache]) == 0
+        assert counter.peak <= plans[-1].peak
 
 
 def test_thirty_rounds_hold_no_more_than_three(tmp_path, small_model, write_folder, monkeypatch):

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3lite.models import logprobs as logprobs_module
-from r3lite.models.logprobs import cross_entropy, token_logprobs, token_loss
+from r3lite.models.logprobs import chosen_loss, cross_entropy, token_logprobs, token_loss, top_logprobs
 
 N, C, V = 37, 16, 101
 
@@ -183,3 +183,69 @@ def test_no_rows(inputs):
     assert logprobs.shape == entropies.shape == (0,)
     logprobs.sum().backward()
     assert hidden.grad.abs().sum() == 0
+
+
+K = 7
+
+
+@pytest.fixture
+def chosen():
+    """K different tokens for each row, and what a loss weighs their log-probabilities with."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(N, V, generator=generator).topk(K).indices.int(), torch.randn(N, K, generator=generator)
+
+
+def loss_of_chosen(weight):
+    """A loss that bends, with gradients of either sign."""
+
+    def loss(rows, logprobs):
+        value = (logprobs.exp() * weight[rows] - 0.1 * logprobs).sum()
+        return value, {"loss": value.detach()}
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("chunk", [1, 8, 128])
+def test_the_loss_of_several_tokens_a_row_against_the_plain_path_in_float64(inputs, chosen, dtype, bound, chunk):
+    hidden, head, _, _ = inputs
+    (ids, weight), head = chosen, (head / C**0.5).to(dtype)
+    ours = hidden.to(dtype).requires_grad_()
+    theirs = ours.detach().double().requires_grad_()
+    value, metrics = chosen_loss(ours, head, ids, loss_of_chosen(weight), 0.7, chunk)
+    logprobs = torch.log_softmax(theirs @ head.double().T / 0.7, dim=-1).gather(-1, ids.long())
+    expected, _ = loss_of_chosen(weight.double())(slice(None), logprobs)
+    assert value.item() == pytest.approx(expected.item(), rel=10 * bound)
+    assert sum(m["loss"] for m in metrics).item() == pytest.approx(value.item())
+    (value * 3).backward()
+    (expected * 3).backward()
+    assert relative_error(ours.grad, theirs.grad) <= bound
+
+
+def test_one_token_a_row_is_the_loss_of_a_target(inputs):
+    hidden, head, targets, _ = inputs
+    one, other = (hidden.clone().requires_grad_() for _ in range(2))
+    loss, _ = chosen_loss(one, head, targets[:, None], lambda rows, logprobs: (-logprobs.sum(), {}))
+    expected, _ = token_loss(other, head, targets, cross_entropy)
+    loss.backward()
+    expected.backward()
+    assert torch.allclose(loss, expected) and torch.allclose(one.grad, other.grad, atol=1e-5)
+
+
+def test_the_likeliest_tokens(inputs):
+    hidden, head, _, _ = inputs
+    found = top_logprobs(hidden, head, K, chunk=8)
+    expected = torch.log_softmax(hidden.double() @ head.double().T, dim=-1).topk(K)
+    assert torch.equal(found.ids.long(), expected.indices)
+    assert torch.allclose(found.logprobs.double(), expected.values, atol=1e-5)
+    parts = found.split([30, 7])
+    assert torch.equal(parts[1].ids, found.ids[30:]) and torch.equal(parts[0].logprobs, found.logprobs[:30])
+
+
+def test_the_logits_of_several_tokens_a_row_are_never_there_as_a_whole(inputs, chosen):
+    hidden, head, _, _ = inputs
+    ids, weight = chosen
+    with NoMoreRows(8) as watch:
+        chosen_loss(hidden.requires_grad_(), head, ids, loss_of_chosen(weight), chunk=8)[0].backward()
+        top_logprobs(hidden, head, K, chunk=8)
+    assert watch.seen == 8

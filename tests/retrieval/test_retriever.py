@@ -68,12 +68,13 @@ def test_bad_lines_of_a_corpus_are_skipped_on_demand(corpus, tmp_path):
     assert build_retriever(Setup(settings, [ONE], skip_bad_rows=True))([(ONE, "capital of Norway")]) == [[OSLO]]
 
 
-def test_equal_queries_are_encoded_once_and_one_call_is_one_batch(monkeypatch):
-    retrieve, seen = retriever(), []
+@pytest.mark.parametrize(("context", "first"), [("corpus", ONE), ("question", TWO)])
+def test_equal_queries_are_encoded_once_and_one_call_is_one_batch(monkeypatch, context, first):
+    retrieve, seen = retriever(context=context), []
     encoder = retrieve.retrieve.passages.encoder
     encode = encoder.encode_queries
     monkeypatch.setattr(encoder, "encode_queries", lambda queries: seen.append(list(queries)) or encode(queries))
-    found = retrieve([(ONE, "Oslo"), (TWO, "Ann Lee"), (TWO, "Oslo")])
+    found = retrieve([(first, "Oslo"), (TWO, "Ann Lee"), (TWO, "Oslo")])
     assert seen == [["Oslo", "Ann Lee"]]
     assert found[0] == found[2]
     found[0].clear()  # what a caller does to one list is its own affair

@@ -9,10 +9,12 @@ import torch
 from r3lite.devices.precision import Precision
 from r3lite.grant import Grant, Memory
 from r3lite.models import lora
+from r3lite.models.logprobs import TopTokens
 from r3lite.models.value_head import ValueHead
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.learner import Learner, action_logprobs
+from r3lite.rl.batch import Batch, Distributions, Rollout
+from r3lite.rl.forward import action_logprobs
+from r3lite.rl.learner import Learner
 from r3lite.settings import LengthSettings, RLSettings
 from r3lite.settings.rl import PAPERS
 
@@ -24,7 +26,8 @@ PAID = [1.0, 0.2, 0.5, 0.0]
 
 def paper(name: str, **settings) -> RLSettings:
     """The settings of an algorithm as its paper has them, but for those given."""
-    return RLSettings(**({"algorithm": name} | PAPERS.get(name, {}) | settings))
+    teacher = {"teacher": "tiny"} if ALGORITHMS[name].has_teacher and "teacher_logprobs" not in settings else {}
+    return RLSettings(**({"algorithm": name} | PAPERS.get(name, {}) | teacher | settings))
 
 
 @pytest.fixture
@@ -73,6 +76,17 @@ def moved(batch: Batch, size: float = 0.4) -> Batch:
     generator = torch.Generator().manual_seed(7)
     noise = torch.randn(batch.logprobs.shape, generator=generator) * size * batch.action_mask
     return replace(batch, logprobs=batch.logprobs + noise)
+
+
+def taught(batch: Batch, rows, k: int = 5) -> Batch:
+    """The batch with random distributions of a teacher, of which k tokens are known, at the action tokens of rows."""
+    generator, said = torch.Generator().manual_seed(9), []
+    for i, actions in enumerate(batch.action_mask.sum(-1).tolist()):
+        logits = torch.randn(actions, VOCABULARY, generator=generator) * 2
+        top = logits.log_softmax(-1).topk(k)
+        said.append(TopTokens(top.indices.int(), top.values) if i in rows else None)
+    failed = torch.tensor([row is not None for row in said])
+    return replace(batch, failed=failed, teacher=Distributions.of(said))
 
 
 @pytest.fixture

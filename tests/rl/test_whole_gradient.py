@@ -9,7 +9,7 @@ from torch import Tensor
 
 from r3lite.models import lora
 from r3lite.settings import LengthSettings, RLSettings
-from tests.rl.conftest import ACTIONS, VOCABULARY
+from tests.rl.conftest import ACTIONS, VOCABULARY, taught
 from tests.rl.plain import hidden_states
 
 TEMPERATURE = 0.7
@@ -223,6 +223,28 @@ def mixed_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) 
     return found
 
 
+def dgpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
+    """arXiv 2508.20324: of episodes that the teacher speaks of the divergence of all logits from what it says, with one
+    more token for all that it leaves out; of the others GRPO."""
+    paid, found = batch.rewards.double().sum(-1), []
+    for rows in steps:
+        losses = []
+        for row in rows:
+            said = batch.teacher.rows[row]
+            if said is None:
+                pair = paid[[row, others(row)]]
+                gain, kl = terms(s, plain, batch, row, scaled(s, (paid[row] - pair.mean()) / (pair.std() + 1e-4)))
+                losses.append((s.kl_beta * kl - gain).mean())
+                continue
+            before = hidden_states(plain.model, "policy", batch.tokens[row], plain.wide)[[t - 1 for t in AT[row]]]
+            q = (before @ plain.wide(plain.model.head_weight)[:VOCABULARY].T / TEMPERATURE).softmax(-1)
+            p, q = said.logprobs.double().exp(), q.gather(-1, said.ids.long())
+            p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
+            losses.append(s.teacher_weight * (p * (p / q).log()).sum(-1).mean())
+        found.append(torch.autograd.grad(sum(losses) / len(losses), plain.parameters))
+    return found
+
+
 @pytest.fixture
 def off_policy(batch, model):
     """The batch as another policy's: ratios on both sides of the clip, and values far from and near to the critic's."""
@@ -252,6 +274,7 @@ def off_policy(batch, model):
         ("rloo", rloo_gradients, {}),
         ("reinforce++", reinforce_pp_gradients, {}),
         ("reinforce++-baseline", reinforce_baseline_gradients, {}),
+        ("dgpo", dgpo_gradients, {"kl_estimator": "k2", "teacher_weight": 0.3}),
     ],
 )
 def test_every_parameter_gets_the_gradient_of_the_formula(
@@ -262,6 +285,8 @@ def test_every_parameter_gets_the_gradient_of_the_formula(
     learner = made.learner
     learner.temperature = TEMPERATURE
     learner.grant.memory = replace(learner.grant.memory, loss_chunk=chunk)
+    if learner.algorithm.has_teacher:
+        off_policy = taught(off_policy, [1, 2])
     measured = learner.learn(off_policy, "seed")
     plain = Plain(model, learner.value_head)
     expected = formula(learner.settings, plain, off_policy, learner.mini_batches(off_policy, "seed/0"))

@@ -3,6 +3,7 @@
 from r3lite.config import UsageError, flag
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.algorithms.dapo import Dapo
+from r3lite.rl.algorithms.dgpo import Dgpo
 from r3lite.rl.algorithms.dr_grpo import DrGrpo
 from r3lite.rl.algorithms.exgrpo import ExGrpo
 from r3lite.rl.algorithms.grpo import Grpo
@@ -27,9 +28,16 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "luffy": Luffy,
     "exgrpo": ExGrpo,
     "hybrid": Hybrid,
+    "dgpo": Dgpo,
 }
-# Settings that do nothing while another one is 0.
-IDLE_WITHOUT = {"kl_estimator": "kl_beta", "overlong_cache": "overlong_penalty"}
+# Settings that do nothing while another one is 0 or not given.
+IDLE_WITHOUT = {
+    "kl_estimator": "kl_beta",
+    "overlong_cache": "overlong_penalty",
+    "teacher_adapter": "teacher",
+    "teacher_quantize": "teacher",
+    "teacher_top": "teacher",
+}
 
 
 def check(settings: RLSettings, usual: RLSettings, lengths: LengthSettings) -> None:
@@ -49,4 +57,5 @@ def check(settings: RLSettings, usual: RLSettings, lengths: LengthSettings) -> N
             )
         needed = IDLE_WITHOUT.get(name)
         if needed and not getattr(settings, needed):
-            raise UsageError(f"{flag(name)} is {value}, and {flag(needed)} is 0: it would do nothing")
+            state = "not given" if getattr(settings, needed) is None else 0
+            raise UsageError(f"{flag(name)} is {value}, and {flag(needed)} is {state}: it would do nothing")

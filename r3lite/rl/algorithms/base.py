@@ -23,6 +23,7 @@ class Algorithm(ABC):
 
     has_critic: ClassVar[bool] = False  # if so, a value head is trained, and `value_loss` is its loss
     has_groups: ClassVar[bool] = False  # if so, the episodes of one question are compared
+    has_teacher: ClassVar[bool] = False  # if so, a teacher says of failed episodes what it would have said
     has_episode_ratios: ClassVar[bool] = False  # if so, `known.episode_log_ratios` is there for `log_ratios`
     has_traces: ClassVar[bool] = False  # if so, a teacher's traces join the groups of their questions
     has_replay: ClassVar[bool] = False  # if so, successes of earlier rounds do
@@ -122,6 +123,14 @@ class Algorithm(ABC):
     def value_loss(self, known: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The same for the critic's values [N], which have gradients. Needed if `has_critic`."""
         raise AssertionError("an algorithm with a critic needs a value loss")
+
+    def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [n] of each of n action tokens that a teacher says something of, and metrics [n] of them, whose
+        names begin with sums.GUIDED. Needed if `has_teacher`.
+
+        `teacher` [n, k] are its log-probabilities of k tokens, `logprobs` [n, k] the policy's, with gradients.
+        """
+        raise AssertionError("an algorithm with a teacher needs a loss for what it says")
 
     def follow_kl(self, measured: float | None) -> dict[str, float]:
         """Adapts the weight after a round whose KL was `measured`; if it is adapted, the round's weight as a metric."""

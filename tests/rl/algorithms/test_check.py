@@ -9,6 +9,7 @@ from r3lite.config import UsageError, resolve, to_toml
 from r3lite.rl import algorithms
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import PpoConfig
+from tests.commands import NEEDED
 
 
 def check(*flags: str) -> None:
@@ -20,7 +21,7 @@ def check(*flags: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_algorithm_goes_with_every_preset(algorithm, preset):
     """What a preset sets for others is not asked for."""
-    check("--algorithm", algorithm, "--preset", preset)
+    check("--algorithm", algorithm, "--preset", preset, *NEEDED.get(algorithm, []))
 
 
 GIVEN = {
@@ -43,6 +44,13 @@ GIVEN = {
     "replay_min_outcome": "0.7",
     "replay_start": "0.7",
     "shaping_gamma": "0.7",
+    "failed_below": "0.5",
+    "teacher": "a",
+    "teacher_adapter": "a",
+    "teacher_quantize": "none",
+    "teacher_top": "7",
+    "teacher_weight": "0.5",
+    "teacher_logprobs": "a",
 }
 
 
@@ -56,7 +64,8 @@ def test_what_an_algorithm_does_not_read_is_refused(algorithm, name):
     value, flag = GIVEN[name], "--" + name.replace("_", "-")
     if name == "overlong_filter" and algorithm == "dapo":
         value = "off"
-    flags = ["--algorithm", algorithm, flag, value]
+    needed = [] if name == "teacher_logprobs" else NEEDED.get(algorithm, [])
+    flags = ["--algorithm", algorithm, *needed, flag, value]
     if name in ALGORITHMS[algorithm].own:
         check(*flags)
         return
@@ -84,6 +93,10 @@ def test_a_file_counts_as_asked_for(tmp_path):
         ("--algorithm dapo --overlong-penalty 0 --overlong-cache 0.5", "--overlong-penalty is 0: it would do nothing"),
         *((f"--algorithm {name} --num-generations 1", f"--num-generations is 1; {name.upper()} compares episodes")
           for name, cls in ALGORITHMS.items() if cls.has_groups),
+        ("--algorithm dgpo", "pass --teacher MODEL, which is loaded in turns, or --teacher-logprobs FOLDER"),
+        ("--algorithm dgpo --teacher a --teacher-logprobs b", "dgpo learns from one teacher"),
+        ("--algorithm dgpo --teacher-logprobs b --teacher-top 7",
+         "--teacher-top is 7, and --teacher is not given: it would do nothing"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused_with_the_reason(flags, says):
@@ -110,7 +123,8 @@ def test_what_fits_together_is_taken(flags):
 def test_the_same_settings_are_never_refused_when_they_come_from_a_run(tmp_path):
     """The config.toml of a run names every setting; only what differs from the usual was asked for."""
     for name in ALGORITHMS:
-        config = resolve("ppo", PpoConfig(), ["--algorithm", name, "--preset", "tiny"], COMMANDS)
+        flags = ["--algorithm", name, "--preset", "tiny", *NEEDED.get(name, [])]
+        config = resolve("ppo", PpoConfig(), flags, COMMANDS)
         (tmp_path / "config.toml").write_text(to_toml(config, "ppo"), encoding="utf-8")
         flags = ["--config", str(tmp_path / "config.toml")]
         check(*flags)

@@ -1,0 +1,135 @@
+"""A cache of what a teacher would have said along trajectories: a folder of safetensors and JSON.
+
+Part files of PART rows are written one after the other, each whole or not at all, so that a run that was killed goes on
+with the next one; the manifest, which says what the cache is of, comes last. Knows no model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from r3lite.datasets.trajectories import Row
+from r3lite.errors import R3LiteError
+from r3lite.files import names_in, read_record, write_json
+from r3lite.models.logprobs import TopTokens
+from r3lite.models.tensor_files import opened, read_tensors, write_tensors
+from r3lite.records import Record
+
+PART = 64  # rows of a part file
+MANIFEST = "manifest.json"
+TOKEN_BYTES = 8  # of a token of a distribution: its id and its log-probability
+GO_ON = "Run the `collect --teacher-logprobs` that wrote it again: it goes on where it was stopped."
+ANOTHER = "Name another --teacher-logprobs, or remove the folder."
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a cache follows from: fingerprints of the teacher, the tokenizer and the trajectories in tokens."""
+
+    teacher: str
+    tokenizer: str
+    trajectories: str
+    top: str  # k
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A trajectory in tokens, and what the teacher would have said at each that has loss."""
+
+    row: Row
+    teacher: TopTokens
+
+
+def part_of(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05d}.safetensors"
+
+
+def parts_done(folder: Path, origin: Origin) -> int:
+    """How many parts an earlier run has written; R3LiteError if the folder holds anything else or is of another run."""
+    names, done = names_in(folder), 0
+    while part_of(folder, done).name in names:
+        path = part_of(folder, done)
+        with opened(path, ANOTHER) as file:
+            _check_same(path, file.metadata() or {}, origin)
+        done += 1
+    if other := names - {part_of(folder, n).name for n in range(done)} - {MANIFEST}:
+        raise R3LiteError(f"{folder} holds {min(other)}, which is not of a cache of log-probabilities", ANOTHER)
+    return done
+
+
+def _check_same(where: Path, kept: dict, origin: Origin) -> None:
+    """Refuses what another teacher, tokenizer or trajectories have made, naming what differs."""
+    for name, value in asdict(origin).items():
+        if kept.get(name) != value:
+            raise R3LiteError(f"{where} was made with another {name}: {kept.get(name)}, and here is {value}", ANOTHER)
+
+
+def write_part(folder: Path, number: int, origin: Origin, rows: Sequence[Row], teacher: Sequence[TopTokens]) -> None:
+    tensors = {
+        "sizes": torch.tensor([len(row.tokens) for row in rows]),
+        "tokens": torch.tensor([t for row in rows for t in row.tokens], dtype=torch.int32),
+        "loss_mask": torch.tensor([t for row in rows for t in row.loss_mask], dtype=torch.bool),
+        "ids": torch.cat([of_row.ids for of_row in teacher]),
+        "logprobs": torch.cat([of_row.logprobs for of_row in teacher]),
+    }
+    write_tensors(part_of(folder, number), tensors, asdict(origin))
+
+
+def finish(folder: Path, origin: Origin, questions: Sequence[str]) -> None:
+    """Makes the cache complete; `questions` are the ids of its rows' questions, in order."""
+    write_json(folder / MANIFEST, asdict(origin) | {"questions": list(questions)})
+
+
+def _manifest(folder: Path) -> Record:
+    if not (folder / MANIFEST).is_file():
+        raise R3LiteError(f"{folder} is no complete cache of log-probabilities: it has no {MANIFEST}", GO_ON)
+    return read_record(folder / MANIFEST, ANOTHER)
+
+
+def identity(folder: Path) -> str:
+    """What the cache follows from, in one line."""
+    record = _manifest(folder)
+    return " ".join(record.text(name) for name in Origin.__dataclass_fields__)
+
+
+def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
+    """The first trajectory of each question, by its id; log-probabilities stay in the mapped files until they are used.
+
+    Raises R3LiteError if the cache is not complete, of another tokenizer than that of the fingerprint `tokenizer`, or
+    has a row of more than `longest` tokens.
+    """
+    record = _manifest(folder)
+    origin = Origin(**{name: record.text(name) for name in Origin.__dataclass_fields__})
+    if origin.tokenizer != tokenizer:
+        raise R3LiteError(
+            f"the log-probabilities in {folder} are of a teacher with another tokenizer ({origin.tokenizer}) than the "
+            f"policy's ({tokenizer})",
+            "A teacher's distribution is over its own tokens: choose a teacher of the policy's family.",
+        )
+    found: dict[str, Lesson] = {}
+    questions = record.texts("questions")
+    for number in range(-(-len(questions) // PART)):
+        with opened(part_of(folder, number), GO_ON) as file:
+            _check_same(part_of(folder, number), file.metadata() or {}, origin)
+        for question, lesson in zip(questions[number * PART :], _read_part(part_of(folder, number)), strict=False):
+            found.setdefault(question, lesson)
+    size = max((len(lesson.row.tokens) for lesson in found.values()), default=0)
+    if size > longest:
+        raise R3LiteError(
+            f"{folder} has a trajectory of {size} tokens, and --max-length is {longest}",
+            "Pass a larger --max-length, or collect the log-probabilities with this one.",
+        )
+    return found
+
+
+def _read_part(path: Path) -> list[Lesson]:
+    kept = read_tensors(path, GO_ON)
+    sizes = kept["sizes"].tolist()
+    rows = [
+        Row(tokens.tolist(), mask.tolist())
+        for tokens, mask in zip(kept["tokens"].split(sizes), kept["loss_mask"].split(sizes), strict=True)
+    ]
+    teacher = TopTokens(kept["ids"], kept["logprobs"]).split([row.loss_tokens for row in rows])
+    return [Lesson(row, of_row) for row, of_row in zip(rows, teacher, strict=True)]

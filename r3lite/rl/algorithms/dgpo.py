@@ -1,0 +1,56 @@
+"""Distillation-guided policy optimization (arXiv 2508.20324): GRPO for what succeeds, a teacher for what fails.
+
+reward      1 if the answer is right, else -beta KL(pi_teacher || pi)                    (section 4, the reward)
+advantages  GRPO's, (R_i - mean R) / (std R + eps) over all episodes of one question, failed ones too
+loss        of an episode that succeeded, GRPO's: -min(ratio A, clip(ratio, 1 - low, 1 + high) A); beta of the reference
+            is 0. Of one that failed, in its place, at each of its tokens w sum_v p_v log(p_v / q_v), where p is the
+            teacher's distribution, q the policy's
+normalizer  GRPO's: mean over each episode's action tokens, then mean over the episodes of the mini-batch
+
+The paper takes its KL as a reward of PPO, found from the sampled tokens alone. Here it is the loss itself, whose
+gradient, q - p at the logits, needs no advantages. Of p the k likeliest tokens are known; all others count as one. An
+episode's tokens are those that the policy sampled or, with a cache of the teacher's, those of a right answer to the
+same question. The base is GRPO rather than PPO: in a group that failed as a whole it says nothing, and a critic would
+learn from episodes that, with a cache, nobody has sampled.
+"""
+
+from torch import Tensor
+
+from r3lite.config import UsageError
+from r3lite.rl import losses
+from r3lite.rl.algorithms.grpo import Grpo
+from r3lite.rl.batch import Batch
+from r3lite.rl.sums import GUIDED
+from r3lite.settings import LengthSettings, RLSettings
+
+
+class Dgpo(Grpo):
+    has_teacher = True
+    own = frozenset(
+        {"failed_below", "teacher", "teacher_adapter", "teacher_quantize", "teacher_logprobs", "teacher_top"}
+        | {"teacher_weight", "expand_limit"}
+    )
+
+    def __init__(self, settings: RLSettings, lengths: LengthSettings):
+        super().__init__(settings, lengths)
+        if (settings.teacher is None) == (settings.teacher_logprobs is None):
+            raise UsageError(
+                f"{settings.algorithm} learns from one teacher: pass --teacher MODEL, which is loaded in turns, or "
+                "--teacher-logprobs FOLDER, which `collect --teacher-logprobs` wrote"
+            )
+
+    def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        kl = losses.truncated_kl(teacher, logprobs)
+        return self.settings.teacher_weight * kl, {GUIDED + "kl": kl}
+
+    def follow_kl(self, measured: float | None) -> dict[str, float]:
+        """In a round whose episodes all failed no KL to the reference was measured: its weight stays."""
+        if measured is None:
+            return {"kl_beta": self.kl_weight} if self.settings.kl_target else {}
+        return super().follow_kl(measured)
+
+    def statistics(self, batch: Batch) -> dict[str, float]:
+        """Also the shares of episodes that failed, and that learned from the teacher."""
+        guided = 0 if batch.teacher is None else sum(row is not None for row in batch.teacher.rows)
+        shares = {GUIDED + "failed": float(batch.failed.float().mean()), GUIDED + "guided": guided / len(batch)}
+        return super().statistics(batch) | shares

@@ -1,0 +1,33 @@
+"""Runs the model over a batch's episodes: what it says of the tokens that were sampled."""
+
+from torch import Tensor
+
+from r3lite.models.logprobs import CHUNK, token_logprobs
+from r3lite.models.packing import Pack
+from r3lite.models.qwen2 import Qwen2
+from r3lite.rl.batch import Batch
+
+
+def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Runs the model over whole episodes: hidden states [N, C] before the action tokens, and these tokens [N].
+
+    N counts action tokens in row-major order of the batch's action mask. A token is predicted by the state before it.
+    """
+    pack = Pack.of(batch.token_rows(), model.head_weight.device, model.head_weight.dtype)
+    states, tokens = pack.predicted(batch.action_mask.tolist())
+    return model(pack.tokens, pack)[0, states], tokens
+
+
+def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
+    """Log-probabilities [N] of the action tokens, under the distribution that they were drawn from.
+
+    The first `vocabulary` rows of the head are the tokens that may be sampled; the temperature is the sampler's.
+    """
+    hidden, targets = action_states(model, batch)
+    return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk)[0]
+
+
+def action_entropies(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
+    """The entropies [N], in nats, of the distributions that the action tokens were drawn from."""
+    hidden, targets = action_states(model, batch)
+    return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk, with_entropy=True)[1]

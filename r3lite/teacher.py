@@ -1,0 +1,258 @@
+"""The teacher of failed episodes: a model that is loaded in turns with the policy, or a cache of what it said.
+
+`ppo` makes its batches here, and `collect` writes the cache.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from tqdm import tqdm
+
+from r3lite.datasets.teacher_logprobs import (
+    PART,
+    TOKEN_BYTES,
+    Lesson,
+    Origin,
+    finish,
+    parts_done,
+    read_cache,
+    write_part,
+)
+from r3lite.datasets.teacher_logprobs import identity as cache_identity
+from r3lite.datasets.trajectories import Conversation, Row, Trajectory, encode_row, read_rows
+from r3lite.datasets.trajectories import fingerprint as rows_fingerprint
+from r3lite.devices.live_tensors import MIB
+from r3lite.devices.precision import Precision
+from r3lite.episode import Question
+from r3lite.errors import R3LiteError
+from r3lite.files import folder_fingerprint, sole_writer
+from r3lite.grant import Grant
+from r3lite.memory.plan import Plan, make_plan
+from r3lite.memory.workloads import read_workload
+from r3lite.models import activation_checkpointing, lora, weights
+from r3lite.models.logprobs import TopTokens, top_logprobs
+from r3lite.models.packing import Pack, groups
+from r3lite.models.qwen2 import Qwen2
+from r3lite.policy import check_base, check_lengths, load_frozen, load_policy
+from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.transcript import Layout
+from r3lite.rl.batch import Batch, Distributions, Rollout
+from r3lite.rl.learner import Learner
+from r3lite.settings import (
+    DataSettings,
+    LengthSettings,
+    MemorySettings,
+    ModelSettings,
+    PpoConfig,
+    ProtocolSettings,
+    RLSettings,
+    TeacherCacheSettings,
+)
+
+ADAPTER = "teacher"
+
+
+class CacheConfig(Protocol):
+    """The sections of `collect` that a cache is made by."""
+
+    model: ModelSettings
+    memory: MemorySettings
+    data: DataSettings
+    protocol: ProtocolSettings
+    cache: TeacherCacheSettings
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Finds what a model would have said, at temperature 1."""
+
+    model: Qwen2
+    precision: Precision
+    grant: Grant
+    vocabulary: int
+    top: int  # tokens of a distribution that are kept
+
+    @torch.no_grad()
+    def read(self, rows: list[Row], most: int | None = None) -> list[TopTokens]:
+        """Its distributions at each token of the rows that has loss; `most` rows go through the model together."""
+        found: list[TopTokens | None] = [None] * len(rows)
+        memory, head = self.grant.memory, self.model.head_weight[: self.vocabulary]
+        for group in groups([row.tokens for row in rows], memory.micro_batch_tokens, most or len(rows)):
+            with self.precision.autocast():
+                pack = Pack.of([rows[i].tokens for i in group], head.device, head.dtype)
+                states, _ = pack.predicted([rows[i].loss_mask for i in group])
+                hidden = self.model(pack.tokens, pack)[0, states]
+                top = top_logprobs(hidden, head, min(self.top, self.vocabulary), memory.loss_chunk)
+            said = TopTokens(top.ids.cpu(), top.logprobs.cpu())
+            for i, of_row in zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True):
+                found[i] = of_row
+        return found
+
+
+def fingerprint(folder: Path, adapter: str | None, nf4: bool) -> str:
+    """Tells teachers apart that say different things."""
+    parts = [weights.fingerprint(folder) or "unknown", *(["nf4"] if nf4 else [])]
+    return "-".join([*parts, *([folder_fingerprint(lora.adapter_folder(adapter))] if adapter else [])])
+
+
+@dataclass(frozen=True)
+class TeacherInTurns:
+    """Loads the teacher for each round, beside the policy, and drops it before the update."""
+
+    folder: Path
+    settings: RLSettings
+    precision: Precision
+    grant: Grant
+    vocabulary: int
+    nf4_cache: str | None
+
+    def batch(self, rollouts: list[Rollout], questions: dict[int, str]) -> Batch:
+        """The rollouts, with what the teacher would have said at the tokens of those that failed."""
+        batch = Batch.of(rollouts)
+        failed = [i for i, rollout in enumerate(rollouts) if rollout.failed]
+        if not failed:
+            return batch
+        said = iter(self.grant.attempt("update", self.read, batch.rows(failed)))
+        return replace(batch, teacher=Distributions([next(said) if rollout.failed else None for rollout in rollouts]))
+
+    def read(self, batch: Batch) -> list[TopTokens]:
+        """What the teacher would have said at the action tokens of each row."""
+        reader = Reader(self.load(), self.precision, self.grant, self.vocabulary, self.settings.teacher_top)
+        pairs = zip(batch.token_rows(), batch.action_mask.tolist(), strict=True)
+        return reader.read([Row(tokens, mask[: len(tokens)]) for tokens, mask in pairs], self.settings.micro_batch_size)
+
+    def load(self) -> Qwen2:
+        s = self.settings
+        model = load_frozen(self.folder, self.precision, s.teacher_quantize == "nf4", self.nf4_cache)
+        if s.teacher_adapter:
+            lora.load_adapter(model, ADAPTER, s.teacher_adapter, trainable=False)
+            lora.set_adapter(model, ADAPTER)
+        activation_checkpointing.enable(model, self.grant)
+        return model.eval()
+
+
+@dataclass(frozen=True)
+class CachedTeacher:
+    """Replaces failed episodes by trajectories of their questions, along which a teacher's distributions are known."""
+
+    lessons: dict[str, Lesson]
+
+    def batch(self, rollouts: list[Rollout], questions: dict[int, str]) -> Batch:
+        """The rollouts; in the place of each that failed, if there is one, the trajectory of its question.
+
+        What it was paid is paid at the trajectory's end, so that the advantages of its group stay as they are.
+        """
+        lessons = [self.lessons.get(questions[r.group]) if r.failed else None for r in rollouts]
+        pairs = zip(rollouts, lessons, strict=True)
+        return Batch.of([r if lesson is None else replaced(r, lesson, questions[r.group]) for r, lesson in pairs])
+
+
+def replaced(rollout: Rollout, lesson: Lesson, question: str) -> Rollout:
+    """A trajectory as the rollout of its question; R3LiteError if it does not open with the same prompt."""
+    row, prompt = lesson.row, rollout.action_mask.index(True)
+    if row.tokens[:prompt] != rollout.tokens[:prompt] or any(row.loss_mask[:prompt]):
+        raise R3LiteError(
+            f"the cached trajectory of the question {question} begins with another prompt than its episodes",
+            "Collect the log-probabilities with this run's --format, prompt files and questions.",
+        )
+    nothing = [0.0] * sum(row.loss_mask)
+    last = max(t for t, has_loss in enumerate(row.loss_mask) if has_loss)
+    paid = [(last, sum(amount for _, amount in rollout.rewards))]
+    return Rollout(
+        row.tokens, row.loss_mask, nothing, nothing, paid, rollout.group, failed=True, teacher=lesson.teacher
+    )
+
+
+def build(
+    config: PpoConfig, learner: Learner, tokenizer: Tokenizer, questions: Sequence[Question]
+) -> CachedTeacher | TeacherInTurns | None:
+    """The teacher that the settings name, if they name one; R3LiteError if it does not fit the policy."""
+    rl = config.rl
+    if rl.teacher_logprobs:
+        folder = Path(rl.teacher_logprobs)
+        lessons = read_cache(folder, tokenizer.fingerprint, config.lengths.max_length)
+        known = sum(question.id in lessons for question in questions)
+        if not known:
+            raise R3LiteError(
+                f"{folder} has a trajectory of none of the {len(questions)} questions",
+                "Collect log-probabilities along trajectories of the questions of --data.",
+            )
+        print(f"teacher: {folder} has trajectories of {known} of {len(questions)} questions", file=sys.stderr)
+        return CachedTeacher(lessons)
+    if rl.teacher is None:
+        return None
+    folder = weights.resolve_folder(rl.teacher)
+    if Tokenizer.load(folder).fingerprint != tokenizer.fingerprint:
+        raise R3LiteError(
+            f"the teacher {rl.teacher} has other tokens than the policy {config.model.model}",
+            "A teacher's distribution is over its own tokens: choose a teacher of the policy's family.",
+        )
+    check_lengths(folder, tokenizer.size, config.lengths.max_length)
+    if rl.teacher_adapter:
+        check_base(ModelSettings(model=rl.teacher, adapter=rl.teacher_adapter), weights.fingerprint(folder))
+    return TeacherInTurns(folder, rl, learner.precision, learner.grant, tokenizer.size, config.memory.nf4_cache)
+
+
+def identity(rl: RLSettings) -> str:
+    """Tells the teachers of two runs apart; empty without one."""
+    if rl.teacher_logprobs:
+        return cache_identity(Path(rl.teacher_logprobs))
+    if rl.teacher is None:
+        return ""
+    return fingerprint(weights.resolve_folder(rl.teacher), rl.teacher_adapter, rl.teacher_quantize == "nf4")
+
+
+def plan_cache(config: CacheConfig, rows: int = 1000) -> Plan:
+    """The memory plan of the teacher alone, over so many trajectories."""
+    return make_plan(read_workload(config.model, config.cache.max_length, rows), config.memory)
+
+
+def on_disk(tokens: int, top: int) -> str:
+    """What a cache of so many tokens takes."""
+    return f"{tokens * top * TOKEN_BYTES / MIB:,.0f} MiB"
+
+
+def write_cache(config: CacheConfig) -> None:
+    """Writes what a teacher would have said along trajectories; goes on with what an earlier run wrote."""
+    data, cache, folder = config.data, config.cache, Path(config.cache.teacher_logprobs)
+    with sole_writer(folder):
+        base, protocol = weights.resolve_folder(config.model.model), build_protocol(config.protocol)
+        tokenizer = Tokenizer.load(base)
+        lengths = LengthSettings(max_length=cache.max_length, max_document_tokens=cache.max_document_tokens)
+        trajectories = read_rows(data.data, protocol, data.limit, data.skip_bad_rows)
+        questions, rows = laid_out(trajectories, Layout(tokenizer, protocol, lengths))
+        plan = plan_cache(config, len(rows))
+        teacher = fingerprint(base, config.model.adapter, plan.memory.nf4)
+        origin = Origin(teacher, tokenizer.fingerprint, rows_fingerprint(rows), str(cache.teacher_top))
+        done, tokens = parts_done(folder, origin), sum(row.loss_tokens for row in rows)
+        print(f"{len(rows)} trajectories, {tokens:,} tokens: {on_disk(tokens, cache.teacher_top)} on disk")
+        if done * PART < len(rows):
+            policy = load_policy(base, config.model, config.memory, plan)
+            policy.model.eval()
+            reader = Reader(policy.model, policy.precision, policy.grant, tokenizer.size, cache.teacher_top)
+            bar = tqdm(total=len(rows), initial=done * PART, desc="teacher", unit="trajectory", disable=None)
+            for number in range(done, -(-len(rows) // PART)):
+                part = rows[number * PART : (number + 1) * PART]
+                write_part(folder, number, origin, part, reader.read(part))
+                bar.update(len(part))
+            bar.close()
+        finish(folder, origin, questions)
+    print(f"written to {folder}")
+
+
+def laid_out(trajectories: Sequence[Trajectory | Conversation], layout: Layout) -> tuple[list[str], list[Row]]:
+    """The ids of the questions and the tokens of the trajectories that fit; it is told how many do not."""
+    if any(isinstance(row, Conversation) for row in trajectories):
+        raise R3LiteError("--data holds conversations", "A cache of log-probabilities is along trajectories.")
+    pairs = [(row.id, encoded) for row in trajectories if (encoded := encode_row(row, layout))]
+    if left_out := len(trajectories) - len(pairs):
+        told = f"{left_out} of {len(trajectories)} trajectories are longer than {layout.lengths.max_length} tokens"
+        print(f"{told}: left out", file=sys.stderr)
+    if not pairs:
+        raise R3LiteError("no trajectory fits", "Raise --max-length.")
+    return [id for id, _ in pairs], [row for _, row in pairs]

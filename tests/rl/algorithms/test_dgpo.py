@@ -1,0 +1,103 @@
+"""DGPO: the divergence from a teacher by hand, when it is GRPO, and what stands in the place of a failed episode."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from r3lite.models.logprobs import TopTokens
+from r3lite.rl import losses
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.rl.batch import Batch, Distributions
+from r3lite.settings import LengthSettings
+from tests.rl.algorithms.test_variants import rollout
+from tests.rl.conftest import ACTIONS, moved, paper, taught
+
+
+def test_the_divergence_by_hand():
+    """Of two tokens p = 1/2 and 1/4, q = 1/4 and 1/4; the others together have 1/4 and 1/2:
+    1/2 log 2 + 0 + 1/4 log 1/2 = 1/4 log 2. The second row's distributions are equal, the third's p is certain."""
+    teacher = torch.tensor([[0.5, 0.25], [0.5, 0.25], [1.0, 1e-30]]).log()
+    policy = torch.tensor([[0.25, 0.25], [0.5, 0.25], [0.5, 0.25]]).log()
+    expected = torch.tensor([math.log(2) / 4, 0.0, math.log(2)])
+    assert torch.allclose(losses.truncated_kl(teacher, policy), expected, atol=2e-5)  # LEAST
+
+
+def test_all_tokens_give_the_whole_divergence_and_fewer_never_more():
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(20, 50, generator=generator).mul(2).log_softmax(-1) for _ in range(2))
+    whole = (p.exp() * (p - q)).sum(-1)
+    assert torch.allclose(losses.truncated_kl(p, q), whole, atol=1e-4)
+    last = whole
+    for k in (30, 10, 1):
+        likeliest = p.topk(k).indices
+        found = losses.truncated_kl(p.gather(-1, likeliest), q.gather(-1, likeliest))
+        assert (found > 0).all() and (found <= last + 1e-4).all()
+        last = found
+
+
+def test_the_loss_and_what_is_told():
+    made = ALGORITHMS["dgpo"](paper("dgpo", teacher_weight=0.5), LengthSettings())
+    teacher, policy = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.25]]).log()
+    loss, metrics = made.guided_loss(teacher, policy)
+    assert loss.item() == pytest.approx(math.log(2) / 8)
+    assert metrics["teacher/kl"].item() == pytest.approx(math.log(2) / 4)
+    one = TopTokens(torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 2))
+    rollouts = [replace(rollout(2, 0.0), failed=True, teacher=one), replace(rollout(2, 0.1), failed=True)]
+    batch = Batch.of([*rollouts, rollout(2, 1.0), rollout(2, 1.0)])
+    told = made.statistics(batch)
+    assert (told["teacher/failed"], told["teacher/guided"]) == (0.5, 0.25)
+    # Failed episodes are what the others are compared with: rewards 0, 0.1, 1, 1.
+    grpo = ALGORITHMS["grpo"](paper("grpo"), LengthSettings())
+    assert torch.equal(made.with_advantages(batch).advantages, grpo.with_advantages(batch).advantages)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"mini_batch_size": 2, "micro_batch_size": 1, "update_epochs": 2}])
+def test_without_failures_it_is_grpo_to_the_bit(gradients, batch, sizes):
+    (ours, told), (theirs, measured) = (gradients(moved(batch), name, **sizes) for name in ("dgpo", "grpo"))
+    assert len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    assert told == measured | {"teacher/failed": 0.0, "teacher/guided": 0.0}
+
+
+def test_what_fails_without_a_word_of_the_teacher_is_grpo_too(gradients, batch):
+    failed = replace(batch, failed=torch.ones(4, dtype=torch.bool))
+    (ours, told), (theirs, _) = gradients(failed, "dgpo"), gradients(batch, "grpo")
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs)) and told["teacher/guided"] == 0
+
+
+def test_in_a_round_that_failed_as_a_whole_only_the_teacher_speaks(gradients, batch):
+    """Rewards, ratios and the weight of the KL to the reference have no say; nothing is divided by no tokens."""
+    every = taught(batch, range(4))
+    (ours, told), (again, _) = (
+        gradients(replace(moved(every, size), rewards=paid), "dgpo", kl_target=0.1)
+        for size, paid in ((0.4, every.rewards), (0.0, every.rewards * 0))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours, again)) and ours[0].norm() > 0
+    assert told["teacher/kl"] > 0 and "kl" not in told and "entropy" not in told
+    assert "sampling/sampling_logp_difference/mean" not in told
+
+
+def test_the_mean_of_the_divergence_is_over_the_teachers_tokens(gradients, batch):
+    """Means of other metrics are over the other tokens: the entropy of two episodes is that of GRPO on these two."""
+    some = taught(batch, [2, 3])
+    told = gradients(some, "dgpo")[1]
+    both = [gradients(some.rows(rows), "dgpo")[1] for rows in ([0, 1], [2, 3])]
+    assert told["entropy"] == pytest.approx(both[0]["entropy"], rel=1e-5)
+    assert told["teacher/kl"] == pytest.approx(both[1]["teacher/kl"], rel=1e-5)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3])
+def test_how_the_rows_are_divided_changes_nothing(gradients, batch, micro):
+    some = taught(moved(batch), [1, 2])
+    (one,), (other,) = (gradients(some, "dgpo", micro_batch_size=size)[0] for size in (4, micro))
+    assert (one - other).norm() <= 1e-5 * one.norm()
+
+
+def test_rows_keep_what_is_said_of_them(batch):
+    some = taught(batch, [1, 2])
+    assert some.by_teacher() == [[0, 3], [1, 2]] and batch.by_teacher() == [[0, 1, 2, 3]]
+    assert taught(batch, range(4)).by_teacher() == [[0, 1, 2, 3]]
+    assert some.rows([0, 3]).teacher is None
+    assert some.rows([3, 2]).teacher == Distributions([None, some.teacher.rows[2]])
+    assert some.rows([2, 1]).teacher.joined().ids.shape == (sum(p.count("a") for p in ACTIONS[1:3]), 5)
