@@ -67,7 +67,8 @@ def show_query(config: RetrieveConfig) -> None:
     if isinstance(outcome, Failure):
         raise R3LiteError(f"the retriever failed: {outcome.reason}")
     for rank, document in enumerate(outcome, 1):
-        text = document.text if len(document.text) <= SHOWN else f"{document.text[:SHOWN]}..."
+        text = " ".join(document.text.split())
+        text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
         print(f"{rank:>3}  {document.score:.4f}  {document.source}  [{document.id}] {document.title}\n     {text}")
     if not outcome:
         print("nothing was found")

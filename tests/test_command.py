@@ -39,9 +39,8 @@ def signals():
         ("sft", "--data is missing: a file of trajectories (see `python -m r3lite.collect`) or conversations"),
         *(
             (name, "--data is missing: a question file of any supported format, or name,subset,split")
-            for name in ("ppo", "evaluate", "collect", "retrieve")
+            for name in ("ppo", "collect")
         ),
-        ("index", "--corpus is missing: a JSONL file with one passage (id, title, text) a line"),
     ],
 )
 def test_what_must_be_given_is_asked_for_before_the_work_and_not_for_a_dry_run(capsys, name, message):

@@ -17,6 +17,7 @@ from r3lite.evaluation.tables import TITLES
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN
 from r3lite.protocols.transcript import Layout
+from r3lite.retrieval.documents import BINARIES, TEXTS
 from r3lite.retrieval.retriever import RETRIEVERS
 from r3lite.rl.algorithms import ALGORITHMS, check
 from r3lite.settings import GuardSettings, LengthSettings, PpoConfig, ProtocolSettings
@@ -27,6 +28,7 @@ MAP, FORMATS, COLLAPSE, RETRIEVAL = (
     ROOT / "docs" / f"{name}.md" for name in ("architecture", "formats", "collapse", "retrieval")
 )
 ALGORITHMS_PAGE = ROOT / "docs" / "algorithms.md"
+OWN_DOCUMENTS = ROOT / "docs" / "documents.md"
 EVALUATION, CONVERSATIONS = ROOT / "docs" / "evaluation.md", ROOT / "docs" / "conversations.md"
 LIMITS = {f.name for f in dataclasses.fields(GuardSettings) if type(None) in typing.get_args(f.type)}
 DOCUMENTS = [
@@ -59,7 +61,7 @@ def test_every_room_is_on_the_map():
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", MAP, FORMATS, COLLAPSE, RETRIEVAL, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS],
+    [ROOT / "README.md", MAP, FORMATS, COLLAPSE, RETRIEVAL, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS, OWN_DOCUMENTS],
     ids=lambda path: path.name,
 )
 def test_links_to_files_lead_somewhere(path):
@@ -160,3 +162,9 @@ def test_every_layout_of_conversations_has_its_row():
     text = CONVERSATIONS.read_text(encoding="utf-8")
     rows = [tuple(re.findall("`(.*?)`", line.split("|")[1])) for line in text.splitlines() if line.startswith("| `")]
     assert rows == list(LAYOUTS)
+
+
+def test_every_layout_of_documents_has_its_row():
+    text = OWN_DOCUMENTS.read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `.")]
+    assert sorted(re.findall(r"`(\.\w+)`", " ".join(cells))) == sorted([*TEXTS, *BINARIES])

@@ -150,7 +150,7 @@ def test_questions_at_which_the_retriever_failed_are_left_out(tmp_path, capsys, 
 
 
 def test_a_missing_corpus_or_question_file_is_a_usage_error(capsys):
-    for main, flag in ((index.main, "--corpus"), (retrieve.main, "--data")):
+    for main, flag in ((index.main, "--documents or --corpus"), (retrieve.main, "--data")):
         assert main([]) == 2
         assert f"{flag} is missing" in capsys.readouterr().err
 
@@ -234,3 +234,28 @@ def test_a_full_disk_is_an_error_with_a_remedy_and_leaves_nothing(tmp_path, monk
     told = capsys.readouterr().err
     assert "cannot be written: write error: No space left on device" in told and "Make room" in told
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+def test_a_folder_of_documents_becomes_an_index_that_all_retrievers_search(tmp_path, capsys):
+    docs, folder = tmp_path / "docs", str(tmp_path / "index")
+    docs.mkdir()
+    (docs / "films.md").write_text(
+        "# Films\n## Brenn\nAnn Dahl\ndirected Brenn.\n## Tor\nBo made it.\n", encoding="utf-8"
+    )
+    (docs / "latin.txt").write_bytes("Käse".encode("latin-1"))
+    arguments = ["--documents", str(docs), "--encoder", "hashing", "--output", folder]
+    assert index.main(arguments) == 0
+    told = capsys.readouterr().out
+    assert "documents   1 (0 passages" in told and "  1 not in UTF-8: latin.txt" in told and "passages    2\n" in told
+    skipped = (tmp_path / "index" / "skipped.jsonl").read_text(encoding="utf-8")
+    assert json.loads(skipped)["path"] == "latin.txt"
+    for name in ("semantic", "lexical", "hybrid"):
+        asked = ["--index", folder, "--encoder", "hashing", "--retriever", name, "--query", "Who directed Brenn?"]
+        assert retrieve.main(asked) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert re.search(r"  \[films\.md#[0-9a-f]{16}\] Films > Brenn$", lines[0])
+        assert lines[1] == "     Ann Dahl directed Brenn."
+    assert index.main(arguments) == 0  # again, over an index with skipped.jsonl
+    assert index.main([*arguments, "--corpus", "x.jsonl"]) == 2
+    assert "leave one out" in capsys.readouterr().err
+    assert index.main([*arguments, "--chunk-tokens", "32", "--chunk-overlap", "17"]) == 2

@@ -1,6 +1,7 @@
 """A FAISS index of a corpus: built in batches, kept in a folder with a manifest, refused when it does not match.
 
-Owns the index folder (`index.faiss`, `passages.jsonl`, `manifest.json`, and what the encoder keeps); knows no model.
+Owns the index folder (`index.faiss`, `passages.jsonl`, `manifest.json`, what the encoder keeps, and of documents
+`skipped.jsonl`); knows no model.
 The index is flat: up to a million passages that is the best answer, exact and 3 KiB a passage at 768 dimensions.
 """
 
@@ -25,6 +26,7 @@ from r3lite.retrieval.search import best, found
 
 VERSION = 1
 VECTORS, PASSAGES, MANIFEST = "index.faiss", "passages.jsonl", "manifest.json"
+SKIPPED = "skipped.jsonl"  # what a folder of documents holds besides; no search needs it
 FURTHEST = 0.045  # of a vector from what the same encoder makes of its passage: a cosine of 0.999
 BLOCK = 4096  # passages encoded before they are added: bounds the memory beside the index itself
 
@@ -104,7 +106,7 @@ def check_output(folder: str | Path) -> Path:
         raise R3LiteError(f"the index {folder} cannot be written: {error}", remedy) from error
     if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
         raise R3LiteError(f"{folder} itself cannot be replaced by an index", "Name a folder in it for --output.")
-    if foreign := names - {VECTORS, PASSAGES, MANIFEST, HashingEncoder.FILE}:
+    if foreign := names - {VECTORS, PASSAGES, MANIFEST, SKIPPED, HashingEncoder.FILE}:
         raise R3LiteError(f"{folder} is there and is no index: it holds {min(foreign)}", remedy)
     if names:
         try:

@@ -23,7 +23,7 @@ from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.memory import MemorySettings
 from r3lite.settings.model import LoraSettings, ModelSettings, Projection
 from r3lite.settings.protocol import ProtocolSettings
-from r3lite.settings.retrieval import IndexSettings, RetrievalSettings
+from r3lite.settings.retrieval import DocumentSettings, IndexSettings, RetrievalSettings
 from r3lite.settings.rewards import RewardSettings
 from r3lite.settings.rl import RLSettings
 from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings

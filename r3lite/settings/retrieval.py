@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from r3lite.config import Bounds, Fraction, Required, Section, UsageError
+from r3lite.config import Bounds, Fraction, Section, UsageError
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,10 @@ class RetrievalSettings(Section):
 class IndexSettings(Section):
     """Index."""
 
-    corpus: Annotated[str | None, Required("a JSONL file with one passage (id, title, text) a line")] = None
-    """passages (id, title, text) as JSONL"""
+    documents: str | None = None
+    """folder of your own documents: text, Markdown, HTML, PDF (extra documents), JSON, JSONL, CSV, TSV, Python"""
+    corpus: str | None = None
+    """passages (id, title, text) as JSONL, in place of --documents"""
     encoder: str = "intfloat/e5-base-v2"
     """BERT encoder: folder or hub id; or hashing (TF-IDF on hashed words, no download)"""
     encoder_style: Literal["auto", "e5", "plain"] = "auto"
@@ -63,4 +65,24 @@ class IndexSettings(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where passages are encoded; auto: cuda if there is one, else mps, else cpu"""
     skip_bad_rows: bool = False
-    """count malformed passages and go on, instead of stopping at the first"""
+    """count malformed passages of --corpus and go on, instead of stopping at the first"""
+
+    def check(self) -> None:
+        if self.documents and self.corpus:
+            raise UsageError("--documents and --corpus are two sources of passages: leave one out")
+
+
+@dataclass(frozen=True)
+class DocumentSettings(Section):
+    """How --documents become passages."""
+
+    chunk_tokens: Annotated[int, Bounds(low=16, high=8192)] = 128
+    """most tokens of a passage with its title; a token is a sign or up to 5 letters, whatever the encoder"""
+    chunk_overlap: Annotated[int, Bounds(low=0, high=4096)] = 24
+    """most tokens of whole sentences that a passage repeats from the one before it"""
+    max_file_mib: Annotated[int, Bounds(low=1, high=256)] = 32
+    """larger files are left out, unread"""
+
+    def check(self) -> None:
+        if self.chunk_overlap > self.chunk_tokens // 2:
+            raise UsageError(f"--chunk-overlap is {self.chunk_overlap}: more than half of --chunk-tokens")

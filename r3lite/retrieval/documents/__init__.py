@@ -1,0 +1,22 @@
+"""A folder of people's own documents made into passages; one file a layout."""
+
+from collections.abc import Callable, Iterator
+
+from r3lite.retrieval.documents import html, markdown, pdf, python, rows, text
+from r3lite.retrieval.documents.section import Section
+
+# By the end of a file's name: what makes sections of its text, and of its path in the folder.
+TEXTS: dict[str, Callable[[str, str], Iterator[Section]]] = {
+    ".txt": text.read,
+    ".md": markdown.read,
+    ".markdown": markdown.read,
+    ".html": html.read,
+    ".htm": html.read,
+    ".json": rows.read_json,
+    ".jsonl": rows.read_jsonl,
+    ".csv": rows.read_csv,
+    ".tsv": rows.read_tsv,
+    ".py": python.read,
+}
+# The same of files that are not text, from their bytes.
+BINARIES: dict[str, Callable[[bytes, str], Iterator[Section]]] = {".pdf": pdf.read}

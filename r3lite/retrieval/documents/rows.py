@@ -1,0 +1,78 @@
+"""Rows: JSON, JSON lines, CSV and TSV. Each row is a section."""
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from r3lite.records import InvalidRecord, parse
+from r3lite.retrieval.documents.section import Section, Unreadable
+
+TITLES, TEXTS = ("title", "name", "heading"), ("text", "contents", "content", "body")
+
+
+def read_json(text: str, name: str) -> Iterator[Section]:
+    """A section for each item of a list, or one for anything else."""
+    value = _parsed(text, "")
+    return map(_section, value if isinstance(value, list) else [value])
+
+
+def read_jsonl(text: str, name: str) -> Iterator[Section]:
+    """A section for each line that is not blank."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield _section(_parsed(line, f"line {number}: "))
+
+
+def read_csv(text: str, name: str) -> Iterator[Section]:
+    """A section for each row under the first one, which names the columns."""
+    return _table(text, csv.excel)
+
+
+def read_tsv(text: str, name: str) -> Iterator[Section]:
+    """The same between tabs; quotation marks have no meaning there."""
+    return _table(text, _Tabs)
+
+
+class _Tabs(csv.excel_tab):
+    quoting = csv.QUOTE_NONE
+
+
+def _table(text: str, dialect: type[csv.Dialect]) -> Iterator[Section]:
+    try:
+        rows = csv.DictReader(io.StringIO(text, newline=""), dialect=dialect, restkey="", strict=True)
+        yield from map(_section, rows)
+    except csv.Error as error:
+        raise Unreadable("not a table", str(error)) from error
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return parse(text)
+    except InvalidRecord as error:
+        raise Unreadable("not JSON", where + error.cause) from error
+
+
+def _section(row: Any) -> Section:
+    """The title and the text of a row that has a text; else all of it, a line `key: value` for each value."""
+    if isinstance(row, dict):
+        text, title = _first(row, TEXTS), _first(row, TITLES)
+        return Section(text, title) if text else Section("\n".join(_lines(row)), title)
+    return Section("\n".join(_lines(row)))
+
+
+def _first(row: dict, keys: tuple[str, ...]) -> str:
+    """The first value that is a text and not blank, under one of the keys in any case; else nothing."""
+    folded = {str(key).strip().lower(): value for key, value in row.items()}
+    return next((v for k in keys if isinstance(v := folded.get(k), str) and v.strip()), "")
+
+
+def _lines(value: Any, key: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _lines(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _lines(inner, key)
+    elif value is not None and str(value).strip():
+        yield f"{key}: {value}" if key else str(value)

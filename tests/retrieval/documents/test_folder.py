@@ -1,0 +1,142 @@
+"""A folder made into passages: what is read, what is left out and told, ids that stay."""
+
+import os
+import shutil
+
+import pytest
+
+from r3lite.errors import R3LiteError
+from r3lite.retrieval import index
+from r3lite.retrieval.documents import folder as folder_file
+from r3lite.retrieval.documents.folder import read_folder
+from r3lite.settings import DocumentSettings
+
+SETTINGS = DocumentSettings(chunk_tokens=32, chunk_overlap=8)
+
+
+def fill(folder):
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("Ann Dahl directed Brenn. " * 3 + "It is a film. " * 9, encoding="utf-8")
+    (folder / "sub" / "b.MD").write_text("\ufeff# Guide\n\n## Go\nTo Rome.\n", encoding="utf-8")
+    (folder / "sub" / "c.py").write_text("def go():\n    '''Goes.'''\n", encoding="utf-8")
+    return folder
+
+
+def test_passages_have_paths_titles_and_budgets(tmp_path):
+    found = read_folder(fill(tmp_path / "docs"), SETTINGS)
+    assert found.files == 3 and found.skipped == []
+    by_path = {d.id.partition("#")[0]: d for d in found.documents}
+    assert list(by_path) == ["a.txt", "sub/b.MD", "sub/c.py"]
+    assert by_path["a.txt"].title == "a"  # it names none: that of the file
+    assert (by_path["sub/b.MD"].title, by_path["sub/b.MD"].text) == ("Guide > Go", "To Rome.")
+    code = by_path["sub/c.py"]
+    assert code.title == "go"
+    assert code.text == "# function: go\n# Description: Goes.\n# File: sub/c.py\n\ndef go():\n    '''Goes.'''"
+
+
+def test_ids_are_the_same_elsewhere_and_stay_when_others_change(tmp_path):
+    before = read_folder(fill(tmp_path / "one"), SETTINGS).documents
+    assert read_folder(fill(tmp_path / "two"), SETTINGS).documents == before
+    (tmp_path / "two" / "0.txt").write_text("New.", encoding="utf-8")
+    (tmp_path / "two" / "sub" / "b.MD").write_text("# Guide\nIntro.\n## Go\nTo Rome.\n", encoding="utf-8")
+    (tmp_path / "two" / "sub" / "c.py").unlink()
+    after = read_folder(tmp_path / "two", SETTINGS).documents
+    kept = [d for d in before if not d.id.startswith("sub/c.py")]
+    assert [d for d in after if d in before] == kept and len(after) == len(kept) + 2
+    assert len({d.id for d in after}) == len(after)
+
+
+def test_what_is_there_twice_is_dropped_and_a_copy_is_told(tmp_path):
+    fill(tmp_path)
+    count = len(read_folder(tmp_path, SETTINGS).documents)
+    shutil.copy(tmp_path / "a.txt", tmp_path / "copy.txt")
+    shutil.copy(tmp_path / "sub" / "c.py", tmp_path / "sub" / "z.py")
+    found = read_folder(tmp_path, SETTINGS)
+    assert len(found.documents) == count and found.files == 3 and found.duplicates >= 2
+    assert [(path, why) for path, why, _ in found.skipped] == [
+        ("copy.txt", "with nothing that other files do not have"),
+        ("sub/z.py", "with nothing that other files do not have"),
+    ]
+
+
+def test_what_is_left_out_is_told_with_the_reason(tmp_path, monkeypatch):
+    outside, docs = tmp_path / "outside.txt", tmp_path / "docs"
+    outside.write_text("Secret.", encoding="utf-8")
+    fill(docs)
+    for name, content in {
+        "latin.txt": "Käse ist gut.".encode("latin-1"),
+        "nul.txt": b"a\0b",
+        "utf16.md": "Title".encode("utf-16"),
+        "empty.html": b" \n",
+        "picture.png": b"\x89PNG",
+        "none": b"x",
+        ".hidden.txt": b"x",
+        "script.html": b"<script>x</script>",
+        "bad.json": b"{",
+        "escape\x1b[31m.txt": b"x",
+    }.items():
+        (docs / name).write_bytes(content)
+    (docs / ".git").mkdir()
+    (docs / ".git" / "x.txt").write_text("x", encoding="utf-8")
+    (docs / "link.txt").symlink_to(outside)
+    (docs / "loop").symlink_to(docs)
+    (docs / "old").mkdir()
+    for name in (index.VECTORS, index.MANIFEST):
+        (docs / "old" / name).write_text("{}", encoding="utf-8")
+    os.mkfifo(docs / "pipe.txt")
+    with open(docs / "large.txt", "wb") as file:
+        file.truncate(200 << 20)
+    opened = []
+
+    def recorded(path, mode):
+        opened.append(path.name)
+        return open(path, mode)
+
+    monkeypatch.setattr(folder_file, "open", recorded, raising=False)
+    found = read_folder(docs, SETTINGS)
+    assert {path: reason for path, reason, _ in found.skipped} == {
+        "latin.txt": "not in UTF-8",
+        "nul.txt": "that is binary, or in UTF-16",
+        "utf16.md": "that is binary, or in UTF-16",
+        "empty.html": "empty",
+        "picture.png": "of an unknown kind",
+        "none": "of an unknown kind",
+        ".hidden.txt": "hidden",
+        "script.html": "without text",
+        "bad.json": "not JSON",
+        "escape\ufffd[31m.txt": "whose name cannot be shown",
+        ".git/": "hidden",
+        "link.txt": "a link",
+        "loop/": "a link",
+        "old": "an index of r3lite",
+        "pipe.txt": "that is a pipe or a device",
+        "large.txt": "larger than 32 MiB",
+    }
+    assert found.files == 3 and "latin.txt" in opened and "large.txt" not in opened and "pipe.txt" not in opened
+    assert not any("Secret" in d.text for d in found.documents)
+    told = found.told().splitlines()
+    assert told[0] == "documents   3 (0 passages were there already)"
+    assert told[1] == "left out    16, listed in skipped.jsonl of the index"
+    assert "  2 of an unknown kind: none, picture.png" in told
+
+
+def test_many_names_are_told_by_the_first(tmp_path):
+    fill(tmp_path)
+    for i in range(5):
+        (tmp_path / f"{i}.png").touch()
+    assert read_folder(tmp_path, SETTINGS).told().endswith("  5 of an unknown kind: 0.png, 1.png, 2.png, ...")
+
+
+def test_a_folder_without_a_document_is_refused_with_what_it_holds(tmp_path):
+    (tmp_path / "x.png").touch()
+    with pytest.raises(R3LiteError, match=r"1 of an unknown kind: x\.png"):
+        read_folder(tmp_path, SETTINGS)
+    with pytest.raises(R3LiteError, match="not a folder"):
+        read_folder(tmp_path / "x.png", SETTINGS)
+
+
+def test_long_titles_and_heads_leave_half_the_budget_for_the_text(tmp_path):
+    (tmp_path / "a.md").write_text(f"# {'long title ' * 90}\n{' '.join(f'w{i}' for i in range(100))}", encoding="utf-8")
+    found = read_folder(tmp_path, SETTINGS).documents
+    assert {d.title[:3] for d in found} == {"..."} and {len(d.title) for d in found} == {203}
+    assert [len(d.text.split()) for d in found][:2] == [16, 16] and sum("w50" in d.text for d in found) in (1, 2)

@@ -1,0 +1,232 @@
+"""Each layout, as its sections by hand; and files that were made to do harm."""
+
+import io
+import sys
+import time
+import zlib
+
+import pytest
+
+from r3lite.errors import R3LiteError
+from r3lite.retrieval.documents import BINARIES, TEXTS
+from r3lite.retrieval.documents.section import Unreadable
+
+
+def sections(suffix, text, name="a/b.x"):
+    found = TEXTS[suffix](text, name)
+    return [(s.title, s.text.strip()) for s in found if s.text.strip()]
+
+
+def test_markdown_is_cut_at_headings_which_fences_have_not():
+    text = """---
+title: "Front"
+date: 2026
+---
+Before.
+# Guide #
+Intro.
+
+## Install
+```sh
+# no heading
+```
+### Linux
+apt
+Notes
+-----
+End.
+
+| a | b |
+|---|---|
+"""
+    assert sections(".md", text) == [
+        ("Front", "Before."),
+        ("Guide", "Intro."),
+        ("Guide > Install", "```sh\n# no heading\n```"),
+        ("Guide > Install > Linux", "apt"),
+        ("Guide > Notes", "End.\n\n| a | b |\n|---|---|"),
+    ]
+    assert sections(".md", "no heading\n#hash\n\n---\nmore") == [("", "no heading\n#hash\n\n---\nmore")]
+
+
+def test_html_has_what_a_reader_sees():
+    text = """<!doctype html><html><head><title>The
+    Site</title><style>p {}</style><script>if (a < b) x("<p>")</script></head><body>
+    <nav><ul><li>Menu<nav>inner</nav></ul></nav><div role="navigation">Crumbs</div><form>
+    Hello &amp;
+      <b>you</b>.<p>Second<br>line<h1>Big <i>one</i></h1><ul><li>a<li>b</ul>
+    <table><tr><th>k<td>v</table><pre>x
+  y</pre><h3>Deep</h3>tail &lt;b&gt;</form><footer>Foot</footer></body></html>"""
+    assert sections(".html", text) == [
+        ("The Site", "Hello & you.\n\nSecond\nline"),
+        ("Big one", "a\nb\n\nk v\n\nx\n  y"),
+        ("Big one > Deep", "tail <b>"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "piece", ["<div>", "<a ", "<a b='", "<!--", "</a ", "<![CDATA[", "<script></scrip", "&", "<h1>x"]
+)
+@pytest.mark.parametrize("end", ["", ">"])
+def test_hostile_html_takes_time_in_proportion(piece, end):
+    """html.parser took two minutes for 60 KB of "<a "."""
+    start = time.perf_counter()
+    sections(".html", piece * 20_000 + end)
+    assert time.perf_counter() - start < 10
+
+
+def test_html_that_the_parser_refuses_is_unreadable():
+    with pytest.raises(Unreadable, match="not HTML"):
+        sections(".html", "<![x[ ]]>")
+
+
+def test_rows_are_passages_or_lines_of_their_values():
+    rows = '[{"Title": "T", "text": "Body", "x": 1}, {"a": {"b": [1, null, "two"]}, "ok": true}, "alone"]'
+    assert sections(".json", rows) == [("T", "Body"), ("", "a.b: 1\na.b: two\nok: True"), ("", "alone")]
+    assert sections(".json", '{"name": "N", "k": "v"}') == [("N", "name: N\nk: v")]
+    assert sections(".jsonl", '{"text": "one"}\n\n{"contents": "two"}\n') == [("", "one"), ("", "two")]
+    assert sections(".csv", 'name,age\r\n"Dahl, Ann",3\r\nBob,,extra\r\n') == [
+        ("Dahl, Ann", "name: Dahl, Ann\nage: 3"),
+        ("Bob", "name: Bob\nextra"),
+    ]
+    assert sections(".tsv", 'title\ttext\nA\tsay "hi\nB\tx,y') == [("A", 'say "hi'), ("B", "x,y")]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "reason"),
+    [
+        (".json", "[" * 100_000, "not JSON"),
+        (".jsonl", '{"text": "a"}\n{', "not JSON, line 2"),
+        (".json", r'"\ud83d"', "not JSON"),
+        (".csv", 'a,b\n"' + "x" * 200_000, "not a table"),
+        (".csv", 'a\n"x', "not a table"),
+    ],
+)
+def test_damaged_rows_are_unreadable(suffix, text, reason):
+    with pytest.raises(Unreadable) as error:
+        sections(suffix, text)
+    assert f"{error.value.reason}, {error.value.detail}".startswith(reason)
+
+
+PYTHON = '''"""Reads things.
+
+More."""
+import os
+from sys import (
+    path,
+)
+
+LIMIT = 3  # most
+
+
+@cache
+def load(a):
+    """Loads  a
+    thing."""
+    def inner():
+        return a
+    return inner
+
+
+class Reader:
+    """A reader."""
+    size = 1
+
+    # closes
+    @property
+    def close(self): return 1
+
+    class Inner:
+        def go(self):
+            pass
+
+
+if LIMIT:
+    load(os)
+'''
+
+
+def test_python_is_cut_by_its_syntax_tree_and_nothing_is_lost():
+    found = {s.head.splitlines()[0]: s for s in TEXTS[".py"](PYTHON, "src/io.py")}
+    assert list(found) == [
+        "# imports: src.io",
+        "# function: load",
+        "# class: Reader",
+        "# method: Reader.close",
+        "# class: Reader.Inner",
+        "# method: Reader.Inner.go",
+        "# module: src.io",
+    ]
+    assert found["# function: load"].head == "# function: load\n# Description: Loads a thing.\n# File: src/io.py\n\n"
+    assert (
+        found["# function: load"].text.startswith("@cache\ndef load(a):") and found["# function: load"].title == "load"
+    )
+    assert found["# imports: src.io"].text == "import os\nfrom sys import (\n    path,\n)"
+    assert found["# class: Reader"].text.split("\n")[:3] == ["class Reader:", '    """A reader."""', "    size = 1"]
+    assert found["# method: Reader.close"].text == "    @property\n    def close(self): return 1"
+    assert found["# module: src.io"].head.splitlines()[1] == "# Description: Reads things. More."
+    lines = sorted(line for s in found.values() for line in s.text.split("\n") if line.strip())
+    assert lines == sorted(line for line in PYTHON.split("\n") if line.strip())
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "(" * 10_000, "-" * 100_000 + "1", "print 'two'"])
+def test_what_is_not_python_is_a_text(text):
+    assert [(s.title, s.head, s.text) for s in TEXTS[".py"](text, "a.py")] == [("", "", text)]
+
+
+def pdf(*pages: bytes) -> bytes:
+    """A PDF of content streams, by hand."""
+    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
+    objects = [b"<</Type/Catalog/Pages 2 0 R>>", f"<</Type/Pages/Kids[{kids}]/Count {len(pages)}>>".encode()]
+    objects.append(b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>")
+    for i, page in enumerate(pages):
+        packed = zlib.compress(page)
+        resources = f"/MediaBox[0 0 99 99]/Resources<</Font<</F 3 0 R>>>>/Contents {5 + 2 * i} 0 R>>"
+        objects.append(b"<</Type/Page/Parent 2 0 R" + resources.encode())
+        objects.append(f"<</Length {len(packed)}/Filter/FlateDecode>>stream\n".encode() + packed + b"\nendstream")
+    out, places = io.BytesIO(b"%PDF-1.4\n"), []
+    out.seek(0, io.SEEK_END)
+    for number, body in enumerate(objects, 1):
+        places.append(out.tell())
+        out.write(b"%d 0 obj\n%s\nendobj\n" % (number, body))
+    start = out.tell()
+    out.write(b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1))
+    out.writelines(b"%010d 00000 n \n" % place for place in places)
+    out.write(b"trailer<</Size %d/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % (len(objects) + 1, start))
+    return out.getvalue()
+
+
+def said(text: str) -> bytes:
+    return f"BT /F 12 Tf 9 9 Td ({text}) Tj ET".encode()
+
+
+def test_a_pdf_is_the_text_of_its_pages():
+    pytest.importorskip("pypdf")
+    (section,) = BINARIES[".pdf"](pdf(said("Ann went"), said("to Rome.")), "a.pdf")
+    assert (section.title, section.text) == ("", "Ann went\nto Rome.")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"%PDF-1.4\ngarbage", "a damaged PDF"),
+        (pdf(said("Ann"))[:150], "a damaged PDF"),
+        (pdf(said("Ann")).replace(b"/Kids[4 0 R]", b"/Kids[2 0 R]"), "a damaged PDF"),
+        (pdf(b" " * (80 << 20)), "a damaged PDF"),  # pypdf's own limit of a stream
+        (pdf(b" " * (40 << 20), b" " * (40 << 20)), "a PDF of too much content"),
+    ],
+    ids=["garbage", "cut off", "circle", "bomb", "bomb in parts"],
+)
+def test_a_pdf_that_is_damaged_or_unpacks_to_anything_is_unreadable(content, reason):
+    pytest.importorskip("pypdf")
+    assert len(content) < 100_000
+    start = time.perf_counter()
+    with pytest.raises(Unreadable) as error:
+        list(BINARIES[".pdf"](content, "a.pdf"))
+    assert error.value.reason == reason and time.perf_counter() - start < 20
+
+
+def test_without_pypdf_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    with pytest.raises(R3LiteError, match=r"pip install 'r3lite\[documents\]'"):
+        list(BINARIES[".pdf"](b"", "a.pdf"))
