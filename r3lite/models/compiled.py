@@ -7,7 +7,6 @@ for any number of rows, not for each number, so that what is computed does not d
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,8 +64,8 @@ class _Dequantizer:
     def __call__(self, weights: Sequence[Nf4Weight], dtype: torch.dtype) -> Tensor:
         parts = []
         for weight in joined(weights):
-            _any_size(weight.codes, weight.absmax, weight.absmax_scale, weight.absmax_mean)
-            parts.append(self.dense_blocks(weight, code_points(weight.device), dtype).view(weight.shape))
+            flat = Nf4Weight(*(_any_size(part) for part in vars(weight).values()))
+            parts.append(self.dense_blocks(flat, code_points(weight.device), dtype).view(weight.shape))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -84,22 +83,21 @@ class _LayerRunner:
             return layer.halves(x, cos, sin, context, tile)
         shape, attention, mlp = x.shape, layer.self_attn, layer.mlp
         with torch.autocast(x.device.type, enabled=False):
-            x = x.detach().flatten(0, 1).contiguous()  # [N, C]
-            angles = [t.expand(*shape[:2], 1, -1).flatten(0, 1).contiguous() for t in (cos, sin)]  # [N, 1, D]
-            _any_size(x, *angles)
+            x = _any_size(x.flatten(0, 1))  # [N, C]
+            angles = [_any_size(t.expand(*shape[:2], 1, -1).flatten(0, 1)) for t in (cos, sin)]  # [N, 1, D]
             projections = attention.q_proj, attention.k_proj, attention.v_proj
             qkv = self.before(
                 x, *angles, _norm(layer.input_layernorm), operands(projections, x.dtype, len(x)), attention.head_dim
             )  # [N, H + 2 K, D]
             qkv = qkv.unflatten(0, shape[:2]).transpose(1, 2)  # [B, H + 2 K, T, D]
             q, kv = qkv.split((attention.heads, 2 * attention.kv_heads), dim=1)
-            attended = context.attend(attention.layer_idx, q, kv).flatten(0, 1).contiguous()  # [N, H D]
+            attended = context.attend(attention.layer_idx, q, kv).flatten(0, 1)  # [N, H D]
             done = []
-            for piece in zip(attended.split(tile or len(x)), x.split(tile or len(x)), strict=True):
-                _any_size(*piece)
+            for some, residual in zip(attended.split(tile or len(x)), x.split(tile or len(x)), strict=True):
                 stacks = ((attention.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
-                weights = [operands(stack, x.dtype, len(piece[0])) for stack in stacks]
-                done.append(self.after(*piece, _norm(layer.post_attention_layernorm), *weights))
+                weights = [operands(stack, x.dtype, len(some)) for stack in stacks]
+                norm = _norm(layer.post_attention_layernorm)
+                done.append(self.after(_any_size(some), _any_size(residual), norm, *weights))
         return (done[0] if len(done) == 1 else torch.cat(done)).view(shape)
 
 
@@ -112,14 +110,15 @@ def _can_run(layer: Layer, x: Tensor) -> bool:
     return not layer.training or not any(linear.adapter and linear.adapter.dropout for linear in linears)
 
 
-def _any_size(*tensors: Tensor) -> None:
-    """Has the functions that are given tensors [N, ...] compiled for any N above 1."""
-    for tensor in tensors:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+def _any_size(tensor: Tensor) -> Tensor:
+    """The tensor [N, ...], for any N above 1 of which the same code is used."""
+    tensor = tensor.contiguous().data  # not a view, of which the shape of what it shows would be compiled in
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
 
 
 def _norm(norm: RMSNorm) -> tuple[Tensor, float]:
-    return norm.weight.detach(), norm.eps
+    return norm.weight.data, norm.eps
 
 
 def _before_attention(
@@ -149,7 +148,5 @@ def _project(by: Operands, x: Tensor) -> Tensor:
         return out
     low = F.linear(x.to(by.A.dtype), by.A)  # [N, sum of r]
     Bs, lows = iter(by.Bs), iter(low.split([B.shape[1] for B in by.Bs], dim=1))
-    added = [
-        F.linear(next(lows), next(Bs)) if adapted else low.new_zeros(len(x), size) for size, adapted in by.outs
-    ]
+    added = [F.linear(next(lows), next(Bs)) if adapted else low.new_zeros(len(x), size) for size, adapted in by.outs]
     return (out + by.scale * torch.cat(added, dim=1)).to(out.dtype)

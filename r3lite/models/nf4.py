@@ -158,7 +158,7 @@ def _absmax_of_one(weight: Nf4Weight) -> Tensor:
 def dense_blocks(weight: Nf4Weight, points: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight's blocks [blocks, 64] in `dtype`, computed in fp32; `points` are those of `code_points`.
 
-    The same numbers as `dequantize` on a CPU, written so that a compiler makes one kernel of it.
+    The numbers of `dequantize` up to rounding, written so that a compiler makes one kernel of it.
     """
     codes = weight.codes.view(-1, BLOCK // 2)  # [blocks, 32]
     found = points[torch.stack((codes >> 4, codes & 15), dim=-1).int()].flatten(1)  # [blocks, 64]

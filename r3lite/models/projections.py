@@ -134,22 +134,25 @@ class Operands(NamedTuple):
 
 
 def operands(layers: Sequence[nn.Module], dtype: torch.dtype, rows: int) -> Operands:
-    """What `project` would multiply so many rows of `dtype` by, without gradients and dropout."""
+    """What `project` would multiply so many rows of `dtype` by, without gradients and dropout.
+
+    As `.data`: of a view, which is what most of these are, compiled code checks the tensor that it shows too.
+    """
     bases, adapters = _bases_and_adapters(layers)
     on = [adapter for adapter in adapters if adapter]
     weights = [base.weight for base in bases]
     packed = joined(weights) if all(isinstance(weight, Nf4Weight) for weight in weights) else []
     if len(packed) == 1:
-        weight, points = packed[0], code_points(packed[0].device)
+        weight, points = Nf4Weight(*(part.data for part in vars(packed[0]).values())), code_points(packed[0].device)
     else:
-        weight, points = _weight(bases, dtype).detach(), None
-    bias = None if bases[0].bias is None else side_by_side([base.bias for base in bases]).to(dtype).detach()
+        weight, points = _weight(bases, dtype).data, None
+    bias = None if bases[0].bias is None else side_by_side([base.bias for base in bases]).to(dtype).data
     outs = [(base.out_features, adapter is not None) for base, adapter in zip(bases, adapters, strict=True)]
     if not on:
         return Operands(weight, points, bias, None, [], 1.0, outs)
     few = _adapts_in_fp32(rows, dtype, weight.device)
     A, Bs = _cast(on, torch.float32 if few else dtype)
-    return Operands(weight, points, bias, A.detach(), [B.detach() for B in Bs], on[0].scale, outs)
+    return Operands(weight, points, bias, A.data, [B.data for B in Bs], on[0].scale, outs)
 
 
 def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = None) -> Tensor:
