@@ -15,7 +15,7 @@ from bench import options
 from bench.contests import Ours
 from r3lite.models import compiled
 
-NEW, TOKENS, TURNS = 16, 512, 3
+NEW, TOKENS, TURNS = 32, 512, 5
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
