@@ -5,6 +5,7 @@
 
 import hashlib
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from r3lite.errors import R3LiteError
 from r3lite.grant import Grant
 from r3lite.memory.plan import Plan, announce, enforce
 from r3lite.memory.shrinking import ShrinkingGrant
-from r3lite.models import activation_checkpointing, lora, weights
+from r3lite.models import activation_checkpointing, compiled, lora, weights
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.qwen2_config import is_nf4, read_config
 from r3lite.models.value_head import ValueHead
@@ -90,6 +91,8 @@ def load_policy(
         _add_fresh_adapter(model, training)
     if settings.adapter or training:
         lora.set_adapter(model, POLICY)
+    if settings.compile:
+        _compile(model, precision.device, plan.memory.nf4 or is_nf4(folder))
     if training is None:
         grant = Grant(plan.memory)
         activation_checkpointing.enable(model, grant)
@@ -166,6 +169,19 @@ def _add_fresh_adapter(model: Qwen2, training: Training) -> None:
     lora.add_adapter(
         model, POLICY, s.lora_r, s.lora_alpha, s.lora_dropout, s.lora_targets, s.rslora, seed=training.seed
     )
+
+
+def _compile(model: Qwen2, device: torch.device, nf4: bool) -> None:
+    """Compiles what models/compiled.py says and tells how long it took; if that cannot be, why the run goes on so."""
+    began = time.perf_counter()
+    slower = "a base in NF4 would be slower on a CPU" if nf4 and device.type == "cpu" else None
+    if reason := slower or compiled.missing_compiler(device):
+        print(f"warning: nothing is compiled in spite of --compile: {reason}", file=sys.stderr)
+        return
+    what = "layers in passes without gradients" + (", and the dequantization of NF4 weights" if nf4 else "")
+    print(f"compiling {what} ...", file=sys.stderr)
+    compiled.enable(model)
+    print(f"compiled in {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
 def _load_base(folder: Path, settings: ModelSettings, memory: MemorySettings, plan: Plan) -> tuple[Qwen2, Precision]:

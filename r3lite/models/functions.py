@@ -40,7 +40,7 @@ def rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rotated.apply(x, heads, cos, sin) if torch.is_grad_enabled() else _rotate_(x, heads, cos, sin)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of x in its dtype, and 1 / rms(x) [..., 1] in fp32."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -70,7 +70,7 @@ def _norm_backward_cuda(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, 
 
 
 for _device, _forward, _backward in (
-    ("CompositeExplicitAutograd", _norm, _norm_backward),  # any device
+    ("CompositeExplicitAutograd", plain_rms_norm, _norm_backward),  # any device
     ("CUDA", _norm_cuda, _norm_backward_cuda),
 ):
     OPERATORS.impl("rms_norm", _forward, _device)

@@ -137,14 +137,38 @@ def dequantize(weights: Sequence[Nf4Weight], dtype: torch.dtype) -> Tensor:
 
 def _absmax(weights: Sequence[Nf4Weight]) -> Tensor:
     """The fp32 absmax [blocks] of all blocks of several weights."""
-    counts = [weight.codes.numel() * 2 // BLOCK for weight in weights]
-    if len(weights) > 1 and any(count % GROUP for count in counts):  # a group is filled up with what is no absmax
-        return torch.cat([_absmax([weight]) for weight in weights])
-    absmax, scale, mean = (
-        side_by_side([getattr(weight, name) for weight in weights])
-        for name in ("absmax", "absmax_scale", "absmax_mean")
-    )
-    return torch.addcmul(mean[:, None], absmax, scale[:, None]).view(-1)[: sum(counts)]
+    found = [_absmax_of_one(weight) for weight in joined(weights)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def joined(weights: Sequence[Nf4Weight]) -> list[Nf4Weight]:
+    """Weights [n, in], one below the other, as one [sum of n, in]; as they are if their absmax cannot be joined."""
+    if len(weights) == 1 or any(weight.codes.numel() * 2 % (BLOCK * GROUP) for weight in weights):
+        return list(weights)  # a group is filled up with what is no absmax
+    parts = zip(*(vars(weight).values() for weight in weights), strict=True)
+    return [Nf4Weight(*map(side_by_side, parts))]
+
+
+def _absmax_of_one(weight: Nf4Weight) -> Tensor:
+    """The fp32 absmax [blocks] of a weight."""
+    absmax = torch.addcmul(weight.absmax_mean[:, None], weight.absmax, weight.absmax_scale[:, None])
+    return absmax.view(-1)[: weight.codes.numel() * 2 // BLOCK]
+
+
+def dense_blocks(weight: Nf4Weight, points: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight's blocks [blocks, 64] in `dtype`, computed in fp32; `points` are those of `code_points`.
+
+    The numbers of `dequantize` up to rounding, written so that a compiler makes one kernel of it.
+    """
+    codes = weight.codes.view(-1, BLOCK // 2)  # [blocks, 32]
+    found = points[torch.stack((codes >> 4, codes & 15), dim=-1).int()].flatten(1)  # [blocks, 64]
+    return (found * _absmax_of_one(weight)[:, None]).to(dtype)
+
+
+@functools.cache
+def code_points(device: torch.device) -> Tensor:
+    """POINTS in fp32 on a device."""
+    return torch.tensor(POINTS).to(device, non_blocking=True)
 
 
 @functools.cache

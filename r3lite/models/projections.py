@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from r3lite.models.nf4 import Nf4Weight, dequantize
+from r3lite.models.nf4 import Nf4Weight, code_points, dequantize, joined
 from r3lite.models.stacks import side_by_side
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -69,6 +69,7 @@ class Nf4Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias, self.dtype = bias, dtype
+        self.dequantize = dequantize  # replaced by models.compiled
         for name, tensor in vars(weight).items():
             self.register_buffer(name, tensor)
 
@@ -120,14 +121,47 @@ class LoraLinear(nn.Module):
         return project([self], x)
 
 
+class Operands(NamedTuple):
+    """The tensors by which linear layers multiply the same x [N, in], and those of the adapter that is on."""
+
+    weight: Tensor | Nf4Weight  # [sum of out, in], in x's dtype or in NF4
+    points: Tensor | None  # the values of NF4's codes, if it is
+    bias: Tensor | None  # [sum of out]
+    A: Tensor | None  # [sum of r, in], in the dtype of the adapter's products; None: no layer has an adapter
+    Bs: list[Tensor]  # each [out, r]
+    scale: float
+    outs: list[tuple[int, bool]]  # of each layer: its features, and whether it has an adapter
+
+
+def operands(layers: Sequence[nn.Module], dtype: torch.dtype, rows: int) -> Operands:
+    """What `project` would multiply so many rows of `dtype` by, without gradients and dropout.
+
+    As `.data`: of a view, which is what most of these are, compiled code checks the tensor that it shows too.
+    """
+    bases, adapters = _bases_and_adapters(layers)
+    on = [adapter for adapter in adapters if adapter]
+    weights = [base.weight for base in bases]
+    packed = joined(weights) if all(isinstance(weight, Nf4Weight) for weight in weights) else []
+    if len(packed) == 1:
+        weight, points = Nf4Weight(*(part.data for part in vars(packed[0]).values())), code_points(packed[0].device)
+    else:
+        weight, points = _weight(bases, dtype).data, None
+    bias = None if bases[0].bias is None else side_by_side([base.bias for base in bases]).to(dtype).data
+    outs = [(base.out_features, adapter is not None) for base, adapter in zip(bases, adapters, strict=True)]
+    if not on:
+        return Operands(weight, points, bias, None, [], 1.0, outs)
+    few = _adapts_in_fp32(rows, dtype, weight.device)
+    A, Bs = _cast(on, torch.float32 if few else dtype)
+    return Operands(weight, points, bias, A.data, [B.data for B in Bs], on[0].scale, outs)
+
+
 def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = None) -> Tensor:
     """The outputs of linear layers for the same x [..., in], side by side: [..., sum of out]; plus `residual` if given.
 
     A layer is an nn.Linear, an Nf4Linear, or a LoraLinear of one of them. The products of an adapter are in the dtype
     of the base's, or in fp32 for a few half-precision rows on a CPU without gradients.
     """
-    bases = [layer.base if isinstance(layer, LoraLinear) else layer for layer in layers]
-    adapters = [layer.adapter if isinstance(layer, LoraLinear) else None for layer in layers]
+    bases, adapters = _bases_and_adapters(layers)
     dropout = max((adapter.dropout for adapter in adapters if adapter), default=0.0)
     if dropout and len(layers) > 1:  # each of them drops other numbers of x
         assert residual is None
@@ -150,6 +184,17 @@ def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = No
     return out if residual is None or added is not None else residual + out  # under autocast the residual is wider
 
 
+def _bases_and_adapters(layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Adapter | None]]:
+    """The layers without adapters, and of each the adapter that is on."""
+    bases = [layer.base if isinstance(layer, LoraLinear) else layer for layer in layers]
+    return bases, [layer.adapter if isinstance(layer, LoraLinear) else None for layer in layers]
+
+
+def _adapts_in_fp32(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether an adapter's products of so many rows, of x's dtype, are computed in fp32: see FEW_ROWS."""
+    return rows <= FEW_ROWS and dtype.itemsize == 2 and device.type == "cpu"
+
+
 def _without_gradients(
     bases: list[nn.Module], adapters: list[Adapter | None], x: Tensor, dropped: Tensor | None, added: Tensor | None
 ) -> Tensor:
@@ -158,7 +203,7 @@ def _without_gradients(
     on = [adapter for adapter in adapters if adapter]
     if not on:
         return out
-    if len(x) <= FEW_ROWS and x.dtype.itemsize == 2 and x.device.type == "cpu":
+    if _adapts_in_fp32(len(x), x.dtype, x.device):
         low = F.linear(adapter_x.float(), side_by_side([adapter.A for adapter in on]))  # [N, sum of r]
         for adapter, columns, ranks in _places(bases, adapters):
             out[:, columns].add_(F.linear(low[:, ranks], adapter.B), alpha=adapter.scale)
@@ -189,7 +234,7 @@ def _weight(bases: list[nn.Module], dtype: torch.dtype) -> Tensor:
     """The layers' weights [sum of out, in]. Those in NF4 are dequantized, which costs less memory than keeping them."""
     weights = [base.weight for base in bases]
     if all(isinstance(weight, Nf4Weight) for weight in weights):
-        return dequantize(weights, dtype)
+        return bases[0].dequantize(weights, dtype)
     if any(isinstance(weight, Nf4Weight) for weight in weights):  # an adapter was merged into some of them
         return torch.cat([_weight([base], dtype) for base in bases])
     return side_by_side(weights).to(dtype)

@@ -9,6 +9,7 @@ Shape legend, used in every file of r3lite:
     S  slots of a KV cache that are used   D  size of one head         N  rows of a flat list of tokens
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -120,11 +121,18 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, layer_idx)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.compiled: Callable[..., Tensor] | None = None  # replaced by models.compiled
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, tile: int | None = None
     ) -> Tensor:
         """[B, T, C] -> [B, T, C]; `tile` is explained at MLP."""
+        if self.compiled is not None and not torch.is_grad_enabled():
+            return self.compiled(self, x, cos, sin, context, tile)
+        return self.halves(x, cos, sin, context, tile)
+
+    def halves(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, tile: int | None) -> Tensor:
+        """The same, not compiled."""
         return self.feed_forward(self.attend(x, cos, sin, context), tile)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:

@@ -20,6 +20,9 @@ class ModelSettings(Section):
     """precision of the frozen base and of autocast; auto: bf16 if the device has it, else fp16 (on a CPU fp32)"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda if there is one, else mps, else cpu"""
+    compile: bool = False
+    """layers by torch.compile in passes without gradients (decoding, scoring, validation), and on a card NF4 weights'
+    dequantization in all passes; takes up to minutes at the start. The rest of passes with gradients is not compiled"""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,152 @@
+"""torch.compile of what it serves: a layer in passes without gradients, and NF4 weights made dense.
+
+What is compiled are functions of tensors, without graph breaks: which weights lie side by side, which adapter is on and
+what a query attends to is settled before they are called. In passes with gradients layers are not compiled: the
+gradients of models/projections.py and models/functions.py are written by hand. A function is compiled for one row and
+for any number of rows, not for each number, so that what is computed does not depend on the lengths seen before.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from r3lite.models.attention import AttentionContext, CausalRows
+from r3lite.models.functions import plain_rms_norm, rotate_, swiglu
+from r3lite.models.nf4 import Nf4Weight, code_points, dense_blocks, joined
+from r3lite.models.projections import FEW_ROWS, LoraLinear, Nf4Linear, Operands, operands
+from r3lite.models.qwen2 import Layer, Qwen2, RMSNorm, rotary_angles
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Why nothing can be compiled for a device, such as that there is no C++ compiler or no Triton; None if it can."""
+    try:
+        _compiled(torch.neg)(torch.ones(2, device=device))
+    except (RuntimeError, ImportError) as error:
+        return str(error).strip().partition("\n")[0]
+    return None
+
+
+def enable(model: Qwen2) -> None:
+    """From now on the model's layers are compiled as the head of this file says. Takes tens of seconds.
+
+    What the adapter that is on needs is compiled now, so that no step of a run waits for it.
+    """
+    dequantize, run = _Dequantizer(), _LayerRunner()
+    packed = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    for module in packed:
+        module.dequantize = dequantize
+    for layer in model.model.layers:
+        layer.compiled = run
+    weight = model.head_weight
+    with torch.no_grad():
+        if packed:
+            packed[0].dequantize([packed[0].weight], weight.dtype)
+        for rows in (1, 2, FEW_ROWS + 1):
+            context = CausalRows(torch.zeros(1, rows, device=weight.device))
+            x = weight.new_zeros(1, rows, model.config.hidden_size)
+            cos, sin = rotary_angles(context.positions, model.config.head_dim, model.config.rope_theta, x.dtype)
+            model.model.layers[0](x, cos, sin, context)
+
+
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, fullgraph=True)
+
+
+class _Dequantizer:
+    """nf4.dequantize by a compiled function."""
+
+    def __init__(self):
+        self.dense_blocks = _compiled(dense_blocks)
+
+    @torch.no_grad()
+    def __call__(self, weights: Sequence[Nf4Weight], dtype: torch.dtype) -> Tensor:
+        parts = []
+        for weight in joined(weights):
+            flat = Nf4Weight(*(_any_size(part) for part in vars(weight).values()))
+            parts.append(self.dense_blocks(flat, code_points(weight.device), dtype).view(weight.shape))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _LayerRunner:
+    """Runs layers by compiled functions: one up to attention, one from there on."""
+
+    def __init__(self):
+        self.before, self.after = _compiled(_before_attention), _compiled(_after_attention)
+
+    def __call__(
+        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, tile: int | None
+    ) -> Tensor:
+        """See Layer.forward."""
+        if not _can_run(layer, x):
+            return layer.halves(x, cos, sin, context, tile)
+        shape, attention, mlp = x.shape, layer.self_attn, layer.mlp
+        with torch.autocast(x.device.type, enabled=False):
+            x = _any_size(x.flatten(0, 1))  # [N, C]
+            angles = [_any_size(t.expand(*shape[:2], 1, -1).flatten(0, 1)) for t in (cos, sin)]  # [N, 1, D]
+            projections = attention.q_proj, attention.k_proj, attention.v_proj
+            qkv = self.before(
+                x, *angles, _norm(layer.input_layernorm), operands(projections, x.dtype, len(x)), attention.head_dim
+            )  # [N, H + 2 K, D]
+            qkv = qkv.unflatten(0, shape[:2]).transpose(1, 2)  # [B, H + 2 K, T, D]
+            q, kv = qkv.split((attention.heads, 2 * attention.kv_heads), dim=1)
+            attended = context.attend(attention.layer_idx, q, kv).flatten(0, 1)  # [N, H D]
+            done = []
+            for some, residual in zip(attended.split(tile or len(x)), x.split(tile or len(x)), strict=True):
+                stacks = ((attention.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
+                weights = [operands(stack, x.dtype, len(some)) for stack in stacks]
+                norm = _norm(layer.post_attention_layernorm)
+                done.append(self.after(_any_size(some), _any_size(residual), norm, *weights))
+        return (done[0] if len(done) == 1 else torch.cat(done)).view(shape)
+
+
+def _can_run(layer: Layer, x: Tensor) -> bool:
+    """Whether a pass is one that is compiled: without dropout, and in autocast's dtype if that is on."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype:
+        return False
+    linears = (module for module in layer.modules() if isinstance(module, LoraLinear))
+    return not layer.training or not any(linear.adapter and linear.adapter.dropout for linear in linears)
+
+
+def _any_size(tensor: Tensor) -> Tensor:
+    """The tensor [N, ...], for any N above 1 of which the same code is used."""
+    tensor = tensor.contiguous().data  # not a view, of which the shape of what it shows would be compiled in
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
+
+
+def _norm(norm: RMSNorm) -> tuple[Tensor, float]:
+    return norm.weight.data, norm.eps
+
+
+def _before_attention(
+    x: Tensor, cos: Tensor, sin: Tensor, norm: tuple[Tensor, float], projections: Operands, head_dim: int
+) -> Tensor:
+    """Queries and keys, rotated, and values [N, H + 2 K, D] of a layer's input [N, C]."""
+    qkv = _project(projections, plain_rms_norm(x, *norm)[0]).unflatten(-1, (-1, head_dim))
+    turning = sum(size for size, _ in projections.outs[:2]) // head_dim  # heads of q and of k
+    return rotate_(qkv[None], turning, cos, sin)[0]
+
+
+def _after_attention(
+    attended: Tensor, x: Tensor, norm: tuple[Tensor, float], o: Operands, gate_up: Operands, down: Operands
+) -> Tensor:
+    """A layer's output [N, C], of its attention's output [N, H D] and its input [N, C]."""
+    x = x + _project(o, attended)
+    return x + _project(down, swiglu(_project(gate_up, plain_rms_norm(x, *norm)[0])))
+
+
+def _project(by: Operands, x: Tensor) -> Tensor:
+    """The layers' outputs [N, sum of out] for x [N, in], see projections.project."""
+    weight = by.weight
+    if isinstance(weight, Nf4Weight):
+        weight = dense_blocks(weight, by.points, x.dtype).view(weight.shape)
+    out = F.linear(x, weight, by.bias)
+    if by.A is None:
+        return out
+    low = F.linear(x.to(by.A.dtype), by.A)  # [N, sum of r]
+    Bs, lows = iter(by.Bs), iter(low.split([B.shape[1] for B in by.Bs], dim=1))
+    added = [F.linear(next(lows), next(Bs)) if adapted else low.new_zeros(len(x), size) for size, adapted in by.outs]
+    return (out + by.scale * torch.cat(added, dim=1)).to(out.dtype)

@@ -1,0 +1,175 @@
+"""Compiled layers and NF4 weights against those that are not, how often they are compiled, and a missing compiler."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import cpp_builder
+
+from r3lite import policy
+from r3lite.grant import Grant, Memory
+from r3lite.models import activation_checkpointing, compiled, nf4
+from r3lite.models.kv_cache import KVCache, Prefill
+from r3lite.models.lora import adapter_parameters, add_adapter, set_adapter, use_adapter
+from r3lite.models.weights import load_qwen2
+from r3lite.rollout.decoder import Decoder
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Compiled code belongs to the function, so that one test's would be another's."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiler():
+    if reason := compiled.missing_compiler(CPU):
+        pytest.skip(f"nothing can be compiled here: {reason}")
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.fixture
+def make(small_model, write_folder, tmp_path):
+    """Makes the same model again and again, with an adapter that is on and whose B is not zero."""
+
+    def made(dtype, quantize=False, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")):
+        folder = tmp_path / "model"
+        if not folder.exists():
+            write_folder(small_model(intermediate_size=128), folder)
+        model = load_qwen2(folder, dtype, CPU, quantize=quantize)
+        add_adapter(model, "a", 4, 8.0, targets=targets)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in adapter_parameters(model, "a").values():
+            parameter.data.normal_(0, 0.05, generator=generator)
+        set_adapter(model, "a")
+        return model
+
+    return made
+
+
+def compiled_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@torch.no_grad()
+def passes(model, lengths=(1, 5, 30)) -> torch.Tensor:
+    """Hidden states of rows, of a prefill into a cache and of decode steps after it, all below one another."""
+    found = [model(torch.arange(n)[None]) for n in lengths]
+    found.append(model(torch.arange(2 * lengths[-1]).view(2, -1)))
+    dtype, config = model.head_weight.dtype, model.config
+    cache = KVCache(config.num_hidden_layers, 3, config.num_key_value_heads, config.head_dim, dtype, CPU)
+    prefill = Prefill(cache, [(row, list(range(n))) for row, n in enumerate((lengths[-1], 4, 2))])
+    found.append(model(prefill.tokens, prefill))
+    decoder = Decoder(model, cache)
+    found += [decoder(list(range(rows))) for rows in (3, 3, 2, 1)]
+    return torch.cat([states.flatten(0, -2) for states in found])
+
+
+def off(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far hidden states [N, C] are from what they should be, of the latter's norm, in the worst row."""
+    return float(((ours.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [False, True])
+def test_hidden_states_in_fp32(compiler, make, quantize):
+    model = make(torch.float32, quantize)
+    expected = passes(model)
+    with use_adapter(model, None):
+        bare = passes(model)
+    compiled.enable(model)
+    assert 0 < off(passes(model), expected) <= 1e-5
+    with use_adapter(model, None):
+        assert off(passes(model), bare) <= 1e-5
+
+
+@pytest.mark.slow
+def test_hidden_states_in_bf16_are_no_farther_from_those_in_fp32(compiler, make):
+    """Both round, in other places: what is compiled keeps fp32 between operations that it makes one."""
+    model, exact = make(torch.bfloat16), make(torch.bfloat16).float()
+    before, right = passes(model), passes(exact)
+    compiled.enable(model)
+    after = passes(model)
+    assert off(after, right) <= 1.25 * off(before, right) <= 0.05
+
+
+@pytest.mark.slow
+def test_no_length_is_compiled_by_itself(compiler, make):
+    """One row, and any number of rows; in bf16 on a CPU few rows as well, whose adapters are in fp32."""
+    for dtype, most in ((torch.float32, 2), (torch.bfloat16, 3)):
+        torch._dynamo.reset()
+        counters.clear()
+        model = make(dtype)
+        compiled.enable(model)
+        assert compiled_graphs() == 2 * most  # two functions
+        for lengths in ((1, 2, 3), (7, 8, 9), (16, 17, 64), (33, 100, 140)):
+            passes(model, lengths)
+        assert compiled_graphs() == 2 * most
+
+
+@pytest.mark.slow
+def test_a_layer_in_tiles(compiler, make):
+    model = make(torch.float32)
+    activation_checkpointing.enable(model, Grant(Memory(mlp_tile=7)))
+    expected = passes(model)
+    compiled.enable(model)
+    assert 0 < off(passes(model), expected) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
+def test_nf4_weights(compiler, dtype, bound):
+    """Of several shapes, alone and together, whether the last group of their absmax is full or not."""
+    dequantize = compiled._Dequantizer()
+    for shapes in ([(80, 1024)], [(16, 1024), (32, 1024)], [(70, 512), (80, 512)]):
+        weights = [nf4.quantize(torch.randn(*shape)) for shape in shapes]
+        expected = nf4.dequantize(weights, dtype)
+        found = dequantize(weights, dtype)
+        assert found.dtype == dtype and torch.allclose(found, expected, rtol=bound, atol=0)
+    assert compiled_graphs() <= 2  # one group is another case than several
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [0, 3])
+def test_gradients(compiler, make, recompute):
+    """A pass with gradients is not compiled, but for its NF4 weights and the first run of a recomputed layer."""
+
+    def gradients(model):
+        activation_checkpointing.enable(model, Grant(Memory(recompute_layers=recompute)))
+        model(torch.arange(20)[None]).square().mean().backward()
+        found = [parameter.grad for parameter in adapter_parameters(model, "a").values()]
+        model.zero_grad()
+        return torch.cat([grad.flatten() for grad in found])[None]
+
+    model = make(torch.float32, quantize=True)
+    expected = gradients(model)
+    compiled.enable(model)
+    assert off(gradients(model), expected) <= 1e-5
+
+
+@pytest.mark.slow
+def test_dropout_is_not_compiled(compiler, make):
+    model = make(torch.float32)
+    compiled.enable(model)
+    layer = model.model.layers[0]
+    assert compiled._can_run(layer.train(), torch.zeros(1, 2, 64))
+    model.lora.configs["a"] = type(model.lora.configs["a"])(4, 8.0, dropout=0.5)
+    assert not compiled._can_run(layer, torch.zeros(1, 2, 64))
+    assert compiled._can_run(layer.eval(), torch.zeros(1, 2, 64))
+
+
+def test_without_a_compiler_one_line_says_so_and_the_model_is_left_as_it_is(monkeypatch, capsys, small_model):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    if hasattr(cpp_builder.get_cpp_compiler, "cache_clear"):
+        cpp_builder.get_cpp_compiler.cache_clear()
+    model = small_model()
+    policy._compile(model, CPU, nf4=False)
+    told = capsys.readouterr().err
+    assert told.startswith("warning: nothing is compiled in spite of --compile: ") and told.count("\n") == 1
+    assert all(layer.compiled is None for layer in model.model.layers)
