@@ -6,9 +6,10 @@
 
 For each seed: the quickstart's index, hasty trajectories and SFT adapter, once; then each variant learns from that
 adapter, with a constant rate after the warm-up, up to the end of the round that is nearest to --tokens generated
-tokens, and answers the test questions. What is finished under --work is not done again, and a run that was killed goes
-on, so the same command resumes. Finished runs are added to bench/results/algorithms.json, and none is replaced;
-bench/algorithms_page.py says what the page tells.
+tokens, and answers the test questions. luffy and hybrid get flawless trajectories of all training questions as traces,
+dgpo a teacher: an adapter that learned from 300 of them. What is finished under --work is not done again, and a run
+that was killed goes on, so the same command resumes. Finished runs are added to bench/results/algorithms.json, and none
+is replaced; bench/algorithms_page.py says what the page tells.
 """
 
 import argparse
@@ -40,22 +41,43 @@ class Seed:
 
     def __init__(self, work: Path, seed: int, precision: str):
         self.folder, self.seed, self.world = work / str(seed), seed, shipped("data", "world")
-        self.shared = ["--preset", "tiny", "--seed", str(seed), "--dtype", precision]
+        self.common = ["--preset", "tiny", "--seed", str(seed)]
+        self.shared = [*self.common, "--dtype", precision]
         self.search = ["--index", str(self.folder / "index")]
 
     def begin(self) -> None:
         """Makes what all variants begin with, unless it is there."""
-        folder, trajectories = self.folder, self.folder / "trajectories.jsonl"
-        unseeded = ["--preset", "tiny", "--seed", str(self.seed)]
-        if not (folder / "index").exists():
-            run("index", [*unseeded, "--corpus", str(self.world / "corpus.jsonl"), "--output", str(folder / "index")])
-        if not trajectories.exists():
-            arguments = [*unseeded, "--data", str(self.world / "train.jsonl"), *self.search]
-            arguments += ["--limit", str(TRAJECTORIES), "--hurried-share", str(HURRIED)]
-            run("collect", [*arguments, "--output", str(trajectories)])
-        sft = folder / "sft"
-        if not (sft / "summary.json").exists():
-            run("sft", [*self.shared, "--data", str(trajectories), "--output", str(sft), "--resume", "auto"])
+        index = self.folder / "index"
+        if not index.exists():
+            run("index", [*self.common, "--corpus", str(self.world / "corpus.jsonl"), "--output", str(index)])
+        hasty = self.collected("trajectories", ["--limit", str(TRAJECTORIES), "--hurried-share", str(HURRIED)])
+        self.taught("sft", ["--data", str(hasty)])
+
+    def collected(self, name: str, flags: list[str]) -> Path:
+        """Trajectories of the training questions, made unless they are there."""
+        output = self.folder / f"{name}.jsonl"
+        if not output.exists():
+            data = ["--data", str(self.world / "train.jsonl"), *self.search]
+            run("collect", [*self.common, *data, *flags, "--output", str(output)])
+        return output
+
+    def taught(self, name: str, flags: list[str]) -> Path:
+        """An adapter that SFT made, unless it is there."""
+        output = self.folder / name
+        if not (output / "summary.json").exists():
+            run("sft", [*self.shared, *flags, "--output", str(output), "--resume", "auto"])
+        return output
+
+    def guides(self, flags: list[str]) -> list[str]:
+        """The flags of the teacher or of the traces that a variant's algorithm needs."""
+        algorithm = ALGORITHMS[flags[flags.index("--algorithm") + 1] if "--algorithm" in flags else "ppo"]
+        if algorithm.has_traces:
+            return ["--traces", str(self.collected("flawless", []))]
+        if algorithm.has_teacher:
+            data = ["--data", str(self.collected("flawless", [])), "--limit", str(TRAJECTORIES)]
+            adapter = str(self.taught("teacher", data))
+            return ["--teacher", "tiny", "--teacher-adapter", adapter, "--teacher-quantize", "none"]
+        return []
 
     def sft_scores(self) -> dict:
         return self.evaluate(self.folder / "sft" / "adapter", self.folder / "sft-scores")
@@ -76,7 +98,16 @@ class Seed:
     def learn(self, name: str, flags: list[str], budget: int) -> dict:
         """One variant, trained until it has generated `budget` tokens, and its scores."""
         output = self.folder / f"{name}-{budget}"  # another budget is another run, maybe of a later commit
-        arguments = [*self.shared, *flags, "--adapter", str(self.folder / "sft"), *self.search, "--resume", "auto"]
+        arguments = [
+            *self.shared,
+            *flags,
+            *self.guides(flags),
+            "--adapter",
+            str(self.folder / "sft"),
+            *self.search,
+            "--resume",
+            "auto",
+        ]
         arguments += ["--data", str(self.world / "train.jsonl"), "--output", str(output)]
         arguments += ["--learning-rate-schedule", "constant", "--max-steps", str(MANY_ROUNDS)]
         arguments += ["--warmup", str(WARMUP_ROUNDS / MANY_ROUNDS), "--keep-checkpoints", "1"]
@@ -97,7 +128,8 @@ def generated(output: Path) -> list[int]:
     """How many tokens the model had generated before the first round, and after each one."""
     path, made = output / "metrics.jsonl", [0]
     for row in read_jsonl(path) if path.exists() else ():
-        made.append(made[-1] + row.values["completions/total_tokens"])
+        new = row.values["completions/total_tokens"] + row.values.get("expand/new_tokens", 0)
+        made.append(made[-1] + new)
     return made
 
 

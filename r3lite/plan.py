@@ -41,8 +41,9 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
     """The plan of the run that the settings are of."""
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.memory.plan import make_plan, plan_for_card
-    from r3lite.memory.workloads import rl_workload, sft_workload
+    from r3lite.memory.workloads import sft_workload
     from r3lite.rl import algorithms
+    from r3lite.rl_setup import round_workload
 
     if isinstance(config, PlanSftConfig):
         sampling = None
@@ -50,13 +51,7 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
     else:
         algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
         sampling = config.sampling
-        algorithm = algorithms.ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
-        workload = rl_workload(
-            config.model, config.rl, config.lora, config.lengths, config.retrieval,
-            critic=algorithm.has_critic, ratios_first=algorithm.has_episode_ratios,
-            off_policy=algorithm.most_off_policy, replays=algorithm.has_replay,
-            validation=config.validation, steps=config.rounds(None),
-        )  # fmt: skip
+        workload = round_workload(config)
     if config.elsewhere.card:
         if config.model.device not in ("auto", "cuda"):
             raise UsageError(

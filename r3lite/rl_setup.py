@@ -11,6 +11,7 @@ from r3lite import command, teacher
 from r3lite.datasets.trajectories import Trajectory
 from r3lite.episode import Question
 from r3lite.memory.plan import Plan, make_plan
+from r3lite.memory.planner import Workload
 from r3lite.memory.workloads import rl_workload
 from r3lite.models.packing import common_prefix
 from r3lite.models.weights import resolve_folder
@@ -86,11 +87,15 @@ def warn_of_start(adapter: str | None) -> None:
 
 def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:
     """The memory plan of a round whose episodes all reach --max-length, and begin with `shared` tokens alike."""
+    return make_plan(round_workload(config, shared, questions), config.memory, config.sampling)
+
+
+def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Workload:
+    """What such a round computes, of a run over so many questions if that is known."""
     algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
-    workload = rl_workload(
+    return rl_workload(
         config.model, config.rl, config.lora, config.lengths, config.retrieval, shared,
         critic=algorithm.has_critic, ratios_first=algorithm.has_episode_ratios,
         off_policy=algorithm.most_off_policy, replays=algorithm.has_replay,
         validation=config.validation, steps=config.rounds(questions),
     )  # fmt: skip
-    return make_plan(workload, config.memory, config.sampling)

@@ -85,6 +85,21 @@ def test_a_run_ends_with_the_round_nearest_to_the_budget_and_is_not_done_twice(t
     assert seed.learn("grpo", ["--algorithm", "grpo"], budget) == found and len(told.ran) == done
 
 
+@pytest.mark.parametrize(
+    ("flags", "made", "given"),
+    [
+        ("--algorithm grpo", [], []),
+        ("--kl-beta 0.1", [], []),  # ppo, by default
+        ("--algorithm luffy", ["collect"], ["--traces"]),
+        ("--algorithm dgpo", ["collect", "sft"], ["--teacher", "--teacher-adapter", "--teacher-quantize"]),
+    ],
+)
+def test_an_algorithm_gets_the_traces_or_the_teacher_that_it_needs(tmp_path, monkeypatch, flags, made, given):
+    told = Told(monkeypatch)
+    found = algorithms.Seed(tmp_path, 0, "fp32").guides(flags.split())
+    assert [command for command, _ in told.ran] == made and found[::2] == given
+
+
 def test_a_run_of_other_flags_is_another_run():
     run = a_run("grpo", 0, HALF)
     assert algorithms.same_run(run, run | {"commit": "later", "date": "later"})
