@@ -173,6 +173,8 @@ def _add_fresh_adapter(model: Qwen2, training: Training) -> None:
 
 def _compile(model: Qwen2, device: torch.device, nf4: bool) -> None:
     """Compiles what models/compiled.py says and tells how long it took; if that cannot be, why the run goes on so."""
+    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+
     began = time.perf_counter()
     slower = "a base in NF4 would be slower on a CPU" if nf4 and device.type == "cpu" else None
     if reason := slower or compiled.missing_compiler(device):
@@ -180,7 +182,14 @@ def _compile(model: Qwen2, device: torch.device, nf4: bool) -> None:
         return
     what = "layers in passes without gradients" + (", and the dequantization of NF4 weights" if nf4 else "")
     print(f"compiling {what} ...", file=sys.stderr)
-    compiled.enable(model)
+    try:
+        compiled.enable(model)
+    except TorchDynamoException as error:
+        raise R3LiteError(
+            f"--compile failed: {str(error).strip().partition(chr(10))[0]}",
+            "Leave --compile out. If an earlier run was killed while it compiled, deleting PyTorch's kernel cache "
+            "helps: the folder of TORCHINDUCTOR_CACHE_DIR, or torchinductor_USER among the temporary files.",
+        ) from error
     print(f"compiled in {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 

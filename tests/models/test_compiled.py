@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._inductor import cpp_builder
 
 from r3lite import policy
+from r3lite.errors import R3LiteError
 from r3lite.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, compiled, nf4
 from r3lite.models.kv_cache import KVCache, Prefill
@@ -161,6 +163,19 @@ def test_dropout_is_not_compiled(compiler, make):
     model.lora.configs["a"] = type(model.lora.configs["a"])(4, 8.0, dropout=0.5)
     assert not compiled._can_run(layer, torch.zeros(1, 2, 64))
     assert compiled._can_run(layer.eval(), torch.zeros(1, 2, 64))
+
+
+def test_a_compilation_that_fails_tells_what_helps(monkeypatch, small_model):
+    """A run that was killed while it compiled left half a file in PyTorch's cache, and the next one a traceback."""
+
+    def fail(model):
+        raise TorchDynamoException("ImportError: x.so: file too short\nmore of it")
+
+    monkeypatch.setattr(policy.compiled, "missing_compiler", lambda device: None)
+    monkeypatch.setattr(policy.compiled, "enable", fail)
+    with pytest.raises(R3LiteError, match=r"--compile failed: ImportError: x.so: file too short\n") as raised:
+        policy._compile(small_model(), CPU, nf4=False)
+    assert "TORCHINDUCTOR_CACHE_DIR" in raised.value.remedy
 
 
 def test_without_a_compiler_one_line_says_so_and_the_model_is_left_as_it_is(monkeypatch, capsys, small_model):
