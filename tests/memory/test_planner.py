@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.memory import full_question, full_rows
-from r3lite import collect, policy, ppo, sft
+from r3lite import collect, policy, ppo, rl_round, sft
 from r3lite.config import UsageError
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.errors import R3LiteError
@@ -25,7 +25,6 @@ from r3lite.models import lora
 from r3lite.models.kv_cache import KVCache
 from r3lite.models.weights import load_qwen2, resolve_folder
 from r3lite.protocols.transcript import Layout
-from r3lite.rewards import rounds
 from r3lite.settings import LoraSettings
 
 TARGETS = LoraSettings().lora_targets
@@ -170,16 +169,15 @@ def test_thirty_rounds_hold_no_more_than_three(tmp_path, small_model, write_fold
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions), encoding="utf-8")
     (tmp_path / "init.txt").write_text("{question}", encoding="utf-8")
     ends, counter = [], LiveTensors()
-    records = rounds.episode_records
+    records = rl_round.episode_records
 
-    def count(
-        *arguments,
-    ) -> list[dict]:  # called once a round, when only what lasts and the episodes' numbers are there
+    def count(*arguments) -> list[dict]:
+        """Called once a round, when only what lasts and the episodes' numbers are there."""
         gc.collect()
         ends.append(counter.live)
         return records(*arguments)
 
-    monkeypatch.setattr(rounds, "episode_records", count)
+    monkeypatch.setattr(rl_round, "episode_records", count)
     sizes = ["--retriever", "none", "--max-hops", "1", "--max-new-tokens", "4", "--max-length", "128"]
     more = ["--num-generations", "2", "--init-prompt", str(tmp_path / "init.txt"), "--dtype", "fp32"]
     with counter:
