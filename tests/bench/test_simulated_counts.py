@@ -7,7 +7,7 @@ from torch import nn
 
 from bench.simulated_cuda import SimulatedCuda
 from r3lite.models.functions import rms_norm
-from r3lite.rollout.sampling import Sampler
+from r3lite.rl.mismatch import sampling_metrics
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is here: its tests are those marked gpu")
 CUDA = torch.device("cuda", 0)
@@ -200,7 +200,7 @@ def test_the_host_waits_once(card, ask):
 
 def test_a_wait_tells_where_in_r3lite_it_happens(card):
     before = card.so_far()
-    Sampler()(torch.zeros(1, 5, device="cuda"), [0.5])
+    sampling_metrics([torch.zeros(2, 3, device="cuda")], 0.2, 0.2)
     found = (card.so_far() - before).waits
-    assert found and {w.where[0].partition(" ")[2] for w in found} == {"Sampler.__call__"}
-    assert all(str(w).startswith("a copy to the ") and ", rollout/sampling.py:" in str(w) for w in found)
+    assert found and {w.where[0].partition(" ")[2] for w in found} == {"sampling_metrics"}
+    assert all(", rl/mismatch.py:" in str(w) for w in found), [str(w) for w in found]
