@@ -4,7 +4,6 @@
 in `rl/algorithms/mixed.py`.
 """
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -76,11 +75,9 @@ def usable(
         if p is None or outcome_share(p, config.reward) < rl.trace_min_outcome:
             continue
         right += 1
-        end = len(row.tokens) - 1 - row.loss_mask[::-1].index(True)  # the last token that the teacher wrote
-        nothing = [0.0] * sum(row.loss_mask)
-        made = Rollout(row.tokens, row.loss_mask, nothing, nothing, [(end, p.total)], 0, off_policy=True)
         if q.id not in found or p.total > found[q.id].rewards[0][1]:
-            found[q.id] = made
+            made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, p.total, 0)
+            found[q.id] = replace(made, off_policy=True)
     strangers = sum(" ".join(trace.question.split()) not in of_text for trace in traces)
     reasons = {
         "belong to no question of --data": strangers,
@@ -117,7 +114,7 @@ class Guidance:
         if self.replay is None:
             return []
         rl, seed = self.config.rl, self.config.common.seed
-        return self.replay.choose(math.ceil(rl.replay_share * rl.batch_size), f"{seed}/replay {number}")
+        return self.replay.choose(rl.questions_at(rl.replay_share), f"{seed}/replay {number}")
 
     def with_replayed(self, drawn: list[Question], replayed: list[str]) -> list[Question]:
         """The questions of a round's episodes, group after group, with those that are asked again in place of the last
@@ -139,7 +136,7 @@ class Guidance:
         """
         rl = self.config.rl
         asked = list(dict.fromkeys(groups))
-        guided = [name for name in asked if name in self.traces][: math.ceil(rl.trace_share * rl.batch_size)]
+        guided = [name for name in asked if name in self.traces][: rl.questions_at(rl.trace_share)]
         joined = [replace(self.traces[name], group=groups.index(name)) for name in guided]
         told: dict[str, float] = {"off_policy/traces": len(joined)} if self.traces else {}
         if self.replay is not None:

@@ -160,12 +160,9 @@ def replaced(rollout: Rollout, lesson: Lesson, question: str) -> Rollout:
             f"the cached trajectory of the question {question} begins with another prompt than its episodes",
             "Collect the log-probabilities with this run's --format, prompt files and questions.",
         )
-    nothing = [0.0] * sum(row.loss_mask)
-    last = max(t for t, has_loss in enumerate(row.loss_mask) if has_loss)
-    paid = [(last, sum(amount for _, amount in rollout.rewards))]
-    return Rollout(
-        row.tokens, row.loss_mask, nothing, nothing, paid, rollout.group, failed=True, teacher=lesson.teacher
-    )
+    paid = sum(amount for _, amount in rollout.rewards)
+    made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, paid, rollout.group)
+    return replace(made, failed=True, teacher=lesson.teacher)
 
 
 def build(

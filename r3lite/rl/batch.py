@@ -31,6 +31,16 @@ class Rollout:
     failed: bool = False  # its answer was not right
     teacher: TopTokens | None = None  # what a teacher would have said at its action tokens
 
+    @staticmethod
+    def paid_at_end(
+        tokens: list[int], action_mask: list[bool], logprobs: list[float] | None, reward: float, group: int
+    ) -> "Rollout":
+        """An episode of whose steps nothing is told: all of its reward is paid at its last action token. No critic saw
+        it; without `logprobs` the policy that wrote it is taken to be sure of each token."""
+        nothing = [0.0] * sum(action_mask)
+        end = len(action_mask) - 1 - action_mask[::-1].index(True)
+        return Rollout(tokens, action_mask, nothing if logprobs is None else logprobs, nothing, [(end, reward)], group)
+
 
 @dataclass(frozen=True)
 class Distributions:

@@ -6,7 +6,7 @@ Knows tokens, their recorded log-probabilities and numbers; a question is a name
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,11 +38,9 @@ class Success:
 
     def rollout(self, group: int) -> Rollout:
         """As a row of a round's batch; all of its reward is paid at its last action token."""
-        end, logprobs = int(np.flatnonzero(self.action_mask)[-1]), self.logprobs.tolist()
-        return Rollout(
-            self.tokens.tolist(), self.action_mask.tolist(), logprobs, [0.0] * len(logprobs), [(end, self.reward)],
-            group, off_policy=True,
-        )  # fmt: skip
+        tokens, action_mask, logprobs = (getattr(self, name).tolist() for name in ARRAYS)
+        made = Rollout.paid_at_end(tokens, action_mask, logprobs, self.reward, group)
+        return replace(made, off_policy=True)
 
 
 @dataclass(frozen=True)

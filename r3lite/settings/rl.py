@@ -1,5 +1,6 @@
 """Settings of reinforcement learning, and those that each algorithm's paper has."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -138,3 +139,7 @@ class RLSettings(Section):
     """how many of the likeliest tokens of a distribution of --teacher are told apart (dgpo)"""
     teacher_weight: Positive = 1.0
     """weight of the KL divergence from the teacher (dgpo)"""
+
+    def questions_at(self, share: float) -> int:
+        """So many of a round's questions, rounded up."""
+        return math.ceil(share * self.batch_size)

@@ -26,4 +26,4 @@ class ExGrpo(Mixed):
 
     @property
     def most_off_policy(self) -> int:
-        return self.share(self.settings.replay_share)
+        return self.settings.questions_at(self.settings.replay_share)

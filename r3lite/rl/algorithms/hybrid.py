@@ -20,4 +20,5 @@ class Hybrid(Mixed):
 
     @property
     def most_off_policy(self) -> int:
-        return self.share(self.settings.trace_share) + self.share(self.settings.replay_share)
+        s = self.settings
+        return s.questions_at(s.trace_share) + s.questions_at(s.replay_share)

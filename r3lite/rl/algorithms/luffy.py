@@ -20,4 +20,4 @@ class Luffy(Mixed):
 
     @property
     def most_off_policy(self) -> int:
-        return self.share(self.settings.trace_share)
+        return self.settings.questions_at(self.settings.trace_share)

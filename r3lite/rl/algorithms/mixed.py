@@ -9,8 +9,6 @@ pi_b is the policy that wrote the tokens. The KL is left out of off-policy token
 policy samples, and on a teacher's tokens they would hold it back from what the trace is there to teach.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -21,10 +19,6 @@ from r3lite.rl.batch import ActionTokens, Batch
 
 class Mixed(Grpo):
     own = frozenset({"shaping_gamma"})
-
-    def share(self, share: float) -> int:
-        """So many of a round's questions, rounded up."""
-        return math.ceil(share * self.settings.batch_size)
 
     def loss(self, known: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         off = known.off_policy
