@@ -8,11 +8,13 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from r3lite.episode import ANSWERED, Step
+from r3lite.episode import ANSWERED, Question, Step
 from r3lite.models.weights import resolve_folder
+from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.sequence import Sequence
+from r3lite.settings import LengthSettings, ProtocolSettings
 
 ORDINARY = (1000, 100_000)  # ids of ordinary tokens, from and up to
 
@@ -37,6 +39,23 @@ def full_question(folder: str, where: Path, tokens: int) -> list[str]:
     data.write_text(json.dumps({"id": "1", "question": "b", "answer": "x"}) + "\n", encoding="utf-8")
     prompt.write_text(words + " {question}", encoding="utf-8")
     return ["--data", str(data), "--init-prompt", str(prompt), "--retriever", "none", "--max-hops", "1"]
+
+
+def full_trace(folder: str, where: Path, tokens: int) -> list[str]:
+    """The flags of a teacher's trace of so many tokens for the question of `full_question`; writes its file."""
+    protocol = build_protocol(ProtocolSettings(init_prompt=str(where / "prompt.txt")))
+    layout = Layout(Tokenizer.load(resolve_folder(folder)), protocol, LengthSettings())
+
+    def length(words: int) -> int:
+        return len(layout.lay_out(Question("1", "b", ("x",)), [Step("a" + " a" * words, answer="x")], 0).tokens)
+
+    words = tokens - length(0)
+    assert length(words) == tokens, "a word is a token"
+    step = {"analysis": "a" + " a" * words, "answer": "x"}
+    trace = {"id": "1", "question": "b", "answers": ["x"], "steps": [step], "source": "teacher"}
+    path = where / "traces.jsonl"
+    path.write_text(json.dumps(trace) + "\n", encoding="utf-8")
+    return ["--traces", str(path)]
 
 
 def full_prompts(batch: int, tokens: int) -> list[list[int]]:

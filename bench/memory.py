@@ -1,4 +1,4 @@
-"""Peak memory of SFT, PPO and GRPO and the time of a step, beside the planner's figures and beside other trainers.
+"""Peak memory of SFT and of the algorithms of RL, and the time of a step, beside the planner's figures and beside other trainers.
 
     python -m bench.memory                              # every case; JSON and a table under bench/results
     python -m bench.memory --only 0.5B --algorithms sft # some of them
@@ -15,6 +15,7 @@ programs on it do not count. Peers (transformers + peft, and TRL where it is ins
 
 import argparse
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -27,13 +28,14 @@ from unittest import mock
 import torch
 
 from bench import options, peers, records
-from bench.full_length import FullTurns, full_question, full_rows
+from bench.full_length import FullTurns, full_question, full_rows, full_trace
 from r3lite.devices import speed
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.memory import duration
 from r3lite.memory.plan import Plan
 from r3lite.protocols.transcript import Layout
+from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.training import metrics
 from r3lite.training.metrics import peak_memory_mib
 
@@ -43,7 +45,7 @@ PROMPT = 256  # tokens of a question with its instructions, in RL
 @dataclass(frozen=True)
 class Case:
     size: str
-    algorithm: str  # sft, ppo, grpo, or a peer: peft (with or without activation checkpointing), trl
+    algorithm: str  # sft, one of RL, or a peer: peft (with or without activation checkpointing), trl
     tokens: int  # of a row; in RL sampled after a prompt of 256
     quantize: str = "none"
     budget: str = "4GiB"
@@ -66,6 +68,7 @@ CASES = [
     Case("1.5B", "grpo", 512, "nf4", "4GiB"),
     Case("1.5B", "ppo", 64, "nf4", "4GiB"),
     Case("3B", "grpo", 64, "nf4", "4GiB"),
+    *(Case("0.5B", algorithm, 64, budget="1200MiB") for algorithm in ALGORITHMS if algorithm not in ("ppo", "grpo")),
 ]  # fmt: skip
 GENERATIONS, MINI_BATCH = 8, 4  # rollouts of one prompt, and of one optimizer step and pass
 WITHOUT = "peft without checkpointing"
@@ -95,7 +98,13 @@ def arguments(case: Case, folder: str, where: Path, precision: Precision) -> lis
         full_rows(folder, case.tokens, where / "data.jsonl")
         flags += ["--data", str(where / "data.jsonl"), "--max-length", str(case.tokens)]
         return [*flags, "--max-steps", "2", "--gradient-accumulation", "1", "--validation-rows", "0"]
-    flags += [*full_question(folder, where, PROMPT), "--algorithm", case.algorithm, "--max-steps", "1"]
+    algorithm = ALGORITHMS[case.algorithm]
+    flags += [*full_question(folder, where, PROMPT), "--algorithm", case.algorithm]
+    flags += ["--max-steps", "2" if algorithm.has_replay else "1"]  # the first round has nothing to replay
+    if algorithm.has_traces:
+        flags += full_trace(folder, where, PROMPT + case.tokens)
+    if algorithm.has_teacher:
+        flags += ["--teacher", folder]
     # In the second optimizer step the moments are there.
     flags += ["--num-generations", str(GENERATIONS), "--mini-batch-size", str(MINI_BATCH)]
     return [*flags, "--max-new-tokens", str(case.tokens), "--max-length", str(PROMPT + case.tokens)]
@@ -112,14 +121,19 @@ def run_peer(case: Case, folder: str, precision: Precision) -> None:
 
 
 def run_command(case: Case, folder: str, precision: Precision) -> tuple[Plan, dict]:
-    """Runs the real command, all of whose turns are full; returns its plan and the record of its newest step."""
-    from r3lite import policy, ppo, sft
+    """Runs the real command, all of whose turns are full; returns its plan and the record of its newest step.
+
+    Random weights never succeed: of the episodes that may be replayed, every second one counts as a success.
+    """
+    from r3lite import policy, ppo, rl_guidance, sft
 
     plans, announce = [], policy.announce
+    successes = itertools.cycle([1.0, 0.0])
     with (
         tempfile.TemporaryDirectory() as where,
         mock.patch.object(policy, "announce", lambda plan: (plans.append(plan), announce(plan))),
         mock.patch.object(Layout, "turn_is_over", FullTurns.turn_is_over),
+        mock.patch.object(rl_guidance, "outcome_share", lambda *_: next(successes)),
     ):
         main = sft.main if case.algorithm == "sft" else ppo.main
         assert main(arguments(case, folder, Path(where), precision)) == 0, "the command failed"
@@ -147,7 +161,7 @@ def times(case: Case, folder: str, precision: Precision) -> dict[str, float]:
 def measure(case: Case, folder: str, precision: Precision) -> dict:
     """Runs one case in this process: peak, planned and resident MiB, seconds of it all, and those of `times`."""
     counter, start, planned = LiveTensors(), time.perf_counter(), None
-    ours = case.algorithm in ("sft", "ppo", "grpo")
+    ours = case.algorithm == "sft" or case.algorithm in ALGORITHMS
     with counter if precision.device.type == "cpu" else contextlib.nullcontext():
         if ours:
             planned = run_command(case, folder, precision)[0].allocated / MIB
@@ -188,7 +202,7 @@ def chosen(flags: argparse.Namespace) -> list[Case]:
 def main() -> None:
     parser = options.parser(__doc__)
     parser.add_argument("--only", nargs="*", help="model sizes")
-    parser.add_argument("--algorithms", nargs="*", help=f'sft, ppo, grpo, peft, "{WITHOUT}", trl')
+    parser.add_argument("--algorithms", nargs="*", help=f'sft, those of RL, peft, "{WITHOUT}", trl')
     parser.add_argument("--row", action="store_true", help="one case only, as a table row to send us")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     flags = parser.parse_args()

@@ -37,6 +37,14 @@ def test_a_command_takes_what_was_planned_and_its_turns_are_full(folder, monkeyp
     assert set(found) <= set(memory.COLUMNS)
 
 
+def test_algorithms_that_are_guided_have_their_trace_and_their_replay(folder):
+    """A replay comes in the second round only, and a trace is as long as an episode, as the plan takes it to be."""
+    _, record = memory.run_command(Case("x", "hybrid", 64), folder, FP32)
+    assert record["step"] == 2 and record["off_policy/traces"] == record["off_policy/replays"] == 1
+    # Two of ten episodes: no share of the tokens but theirs if all have equal lengths.
+    assert record["off_policy/token_share"] == pytest.approx(2 / 10, abs=0.01)
+
+
 @pytest.mark.parametrize("algorithm", ["peft", WITHOUT])
 def test_peers_are_measured_without_a_plan(folder, monkeypatch, algorithm):
     pytest.importorskip("peft")
