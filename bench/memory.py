@@ -1,4 +1,4 @@
-"""Peak memory of SFT and of the algorithms of RL, and the time of a step, beside the planner's figures and beside other trainers.
+"""Peak memory of SFT and RL's algorithms and the time of a step, beside the planner's figures and other trainers.
 
     python -m bench.memory                              # every case; JSON and a table under bench/results
     python -m bench.memory --only 0.5B --algorithms sft # some of them
