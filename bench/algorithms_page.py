@@ -14,8 +14,9 @@ SCORES = {"f1": "F1", "format_adherence": "format", "retrieval_recall": "recall"
 ABOUT = """`python -m bench.algorithms`: the tiny model on the sample world's 300 test questions, greedy, with real
 retrieval. Each run starts from its seed's SFT adapter of hasty trajectories, with the tiny preset's settings and what
 its algorithm brings, a constant rate after one round of warm-up, and ends with the round whose end is nearest to the
-budget of generated tokens. Intervals are of 95 %, by bootstrap over the questions of all seeds, in pairs; they say
-nothing of how other seeds would differ, so every seed is shown."""
+budget of generated tokens. Intervals are of 95 %, by bootstrap over the questions, in pairs, each with its answers of
+all seeds; they say nothing of how other seeds would differ, so every seed is shown, and they are not corrected for the
+number of algorithms: of twenty that are equal to PPO, one is expected outside of its interval."""
 
 
 def page(runs: Sequence[dict]) -> str:
@@ -64,8 +65,9 @@ def mean_of(found: dict[int, dict], name: str, places: int = 3) -> str:
 def difference(found: dict[int, dict], base: dict[int, dict], name: str = "each_em") -> tuple[float, float, float]:
     """The mean difference over the questions of the seeds that both have, and its interval."""
     both = sorted(found.keys() & base.keys())
-    a, b = (np.array([float(x) for seed in both for x in runs[seed][name]]) for runs in (found, base))
-    means = resampled_sums((a - b)[None, :, None], 0, RESAMPLES)[:, 0, 0] / len(a)
+    a, b = (np.array([[float(x) for x in runs[seed][name]] for seed in both]) for runs in (found, base))
+    of_questions = (a - b).mean(0)  # a question is drawn with its answers of all seeds, which are not independent
+    means = resampled_sums(of_questions[None, :, None], 0, RESAMPLES)[:, 0, 0] / len(of_questions)
     spread = interval(means)
     return spread["value"], spread["low"], spread["high"]
 

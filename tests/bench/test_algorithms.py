@@ -33,6 +33,16 @@ def test_gains_are_paired_over_the_questions_of_all_seeds():
     assert "+0.500 (" in row and "+0.125 (" in row
 
 
+def test_seeds_that_answer_alike_do_not_narrow_the_interval():
+    """The same 100 answers three times are 100 questions, not 300: resampled apart, they seemed to know more."""
+    once, thrice = (
+        algorithms_page.difference(*({s: a_run("x", s, right)["rl"] for s in range(n)} for right in (MOST, HALF)))
+        for n in (1, 3)
+    )
+    assert once == thrice
+    assert 2 * 1.9 * (0.25 * 0.75 / 100) ** 0.5 < once[2] - once[1] < 2 * 2.1 * (0.25 * 0.75 / 100) ** 0.5
+
+
 @pytest.mark.parametrize(
     ("second", "told"),
     [(MOST, "higher than PPO's beyond the interval, and with every seed of at least two: `grpo`."),
