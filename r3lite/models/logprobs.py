@@ -275,7 +275,8 @@ def _statistics(
             probs = torch.exp(logprobs, out=few if in_place else None if with_entropy else logprobs)
         if with_entropy:
             # Not log Z - sum_v p_v logit_v: if logits are large, a small entropy is lost in that difference.
-            entropy = torch.linalg.vecdot(probs, logprobs).neg_()
+            with torch.autocast(logits.device.type, enabled=False):  # which would compute the product in 16 bits
+                entropy = torch.linalg.vecdot(probs, logprobs).neg_()
         if to_gradients:
             probs.scatter_add_(-1, target, torch.full_like(target, -1, dtype=probs.dtype))
             if not in_place:

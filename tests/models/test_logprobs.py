@@ -164,7 +164,12 @@ def test_half_precision_is_normalized_in_fp32(inputs, dtype):
     # The final norm gives fp32 where the residual stream is fp32 under autocast.
     assert torch.allclose(token_logprobs(hidden.float(), head, targets)[0], expected, atol=1e-5)
     with torch.autocast("cpu", dtype):
-        assert torch.allclose(token_logprobs(hidden.float(), head, targets)[0], expected, atol=1e-5)
+        logprobs, entropies = token_logprobs(hidden.float(), head, targets, with_entropy=True)
+    assert torch.allclose(logprobs, expected, atol=1e-5)
+    # Autocast made a 16-bit product of it, whose dtype exgrpo's replays in bf16 stumbled over.
+    wide = torch.log_softmax(logits.double(), -1)
+    assert entropies.dtype == torch.float32
+    assert torch.allclose(entropies.double(), -(wide.exp() * wide).sum(-1), atol=1e-5)
 
 
 def test_huge_logits_and_ids_beyond_the_head(inputs):
