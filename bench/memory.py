@@ -101,6 +101,8 @@ def arguments(case: Case, folder: str, where: Path, precision: Precision) -> lis
     algorithm = ALGORITHMS[case.algorithm]
     flags += [*full_question(folder, where, PROMPT), "--algorithm", case.algorithm]
     flags += ["--max-steps", "2" if algorithm.has_replay else "1"]  # the first round has nothing to replay
+    if case.algorithm == "dapo":  # random weights are all paid alike: no group would be left to learn from
+        flags += ["--refill-limit", "0"]
     if algorithm.has_traces:
         flags += full_trace(folder, where, PROMPT + case.tokens)
     if algorithm.has_teacher:
