@@ -306,7 +306,7 @@ def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
                 how = {"metavar": metavar, "nargs": "+" if (kind.count or 1) > 1 else None}
             group.add_argument(flag(f.name), help=text, **how)
             if Trait.BARE in kind.traits:
-                group.add_argument(f.name, nargs="?", help=f"the same as {flag(f.name)}")
+                group.add_argument(f.name, nargs="?" if kind.count == 1 else "*", help=f"the same as {flag(f.name)}")
     return parser
 
 

@@ -170,15 +170,22 @@ class Episode:
         return sum(map(len, self.new_gold())) / len(gold) if gold else None
 
     def to_json(self) -> dict:
-        return {
+        """As a line of episodes.jsonl or predictions.jsonl, which add what it was paid or scored.
+
+        `gold_found` has the ids of the passages among its documents that are gold ones, if those are known.
+        """
+        record = {
             "id": self.question.id,
             "question": self.question.text,
             "answers": list(self.question.answers),
             "prediction": self.prediction,
             "steps": [s.to_json() for s in self.steps],
             "finish": self.finish,
-            **({"failure": self.failure} if self.failure else {}),
         }
+        if self.question.gold:
+            found = {d.id: None for d in self.documents if self.question.gold_index(d) is not None}
+            record["gold_found"] = list(found)
+        return record | ({"failure": self.failure} if self.failure else {})
 
 
 @dataclass(frozen=True)

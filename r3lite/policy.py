@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from r3lite.config import flag
+from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
 from r3lite.devices.speed import warn_of_slow_fp16
 from r3lite.errors import R3LiteError
@@ -60,6 +61,8 @@ class Policy:
     ) -> TrainState:
         """What the run's checkpoints hold: `parts` too; `data` is the fingerprint of what is trained on."""
         assert self.optimizer is not None and isinstance(self.grant, ShrinkingGrant)
+        if self.precision.device.type == "cuda":  # where it is what peak_memory_mib measures
+            facts = facts | {"planned_memory_mib": self.grant.plan.allocated / MIB}
         return TrainState(
             optimizer=self.optimizer,
             precision=self.precision,

@@ -13,6 +13,7 @@ from r3lite.settings.commands import (
     PlanSettings,
     PpoConfig,
     QuickstartSettings,
+    ReportSettings,
     RetrieveSettings,
     SftConfig,
 )

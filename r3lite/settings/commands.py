@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from r3lite.config import Bounds, Fraction, Section, Trait
+from r3lite.config import Bounds, Fraction, Required, Section, Trait
 from r3lite.settings.common import Common
 from r3lite.settings.data import QuestionSettings, TrajectorySettings
 from r3lite.settings.guard import GuardSettings, ValidationSettings
@@ -66,6 +66,20 @@ class AskSettings(Section):
     json: bool = False
     """one line of JSON a question, and nothing else, on stdout: question, final_answer, reasoning_trace,
     search_queries and documents"""
+
+
+@dataclass(frozen=True)
+class ReportSettings(Section):
+    """Report."""
+
+    runs: Annotated[tuple[str, ...] | None, Trait.BARE, Required("the folder of a run, or several")] = None
+    """folders of runs and evaluations, folders that hold some, and files of trajectories"""
+    model: str | None = None
+    """count tokens of this model (folder, hub id or tiny) in files of trajectories; without it, words"""
+    png: str | None = None
+    """also write each chart as a PNG file into this folder (extra plots)"""
+    watch: bool = False
+    """write the page again and again until the runs are complete; a browser that shows it follows"""
 
 
 @dataclass(frozen=True)

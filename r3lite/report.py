@@ -1,0 +1,95 @@
+"""One self-contained HTML page of a run, or of several side by side."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from r3lite import command
+from r3lite.files import write_text
+from r3lite.reports import png
+from r3lite.reports.data import read_data
+from r3lite.reports.page import Report, html
+from r3lite.reports.run import Run, read_runs
+from r3lite.settings import Common, ReportSettings
+
+PAGE = "report.html"
+EVERY = 10  # seconds between two looks at a run that goes on
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Writes a page of what a run did: python -m r3lite.report runs/ppo
+
+    Names of several folders put their runs side by side; a folder that holds runs, such as quickstart's, stands for
+    all of them; a file that `collect` wrote is shown by the lengths of its parts. The page is one file without a script
+    that needs no network: charts of training, scores with intervals and errors of evaluations, episodes with their
+    documents and rewards. It is written to --output, by default report.html in the first folder that is named.
+    """
+
+    common: Common = Common()
+    report: ReportSettings = ReportSettings()
+
+
+def report(config: ReportConfig) -> None:
+    settings = config.report
+    if settings.png:
+        png.check()  # before anything is written
+    first = Path(settings.runs[0])
+    path = Path(config.common.output or (first if first.is_dir() else first.parent) / PAGE)
+    while True:
+        found = read(settings)
+        going_on = settings.watch and not all(run.complete for run in found.runs)
+        page = html(found, time.strftime("written on %Y-%m-%d at %H:%M:%S"), EVERY if going_on else None)
+        write_text(path, page)
+        told = ", ".join(f"{x.name} ({x.label})" for x in (*found.runs, *found.data))
+        print(f"{path}  {len(page.encode()) / 1024:,.0f} KiB: {told}", flush=True)
+        if not going_on:
+            break
+        time.sleep(EVERY)
+    if settings.png:
+        charts = [chart for some in found.charts.values() for chart in some]
+        png.write(charts, Path(settings.png))
+        print(f"{settings.png}  {len(charts)} charts")
+
+
+def read(settings: ReportSettings) -> Report:
+    """Everything that the paths of --runs name."""
+    files = [Path(name) for name in settings.runs if Path(name).is_file()]
+    folders = [name for name in settings.runs if Path(name) not in files]
+    length, unit = (lambda text: len(text.split())), "words"
+    if files and settings.model:
+        from r3lite.models.weights import resolve_folder
+        from r3lite.protocols.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(resolve_folder(settings.model))
+        length, unit = (lambda text: len(tokenizer.encode(text))), "tokens"
+    runs = read_runs(folders)
+    return Report(runs, [read_data(file, length, unit) for file in files], differences(runs))
+
+
+def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
+    """Of each evaluation, by name, how it compares with the first one that answered the same questions."""
+    from r3lite.evaluation.comparisons import compare
+    from r3lite.evaluation.scores import Marks
+
+    found: dict[str, tuple[str, dict]] = {}
+    firsts: dict[tuple[str, ...], Run] = {}
+    for run in runs:
+        asked = tuple(line.identifier("id") for line in run.predictions)
+        if not asked:
+            continue
+        first = firsts.setdefault(asked, run)
+        if first is not run:
+            a, b = ([Marks.from_json(line) for line in some.predictions] for some in (first, run))
+            found[run.name] = first.name, compare(a, b)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    return command.run("report", ReportConfig(), report, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Charts as data, and as SVG that stands in a page: lines over steps, and bars with intervals.
+
+Series differ by colour (Okabe and Ito's, which the colour-blind can tell apart) and by dash or hatching.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+WIDTH, HEIGHT = 460, 250
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 34  # of the plot within the picture
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a", "#b59f00")
+DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4")
+MOST_POINTS = 400  # of a line; longer ones are drawn as means of neighbours
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values over steps; None where nothing is known, which leaves a gap."""
+
+    label: str
+    xs: Sequence[float]
+    ys: Sequence[float | None]
+    colour: int = 0
+    dash: int = 0
+
+    @property
+    def known(self) -> list[float]:
+        return [y for y in self.ys if y is not None]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A value with its interval, if it is known."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A chart of lines. `log`: the values are shown on a logarithmic scale if all of them are above 0."""
+
+    name: str
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    across: str = "step"
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A chart of bars: in each group one per series, None if it is not known."""
+
+    name: str
+    title: str
+    unit: str
+    groups: Sequence[str]
+    series: dict[str, Sequence[Bar | None]] = field(default_factory=dict)
+
+
+Chart = Lines | Bars
+
+
+def thinned(line: Line) -> Line:
+    """A line of at most MOST_POINTS points, each the mean of as many neighbours, of those that are known."""
+    size = -(-len(line.xs) // MOST_POINTS)
+    if size <= 1:
+        return line
+    xs, ys = [], []
+    for start in range(0, len(line.xs), size):
+        of_bin = slice(start, start + size)
+        known = [y for y in line.ys[of_bin] if y is not None]
+        xs.append(sum(line.xs[of_bin]) / len(line.xs[of_bin]))
+        ys.append(sum(known) / len(known) if known else None)
+    return Line(line.label, xs, ys, line.colour, line.dash)
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers (1, 2 or 5 times a power of ten apart) from `low` up to `high`."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """A value as axes and tables show it."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 10_000 or abs(value) < 0.001:
+        return f"{value:.2g}"
+    return f"{value:,.4g}"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values to places between `start` and `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    @staticmethod
+    def over(values: Sequence[float], start: float, end: float, log: bool = False, zero: bool = False) -> "Scale":
+        """A scale that holds all values, with some room; `zero`: and 0."""
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        if zero:
+            low, high = min(low, 0.0), max(high, 0.0)
+        if log and low > 0:
+            return Scale(math.log10(low) - 0.05, math.log10(high) + 0.05, start, end, True)
+        room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+        return Scale(
+            low - (0 if zero and low == 0 else room), high + (0 if zero and high == 0 > low else room), start, end
+        )
+
+    def __call__(self, value: float) -> float:
+        value = math.log10(value) if self.log else value
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        if not self.log:
+            return ticks(self.low, self.high)
+        powers = range(math.ceil(self.low), math.floor(self.high) + 1)
+        if len(powers) >= 2:
+            return [10.0**p for p in powers]
+        return [t for t in ticks(10**self.low, 10**self.high) if t > 0]
+
+
+def svg(chart: Chart) -> str:
+    """The chart as an SVG element, with its numbers in words for those who cannot see it."""
+    drawn, spoken = _lines(chart) if isinstance(chart, Lines) else _bars(chart)
+    label = escape(f"{chart.title}. {spoken}", quote=True)
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{drawn}</svg>'
+
+
+def _axis(scale: Scale) -> str:
+    """Horizontal lines at round values of a vertical scale."""
+    drawn = []
+    for tick in scale.ticks():
+        y = f"{scale(tick):.1f}"
+        drawn.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
+        drawn.append(f'<text class="tick" x="{LEFT - 6}" y="{y}" text-anchor="end" dy=".32em">{number(tick)}</text>')
+    return "".join(drawn)
+
+
+def _below(x: float, text: str, y: float = HEIGHT - BOTTOM + 15) -> str:
+    """A label below the plot, by default that of a tick."""
+    return f'<text class="tick" x="{x:.1f}" y="{y}" text-anchor="middle">{escape(text)}</text>'
+
+
+def _lines(chart: Lines) -> tuple[str, str]:
+    lines = [thinned(line) for line in chart.lines]
+    values = [y for line in lines for y in line.known]
+    across = Scale.over([x for line in lines for x in line.xs], LEFT, WIDTH - RIGHT)
+    up = Scale.over(values, HEIGHT - BOTTOM, TOP, chart.log, zero=chart.unit == "share")
+    drawn = [_axis(up)]
+    for tick in ticks(across.low, across.high, 6):
+        if tick == int(tick) and tick >= 0:
+            x = f"{across(tick):.1f}"
+            drawn.append(
+                f'<text class="tick" x="{x}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:,.0f}</text>'
+            )
+    drawn.append(_below((LEFT + WIDTH - RIGHT) / 2, chart.across, HEIGHT - 4))
+    spoken = []
+    for line in lines:
+        style = f'stroke="{COLOURS[line.colour % len(COLOURS)]}" stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"'
+        for part in _parts(line):
+            points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in part)
+            drawn.append(f'<polyline class="line" {style} points="{points}"/>')
+            if len(part) == 1:
+                (x, y) = part[0]
+                fill = COLOURS[line.colour % len(COLOURS)]
+                drawn.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.5" fill="{fill}"/>')
+        if line.known:
+            known = line.known
+            spoken.append(f"{line.label}: from {number(known[0])} to {number(known[-1])}")
+    return "".join(drawn), "; ".join(spoken)
+
+
+def _parts(line: Line) -> list[list[tuple[float, float]]]:
+    """The runs of known points. Gaps of a line that is known at few steps, such as a validation's, are bridged."""
+    known = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None]
+    if len(known) * 2 < len(line.xs):
+        return [known] if known else []
+    parts: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(line.xs, line.ys, strict=True):
+        if y is None:
+            parts.append([])
+        else:
+            parts[-1].append((x, y))
+    return [part for part in parts if part]
+
+
+def _bars(chart: Bars) -> tuple[str, str]:
+    bars = [bar for series in chart.series.values() for bar in series if bar is not None]
+    ends = [end for bar in bars for end in (bar.value, bar.low, bar.high) if end is not None]
+    up = Scale.over(ends, HEIGHT - BOTTOM, TOP, zero=True)
+    drawn, spoken = [_axis(up)], []
+    wide = (WIDTH - LEFT - RIGHT) / max(1, len(chart.groups))
+    each = wide * 0.8 / max(1, len(chart.series))
+    for i, group in enumerate(chart.groups):
+        middle = LEFT + (i + 0.5) * wide
+        drawn.append(_below(middle, group))
+        for k, (label, series) in enumerate(chart.series.items()):
+            if (bar := series[i]) is None:
+                continue
+            x, (top, bottom) = middle + (k - len(chart.series) / 2) * each, sorted((up(bar.value), up(0)))
+            drawn.append(
+                f'<rect x="{x + each * 0.06:.1f}" y="{top:.1f}" width="{each * 0.88:.1f}" '
+                f'height="{max(0.8, bottom - top):.1f}" fill="{COLOURS[k % len(COLOURS)]}">'
+                f"<title>{escape(f'{label}, {group}: {number(bar.value)}')}</title></rect>"
+            )
+            if bar.low is not None and bar.high is not None:
+                centre = f"{x + each / 2:.1f}"
+                ends_at = f'y1="{up(bar.low):.1f}" y2="{up(bar.high):.1f}"'
+                drawn.append(f'<line class="whisker" x1="{centre}" x2="{centre}" {ends_at}/>')
+            spoken.append(f"{label}, {group}: {number(bar.value)}")
+    return "".join(drawn), "; ".join(spoken)

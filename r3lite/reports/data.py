@@ -1,0 +1,89 @@
+"""Files of SFT rows and questions: how long their parts are, as histograms."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from r3lite.errors import R3LiteError
+from r3lite.files import read_jsonl
+from r3lite.records import Record
+from r3lite.reports.chart import Bar, Bars, Chart, number, ticks
+
+PARTS = {
+    "question": "Questions",
+    "analyses": "Analyses of a row",
+    "documents": "Documents of a row",
+    "answer": "Answers",
+    "steps": "Steps of a row",
+}
+BINS = 10
+
+
+@dataclass
+class DataFile:
+    """The lengths of each part, row by row, in `unit`; steps are counted."""
+
+    name: str
+    unit: str
+    rows: int = 0
+    lengths: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"data, {self.rows} rows"
+
+
+def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
+    """The lengths of a file of trajectories, as `collect` writes them, by `length` of a text, in `unit`.
+
+    Raises R3LiteError if no line has a question.
+    """
+    found = DataFile(path.name, unit)
+    for row in read_jsonl(path):
+        if "question" not in row:
+            continue
+        found.rows += 1
+        for part, size in _sizes(row, length).items():
+            found.lengths.setdefault(part, []).append(size)
+    if not found.rows:
+        raise R3LiteError(f"{path} holds no rows with a question", "Name a file that r3lite.collect wrote.")
+    return found
+
+
+def _sizes(row: Record, length: Callable[[str], int]) -> dict[str, int]:
+    steps = row.records("steps", ())
+    documents = [d for step in steps for d in step.records("documents", ())]
+    answer = next((a for s in reversed(steps) if (a := s.text("answer", None, blank=True)) is not None), None)
+    sizes = {"question": length(row.text("question"))}
+    if steps:
+        sizes["analyses"] = sum(length(step.text("analysis", "", blank=True)) for step in steps)
+        sizes["documents"] = sum(length(document.text("text", "", blank=True)) for document in documents)
+        sizes["steps"] = len(steps)
+    if answer is None:
+        answer = next(iter(row.texts("answers", ())), None)
+    return sizes | ({} if answer is None else {"answer": length(answer)})
+
+
+def charts(files: Sequence[DataFile]) -> dict[str, list[Chart]]:
+    """Histograms of each part, the files side by side."""
+    made = [
+        _histogram(part, title, {file.name: file.lengths.get(part, []) for file in files}, files[0].unit)
+        for part, title in PARTS.items()
+        if any(file.lengths.get(part) for file in files)
+    ]
+    return {"Data": made}
+
+
+def _histogram(part: str, title: str, sizes: dict[str, list[int]], unit: str) -> Bars:
+    """Rows by size, in bins of equal round width."""
+    everything = [size for some in sizes.values() for size in some]
+    low, high = min(everything), max(everything)
+    step = max(1, round(ticks(0, max(1, high - low), BINS)[1]))
+    first = low // step * step
+    edges = range(first, high + 1, step)
+    counts = {
+        name: [Bar(sum(edge <= size < edge + step for size in some)) for edge in edges] for name, some in sizes.items()
+    }
+    groups = [number(edge) if step == 1 else f"{number(edge)}+" for edge in edges]
+    what = "rows" if part == "steps" else f"rows, by {unit}"
+    return Bars(f"data-{part}", title, what, groups, counts)

@@ -1,0 +1,167 @@
+"""Charts of training: metrics over steps, of one run or of several side by side."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from r3lite.reports.chart import Chart, Line, Lines
+from r3lite.reports.run import Run
+
+MOST_FAULTS = 6  # as many as can be told apart
+EVERY = "*"  # in a metric's name: any one word, which becomes the label
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart: metrics by name, and what each is called in it. It is left out if no run has any of them."""
+
+    name: str
+    title: str
+    unit: str
+    metrics: dict[str, str]
+    log: bool = False
+
+
+PANELS = {
+    "What was learned": (
+        Panel("reward", "Reward of an episode", "", {"reward": "mean", "reward_std": "standard deviation"}),
+        Panel("reward-parts", "Reward by part", "", {"rewards/*/mean": ""}),
+        Panel(
+            "validation",
+            "Validation",
+            "",
+            {"eval/f1": "F1", "eval/em": "exact match", "eval/retrieval_recall": "recall"},
+        ),
+        Panel("loss", "Loss", "", {"loss": "training", "eval_loss": "validation"}),
+        Panel("perplexity", "Perplexity", "", {"perplexity": "training", "eval_perplexity": "validation"}, log=True),
+        Panel("value-loss", "Loss of the critic", "", {"value_loss": "value loss"}),
+        Panel("explained-variance", "Variance that the critic explains", "", {"explained_variance": "share"}),
+    ),
+    "How it learned": (
+        Panel("kl", "KL divergence from the reference", "nats a token", {"kl": "KL"}),
+        Panel("entropy", "Entropy", "nats a token", {"entropy": "entropy"}),
+        Panel(
+            "clip",
+            "Tokens whose ratio is clipped",
+            "share",
+            {"clip_ratio/low_mean": "below", "clip_ratio/high_mean": "above"},
+        ),
+        Panel("groups", "Groups whose rewards are all equal", "share", {"frac_reward_zero_std": "groups"}),
+        Panel(
+            "mismatch",
+            "Log-probability: sampler against trainer",
+            "nats",
+            {"sampling/sampling_logp_difference/mean": "mean", "sampling/sampling_logp_difference/max": "largest"},
+            log=True,
+        ),
+        Panel("grad-norm", "Gradient norm, before clipping", "", {"grad_norm": "norm"}, log=True),
+        Panel("learning-rate", "Learning rate", "", {"learning_rate": "rate"}),
+        Panel(
+            "off-policy",
+            "Episodes that were not sampled",
+            "",
+            {"off_policy/traces": "traces", "off_policy/replays": "replays"},
+        ),
+        Panel("teacher", "Teacher of failures", "", {"teacher/failed": "failed", "teacher/guided": "guided"}),
+    ),
+    "What it said": (
+        Panel("length", "Sampled tokens of an episode", "tokens", {"completions/mean_length": "mean"}),
+        Panel("searches", "Searches of an episode", "", {"searches": "mean"}),
+        Panel(
+            "form",
+            "Form",
+            "share",
+            {
+                "format_adherence": "well-formed steps",
+                "malformed_ratio": "malformed episodes",
+                "completions/clipped_ratio": "cut-off episodes",
+            },
+        ),
+        Panel(
+            "repetition",
+            "Repetition",
+            "share",
+            {
+                "queries/blank_ratio": "episodes with a blank query",
+                "queries/repeated_ratio": "with a repeated query",
+                "completions/repeated_ngrams": "4-grams said before",
+            },
+        ),
+    ),
+    "What it took": (
+        Panel("time", "Time of a step, by part", "s", {"time/*": ""}),
+        Panel("speed", "Throughput", "tokens/s", {"tokens_per_second": "tokens"}),
+        Panel("memory", "Peak memory so far", "MiB", {"peak_memory_mib": "measured"}),
+    ),
+}
+
+
+def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
+    """The charts by section, those of each command apart: a loss of SFT is not one of reinforcement learning.
+
+    One run has a colour for each metric; several have one for each run, and dashes.
+    """
+    trained = [run for run in runs if run.metrics]
+    commands = list(dict.fromkeys(run.command for run in trained))
+    found: dict[str, list[Chart]] = {}
+    for command in commands:
+        some = [run for run in trained if run.command == command]
+        for section, panels in PANELS.items():
+            made = [_chart(panel, some) for panel in panels]
+            made += [_faults(some)] if section == "What it said" else []
+            if len(commands) > 1:
+                section = f"{command}: {section[0].lower()}{section[1:]}"
+                made = [replace(chart, name=f"{command}-{chart.name}") for chart in made]
+            found[section] = [chart for chart in made if chart.lines]
+    return found
+
+
+def _chart(panel: Panel, runs: Sequence[Run]) -> Lines:
+    metrics = _named(panel, runs)
+    lines = []
+    for i, run in enumerate(runs):
+        for k, (name, label) in enumerate(metrics.items()):
+            rows = [row for row in run.metrics if name in row]
+            ys = [row[name] if isinstance(row[name], (int, float)) else None for row in rows]
+            if any(y is not None for y in ys):  # the run has it, not just another one
+                lines.append(_line(run, i, label, k, [row["step"] for row in rows], ys, runs, len(metrics)))
+        if panel.name == "memory" and (planned := run.summary.get("planned_memory_mib")):
+            ends = [run.metrics[0]["step"], run.metrics[-1]["step"]]
+            lines.append(_line(run, i, "planned", 1, ends, [planned] * 2, runs, 2))
+    return Lines(panel.name, panel.title, panel.unit, lines, log=panel.log)
+
+
+def _line(run: Run, i: int, label: str, k: int, xs: list, ys: list, runs: Sequence[Run], metrics: int) -> Line:
+    if len(runs) == 1:
+        return Line(label, xs, ys, colour=k, dash=k)
+    return Line(run.name if metrics == 1 else f"{run.name}: {label}", xs, ys, colour=i, dash=k)
+
+
+def _named(panel: Panel, runs: Sequence[Run]) -> dict[str, str]:
+    """The metrics of a panel that some run has, those with a * by all names there are."""
+    known = dict.fromkeys(name for run in runs for row in run.metrics for name in row if row[name] is not None)
+    found = {}
+    for pattern, label in panel.metrics.items():
+        if EVERY not in pattern:
+            found |= {pattern: label} if pattern in known else {}
+            continue
+        start, end = pattern.split(EVERY)
+        for name in known:
+            word = name[len(start) : len(name) - len(end)]
+            if name == start + word + end and "/" not in word:
+                found[name] = word.replace("_", " ")
+    return found
+
+
+def _faults(runs: Sequence[Run]) -> Lines:
+    """The share of steps with each of the commonest faults, by round."""
+    counted = sum((count for run in runs for count in run.faults.values()), Counter())
+    kinds = [kind for kind, _ in counted.most_common(MOST_FAULTS)]
+    lines = []
+    for i, run in enumerate(runs):
+        rounds = [number for number in sorted(run.faults) if run.steps[number]]
+        for k, kind in enumerate(kinds):
+            ys = [run.faults[number][kind] / run.steps[number] for number in rounds]
+            if any(ys):
+                lines.append(_line(run, i, kind.replace("_", " "), k, rounds, ys, runs, len(kinds) + 1))
+    return Lines("faults", "Steps with a fault", "share", lines)

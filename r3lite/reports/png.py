@@ -1,0 +1,60 @@
+"""Charts as PNG files for papers, by matplotlib (extra `plots`)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from r3lite.errors import R3LiteError
+from r3lite.reports.chart import COLOURS, Bars, Chart, Lines
+
+DASHES = ("-", "--", ":", "-.", (0, (1, 2)), (0, (8, 3)))
+DPI = 200
+
+
+def check() -> None:
+    """Raises R3LiteError if matplotlib is not there."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise R3LiteError("--png needs matplotlib", "pip install 'r3lite[plots]'") from error
+
+
+def write(charts: Sequence[Chart], folder: Path) -> list[Path]:
+    """Writes each chart as <name>.png, white, 200 dots an inch; where they are."""
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for chart in charts:
+        figure = Figure(figsize=(5, 3.2), layout="constrained")
+        axes = figure.add_subplot()
+        draw = _lines if isinstance(chart, Lines) else _bars
+        draw(chart, axes)
+        axes.set_title(chart.title, fontsize=10)
+        axes.set_ylabel(chart.unit)
+        axes.grid(axis="y", alpha=0.3)
+        axes.legend(fontsize=7)
+        paths.append(folder / f"{chart.name}.png")
+        figure.savefig(paths[-1], dpi=DPI)
+    return paths
+
+
+def _lines(chart: Lines, axes) -> None:
+    for line in chart.lines:
+        points = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None]
+        style = {"color": COLOURS[line.colour % len(COLOURS)], "linestyle": DASHES[line.dash % len(DASHES)]}
+        axes.plot(*zip(*points, strict=True), label=line.label, linewidth=1.3, **style)
+    if chart.log and all(y > 0 for line in chart.lines for y in line.known):
+        axes.set_yscale("log")
+    axes.set_xlabel(chart.across)
+
+
+def _bars(chart: Bars, axes) -> None:
+    wide = 0.8 / len(chart.series)
+    for k, (label, series) in enumerate(chart.series.items()):
+        known = [(i + (k + 0.5) * wide - 0.4, bar) for i, bar in enumerate(series) if bar is not None]
+        places, heights = [x for x, _ in known], [bar.value for _, bar in known]
+        axes.bar(places, heights, wide * 0.9, label=label, color=COLOURS[k % len(COLOURS)])
+        for x, bar in known:
+            if bar.low is not None and bar.high is not None:
+                axes.plot([x, x], [bar.low, bar.high], color="black", linewidth=0.8)
+    axes.set_xticks(range(len(chart.groups)), chart.groups, fontsize=8)

@@ -1,0 +1,130 @@
+"""What a report knows of a folder: the metrics, episodes, scores and predictions of a run, as far as they are there.
+
+A run may be going on, have been killed, or have learned nothing: whatever can be read is, and the rest is told.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from r3lite.config import load_toml
+from r3lite.errors import R3LiteError
+from r3lite.files import read_jsonl, read_record
+from r3lite.records import InvalidRecord, Record
+
+METRICS, EPISODES, PREDICTIONS = "metrics.jsonl", "episodes.jsonl", "predictions.jsonl"
+SCORES, SUMMARY, CONFIG = "scores.json", "summary.json", "config.toml"
+TRACES = (METRICS, SCORES, PREDICTIONS)  # a folder with one of them is a run's
+REMEDY = "Name the folder of a run or of an evaluation, or one that holds some."
+KEPT = 32  # episodes that are shown of the first round, and of the last
+
+
+@dataclass
+class Run:
+    """A run's folder. What is not there is empty; `notes` say what could not be read."""
+
+    name: str
+    folder: Path
+    command: str = ""
+    settings: dict = field(default_factory=dict)
+    metrics: list[dict] = field(default_factory=list)
+    summary: dict = field(default_factory=dict)
+    scores: dict = field(default_factory=dict)
+    predictions: list[Record] = field(default_factory=list)
+    first: list[Record] = field(default_factory=list)  # episodes of the first round, and of the newest
+    last: list[Record] = field(default_factory=list)
+    faults: dict[int, Counter] = field(default_factory=dict)  # by round: how many steps have each fault
+    steps: dict[int, int] = field(default_factory=dict)  # by round: how many steps there are
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.summary or self.scores)
+
+    @property
+    def label(self) -> str:
+        """Its command, and how far it is."""
+        if self.scores:
+            return f"{self.command or 'evaluate'}, {self.scores.get('n', '?')} questions"
+        steps = max((row["step"] for row in self.metrics), default=0)
+        return f"{self.command or 'unknown command'}, {steps} steps" + ("" if self.complete else ", not complete")
+
+
+def read_runs(paths: Sequence[str]) -> list[Run]:
+    """The runs of folders, and of the folders in those that are no run's themselves, such as quickstart's.
+
+    Raises R3LiteError for a path that holds none.
+    """
+    folders: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise R3LiteError(f"{path} is not a folder", REMEDY)
+        found = [path] if is_run(path) else sorted(filter(is_run, path.iterdir()), key=began)
+        if not found:
+            raise R3LiteError(f"{path} holds no run: none of {', '.join(TRACES)}", REMEDY)
+        folders += found
+    folders = list(dict.fromkeys(folders))
+    return [read_run(folder, name) for folder, name in zip(folders, names(folders), strict=True)]
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (*TRACES, CONFIG))
+
+
+def began(folder: Path) -> tuple[float, str]:
+    """When a run began, by the settings that are written first; and the name."""
+    config = folder / CONFIG
+    return (config if config.exists() else folder).stat().st_mtime, folder.name
+
+
+def names(folders: list[Path]) -> list[str]:
+    """The last parts of the paths, as many as tell them apart."""
+    resolved = [folder.resolve() for folder in folders]
+    for parts in range(1, max(len(folder.parts) for folder in resolved) + 1):
+        found = ["/".join(folder.parts[-parts:]) for folder in resolved]
+        if len(set(found)) == len(found):
+            return found
+    return [str(folder) for folder in resolved]
+
+
+def read_run(folder: Path, name: str) -> Run:
+    run = Run(name, folder)
+    if (folder / CONFIG).exists():
+        tables = {key: value for key, value in load_toml(folder / CONFIG).items() if isinstance(value, dict)}
+        run.command, run.settings = next(iter(tables.items()), ("", {}))
+    for key, file in (("summary", SUMMARY), ("scores", SCORES)):
+        if (folder / file).exists():
+            setattr(run, key, read_record(folder / file, "Remove the file, or make it again.").values)
+    of_step = {row.values["step"]: row.values for row in lines(run, METRICS) if isinstance(row.values.get("step"), int)}
+    run.metrics = [of_step[step] for step in sorted(of_step)]
+    run.predictions = list(lines(run, PREDICTIONS))
+    for row in lines(run, EPISODES):
+        _take(run, row)
+    return run
+
+
+def lines(run: Run, file: str) -> Iterator[Record]:
+    """The lines of a file of the run, none if it is not there. One that cannot be read, as the last one of a run that
+    was killed or is just writing, is left out, and that is noted."""
+    if not (run.folder / file).exists():
+        return
+    bad: list[InvalidRecord] = []
+    yield from read_jsonl(run.folder / file, on_bad=bad.append)
+    if bad:
+        run.notes.append(f"{len(bad)} line(s) of {file} could not be read, such as: {bad[0].cause}")
+
+
+def _take(run: Run, row: Record) -> None:
+    """Counts an episode's faults, and keeps it if it is of the first round or the newest."""
+    number = row.whole("step", 0)
+    faults = [fault for step in row.records("steps", ()) for fault in step.texts("faults", ())]
+    run.faults.setdefault(number, Counter()).update(faults)
+    run.steps[number] = run.steps.get(number, 0) + len(row.records("steps", ()))
+    if not run.first or run.first[0].whole("step", 0) == number:
+        run.first = [*run.first, row][:KEPT]
+        return
+    if not run.last or run.last[0].whole("step", 0) != number:
+        run.last = []
+    if len(run.last) < KEPT:
+        run.last.append(row)

@@ -1,0 +1,70 @@
+"""Charts: round ticks, places by hand, gaps, and SVG that an XML reader takes."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from r3lite.reports.chart import MOST_POINTS, Bar, Bars, Line, Lines, Scale, svg, thinned, ticks
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 10, [0, 2, 4, 6, 8, 10]), (0.38, 0.81, [0.4, 0.5, 0.6, 0.7, 0.8]),
+     (-3, 3, [-2, 0, 2]), (0, 800, [0, 200, 400, 600, 800])],
+)  # fmt: skip
+def test_ticks_are_round(low, high, expected):
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_a_scale_puts_its_ends_and_its_middle_where_they_belong():
+    scale = Scale(0, 4, 100, 20)
+    assert [scale(0), scale(1), scale(4)] == [100, 80, 20]
+    log = Scale.over([0.01, 100], 0, 1, log=True)
+    assert log(1) == pytest.approx(0.5)
+    assert log.ticks() == pytest.approx([0.01, 0.1, 1, 10, 100])
+
+
+@pytest.mark.parametrize("values", [[], [5.0], [0.0, 0.0], [-1.0, 2.0]])
+def test_a_scale_of_any_values_has_a_length(values):
+    for zero in (False, True):
+        scale = Scale.over(values, 0, 1, zero=zero)
+        assert scale.high > scale.low and len(scale.ticks()) >= 2
+        assert all(0 <= scale(value) <= 1 for value in values)
+
+
+def test_a_value_of_zero_cannot_be_on_a_logarithmic_scale():
+    assert not Scale.over([0.0, 1.0], 0, 1, log=True).log
+
+
+def lines_of(drawn: str) -> list[str]:
+    return [part.attrib["points"] for part in ET.fromstring(drawn).iter("polyline")]
+
+
+def test_what_is_not_known_is_a_gap():
+    line = Line("loss", [1, 2, 3, 4, 5], [1.0, 2.0, None, 4.0, 5.0])
+    parts = lines_of(svg(Lines("x", "Loss", "", [line])))
+    assert [len(part.split()) for part in parts] == [2, 2]
+
+
+def test_what_is_measured_now_and_then_is_joined():
+    line = Line("F1", [1, 2, 3, 4, 5, 6], [0.1, None, None, 0.2, None, None])
+    assert [len(part.split()) for part in lines_of(svg(Lines("x", "F1", "", [line])))] == [2]
+
+
+def test_a_long_line_is_thinned_to_means():
+    size = 5 * MOST_POINTS
+    made = thinned(Line("x", range(size), [float(i) for i in range(size)]))
+    assert len(made.ys) == MOST_POINTS and list(made.ys[:2]) == [2.0, 7.0] and list(made.xs[:2]) == [2.0, 7.0]
+    assert thinned(Line("x", range(size), [None] * size)).ys == [None] * MOST_POINTS
+
+
+def test_bars_stand_on_zero_and_are_told_in_words():
+    chart = Bars("x", "Scores", "", ["a<b"], {"run & run": [Bar(0.5, 0.25, 1.0)], "other": [None]})
+    made = ET.fromstring(svg(chart))
+    (bar,) = made.iter("rect")
+    whisker = next(line for line in made.iter("line") if line.attrib["class"] == "whisker")
+    # The interval reaches from half the bar's height to twice it.
+    top, height = float(bar.attrib["y"]), float(bar.attrib["height"])
+    assert float(whisker.attrib["y1"]) == pytest.approx(top + height / 2, abs=0.11)
+    assert float(whisker.attrib["y2"]) == pytest.approx(top - height, abs=0.11)
+    assert made.attrib["aria-label"] == "Scores. run & run, a<b: 0.5"

@@ -1,0 +1,81 @@
+"""python -m r3lite.report on the files of real commands, and what it refuses."""
+
+import builtins
+import json
+
+import pytest
+
+from r3lite import report
+from r3lite.evaluation.comparisons import compare
+from r3lite.evaluation.scores import Marks
+from r3lite.files import read_jsonl
+from tests.reports.conftest import entry, episode, jsonl
+
+
+def evaluation(folder, ems):
+    folder.mkdir()
+    lines = [episode(str(i), em=em, f1=em, recall=1.0) for i, em in enumerate(ems)]
+    (folder / "predictions.jsonl").write_text(jsonl(lines), encoding="utf-8")
+    (folder / "scores.json").write_text(json.dumps({"n": len(ems), "em": entry(sum(ems) / len(ems))}), encoding="utf-8")
+    return folder
+
+
+def test_evaluations_of_the_same_questions_are_compared_with_the_first(tmp_path, capsys):
+    a, b = evaluation(tmp_path / "a", [0.0, 0.0, 1.0, 0.0]), evaluation(tmp_path / "b", [1.0, 1.0, 1.0, 0.0])
+    other = evaluation(tmp_path / "c", [1.0])
+    assert report.main([str(a), str(b), str(other)]) == 0
+    page = (a / "report.html").read_text(encoding="utf-8")
+    marks = [[Marks.from_json(line) for line in read_jsonl(x / "predictions.jsonl")] for x in (a, b)]
+    em = compare(*marks)["em"]
+    told = f"<td>b less a</td><td>{em['difference']:+.3f} ({em['low']:+.3f} to {em['high']:+.3f})</td>"
+    assert em["difference"] == 0.5 and told in page and "c less" not in page
+    assert "KiB: a (evaluate, 4 questions), b (evaluate, 4 questions), c" in capsys.readouterr().out
+
+
+def test_each_chart_becomes_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    a = evaluation(tmp_path / "a", [0.0, 1.0])
+    rows = [{"step": 1, "loss": 1.0, "grad_norm": 0.0}, {"step": 2, "loss": None, "grad_norm": 2.0}]
+    (a / "metrics.jsonl").write_text(jsonl(rows), encoding="utf-8")
+    assert report.main([str(a), "--png", str(tmp_path / "png"), "--output", str(tmp_path / "x.html")]) == 0
+    pictures = {path.name: path.read_bytes() for path in (tmp_path / "png").iterdir()}
+    assert pictures.keys() == {"scores.png", "loss.png", "grad-norm.png"}
+    assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in pictures.values())
+
+
+def test_pictures_without_matplotlib_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    a, real = evaluation(tmp_path / "a", [1.0]), builtins.__import__
+
+    def without(name, *rest, **more):
+        if name == "matplotlib":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert report.main([str(a), "--png", str(tmp_path / "png")]) == 1
+    assert "r3lite[plots]" in capsys.readouterr().err and not (a / "report.html").exists()
+
+
+def test_watching_ends_with_the_run(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(jsonl([{"step": 1, "loss": 1.0}]), encoding="utf-8")
+    seen = []
+
+    def sleep(seconds):
+        seen.append("refresh" in (folder / "report.html").read_text(encoding="utf-8"))
+        if len(seen) == 2:
+            (folder / "summary.json").write_text('{"steps": 1}', encoding="utf-8")
+
+    monkeypatch.setattr(report.time, "sleep", sleep)
+    assert report.main([str(folder), "--watch"]) == 0
+    assert seen == [True, True] and "refresh" not in (folder / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "told"),
+    [([], 2, "--runs is missing: the folder of a run"), (["nowhere"], 1, "nowhere is not a folder")],
+)
+def test_what_is_no_run_is_refused(capsys, argv, status, told):
+    assert report.main(argv) == status
+    assert told in capsys.readouterr().err
