@@ -189,6 +189,7 @@ where to look next
   what it says:     {after.folder / "predictions.jsonl"}
   why it was paid:  {out / config.quickstart.algorithm / "episodes.jsonl"}
   how it learned:   {out / config.quickstart.algorithm / "metrics.jsonl"}
+  all of it drawn:  python -m r3lite.report {out}
   your own data:    README.md, "Train on HotpotQA"
   ask it yourself:
     {asking(out, config)}
