@@ -39,7 +39,8 @@ class CollectConfig:
     """Writes trajectories to fine-tune on, one JSON object a line: question, steps with documents, answer.
 
     --source gold needs questions with decompositions or supporting facts (MuSiQue, HotpotQA, 2WikiMultiHopQA) and no
-    teacher. --source teacher samples them from a Gemini model: its key is read from GOOGLE_API_KEY or GEMINI_API_KEY.
+    teacher. --source teacher samples them from --judge-model, of Gemini or with --judge openai of another server, whose
+    key is read from the environment.
     --teacher-logprobs writes what --model would have said along trajectories that are there already.
     """
 
@@ -245,7 +246,7 @@ def teacher(
 
     from r3lite.datasets.teacher import Teacher, Try
     from r3lite.datasets.trajectories import Trajectory
-    from r3lite.llm.gemini import GeminiClient
+    from r3lite.llm.client import Client
 
     rejected = rejections_of(output)
     waiting = [q for q in questions if q.id not in earlier.kept | earlier.rejected]
@@ -253,7 +254,7 @@ def teacher(
     if len(waiting) < len(questions):
         tally.extra["kept by earlier runs"] = sum(q.id in earlier.kept for q in questions)
         tally.extra["rejected by earlier runs"] = sum(q.id in earlier.rejected for q in questions)
-    client = GeminiClient(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
+    client = Client(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
     sampler, size = (
         Teacher(config.collect, client, protocol, retrieve, config.common.seed),
         4 * config.judge.judge_concurrency,

@@ -132,11 +132,11 @@ def clock():
 @pytest.fixture
 def client(gemini, clock):
     """Makes a client of the fake server whose time passes only when it sleeps."""
-    from r3lite.llm.gemini import GeminiClient
+    from r3lite.llm.client import Client
 
     def make(cache=None, **settings):
         settings = {"judge": "gemini", "judge_base_url": gemini.url, "judge_timeout": 20.0} | settings
-        return GeminiClient(JudgeSettings(**settings), cache, clock=clock, sleep=clock.sleep)
+        return Client(JudgeSettings(**settings), cache, clock=clock, sleep=clock.sleep)
 
     return make
 

@@ -14,7 +14,7 @@ from r3lite.protocols.base import Protocol
 from r3lite.settings import CollectSettings
 
 if TYPE_CHECKING:  # its libraries take long to load
-    from r3lite.llm.gemini import GeminiClient
+    from r3lite.llm.client import Client
 
 # Failures of a reply that asking again would not mend: they come from the question, not from network or account.
 FINAL = ("blocked", "cut", "empty")
@@ -45,7 +45,7 @@ class Teacher:
     """Samples trajectories step by step, many questions at a time."""
 
     def __init__(
-        self, settings: CollectSettings, client: "GeminiClient", protocol: Protocol, retrieve: Retrieve, seed: int
+        self, settings: CollectSettings, client: "Client", protocol: Protocol, retrieve: Retrieve, seed: int
     ):
         self.settings, self.client, self.protocol = settings, client, protocol
         self.retrieve, self.seed = retrieve, seed

@@ -1,216 +1,58 @@
-"""A client of Gemini models: structured or plain replies, cached, limited, retried, counted.
-
-Owns everything between a prompt and its reply. A reply that is missing, blocked, cut or malformed is a `Reply` with the
-kind of its failure, not an exception; only what would fail every request (no key, a wrong one, an unknown model) stops
-the run. The key is never written, shown or cached. Knows neither judges nor teachers.
-"""
+"""Gemini as a service of the client: requests by Google's library, keys from GOOGLE_API_KEY or GEMINI_API_KEY."""
 
 import copy
-import os
-import random
-import re
-import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import replace
-from pathlib import Path
 
-import httpx2
 from google import genai
 from google.genai import types
-from tqdm import tqdm
 
 from r3lite.errors import R3LiteError
-from r3lite.llm.cache import ReplyCache, digest
-from r3lite.llm.gemini_json import estimated_tokens, read_answer, read_complaint
-from r3lite.llm.known_models import THINKING_ROOM, prices_of, thinking
-from r3lite.llm.limits import Budget, RateLimiter
-from r3lite.llm.replies import Reply, Request, parse
-from r3lite.llm.transport import BoundedClient, Calls, Refused, TooLarge
-from r3lite.records import InvalidRecord
+from r3lite.llm import gemini_json
+from r3lite.llm.client import Service, read_key
+from r3lite.llm.known_models import THINKING_ROOM, thinking
+from r3lite.llm.replies import Answer, Complaint, Request
+from r3lite.llm.transport import BoundedClient
 from r3lite.settings import JudgeSettings
 
-FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try
-LONGEST_WAIT = 300.0  # seconds; if a server asks for more, the request has failed
-# Failures after which the next try may succeed.
-PASSING = ("timeout", "connection", "rate_limited", "server")
-# Errors of a request that was not sent, and so costs nothing.
-NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout)
+KEYS = ("GOOGLE_API_KEY", "GEMINI_API_KEY")
+GET_A_KEY = "Get one at https://aistudio.google.com/apikey and set GOOGLE_API_KEY to it."
 
 
-class GeminiClient:
-    """Asks one model. Its calls are made by threads of its own; the caller's thread only waits.
+class GeminiService(Service):
+    """The model --judge-model, told whether to think as long as it lets itself be told."""
 
-    `cache` is the folder of cached replies. The key is read from GOOGLE_API_KEY, else GEMINI_API_KEY.
-    """
+    key_remedy = "Set GOOGLE_API_KEY to a valid key."
 
-    def __init__(
-        self,
-        settings: JudgeSettings,
-        cache: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] | None = None,
-    ):
-        self.settings, self._secret = settings, _read_key()
-        self._prices = prices_of(settings)
-        self._cache = ReplyCache(cache)
+    def __init__(self, settings: JudgeSettings):
+        self.settings, self.secret = settings, read_key("Gemini", KEYS, GET_A_KEY)
+        if not self.secret:
+            raise R3LiteError("there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set", GET_A_KEY)
         timeout = round(settings.judge_timeout * 1000)  # milliseconds
         options = types.HttpOptions(
             timeout=timeout, base_url=settings.judge_base_url, httpx_async_client=BoundedClient()
         )
-        self._models = genai.Client(api_key=self._secret, vertexai=False, http_options=options).aio.models
-        self._calls = Calls(settings.judge_timeout)
-        self._sleep = sleep or self._calls.sleep
-        self.limiter = RateLimiter(settings.judge_rpm, clock, self._sleep)
-        self.budget = Budget(settings.judge_max_calls, settings.judge_max_cost)
-        self._jitter = random.Random()
+        self._models = genai.Client(api_key=self.secret, vertexai=False, http_options=options).aio.models
         self._thinks_as_it_likes = False  # the model refused to be told whether to think
-        self._counts, self._failures = Counter(), Counter()
-        self._lock = threading.Lock()
 
-    def generate(self, request: Request) -> Reply:
-        """One reply, from the cache if it is there. Raises R3LiteError only for what would fail every request."""
-        return self.generate_all([request])[0]
+    @property
+    def room(self) -> int:
+        return self._thinking[1]
 
-    def _generate(self, request: Request, key: str) -> Reply:
-        reply = self._cache.recall(key, request)
-        if reply is None:
-            reply = self._ask(request)
-            if reply.failure is None:
-                self._cache.store(key, reply)
-        with self._lock:
-            self._counts["cache_hits"] += reply.cached
-            if reply.failure:
-                self._failures[reply.failure] += 1
-        return reply
-
-    def generate_all(
-        self,
-        requests: list[Request],
-        progress: str | None = None,
-        on_reply: Callable[[Reply], None] | None = None,
-    ) -> list[Reply]:
-        """Replies in the order of the requests, several of them sent at once; equal requests are sent once.
-
-        `progress` names a progress bar. `on_reply` is called with each reply as it comes; if it raises, all ends.
-        """
-        keys = [self._key_of(r) for r in requests]
-        replies: dict[str, Reply] = {}
-        self._calls.begin()
-        pool = ThreadPoolExecutor(self.settings.judge_concurrency)
-        bar = tqdm(total=len(set(keys)), desc=progress, unit="request", disable=None if progress else True)
-        try:
-            futures = {pool.submit(self._generate, r, key): key for key, r in dict(zip(keys, requests)).items()}
-            pending = set(futures)
-            while pending:
-                # With a timeout, because on Windows Ctrl-C does not interrupt a wait without one.
-                done, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
-                for future in done:
-                    reply = replies[futures[future]] = future.result()
-                    bar.update()
-                    if on_reply:
-                        on_reply(reply)
-        except R3LiteError:
-            # Requests already sent are paid for: their replies may reach the cache before the run stops.
-            self._calls.end()
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-        finally:
-            self._calls.end(at_once=True)
-            pool.shutdown(wait=False, cancel_futures=True)
-            bar.close()
-        return [replies[k] for k in keys]
-
-    def counts(self) -> dict[str, float]:
-        """This client's requests, cache hits, failures (also by kind), tokens and US dollars so far.
-
-        Without a price of the model there is no `cost`.
-        """
-        names = ("retries", "cache_hits", "input_tokens", "output_tokens")
-        with self._lock:
-            counts = {"calls": self.budget.calls} | {n: self._counts[n] for n in names}
-            counts |= {"cost": self.budget.cost} if self._prices else {}
-            counts["failures"] = self._failures.total()
-            return counts | {f"failures/{kind}": n for kind, n in sorted(self._failures.items())}
-
-    def _key_of(self, request: Request) -> str:
-        s = self.settings
-        circumstances = {"model": s.judge_model, "address": s.judge_base_url, "thinking": s.judge_thinking}
-        return digest(request, circumstances | {"temperature": s.judge_temperature})
-
-    # Asking
-
-    def _ask(self, request: Request) -> Reply:
-        """Tries until there is a reply, a failure is final or the tries are used up."""
-        tries = 0
-        while True:
-            told = not self._thinks_as_it_likes
-            reply, asked_to_wait = self._try(request)
-            if reply.failure == "refused" and told and "think" in reply.detail.lower():
-                self._let_it_think(reply.detail)
-                continue
-            if reply.failure not in PASSING or tries >= self.settings.judge_retries or asked_to_wait > LONGEST_WAIT:
-                return reply
-            backoff = min(FIRST_BACKOFF * 2**tries, LONGEST_BACKOFF) * self._jitter.uniform(0.5, 1.5)
-            seconds = asked_to_wait + self._jitter.uniform(0, 0.5) if asked_to_wait else backoff
-            if reply.failure == "rate_limited":
-                self.limiter.hold(seconds)
-            self._sleep(seconds)
-            tries += 1
-            with self._lock:
-                self._counts["retries"] += 1
-
-    def _let_it_think(self, reason: str) -> None:
-        with self._lock:
-            first, self._thinks_as_it_likes = not self._thinks_as_it_likes, True
-        if first:
-            print(f"{self.settings.judge_model} thinks as much as it likes: {reason}", file=sys.stderr)
-
-    def _try(self, request: Request) -> tuple[Reply, float]:
-        """One request; its reply and the seconds that the server asks to wait."""
-        fields, room = thinking(self.settings.judge_model, self.settings.judge_thinking)
+    @property
+    def _thinking(self) -> tuple[dict, int]:
+        """The fields of a request that say whether to think, and the tokens that thoughts may take."""
         if self._thinks_as_it_likes:
-            fields, room = {}, THINKING_ROOM
-        limit, prompt_tokens = request.max_output_tokens + room, estimated_tokens(*request.texts)
-        most = self._price(prompt_tokens, limit)
-        if cap := self.budget.reserve(most):
-            return Reply(failure="capped", detail=cap), 0.0
-        cost = 0.0
-        try:
-            self.limiter.wait()
-            cost = most  # unless it turns out to be less: a call that breaks off may be billed all the same
-            body = self._calls.run(lambda: self._send(request, fields, limit))
-            reply, cost = self._reply_to(request, body, prompt_tokens, limit)
-            return reply, 0.0
-        except Refused as error:
-            cost = 0.0
-            return self._refusal(error)
-        except NOT_SENT as error:
-            cost = 0.0
-            kind = "timeout" if isinstance(error, httpx2.TimeoutException) else "connection"
-            return self._failure(kind, f"{type(error).__name__}: {error}"), 0.0
-        except (TimeoutError, httpx2.TimeoutException):
-            return self._failure("timeout", f"{self.settings.judge_timeout:g} s"), 0.0
-        except httpx2.HTTPError as error:
-            return self._failure("connection", f"{type(error).__name__}: {error}"), 0.0
-        except TooLarge as error:
-            return self._failure("too_large", str(error)), 0.0
-        except InvalidRecord as error:
-            return self._failure("malformed", error.cause), 0.0
-        except httpx2.InvalidURL as error:
-            remedy = "Check --judge-model and --judge-base-url."
-            raise R3LiteError(f"no request can be sent to this address: {error}", remedy) from error
-        finally:
-            self.budget.settle(most, cost)
+            return {}, THINKING_ROOM
+        return thinking(self.settings.judge_model, self.settings.judge_thinking)
 
-    async def _send(self, request: Request, fields: dict, limit: int) -> str:
-        """The body of the server's reply; `fields` say whether to think.
+    def gives_way(self, reason: str) -> str | None:
+        if self._thinks_as_it_likes or "think" not in reason.lower():
+            return None
+        self._thinks_as_it_likes = True
+        return "thinks as much as it likes"
 
-        The library does not take the body apart, as it trusts what it reads.
-        """
+    async def send(self, request: Request, limit: int) -> str:
+        """The library does not take the body apart, as it trusts what it reads."""
+        fields, _ = self._thinking
         roles = [("user", "model")[i % 2] for i in range(len(request.earlier))]
         turns = zip([*roles, "user"], [*request.earlier, request.prompt], strict=True)
         config = types.GenerateContentConfig(
@@ -230,66 +72,8 @@ class GeminiClient:
         )
         return response.sdk_http_response.body
 
-    def _reply_to(self, request: Request, body: str, prompt_tokens: float, limit: int) -> tuple[Reply, float]:
-        """The reply in the body of a response, or what is wrong with it, and its price; its tokens are counted."""
-        answer = read_answer(body, prompt_tokens, limit)
-        with self._lock:
-            self._counts["input_tokens"] += round(answer.input_tokens)
-            self._counts["output_tokens"] += round(answer.output_tokens)
-        text = answer.text.replace(self._secret, "***")  # in case a server repeats it: a reply is kept on disk
-        if answer.failure:
-            reply = replace(self._failure(answer.failure, answer.detail), text=text)
-        else:
-            reply = parse(text, request)
-        reply = replace(reply, detail=self._redacted(reply.detail))
-        return reply, self._price(answer.input_tokens, answer.output_tokens)
+    def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
+        return gemini_json.read_answer(body, prompt_tokens, limit)
 
-    def _refusal(self, error: Refused) -> tuple[Reply, float]:
-        """What a status other than 200 means; raises R3LiteError if every request would fail like it."""
-        complaint = read_complaint(error.body)
-        status, told = error.status, self._redacted(f"{error.status} {complaint.status}: {complaint.message}")
-        wait = _seconds(error.retry_after, *complaint.delays)
-        if status in (401, 403) or (status == 400 and "api key" in told.lower()):
-            raise R3LiteError(f"the key is not accepted: {told}", "Set GOOGLE_API_KEY to a valid key.") from None
-        if status == 404 or (status == 400 and complaint.status == "FAILED_PRECONDITION"):
-            remedy = "Check --judge-model and --judge-base-url, and that your account may use the model."
-            raise R3LiteError(f"{self.settings.judge_model} cannot be used: {told}", remedy) from None
-        if status == 429:
-            return self._failure("rate_limited", told), wait
-        if status == 408:
-            return self._failure("timeout", told), 0.0
-        if status >= 500:
-            return self._failure("server", told), wait
-        return self._failure("refused", told), 0.0
-
-    def _failure(self, kind: str, detail: str) -> Reply:
-        return Reply(failure=kind, detail=self._redacted(detail))
-
-    def _redacted(self, text: str) -> str:
-        """One line of at most 300 characters without the key, in case a server repeats it."""
-        return " ".join(text.replace(self._secret, "***").split())[:300]
-
-    def _price(self, input_tokens: float, output_tokens: float) -> float:
-        """US dollars; 0 if the price is not known, which no cap on cost allows."""
-        read, written = self._prices or (0.0, 0.0)
-        return (input_tokens * read + output_tokens * written) / 1e6
-
-
-def _read_key() -> str:
-    key = (os.environ.get("GOOGLE_API_KEY") or os.environ.get("GEMINI_API_KEY") or "").strip()
-    remedy = "Get one at https://aistudio.google.com/apikey and set GOOGLE_API_KEY to it."
-    if not key:
-        raise R3LiteError("there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set", remedy)
-    if not re.fullmatch(r"[!-~]+", key):  # the error of a header that cannot be sent would show it
-        raise R3LiteError("the key for Gemini holds characters that no key has, such as spaces", remedy)
-    return key
-
-
-def _seconds(*named: str) -> float:
-    """The seconds to wait that a server names, such as `7` or `11s`; 0 if it names none."""
-    for text in named:
-        try:
-            return max(0.0, float(text.removesuffix("s")))
-        except ValueError:
-            continue  # a date, or nothing
-    return 0.0
+    def read_complaint(self, body: str) -> Complaint:
+        return gemini_json.read_complaint(body)

@@ -3,40 +3,10 @@
 Knows no network and no settings. InvalidRecord says what is wrong with a reply.
 """
 
-from dataclasses import dataclass
-
+from r3lite.llm.replies import Answer, Complaint, estimated_tokens, token_count
 from r3lite.records import InvalidRecord, Record, Source, parse
 
-BYTES_PER_TOKEN = 3  # for estimates that are rather too high; about 4 in English
 BLOCKED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "MODEL_ARMOR", "LANGUAGE")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The text of a reply without thoughts, the kind of its failure (see FAILURES), and its tokens.
-
-    Thoughts count as output.
-    """
-
-    text: str
-    failure: str | None
-    detail: str
-    input_tokens: float
-    output_tokens: float
-
-
-@dataclass(frozen=True)
-class Complaint:
-    """The body of an error: the name of its status, its message, and the seconds to wait that it names, as text."""
-
-    status: str
-    message: str
-    delays: tuple[str, ...] = ()
-
-
-def estimated_tokens(*texts: str) -> float:
-    """About how many tokens some texts have, rather too many."""
-    return sum(len(text.encode(errors="replace")) for text in texts) / BYTES_PER_TOKEN
 
 
 def read_answer(body: str, prompt_tokens: float, limit: int) -> Answer:
@@ -56,9 +26,9 @@ def read_answer(body: str, prompt_tokens: float, limit: int) -> Answer:
     else:
         reason = reply.record("promptFeedback").text("blockReason", "")
         text, failure, detail = "", "blocked" if reason else "empty", f"prompt: {reason or 'no reason given'}"
-    read = _count(usage, "promptTokenCount") or prompt_tokens
-    written = _count(usage, "candidatesTokenCount") or estimated_tokens(text)
-    thoughts = _count(usage, "thoughtsTokenCount")
+    read = token_count(usage, "promptTokenCount") or prompt_tokens
+    written = token_count(usage, "candidatesTokenCount") or estimated_tokens(text)
+    thoughts = token_count(usage, "thoughtsTokenCount")
     return Answer(text, failure, detail, read, written + (limit if thoughts is None else thoughts))
 
 
@@ -68,14 +38,6 @@ def _failure(text: str, reason: str) -> str | None:
     if reason in BLOCKED:
         return "blocked"
     return None if text.strip() else "empty"
-
-
-def _count(usage: Record, key: str) -> int | None:
-    """A count of tokens, 0 if it is not given; None if it is not a count."""
-    try:
-        return usage.whole(key, 0)
-    except InvalidRecord:
-        return None
 
 
 def read_complaint(body: str) -> Complaint:

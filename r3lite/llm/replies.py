@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3lite import records
+from r3lite.records import InvalidRecord, Record
+
+BYTES_PER_TOKEN = 3  # for estimates that are rather too high; about 4 in English
 
 FAILURES = {
     "timeout": "no reply in time",
@@ -61,6 +64,42 @@ class Reply:
     failure: str | None = None
     detail: str = ""
     cached: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The text of a server's reply without thoughts, the kind of its failure (see FAILURES), and its tokens.
+
+    Thoughts count as output.
+    """
+
+    text: str
+    failure: str | None
+    detail: str
+    input_tokens: float
+    output_tokens: float
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """The body of an error: the name of its status, its message, and the seconds to wait that it names, as text."""
+
+    status: str
+    message: str
+    delays: tuple[str, ...] = ()
+
+
+def estimated_tokens(*texts: str) -> float:
+    """About how many tokens some texts have, rather too many."""
+    return sum(len(text.encode(errors="replace")) for text in texts) / BYTES_PER_TOKEN
+
+
+def token_count(usage: Record, key: str) -> int | None:
+    """A count of tokens, 0 if it is not given; None if it is not a count."""
+    try:
+        return usage.whole(key, 0)
+    except InvalidRecord:
+        return None
 
 
 def parse(text: str, request: Request) -> Reply:

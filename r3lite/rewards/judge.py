@@ -1,6 +1,6 @@
 """A language model as judge: one call per episode says whether the answer is right and how good each step was.
 
-Owns the question that is put to the judge and the form of its verdict. Knows no network (see llm/gemini.py) and no
+Owns the question that is put to the judge and the form of its verdict. Knows no network (see llm/client.py) and no
 weights (see reward.py).
 """
 
@@ -19,7 +19,7 @@ from r3lite.rewards.reward import StepVerdict, Verdict, needs_verdict
 from r3lite.settings import JudgeSettings, RewardSettings
 
 if TYPE_CHECKING:  # its libraries take long to load
-    from r3lite.llm.gemini import GeminiClient
+    from r3lite.llm.client import Client
 
 DOCUMENT_LENGTH = 512  # characters of a document that the judge sees, as in R3-RAG (arXiv 2505.23794)
 TEXT_LENGTH = 2000  # characters of a question, an analysis, a query or an answer
@@ -145,12 +145,12 @@ def _verdict(grade: Grade, episode: Episode) -> Verdict:
 
 
 class Judge:
-    """Judges episodes with a Gemini model and counts its calls.
+    """Judges episodes with a remote model and counts its calls.
 
     A call that failed is a missing verdict, and the run goes on; it stops if that is the rule and not the exception.
     """
 
-    def __init__(self, client: "GeminiClient"):
+    def __init__(self, client: "Client"):
         self.client = client
         self.missing = 0  # verdicts
         # Without those from the cache.
@@ -226,10 +226,10 @@ def build_judge(settings: JudgeSettings, output: str | Path, reward: RewardSetti
         if reward and needs_verdict(reward):
             raise R3LiteError(
                 "--outcome-judge and --process-judge pay what a judge says, and there is no judge",
-                "Pass --judge gemini, or set both weights to 0.",
+                "Pass --judge gemini or openai, or set both weights to 0.",
             )
         return None
-    from r3lite.llm.gemini import GeminiClient
+    from r3lite.llm.client import Client
 
     cache = Path(settings.judge_cache) if settings.judge_cache else Path(output) / "judge-cache"
-    return Judge(GeminiClient(settings, cache))
+    return Judge(Client(settings, cache))

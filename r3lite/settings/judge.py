@@ -7,17 +7,22 @@ from urllib.parse import urlsplit
 
 from r3lite.config import Count, Free, NonNegative, Positive, Section, UsageError, Whole
 
+GEMINI = "gemini-3.5-flash-lite"
+
 
 @dataclass(frozen=True)
 class JudgeSettings(Section):
     """Judge."""
 
-    judge: Literal["none", "gemini"] = "none"
-    """who judges answers and steps; the key is read from GOOGLE_API_KEY or GEMINI_API_KEY"""
-    judge_model: str = "gemini-3.5-flash-lite"
-    """name of the judging model"""
+    judge: Literal["none", "gemini", "openai"] = "none"
+    """who judges answers and steps: gemini, with the key in GOOGLE_API_KEY or GEMINI_API_KEY; openai, with that in
+    OPENAI_API_KEY, or any server that speaks its /chat/completions (vLLM, llama.cpp, Ollama), for which no key is
+    needed"""
+    judge_model: str = GEMINI
+    """name of the judging model, which openai needs"""
     judge_base_url: str | None = None
-    """address of a compatible server, https://... or http://...; the key is sent to it"""
+    """address of a compatible server, https://... or http://...; the key, if there is one, is sent to it; for openai
+    it ends in /v1"""
     judge_rpm: Free[Count] = 60
     """most requests a minute"""
     judge_concurrency: Free[Count] = 4
@@ -40,6 +45,10 @@ class JudgeSettings(Section):
     """US dollars per million output tokens; default: 2.50 for the same two"""
     judge_cache: Free[str | None] = None
     """folder of cached replies; default: judge-cache in the output folder, and for collect <output>.cache"""
+
+    def check(self) -> None:
+        if self.judge == "openai" and self.judge_model == GEMINI:
+            raise UsageError("--judge-model is missing: with --judge openai it names the model of that server")
 
     def __post_init__(self):
         if not re.fullmatch(r"[\w.:/@-]+", self.judge_model, re.ASCII):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from r3lite.errors import R3LiteError
-from r3lite.llm.gemini import Request
+from r3lite.llm.client import Request
 from tests.marks import ASK, MARK, Mark, ask, read_mark
 
 

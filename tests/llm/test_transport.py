@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from r3lite.llm.gemini import GeminiClient, Request
+from r3lite.llm.client import Client, Request
 from r3lite.settings import JudgeSettings
 from tests.marks import ASK
 
@@ -49,7 +49,7 @@ def test_a_redirect_does_not_send_the_key_elsewhere(gemini, client, said):
 def test_threads_that_wait_give_up_when_the_run_stops(gemini, said, failed):
     answers = {"backoff": failed(503, headers={"Retry-After": "100"}), "drip": said("x", drip="body")}
     gemini.script = lambda body: answers.get(body["contents"][0]["parts"][0]["text"], failed(400))
-    asked = GeminiClient(JudgeSettings(judge="gemini", judge_base_url=gemini.url))
+    asked = Client(JudgeSettings(judge="gemini", judge_base_url=gemini.url))
 
     def interrupt(reply):
         raise KeyboardInterrupt

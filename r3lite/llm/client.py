@@ -1,0 +1,316 @@
+"""A client of remote models: structured or plain replies, cached, limited, retried, counted.
+
+Owns everything between a prompt and its reply but the form in which a service takes and gives it (`Service`). A reply
+that is missing, blocked, cut or malformed is a `Reply` with the kind of its failure, not an exception; only what would
+fail every request (no key, a wrong one, an unknown model) stops the run. The key is never written, shown or cached.
+Knows neither judges nor teachers.
+"""
+
+import os
+import random
+import re
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+
+import httpx2
+from tqdm import tqdm
+
+from r3lite.errors import R3LiteError
+from r3lite.llm.cache import ReplyCache, digest
+from r3lite.llm.known_models import prices_of
+from r3lite.llm.limits import Budget, RateLimiter
+from r3lite.llm.replies import Answer, Complaint, Reply, Request, estimated_tokens, parse
+from r3lite.llm.transport import Calls, Refused, TooLarge
+from r3lite.records import InvalidRecord
+from r3lite.settings import JudgeSettings
+
+FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try
+LONGEST_WAIT = 300.0  # seconds; if a server asks for more, the request has failed
+# Failures after which the next try may succeed.
+PASSING = ("timeout", "connection", "rate_limited", "server")
+# Errors of a request that was not sent, and so costs nothing.
+NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout)
+
+
+class Service(ABC):
+    """How one kind of server is asked, and what its answers mean."""
+
+    secret: str  # the key; empty if there is none
+    key_remedy: str  # what to do if it is not accepted
+
+    @property
+    def circumstances(self) -> dict:
+        """What a reply depends on beside the request and the settings that all services have: part of its name in the
+        cache. Nothing for Gemini, with which the cache began."""
+        return {}
+
+    @property
+    @abstractmethod
+    def room(self) -> int:
+        """Output tokens that a request is given beyond its own, for the model's thoughts."""
+
+    @abstractmethod
+    async def send(self, request: Request, limit: int) -> str:
+        """The body of the server's reply; at most `limit` tokens are to be written."""
+
+    @abstractmethod
+    def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
+        """What the body of a reply says; raises InvalidRecord if it is none."""
+
+    @abstractmethod
+    def read_complaint(self, body: str) -> Complaint:
+        """What the body of an error says."""
+
+    def gives_way(self, reason: str) -> str | None:
+        """After a refusal: how requests will be made from now on, to be said; None if there is no other way."""
+        return None
+
+
+def make_service(settings: JudgeSettings) -> Service:
+    """The service that --judge names; without one, Gemini. Raises R3LiteError if it has no key."""
+    if settings.judge == "openai":
+        from r3lite.llm.openai_compatible import OpenAIService
+
+        return OpenAIService(settings)
+    from r3lite.llm.gemini import GeminiService  # its library takes long to load
+
+    return GeminiService(settings)
+
+
+class Client:
+    """Asks one model. Its calls are made by threads of its own; the caller's thread only waits.
+
+    `cache` is the folder of cached replies.
+    """
+
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        cache: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] | None = None,
+    ):
+        self.settings, self.service = settings, make_service(settings)
+        self._prices = prices_of(settings)
+        self._cache = ReplyCache(cache)
+        self._calls = Calls(settings.judge_timeout)
+        self._sleep = sleep or self._calls.sleep
+        self.limiter = RateLimiter(settings.judge_rpm, clock, self._sleep)
+        self.budget = Budget(settings.judge_max_calls, settings.judge_max_cost)
+        self._jitter = random.Random()
+        self._ways = 0  # how often the way of asking has changed
+        self._counts, self._failures = Counter(), Counter()
+        self._lock = threading.Lock()
+
+    def generate(self, request: Request) -> Reply:
+        """One reply, from the cache if it is there. Raises R3LiteError only for what would fail every request."""
+        return self.generate_all([request])[0]
+
+    def _generate(self, request: Request, key: str) -> Reply:
+        reply = self._cache.recall(key, request)
+        if reply is None:
+            reply = self._ask(request)
+            if reply.failure is None:
+                self._cache.store(key, reply)
+        with self._lock:
+            self._counts["cache_hits"] += reply.cached
+            if reply.failure:
+                self._failures[reply.failure] += 1
+        return reply
+
+    def generate_all(
+        self,
+        requests: list[Request],
+        progress: str | None = None,
+        on_reply: Callable[[Reply], None] | None = None,
+    ) -> list[Reply]:
+        """Replies in the order of the requests, several of them sent at once; equal requests are sent once.
+
+        `progress` names a progress bar. `on_reply` is called with each reply as it comes; if it raises, all ends.
+        """
+        keys = [self._key_of(r) for r in requests]
+        replies: dict[str, Reply] = {}
+        self._calls.begin()
+        pool = ThreadPoolExecutor(self.settings.judge_concurrency)
+        bar = tqdm(total=len(set(keys)), desc=progress, unit="request", disable=None if progress else True)
+        try:
+            futures = {pool.submit(self._generate, r, key): key for key, r in dict(zip(keys, requests)).items()}
+            pending = set(futures)
+            while pending:
+                # With a timeout, because on Windows Ctrl-C does not interrupt a wait without one.
+                done, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
+                for future in done:
+                    reply = replies[futures[future]] = future.result()
+                    bar.update()
+                    if on_reply:
+                        on_reply(reply)
+        except R3LiteError:
+            # Requests already sent are paid for: their replies may reach the cache before the run stops.
+            self._calls.end()
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+        finally:
+            self._calls.end(at_once=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            bar.close()
+        return [replies[k] for k in keys]
+
+    def counts(self) -> dict[str, float]:
+        """This client's requests, cache hits, failures (also by kind), tokens and US dollars so far.
+
+        Without a price of the model there is no `cost`.
+        """
+        names = ("retries", "cache_hits", "input_tokens", "output_tokens")
+        with self._lock:
+            counts = {"calls": self.budget.calls} | {n: self._counts[n] for n in names}
+            counts |= {"cost": self.budget.cost} if self._prices else {}
+            counts["failures"] = self._failures.total()
+            return counts | {f"failures/{kind}": n for kind, n in sorted(self._failures.items())}
+
+    def _key_of(self, request: Request) -> str:
+        s = self.settings
+        circumstances = {"model": s.judge_model, "address": s.judge_base_url, "thinking": s.judge_thinking}
+        return digest(request, circumstances | {"temperature": s.judge_temperature} | self.service.circumstances)
+
+    # Asking
+
+    def _ask(self, request: Request) -> Reply:
+        """Tries until there is a reply, a failure is final or the tries are used up."""
+        tries = 0
+        while True:
+            ways = self._ways
+            reply, asked_to_wait = self._try(request)
+            if reply.failure == "refused" and self._has_another_way(reply.detail, ways):
+                continue
+            if reply.failure not in PASSING or tries >= self.settings.judge_retries or asked_to_wait > LONGEST_WAIT:
+                return reply
+            backoff = min(FIRST_BACKOFF * 2**tries, LONGEST_BACKOFF) * self._jitter.uniform(0.5, 1.5)
+            seconds = asked_to_wait + self._jitter.uniform(0, 0.5) if asked_to_wait else backoff
+            if reply.failure == "rate_limited":
+                self.limiter.hold(seconds)
+            self._sleep(seconds)
+            tries += 1
+            with self._lock:
+                self._counts["retries"] += 1
+
+    def _has_another_way(self, reason: str, ways: int) -> bool:
+        """Whether to ask again, as the service asks in another way than when so many ways had been left."""
+        with self._lock:
+            if self._ways > ways:  # since another thread was refused
+                return True
+            if (told := self.service.gives_way(reason)) is None:
+                return False
+            self._ways += 1
+        print(f"{self.settings.judge_model} {told}: {reason}", file=sys.stderr)
+        return True
+
+    def _try(self, request: Request) -> tuple[Reply, float]:
+        """One request; its reply and the seconds that the server asks to wait."""
+        limit, prompt_tokens = request.max_output_tokens + self.service.room, estimated_tokens(*request.texts)
+        most = self._price(prompt_tokens, limit)
+        if cap := self.budget.reserve(most):
+            return Reply(failure="capped", detail=cap), 0.0
+        cost = 0.0
+        try:
+            self.limiter.wait()
+            cost = most  # unless it turns out to be less: a call that breaks off may be billed all the same
+            body = self._calls.run(lambda: self.service.send(request, limit))
+            reply, cost = self._reply_to(request, body, prompt_tokens, limit)
+            return reply, 0.0
+        except Refused as error:
+            cost = 0.0
+            return self._refusal(error)
+        except NOT_SENT as error:
+            cost = 0.0
+            kind = "timeout" if isinstance(error, httpx2.TimeoutException) else "connection"
+            return self._failure(kind, f"{type(error).__name__}: {error}"), 0.0
+        except (TimeoutError, httpx2.TimeoutException):
+            return self._failure("timeout", f"{self.settings.judge_timeout:g} s"), 0.0
+        except httpx2.HTTPError as error:
+            return self._failure("connection", f"{type(error).__name__}: {error}"), 0.0
+        except TooLarge as error:
+            return self._failure("too_large", str(error)), 0.0
+        except InvalidRecord as error:
+            return self._failure("malformed", error.cause), 0.0
+        except httpx2.InvalidURL as error:
+            remedy = "Check --judge-model and --judge-base-url."
+            raise R3LiteError(f"no request can be sent to this address: {error}", remedy) from error
+        finally:
+            self.budget.settle(most, cost)
+
+    def _reply_to(self, request: Request, body: str, prompt_tokens: float, limit: int) -> tuple[Reply, float]:
+        """The reply in the body of a response, or what is wrong with it, and its price; its tokens are counted."""
+        answer = self.service.read_answer(body, prompt_tokens, limit)
+        with self._lock:
+            self._counts["input_tokens"] += round(answer.input_tokens)
+            self._counts["output_tokens"] += round(answer.output_tokens)
+        text = self._without_key(answer.text)  # in case a server repeats it: a reply is kept on disk
+        if answer.failure:
+            reply = replace(self._failure(answer.failure, answer.detail), text=text)
+        else:
+            reply = parse(text, request)
+        reply = replace(reply, detail=self._redacted(reply.detail))
+        return reply, self._price(answer.input_tokens, answer.output_tokens)
+
+    def _refusal(self, error: Refused) -> tuple[Reply, float]:
+        """What a status other than 200 means; raises R3LiteError if every request would fail like it."""
+        complaint = self.service.read_complaint(error.body)
+        status, told = error.status, self._redacted(f"{error.status} {complaint.status}: {complaint.message}")
+        wait = _seconds(error.retry_after, *complaint.delays)
+        if status == 429 and complaint.status == "insufficient_quota":  # OpenAI's word: waiting would not help
+            raise R3LiteError(f"the account has no credit left: {told}", "Add credit, or name another model.") from None
+        if status in (401, 403) or (status == 400 and "api key" in told.lower()):
+            raise R3LiteError(f"the key is not accepted: {told}", self.service.key_remedy) from None
+        if status == 404 or (status == 400 and complaint.status == "FAILED_PRECONDITION"):
+            remedy = "Check --judge-model and --judge-base-url, and that your account may use the model."
+            raise R3LiteError(f"{self.settings.judge_model} cannot be used: {told}", remedy) from None
+        if status == 429:
+            return self._failure("rate_limited", told), wait
+        if status == 408:
+            return self._failure("timeout", told), 0.0
+        if status >= 500:
+            return self._failure("server", told), wait
+        return self._failure("refused", told), 0.0
+
+    def _failure(self, kind: str, detail: str) -> Reply:
+        return Reply(failure=kind, detail=self._redacted(detail))
+
+    def _redacted(self, text: str) -> str:
+        """One line of at most 300 characters without the key, in case a server repeats it."""
+        return " ".join(self._without_key(text).split())[:300]
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self.service.secret, "***") if self.service.secret else text
+
+    def _price(self, input_tokens: float, output_tokens: float) -> float:
+        """US dollars; 0 if the price is not known, which no cap on cost allows."""
+        read, written = self._prices or (0.0, 0.0)
+        return (input_tokens * read + output_tokens * written) / 1e6
+
+
+def read_key(service: str, names: tuple[str, ...], remedy: str) -> str:
+    """The key in the first of these variables of the environment that has one; empty if none has.
+
+    Raises R3LiteError if it is no key.
+    """
+    key = next((key for name in names if (key := os.environ.get(name, "").strip())), "")
+    if not re.fullmatch(r"[!-~]*", key):  # the error of a header that cannot be sent would show it
+        raise R3LiteError(f"the key for {service} holds characters that no key has, such as spaces", remedy)
+    return key
+
+
+def _seconds(*named: str) -> float:
+    """The seconds to wait that a server names, such as `7` or `11s`; 0 if it names none."""
+    for text in named:
+        try:
+            return max(0.0, float(text.removesuffix("s")))
+        except ValueError:
+            continue  # a date, or nothing
+    return 0.0

@@ -1,0 +1,111 @@
+"""OpenAI and servers that speak its /chat/completions (vLLM, llama.cpp, Ollama) as a service of the client.
+
+The key is read from OPENAI_API_KEY; a server of one's own (--judge-base-url) needs none. JSON is asked for by
+`response_format` with the schema, which those servers hold a model to; what comes is checked all the same.
+"""
+
+import re
+
+from r3lite.errors import R3LiteError
+from r3lite.llm.client import Service, read_key
+from r3lite.llm.known_models import THINKING_ROOM
+from r3lite.llm.replies import Answer, Complaint, Request, estimated_tokens, token_count
+from r3lite.llm.transport import BoundedClient
+from r3lite.records import InvalidRecord, Record, Source, parse
+from r3lite.settings import JudgeSettings
+
+ADDRESS = "https://api.openai.com/v1"
+GET_A_KEY = "Set OPENAI_API_KEY, or name a server of your own, such as --judge-base-url http://127.0.0.1:8000/v1."
+THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)  # with which some servers begin a reasoning model's content
+
+
+class OpenAIService(Service):
+    """The model --judge-model at --judge-base-url, which ends before /chat/completions."""
+
+    key_remedy = "Set OPENAI_API_KEY to a valid key."
+
+    def __init__(self, settings: JudgeSettings):
+        self.settings, self.secret = settings, read_key("OpenAI", ("OPENAI_API_KEY",), GET_A_KEY)
+        if not self.secret and settings.judge_base_url is None:
+            raise R3LiteError("there is no key for OpenAI: OPENAI_API_KEY is not set", GET_A_KEY)
+        self._address = f"{(settings.judge_base_url or ADDRESS).rstrip('/')}/chat/completions"
+        self._client = BoundedClient()
+        # Newer models of OpenAI refuse the old name of the limit, and some servers know no other.
+        self._limit = "max_completion_tokens" if settings.judge_base_url is None else "max_tokens"
+        self._names = {"max_tokens", "max_completion_tokens"} - {self._limit}  # that were not tried
+
+    @property
+    def circumstances(self) -> dict:
+        return {"service": "openai"}
+
+    @property
+    def room(self) -> int:
+        return THINKING_ROOM if self.settings.judge_thinking else 0
+
+    def gives_way(self, reason: str) -> str | None:
+        if not self._names or self._limit not in reason:
+            return None
+        self._limit = self._names.pop()
+        return f"is told its limit as {self._limit}"
+
+    async def send(self, request: Request, limit: int) -> str:
+        roles = [("user", "assistant")[i % 2] for i in range(len(request.earlier))]
+        turns = list(zip([*roles, "user"], [*request.earlier, request.prompt], strict=True))
+        turns = [("system", request.system), *turns] if request.system else turns
+        body = {
+            "model": self.settings.judge_model,
+            "messages": [{"role": role, "content": text} for role, text in turns],
+            self._limit: limit,
+        }
+        if request.schema:
+            schema = {"name": "reply", "strict": True, "schema": closed(request.schema)}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if self.settings.judge_temperature is not None:
+            body["temperature"] = self.settings.judge_temperature
+        headers = {"authorization": f"Bearer {self.secret}"} if self.secret else {}
+        timeout = self.settings.judge_timeout  # of each read; the whole call has the same
+        return (await self._client.post(self._address, json=body, headers=headers, timeout=timeout)).text
+
+    def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
+        """As the base says. Counts of tokens that are missing or zero are replaced by estimates."""
+        reply = Record(parse(body), Source("the reply"))
+        usage = reply.record("usage")
+        choices = reply.records("choices", [])
+        text, reason, refusal = "", "no choice", ""
+        if choices:
+            message = choices[0].record("message")
+            text = THOUGHTS.sub("", message.text("content", "", blank=True), count=1)
+            refusal = message.text("refusal", "", blank=True)
+            reason = choices[0].text("finish_reason", "stop")
+        if reason == "length":
+            failure = "cut"
+        elif refusal or reason == "content_filter":
+            failure = "blocked"
+        else:
+            failure = None if text.strip() else "empty"
+        read = token_count(usage, "prompt_tokens") or prompt_tokens
+        written = token_count(usage, "completion_tokens") or max(estimated_tokens(text), 1.0)
+        return Answer(text, failure, refusal or reason, read, written)
+
+    def read_complaint(self, body: str) -> Complaint:
+        """Errors are {"error": {"message", "type", "code"}}, of some servers the inner object alone or a text."""
+        try:
+            whole = Record(parse(body), Source(""))
+            if isinstance(whole.values.get("error"), str):
+                return Complaint("", whole.text("error"))
+            error = whole.record("error") if "error" in whole else whole
+            code = error.values.get("code")
+            return Complaint(code if isinstance(code, str) else "", error.text("message", body, blank=True))
+        except InvalidRecord:
+            return Complaint("", body)
+
+
+def closed(schema: dict) -> dict:
+    """A JSON schema whose objects forbid further keys, as `strict` asks."""
+    made = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs"):  # names that are not keywords
+            made[key] = {name: closed(inner) for name, inner in value.items()}
+        else:
+            made[key] = closed(value) if isinstance(value, dict) else value
+    return made | ({"additionalProperties": False} if schema.get("type") == "object" else {})

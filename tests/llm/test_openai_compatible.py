@@ -1,0 +1,233 @@
+"""Servers that speak OpenAI's /chat/completions: what is sent, and what is made of each reply and error."""
+
+import json
+import logging
+
+import pytest
+
+from r3lite.config import UsageError
+from r3lite.episode import ANSWERED, Document, Episode, Question, Step
+from r3lite.errors import R3LiteError
+from r3lite.llm.client import Client, Request
+from r3lite.llm.openai_compatible import closed
+from r3lite.rewards.judge import SCHEMA, build_judge
+from r3lite.settings import JudgeSettings
+from tests.marks import ASK, ask
+
+KEY = "sk-secret-0123456789"
+STRICT = {"model", "messages", "max_tokens", "max_completion_tokens", "temperature", "response_format"}
+
+
+def said(text, finish="stop", tokens=(100, 10), **message):
+    choice = {"index": 0, "message": {"role": "assistant", "content": text, **message}, "finish_reason": finish}
+    usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
+    return {"id": "x", "object": "chat.completion", "model": "m", "choices": [choice], "usage": usage}
+
+
+def failed(message, code=None, kind="invalid_request_error"):
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+@pytest.fixture
+def server(gemini, answers, monkeypatch):
+    """A server that answers by script, and refuses what OpenAI's own would."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.delenv("GOOGLE_API_KEY")
+
+    class Server:
+        requests, url = gemini.requests, f"{gemini.url}/v1"
+
+        def says(self, *script, headers=None):
+            left = list(script)
+
+            def answer(body):
+                assert set(body) <= STRICT, f"unknown fields {set(body) - STRICT}"
+                made = answers.failed(200)
+                content = left.pop(0) if len(left) > 1 else left[0]
+                made.status, made.body = content if isinstance(content, tuple) else (200, content)
+                made.headers = headers or {}
+                return made
+
+            gemini.script = answer
+
+    return Server()
+
+
+@pytest.fixture
+def asked(server, clock):
+    def make(cache=None, **settings):
+        settings = {"judge": "openai", "judge_model": "m", "judge_base_url": server.url, "judge_timeout": 20} | settings
+        return Client(JudgeSettings(**settings), cache, clock=clock, sleep=clock.sleep)
+
+    return make
+
+
+def test_structured_output(server, asked):
+    server.says(said('{"mark": 0.5}'))
+    client = asked(judge_input_price=2.0, judge_output_price=10.0, judge_temperature=0.0)
+    request = ask("And now?", system="Be fair.", earlier=("How good?", "Fair."), max_output_tokens=99)
+    assert client.generate(request).value.mark == 0.5
+    path, headers, body = server.requests[0]
+    assert path == "/v1/chat/completions"
+    assert {k.lower(): v for k, v in headers.items()}["authorization"] == f"Bearer {KEY}"
+    turns = [("system", "Be fair."), ("user", "How good?"), ("assistant", "Fair."), ("user", "And now?")]
+    assert [(m["role"], m["content"]) for m in body["messages"]] == turns
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("m", 99, 0.0)
+    wanted = body["response_format"]["json_schema"]
+    assert body["response_format"]["type"] == "json_schema" and wanted["strict"] is True
+    assert wanted["schema"] == {**request.schema, "additionalProperties": False}
+    counts = client.counts()
+    assert (counts["input_tokens"], counts["output_tokens"]) == (100, 10)
+    assert counts["cost"] == pytest.approx(100 * 2e-6 + 10 * 10e-6)
+
+
+def test_plain_text_asks_for_no_form(server, asked):
+    server.says(said("Step 1:"))
+    assert asked().generate(Request("Go on.")).text == "Step 1:"
+    assert set(server.requests[0][2]) == {"model", "messages", "max_tokens"}
+
+
+def test_every_object_of_a_schema_is_closed():
+    made = closed(SCHEMA)
+    assert made["additionalProperties"] is False and made["$defs"]["StepGrade"]["additionalProperties"] is False
+    assert "additionalProperties" not in SCHEMA and made["properties"] == SCHEMA["properties"]
+    # A property may have the name of a keyword.
+    odd = {"type": "object", "properties": {"type": {"type": "object", "properties": {}}}}
+    assert closed(odd)["properties"]["type"] == {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("body", "failure"),
+    [
+        (said('{"mark": 1', finish="length"), "cut"),
+        (said("", finish="content_filter"), "blocked"),
+        (said(None, refusal="I cannot say."), "blocked"),
+        (said(""), "empty"),
+        (said(None), "empty"),
+        ({"choices": []}, "empty"),
+        (said('{"mark": 1'), "malformed"),
+        (said('{"mark": NaN}'), "malformed"),
+        (said('{"grade": 1}'), "schema"),
+        (said("[]"), "schema"),
+        (b"<html>not a reply</html>", "malformed"),
+        ({"choices": 5}, "malformed"),
+        ({"choices": [{"message": "what?"}]}, "malformed"),
+        ({"choices": [{"message": {"content": ["a"]}}]}, "malformed"),
+        ("just text", "malformed"),
+        ([], "malformed"),
+        (b"[" * 200_000, "malformed"),
+    ],
+)
+def test_replies_that_are_none(server, asked, body, failure):
+    server.says(body)
+    client = asked()
+    reply = client.generate(ASK)
+    assert (reply.failure, reply.value) == (failure, None)
+    assert client.counts()[f"failures/{failure}"] == 1 and len(server.requests) == 1
+
+
+def test_tokens_that_are_not_told_are_estimated(server, asked):
+    reply = said("four words of text")
+    del reply["usage"]
+    server.says(reply)
+    client = asked()
+    client.generate(Request("x" * 300))
+    assert client.counts()["input_tokens"] == 100 and client.counts()["output_tokens"] == 6
+
+
+def test_thoughts_are_not_the_reply(server, asked):
+    server.says(said('\n<think>\nIs {"mark": 0} fair?</think>\n\n{"mark": 1}'))
+    assert asked(judge_thinking=True).generate(ASK).value.mark == 1
+    assert server.requests[0][2]["max_tokens"] == ASK.max_output_tokens + 8192
+
+
+def test_the_name_of_the_limit_that_a_server_wants_is_remembered(server, asked, capsys):
+    message = (
+        "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+    )
+    server.says((400, failed(message, "unsupported_parameter")), said('{"mark": 1}'))
+    client = asked()
+    assert client.generate(ASK).value.mark == 1 and client.generate(ask("Another?")).value.mark == 1
+    assert [sorted(set(body) & {"max_tokens", "max_completion_tokens"}) for _, _, body in server.requests] == [
+        ["max_tokens"], ["max_completion_tokens"], ["max_completion_tokens"]
+    ]  # fmt: skip
+    assert client.counts()["failures"] == 0
+    assert capsys.readouterr().err.count("m is told its limit as max_completion_tokens: 400") == 1
+
+
+def test_a_server_that_wants_neither_name_has_refused(server, asked):
+    server.says((400, failed("neither max_tokens nor max_completion_tokens")))
+    assert asked().generate(ASK).failure == "refused" and len(server.requests) == 2
+
+
+def test_429_waits_as_long_as_it_is_told(server, asked, clock):
+    server.says((429, failed("slow down", "rate_limit_exceeded")), said('{"mark": 1}'), headers={"Retry-After": "7"})
+    assert asked().generate(ASK).value.mark == 1
+    assert 7 <= sum(clock.slept) < 9
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (401, failed("Incorrect API key provided", "invalid_api_key"), "the key is not accepted"),
+        (403, {"error": "Forbidden"}, "the key is not accepted: 403 : Forbidden"),
+        (404, failed("The model `m` does not exist", "model_not_found"), "m cannot be used"),
+        (404, {"object": "error", "message": "no such model", "code": 404}, "m cannot be used: 404 : no such model"),
+        (429, failed("You exceeded your current quota", "insufficient_quota"), "the account has no credit left"),
+    ],
+)
+def test_what_fails_every_request_stops_at_once(server, asked, clock, status, body, told):
+    server.says((status, body))
+    with pytest.raises(R3LiteError, match=told):
+        asked().generate(ASK)
+    assert clock.slept == []
+
+
+@pytest.mark.parametrize("body", [b"", b"gone", [], {"error": 5}, {"error": {"message": 5}}, "no"])
+def test_errors_with_any_body(server, asked, body):
+    server.says((500, body))
+    assert asked(judge_retries=0).generate(ASK).failure == "server"
+
+
+def test_a_server_of_ones_own_needs_no_key(server, asked, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    server.says(said('{"mark": 1}'))
+    assert asked().generate(ASK).value.mark == 1
+    assert "authorization" not in {name.lower() for name in server.requests[0][1]}
+    with pytest.raises(R3LiteError, match="OPENAI_API_KEY is not set"):
+        asked(judge_base_url=None)
+
+
+def test_the_key_shows_nowhere(server, asked, tmp_path, caplog):
+    caplog.set_level(logging.DEBUG)
+    server.says((503, failed(f"not for {KEY}")), (400, failed(f"nor {KEY}")), said(f'{{"mark": 1, "key": "{KEY}"}}'))
+    client = asked(tmp_path)
+    refused, fine = client.generate(ASK), client.generate(ASK)
+    assert refused.failure == "refused" and "***" in refused.detail and fine.value.mark == 1
+    files = "".join(p.name + p.read_text() for p in tmp_path.rglob("*"))
+    for text in (str(refused), str(fine), files, json.dumps(client.counts()), caplog.text):
+        assert text and KEY not in text
+
+
+def test_replies_of_two_services_are_not_mixed_up(server, asked, tmp_path, monkeypatch):
+    server.says(said('{"mark": 1}'))
+    assert not asked(tmp_path).generate(ASK).cached and asked(tmp_path).generate(ASK).cached
+    monkeypatch.setenv("GOOGLE_API_KEY", "another")
+    other = asked(tmp_path, judge="gemini")
+    assert other._cache.recall(other._key_of(ASK), ASK) is None
+
+
+def test_a_judge_judges_by_it(server, tmp_path):
+    document = Document("d", "Rome", "Rome is in Italy.")
+    steps = [Step("Where?", "Rome", (document,)), Step("So.", answer="Italy")]
+    episode = Episode(Question("q", "Where is Rome?", ("Italy",)), steps, ANSWERED)
+    grades = [{"step": 1, "relevance": 0.9, "coherence": 1}, {"step": 2, "relevance": 0, "coherence": 0.7}]
+    server.says(said(json.dumps({"answer_is_right": True, "steps": grades})))
+    judge = build_judge(JudgeSettings(judge="openai", judge_model="m", judge_base_url=server.url), tmp_path)
+    (verdict,) = judge.verdicts([episode])
+    assert verdict.correct and [s.coherence for s in verdict.steps] == [1.0, 0.7] and verdict.steps[0].relevance == 0.9
+
+
+def test_the_model_of_such_a_server_must_be_named():
+    with pytest.raises(UsageError, match="--judge-model is missing"):
+        JudgeSettings(judge="openai").check()
