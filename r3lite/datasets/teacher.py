@@ -44,9 +44,7 @@ class Try:
 class Teacher:
     """Samples trajectories step by step, many questions at a time."""
 
-    def __init__(
-        self, settings: CollectSettings, client: "Client", protocol: Protocol, retrieve: Retrieve, seed: int
-    ):
+    def __init__(self, settings: CollectSettings, client: "Client", protocol: Protocol, retrieve: Retrieve, seed: int):
         self.settings, self.client, self.protocol = settings, client, protocol
         self.retrieve, self.seed = retrieve, seed
 
