@@ -19,6 +19,7 @@ class Everything:
 
     common: settings.Common = settings.Common()
     schedule: settings.Schedule = settings.Schedule()
+    tracking: settings.TrackSettings = settings.TrackSettings()
     model: settings.ModelSettings = settings.ModelSettings()
     lora: settings.LoraSettings = settings.LoraSettings()
     optimizer: settings.OptimizerSettings = settings.OptimizerSettings(learning_rate=3e-4)

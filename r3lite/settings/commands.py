@@ -21,7 +21,7 @@ from r3lite.settings.rewards import RewardSettings
 from r3lite.settings.rl import Algorithm, RLSettings
 from r3lite.settings.rollout import LengthSettings, SamplingSettings
 from r3lite.settings.sft import SftSettings
-from r3lite.settings.training import OptimizerSettings, Schedule
+from r3lite.settings.training import OptimizerSettings, Schedule, TrackSettings
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ class SftConfig:
     schedule: Schedule = Schedule()
     optimizer: OptimizerSettings = OptimizerSettings()
     lora: LoraSettings = LoraSettings()
+    tracking: TrackSettings = TrackSettings()
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ class PpoConfig:
     guard: GuardSettings = GuardSettings()
     lora: LoraSettings = LoraSettings()
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5, min_learning_rate=1.0)
+    tracking: TrackSettings = TrackSettings()
 
     @property
     def episodes_of_round(self) -> int:

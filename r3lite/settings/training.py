@@ -1,9 +1,11 @@
 """Settings of the loop around a step: length, checkpoints, optimizer."""
 
+import importlib.util
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from r3lite.config import Count, Fraction, Free, NonNegative, Positive, Section, UsageError, Whole
+from r3lite.errors import R3LiteError
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,23 @@ class Schedule(Section):
     """leave cleanly after this many steps of this process, with the schedule unchanged"""
     resume: Free[str | None] = None
     """auto: newest sound checkpoint in --output, or a fresh start; or the folder of a run or a checkpoint"""
+
+
+@dataclass(frozen=True)
+class TrackSettings(Section):
+    """Tracking."""
+
+    track: Free[Literal["none", "tensorboard", "wandb"]] = "none"
+    """also log to TensorBoard, in the run folder, or to Weights & Biases, with the key in WANDB_API_KEY (extra
+    track)"""
+    track_project: Free[str] = "r3lite"
+    """project of Weights & Biases"""
+    track_name: Free[str | None] = None
+    """name of the run there; by default that of the run folder"""
+
+    def check(self) -> None:
+        if self.track != "none" and importlib.util.find_spec(self.track) is None:
+            raise R3LiteError(f"--track {self.track} needs the package {self.track}", "pip install 'r3lite[track]'")
 
 
 @dataclass(frozen=True)

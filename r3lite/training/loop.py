@@ -16,6 +16,7 @@ from r3lite.training.interrupts import Interrupts
 from r3lite.training.oversight import Collapse, Oversight
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
+from r3lite.training.tracking import build_tracker
 
 
 class Trainer(Protocol):
@@ -45,7 +46,7 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None) 
     done = run.begin(state)
     last = min(total, done + (run.settings["stop_after"] or total))
     every = run.settings["save_every"]
-    log = metrics.MetricsLog(run.output, done, total, run.command)
+    log = metrics.MetricsLog(run.output, done, total, run.command, build_tracker(run.settings, run.output, done))
     try:
         with Interrupts(state.precision) as interrupts:
             if oversight and (before := oversight.begin(done)):

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from r3lite.devices.live_tensors import MIB
 from r3lite.errors import R3LiteError
 from r3lite.files import own_records
+from r3lite.training.tracking import Tracker
 
 FILE = "metrics.jsonl"
 # Metrics that differ from run to run; all others are equal to the bit in a repeated run. (`judge/` counts the calls and
@@ -132,11 +133,12 @@ def _plain(value):
 class MetricsLog:
     """`metrics.jsonl` of a run that stands at `start` of `total` steps, and its progress bar.
 
-    On a terminal one bar is updated in place; if stderr is a file, about LINES lines are printed over the run.
+    On a terminal one bar is updated in place; if stderr is a file, about LINES lines are printed over the run. A
+    `tracker` gets every record, too.
     """
 
-    def __init__(self, output: Path, start: int, total: int, label: str):
-        self.path, self.total, self.label = output / FILE, total, label
+    def __init__(self, output: Path, start: int, total: int, label: str, tracker: Tracker | None = None):
+        self.path, self.total, self.label, self.tracker = output / FILE, total, label, tracker
         self.every = max(1, total // LINES)
         self.file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115
         self.bar = tqdm(initial=start, total=total, desc=label, unit="step", disable=None, bar_format=BAR)
@@ -148,6 +150,8 @@ class MetricsLog:
         with self._writing():
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self.file.flush()
+        if self.tracker:
+            self.tracker.write(record)
         if not record["step"]:
             self.clock = Clock()  # a validation before the first step is no part of it
         left = self.clock.left(self.total - record["step"]) if record["step"] else None
@@ -166,6 +170,8 @@ class MetricsLog:
         self.bar.close()
         with self._writing():
             self.file.close()
+        if self.tracker:
+            self.tracker.close()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

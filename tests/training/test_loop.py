@@ -13,7 +13,7 @@ from r3lite.command import Terminated
 from r3lite.config import with_values
 from r3lite.devices.precision import NonFiniteGradients, Precision
 from r3lite.errors import R3LiteError
-from r3lite.settings import Common, OptimizerSettings, RLSettings, Schedule
+from r3lite.settings import Common, OptimizerSettings, RLSettings, Schedule, TrackSettings
 from r3lite.training import checkpoint, loop, metrics, optim
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
@@ -27,6 +27,7 @@ class ToyConfig:
 
     common: Common = Common()
     schedule: Schedule = Schedule(save_every=3, keep_checkpoints=10)
+    tracking: TrackSettings = TrackSettings()
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=0.01)
     rl: RLSettings = RLSettings()
 

@@ -1,0 +1,90 @@
+"""What TensorBoard and Weights & Biases get of a run's log, read back from their own files."""
+
+import importlib.util
+
+import pytest
+
+from r3lite.errors import R3LiteError
+from r3lite.settings import TrackSettings
+from r3lite.training.metrics import MetricsLog
+from r3lite.training.tracking import WANDB_ID, build_tracker
+
+SETTINGS = {"track_project": "p", "track_name": "n", "seed": 7}
+RECORDS = [{"step": 1, "loss": 2.0, "guard/alarm": "kl", "kl": None}, {"step": 2, "loss": 1.5, "eval/f1": 0.5}]
+
+
+def logged(folder, track: str, records=RECORDS, done: int = 0) -> None:
+    folder.mkdir(exist_ok=True)
+    log = MetricsLog(folder, done, 3, "sft", build_tracker(SETTINGS | {"track": track}, folder, done))
+    for record in records:
+        log.write(record)
+    log.close()
+
+
+def scalars(folder) -> dict[str, list[tuple[int, float]]]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return {name: [(e.step, e.value) for e in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def test_tensorboard_has_the_same_numbers_under_the_same_names(tmp_path):
+    logged(tmp_path, "tensorboard")
+    assert scalars(tmp_path) == {"loss": [(1, 2.0), (2, 1.5)], "eval/f1": [(2, 0.5)]}
+
+
+def test_a_resumed_run_hides_what_it_writes_again(tmp_path):
+    logged(tmp_path, "tensorboard")
+    logged(tmp_path, "tensorboard", [{"step": 2, "loss": 1.25}], done=1)
+    assert scalars(tmp_path)["loss"] == [(1, 2.0), (2, 1.25)]
+
+
+def test_wandb_has_them_too_and_a_resumed_run_goes_on_there(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    begun, sent = [], []
+
+    class Run:
+        id = "abc"
+
+        def log(self, numbers, step):
+            sent.append((step, numbers))
+
+        def finish(self):
+            sent.append("finished")
+
+    monkeypatch.setattr(wandb, "init", lambda **how: begun.append(how) or Run())
+    logged(tmp_path, "wandb")
+    assert sent == [(1, {"loss": 2.0}), (2, {"loss": 1.5, "eval/f1": 0.5}), "finished"]
+    assert begun[0]["project"] == "p" and begun[0]["name"] == "n" and begun[0]["config"]["seed"] == 7
+    assert begun[0]["id"] is None and (tmp_path / WANDB_ID).read_text() == "abc\n"
+    logged(tmp_path, "wandb", done=1)
+    assert (begun[1]["id"], begun[1]["resume"]) == ("abc", "allow")
+    logged(tmp_path, "wandb")  # begun anew in the same folder: another run there
+    assert begun[2]["id"] is None
+
+
+def test_a_refusal_of_wandb_is_told_with_a_remedy(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def init(**how):
+        raise wandb.errors.UsageError("no API key")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(R3LiteError, match="no API key") as error:
+        build_tracker(SETTINGS | {"track": "wandb"}, tmp_path, 0)
+    assert "WANDB_API_KEY" in error.value.remedy
+
+
+@pytest.mark.parametrize("track", ["tensorboard", "wandb"])
+def test_a_package_that_is_not_there_is_named_before_the_run_begins(monkeypatch, track):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(R3LiteError, match=f"needs the package {track}") as error:
+        TrackSettings(track=track).check()
+    assert "r3lite[track]" in error.value.remedy
+    TrackSettings().check()
+
+
+def test_without_a_tracker_nothing_is_loaded_or_written(tmp_path):
+    logged(tmp_path, "none")
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
