@@ -25,7 +25,8 @@ class RetrieveConfig:
     """Recall of a retriever at 2, 5, 10 (and --top-k): the share of a question's gold paragraphs among the first so
     many passages that the question's own text brings, averaged over questions. Written to recall.json in --output.
 
-    With --query, the passages that one query brings, their scores and the retriever that found each.
+    With --query, the passages that one query brings, their scores and the retriever that found each. With --serve, a
+    server that answers POST /retrieve as Search-R1's does, and with --rerank POST /rerank.
     """
 
     common: Common = Common()
@@ -35,12 +36,40 @@ class RetrieveConfig:
 
 
 def retrieve(config: RetrieveConfig) -> None:
-    if config.retrieve.query:
+    if config.retrieve.serve:
+        answer_queries(config)
+    elif config.retrieve.query:
         show_query(config)
     elif config.data.data:
         measure_recall(config)
     else:
-        raise UsageError("--data is missing: a question file of any supported format, or name,subset,split; or --query")
+        raise UsageError(
+            "--data is missing: a question file of any supported format, or name,subset,split; or --query, or --serve"
+        )
+
+
+def answer_queries(config: RetrieveConfig) -> None:
+    """Serves the retriever until it is interrupted."""
+    from r3lite.retrieval.reranker import CrossEncoder
+    from r3lite.retrieval.retriever import build_retriever
+    from r3lite.retrieval.server import serve
+
+    if config.retrieve.query or config.retrieve.gap_report:
+        raise UsageError("--serve answers the queries of others: leave --query and --gap-report out")
+    if config.retrieval.context == "question" or config.retrieval.retriever in ("golden", "none"):
+        raise UsageError(
+            "--serve has queries and no questions of --data: leave --context question, golden and none out"
+        )
+    settings = config.retrieval
+    retrieve = build_retriever(read_setup(config, settings.top_k))
+    rerank = CrossEncoder(settings.rerank).scores if settings.rerank else None
+    server = serve(retrieve, rerank, config.retrieve.host, config.retrieve.port, settings.top_k)
+    host, port = server.server_address[:2]
+    print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)
+    if host not in ("127.0.0.1", "::1", "localhost"):
+        print("warning: whoever reaches this address may ask", file=sys.stderr)
+    with server:
+        server.serve_forever()
 
 
 def read_setup(config: RetrieveConfig, top_k: int) -> "Setup":

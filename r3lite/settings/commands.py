@@ -90,6 +90,12 @@ class RetrieveSettings(Section):
     """print what this one query brings, with scores, and measure nothing; needs no --data beside --corpus or --index"""
     gap_report: str | None = None
     """JSON file to write: the gold paragraphs that the corpus lacks, and the best recall that they leave possible"""
+    serve: bool = False
+    """answer queries over HTTP, until Ctrl-C or SIGTERM: other machines pass --retriever http://HOST:PORT/retrieve"""
+    host: str = "127.0.0.1"
+    """address to listen on with --serve; 0.0.0.0 is all of this machine's, and whoever reaches it may ask"""
+    port: Annotated[int, Bounds(low=0, high=65535)] = 8000
+    """port to listen on with --serve; 0: any that is free"""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Settings that every command has."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from r3lite.config import Bounds, Free, Section
 
@@ -21,3 +23,19 @@ class Common(Section):
     """seed of every random stream"""
     dry_run: Free[bool] = False
     """print the resolved settings and exit"""
+
+
+def problem_of_address(address: str) -> str | None:
+    """What is wrong with the address of a server, if anything is."""
+    try:
+        parts = urlsplit(address)
+        host, _ = parts.hostname, parts.port
+    except ValueError:  # a bad IPv6 address or port
+        return "is not an address"
+    if parts.username is not None or parts.password is not None:
+        return "holds a user or a password, which would stand in files and messages"
+    if parts.query or parts.fragment:
+        return "holds a query or a fragment, which would stand in files and messages"
+    if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\x00-\x1f\\]", address):
+        return "is not an address of http or https"
+    return None

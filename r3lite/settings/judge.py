@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
 
 from r3lite.config import Count, Free, NonNegative, Positive, Section, UsageError, Whole
+from r3lite.settings.common import problem_of_address
 
 GEMINI = "gemini-3.5-flash-lite"
 
@@ -53,22 +53,6 @@ class JudgeSettings(Section):
     def __post_init__(self):
         if not re.fullmatch(r"[\w.:/@-]+", self.judge_model, re.ASCII):
             raise UsageError(f"judge_model is {self.judge_model!r}, which no model is named")
-        if self.judge_base_url is not None and (problem := _problem(self.judge_base_url)):
+        if self.judge_base_url is not None and (problem := problem_of_address(self.judge_base_url)):
             # The address is not quoted: it may hold a password.
             raise UsageError(f"judge_base_url {problem}; pass an address such as https://example.com")
-
-
-def _problem(address: str) -> str | None:
-    """What is wrong with the address of a server, if anything is."""
-    try:
-        parts = urlsplit(address)
-        host, _ = parts.hostname, parts.port
-    except ValueError:  # a bad IPv6 address or port
-        return "is not an address"
-    if parts.username is not None or parts.password is not None:
-        return "holds a user or a password, which would stand in files and messages"
-    if parts.query or parts.fragment:
-        return "holds a query or a fragment, which would stand in files and messages"
-    if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\x00-\x1f\\]", address):
-        return "is not an address of http or https"
-    return None

@@ -4,15 +4,19 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from r3lite.config import Bounds, Fraction, Section, UsageError
+from r3lite.errors import nearest
+from r3lite.settings.common import problem_of_address
+
+RETRIEVERS = ("semantic", "lexical", "hybrid", "golden", "none")
 
 
 @dataclass(frozen=True)
 class RetrievalSettings(Section):
     """Retrieval."""
 
-    retriever: Literal["semantic", "lexical", "hybrid", "golden", "none"] = "semantic"
+    retriever: str = "semantic"
     """semantic: nearest passages by embedding; lexical: BM25 (extra retrieval); hybrid: both, fused; golden: the
-    question's own gold paragraphs, whatever is asked; none"""
+    question's own gold paragraphs, whatever is asked; none; or the address of a server's /retrieve, http://..."""
     context: Literal["corpus", "question"] = "corpus"
     """what is searched; corpus: all passages; question: only the paragraphs that come with the question"""
     corpus: str | None = None
@@ -38,9 +42,23 @@ class RetrievalSettings(Section):
     @property
     def from_questions(self) -> bool:
         """Whether documents come from the paragraphs of the questions and not from a corpus of their own."""
-        return self.retriever == "golden" or not (self.corpus or self.index)
+        return self.retriever == "golden" or not (self.corpus or self.index or self.is_remote)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether documents come from a server."""
+        return "://" in self.retriever
 
     def check(self) -> None:
+        if self.is_remote:
+            if problem := problem_of_address(self.retriever):
+                raise UsageError(f"the address of --retriever {problem}; pass one such as http://host:8000/retrieve")
+            own = {"--corpus": self.corpus, "--index": self.index, "--context": self.context == "question"}
+            if given := [name for name, value in own.items() if value]:
+                raise UsageError(f"--retriever {self.retriever} has its own passages: leave {given[0]} out")
+        elif self.retriever not in RETRIEVERS:
+            known = f"choose from {', '.join(RETRIEVERS)}, or pass the address of a server"
+            raise UsageError(f"retriever is {self.retriever!r}; {known}{nearest(self.retriever, RETRIEVERS)}")
         if self.context == "question" and (self.corpus or self.index):
             given = "--index" if self.index else "--corpus"
             raise UsageError(f"--context question searches the question's own paragraphs: leave {given} out")

@@ -1,0 +1,105 @@
+"""A server of a retriever, for other machines: HTTP as Search-R1's servers speak it.
+
+POST /retrieve takes {"queries": [...], "topk": k, "return_scores": true} and gives {"result": [[{"document": {...},
+"score": s}, ...] per query]}. A document has `id` and `contents`, whose first line is the title in quotes; here also
+`title`, `text` and `source`. POST /rerank, if there is a reranker, takes {"query", "documents": [text, ...]} and gives
+{"result": [{"index": i, "score": s}, ...]}, best first. GET /health says that the server is there. Errors are
+{"error": "..."}.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from r3lite.episode import Document, Failure, Question, Retrieve
+from r3lite.errors import R3LiteError
+from r3lite.records import WHOLE, InvalidRecord, Record, Source, parse
+
+TIMEOUT = 60.0  # seconds of a read: a client that stalls gives its thread back
+LARGEST = 4 << 20  # bytes of a request
+MOST_QUERIES, MOST_PASSAGES = 4096, 1000  # that are answered and ranked at once
+
+
+def serve(
+    retrieve: Retrieve,
+    rerank: Callable[[list[tuple[str, str]]], list[float]] | None,
+    host: str,
+    port: int,
+    most: int,
+) -> ThreadingHTTPServer:
+    """A server of a retriever that brings `most` documents a query; `serve_forever` starts it.
+
+    Requests are answered one at a time, as they compute on all cores. Raises R3LiteError if the address is taken.
+    """
+    one_at_a_time = threading.Lock()
+
+    def answer(path: str, request: Record) -> dict:
+        if path == "/retrieve":
+            queries, topk = request.texts("queries"), request.whole("topk", most, low=1, high=WHOLE)
+            if len(queries) > MOST_QUERIES or topk > most:
+                raise InvalidRecord(f"at most {MOST_QUERIES} queries and {most} documents of each (--top-k)")
+            with one_at_a_time:
+                found = retrieve([(Question(str(i), query, ()), query) for i, query in enumerate(queries)])
+            failed = next((outcome for outcome in found if isinstance(outcome, Failure)), None)
+            if failed:
+                raise OSError(failed.reason)
+            scores = request.flag("return_scores", False)
+            return {"result": [[_entry(d, scores) for d in documents[:topk]] for documents in found]}
+        if path == "/rerank" and rerank:
+            query, documents = request.text("query"), request.texts("documents")
+            if len(documents) > MOST_PASSAGES:
+                raise InvalidRecord(f"at most {MOST_PASSAGES} documents")
+            with one_at_a_time:
+                scores = rerank([(query, document) for document in documents])
+            order = sorted(range(len(scores)), key=lambda i: -scores[i])
+            return {"result": [{"index": i, "score": scores[i]} for i in order]}
+        raise LookupError
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = TIMEOUT
+
+        def do_GET(self) -> None:
+            self._say(200, {"status": "ok"}) if self.path == "/health" else self._say(404, {"error": "not found"})
+
+        def do_POST(self) -> None:
+            try:
+                length = int(self.headers.get("content-length", ""))
+            except ValueError:
+                self._say(411, {"error": "a content-length is needed"})
+                return
+            if not 0 <= length <= LARGEST:
+                self.close_connection = True
+                self._say(413, {"error": f"at most {LARGEST >> 20} MiB"})
+                return
+            try:
+                request = Record(parse(self.rfile.read(length).decode()), Source(""))
+                self._say(200, answer(self.path, request))
+            except (InvalidRecord, UnicodeDecodeError) as error:
+                self._say(400, {"error": error.cause if isinstance(error, InvalidRecord) else "not UTF-8"})
+            except LookupError:
+                self._say(404, {"error": "not found"})
+            except OSError as error:
+                self._say(503, {"error": str(error)})
+
+        def _say(self, status: int, body: dict) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *arguments) -> None:
+            """Requests are not logged: they hold people's questions."""
+
+    try:
+        return ThreadingHTTPServer((host, port), Handler)
+    except OSError as error:
+        raise R3LiteError(f"{host}:{port} cannot be listened on: {error}", "Pass another --port.") from error
+
+
+def _entry(document: Document, with_score: bool) -> dict:
+    contents = f'"{document.title}"\n{document.text}'
+    made = {**document.to_json(), "contents": contents, "source": document.source}
+    return {"document": made, "score": document.score} if with_score else made

@@ -1,0 +1,293 @@
+"""Retrieval over HTTP: our server and our client together, other servers, and every way in which one can fail."""
+
+import contextlib
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from r3lite import retrieve as command
+from r3lite.config import UsageError
+from r3lite.episode import Document, Failure, Question
+from r3lite.errors import R3LiteError
+from r3lite.retrieval import remote, server
+from r3lite.retrieval.remote import Remote
+from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
+from r3lite.settings import RetrievalSettings
+
+PASSAGES = [Document(str(i), f"Town {i}", f"Town {i} lies by the river {'abc'[i % 3] * 4}.") for i in range(40)]
+QUESTION = Question("q", "Where is Town 7?", ("x",))
+
+
+@pytest.fixture(scope="module")
+def local():
+    """A retriever of the passages, by hashing."""
+    question = Question("all", "x", ("x",), tuple(PASSAGES))
+    settings = RetrievalSettings(encoder="hashing", top_k=5)
+    return build_retriever(Setup(settings, [question], progress=False))
+
+
+@pytest.fixture
+def running():
+    """Starts servers and stops them."""
+    started = []
+
+    def start(made) -> str:
+        started.append(made)
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{made.server_port}"
+
+    yield start
+    for made in started:
+        made.shutdown()
+        made.server_close()
+
+
+@pytest.fixture
+def served(local, running):
+    rerank = lambda pairs: [float(len(document)) for _, document in pairs]  # noqa: E731
+    return running(server.serve(local, rerank, "127.0.0.1", 0, 5))
+
+
+def ask(url: str, body, path: str = "/retrieve") -> tuple[int, dict]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=10) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def over_http(url: str, top_k: int = 5):
+    settings = RetrievalSettings(retriever=f"{url}/retrieve", top_k=top_k)
+    settings.check()
+    return build_retriever(Setup(settings, [QUESTION]))
+
+
+def test_over_http_is_what_it_is_here(local, served):
+    pairs = [(QUESTION, f"river of Town {i}") for i in (3, 9, 3)]
+    here, there = local(pairs), over_http(served)(pairs)
+    assert there == here and len(there[0]) == 5
+    told = [[(d.score, d.source) for d in row] for row in there]
+    assert told == [[(d.score, d.source) for d in row] for row in here]
+    assert over_http(served, top_k=2)(pairs) == [row[:2] for row in here]
+
+
+def test_many_queries_go_in_several_requests(local, served, monkeypatch):
+    monkeypatch.setattr(remote, "BATCH", 4)
+    pairs = [(QUESTION, f"Town {i}") for i in range(11)]
+    assert over_http(served)(pairs) == local(pairs)
+
+
+def test_several_machines_at_once_get_what_each_gets_alone(local, served):
+    retrieve = over_http(served)
+    queries = [(QUESTION, f"Town {i}") for i in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda pair: retrieve([pair]), queries)) == [local([pair]) for pair in queries]
+
+
+def test_the_form_of_search_r1(served):
+    """Its client reads result[i][j]["document"]["contents"], whose first line is the title."""
+    status, reply = ask(served, {"queries": ["Town 7", "Town 8"], "topk": 3, "return_scores": True})
+    assert status == 200 and [len(row) for row in reply["result"]] == [3, 3]
+    first = reply["result"][0][0]
+    assert first["document"]["contents"].split("\n") == ['"Town 7"', first["document"]["text"]] and first["score"] > 0
+    status, reply = ask(served, {"queries": ["Town 7"]})  # without scores there are bare documents, top_k of them
+    assert reply["result"][0][0]["contents"] == first["document"]["contents"] and len(reply["result"][0]) == 5
+
+
+def test_reranking_as_a_service(served, local, running):
+    documents = ["aa", "aaaa", "a"]
+    status, reply = ask(served, {"query": "q", "documents": documents}, "/rerank")
+    assert status == 200 and reply["result"] == [{"index": i, "score": float(len(documents[i]))} for i in (1, 0, 2)]
+    assert (
+        ask(running(server.serve(local, None, "127.0.0.1", 0, 5)), {"query": "q", "documents": []}, "/rerank")[0] == 404
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"\xff", 400, "UTF-8"),
+        (b"[]", 400, "not a JSON object"),
+        ({}, 400, "queries is missing"),
+        ({"queries": "Town"}, 400, "queries is 'Town', not a list of texts"),
+        ({"queries": ["a"], "topk": 6}, 400, "at most 4096 queries and 5 documents"),
+        ({"queries": ["a"] * 4097}, 400, "at most 4096 queries"),
+        ({"queries": ["a"], "topk": 0}, 400, "topk"),
+        (b"x" * (server.LARGEST + 1), 413, "at most 4 MiB"),
+    ],
+)
+def test_a_bad_request_is_refused_with_the_reason(served, body, status, told):
+    try:
+        found, reply = ask(served, body)
+    except (ConnectionError, urllib.error.URLError):  # the server has answered and hung up before all was sent
+        assert status == 413
+        return
+    assert found == status and told in reply["error"]
+
+
+def test_other_paths_are_not_found_and_the_server_says_that_it_is_there(served):
+    assert ask(served, {}, "/other")[0] == 404
+    with urllib.request.urlopen(f"{served}/health", timeout=10) as reply:
+        assert json.load(reply) == {"status": "ok"}
+
+
+def test_a_failure_there_is_a_failure_here(running, capsys, monkeypatch):
+    monkeypatch.setattr(remote, "PAUSE", 0.0)
+
+    def retrieve(pairs):
+        return [Failure("the disk is gone") if query == "bad" else [PASSAGES[0]] for _, query in pairs]
+
+    found = over_http(running(server.serve(retrieve, None, "127.0.0.1", 0, 5)))([(QUESTION, "bad"), (QUESTION, "good")])
+    assert isinstance(found[0], Failure) and "503" in found[0].reason and "the disk is gone" in found[0].reason
+    assert found[1] == [PASSAGES[0]]
+
+
+class Scripted(ThreadingHTTPServer):
+    """Says what it is told to, in order, the last again and again: a status, a body, and seconds to wait before."""
+
+    def __init__(self, *script):
+        self.script, self.asked = list(script), []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                outer.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                status, body, wait = outer.script.pop(0) if len(outer.script) > 1 else outer.script[0]
+                time.sleep(wait)
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    self.wfile.write(data)
+
+            def log_message(self, *arguments):
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+def says(*documents) -> dict:
+    return {"result": [list(documents)]}
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"document": {"id": 7, "contents": '"Rome"\nIn Italy.'}, "score": 0.5}, ("7", "Rome", "In Italy.", 0.5)),
+        ({"document": {"id": "7", "contents": "One line"}, "score": 1}, ("7", "", "One line", 1.0)),
+        ({"document": {"id": "7", "title": "T", "contents": "One line"}, "score": 1}, ("7", "T", "One line", 1.0)),
+        ({"id": "7", "title": "T", "text": "B"}, ("7", "T", "B", None)),
+    ],
+)  # fmt: skip
+def test_documents_of_other_servers(running, entry, expected):
+    fake = Scripted((200, says(entry), 0))
+    ((document,),) = Remote(running(fake)).search(["q"], 3)
+    assert (document.id, document.title, document.text, document.score) == expected
+    assert fake.asked == [{"queries": ["q"], "topk": 3, "return_scores": True}]
+
+
+def test_no_more_documents_than_were_asked_for(running):
+    fake = Scripted((200, says(*({"id": str(i), "text": "t"} for i in range(9))), 0))
+    assert [d.id for d in Remote(running(fake)).search(["q"], 2)[0]] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"<html>", [], {}, {"result": 5}, {"result": []}, {"result": [[], []]}, {"result": [5]}, {"result": [["text"]]},
+     says({"document": 5}), says({"document": {"id": "1"}}), says({"document": {"contents": "x"}}),
+     says({"id": "1", "contents": 7}), b'{"result": [[{"id": "1", "text": "x", "score": NaN}]]}', b"[" * 100_000],
+)  # fmt: skip
+def test_what_is_no_reply_of_a_retriever_is_told(running, body):
+    fake = Scripted((200, body, 0))
+    with pytest.raises(R3LiteError, match="does not reply as a retriever"):
+        Remote(running(fake), sleep=lambda s: None).search(["q"], 3)
+    assert len(fake.asked) == 1  # it would say the same again
+
+
+def test_an_empty_list_is_an_answer(running):
+    assert Remote(running(Scripted((200, says(), 0)))).search(["q"], 3) == [[]]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_what_may_pass_is_tried_again(running, status):
+    slept, fake = [], Scripted((status, b"later", 0), (status, b"later", 0), (200, says({"id": "1", "text": "x"}), 0))
+    assert len(Remote(running(fake), sleep=slept.append).search(["q"], 3)[0]) == 1
+    assert slept == [0.5, 1.0]
+
+
+def test_at_last_it_gives_up(running):
+    fake = Scripted((503, b"down for repairs", 0))
+    with pytest.raises(R3LiteError, match="status 503: down for repairs"):
+        Remote(running(fake), sleep=lambda s: None).search(["q"], 3)
+    assert len(fake.asked) == remote.TRIES
+
+
+def test_a_refusal_is_final(running):
+    fake = Scripted((404, b"not here", 0))
+    with pytest.raises(R3LiteError, match="refuses: status 404: not here"):
+        Remote(running(fake)).search(["q"], 3)
+    assert len(fake.asked) == 1
+
+
+def test_a_server_that_is_slow_or_not_there_or_sends_without_end(running, monkeypatch):
+    monkeypatch.setattr(remote, "TIMEOUT", 0.2)
+    with pytest.raises(R3LiteError, match=r"gives no documents: .*[Tt]ime"):
+        Remote(running(Scripted((200, says(), 1.0))), sleep=lambda s: None).search(["q"], 3)
+    with pytest.raises(R3LiteError, match="gives no documents: ConnectError"):
+        Remote("http://127.0.0.1:9/retrieve", sleep=lambda s: None).search(["q"], 3)
+    monkeypatch.setattr(remote, "LARGEST", 1000)
+    with pytest.raises(R3LiteError, match="sends more than"):
+        Remote(running(Scripted((200, b"x" * 10_000, 0)))).search(["q"], 3)
+
+
+def test_a_wrong_address_shows_before_the_run(monkeypatch):
+    monkeypatch.setattr(remote, "PAUSE", 0.0)
+    with pytest.raises(R3LiteError, match="See that the server runs"):
+        over_http("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"retriever": "semantik"}, "did you mean semantic"),
+        ({"retriever": "http://user:secret@host/retrieve"}, "holds a user or a password"),
+        ({"retriever": "ftp://host/x"}, "is not an address of http"),
+        ({"retriever": "http://host/retrieve", "index": "i"}, "leave --index out"),
+        ({"retriever": "http://host/retrieve", "context": "question"}, "leave --context out"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, told):
+    with pytest.raises(UsageError, match=told) as error:
+        RetrievalSettings(**settings).check()
+    assert "secret" not in str(error.value)
+
+
+def test_an_address_that_is_taken_is_told(local, running):
+    made = server.serve(local, None, "127.0.0.1", 0, 5)
+    running(made)
+    with pytest.raises(R3LiteError, match="cannot be listened on"):
+        server.serve(local, None, "127.0.0.1", made.server_port, 5)
+
+
+def test_the_command_serves_an_index_until_it_is_interrupted(tmp_path, capsys, monkeypatch):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps(d.to_json()) + "\n" for d in PASSAGES), encoding="utf-8")
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", interrupted)
+    flags = ["--corpus", str(corpus), "--encoder", "hashing", "--serve", "--port", "0"]
+    assert command.main(flags) == 130
+    assert "/retrieve, up to 5 documents a query" in capsys.readouterr().out
+    assert command.main([*flags, "--query", "x"]) == 2 and command.main([*flags, "--retriever", "none"]) == 2
