@@ -170,9 +170,9 @@ class _Kind:
             if self.scalar is float and not math.isfinite(value):
                 raise ValueError  # nan passes every comparison with a bound
         except (TypeError, ValueError, OverflowError):
-            raise UsageError(
-                f"{name} is {value!r}; it must be {'a whole number' if self.scalar is int else 'a number'}"
-            ) from None
+            # A type of settings says in its docstring what its values must be.
+            wanted = {int: "a whole number", float: "a number"}.get(self.scalar) or self.scalar.__doc__.splitlines()[0]
+            raise UsageError(f"{name} is {value!r}; it must be {wanted}") from None
         if self.bounds:
             self.bounds.check(name, value)
         return value
@@ -266,8 +266,9 @@ def to_toml(config: Any, command: str) -> str:
             value = getattr(section, f.name)
             if f.name in ("config", "dry_run") or (value is None and f.name in ("output", "resume", "stop_after")):
                 continue
-            # JSON's strings, numbers, booleans and lists are valid TOML, but for DEL.
-            text = json.dumps("none" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            # With this separator for objects, JSON is valid TOML, but for DEL.
+            text = json.dumps("none" if value is None else value, ensure_ascii=False, separators=(", ", " = "))
+            text = text.replace("\x7f", "\\u007f")
             lines.append(f"{f.name} = {text}")
     return "\n".join(lines) + "\n"
 

@@ -3,7 +3,7 @@
 Knows no text format, no tokens and no model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -84,6 +84,13 @@ class Question:
                 ):
                     return i
         return None
+
+    def paragraph(self, document: Document) -> Hashable:
+        """What tells a passage from others: of a gold paragraph, however it was cut, its number; else the title if the
+        data set's gold paragraphs go by title, or the id."""
+        gold = self.gold_index(document)
+        name = document.title.casefold() if self.gold_by == "title" else document.id
+        return name if gold is None else gold
 
     def gold_found(self, documents) -> set[int]:
         """Indices of the gold paragraphs among `documents`."""

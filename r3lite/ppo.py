@@ -120,16 +120,20 @@ def check(config: PpoConfig) -> None:
     """Refuses settings that contradict each other; UsageError says which."""
     from r3lite import rl_guidance
     from r3lite.protocols.registry import build_protocol
+    from r3lite.rewards.registry import SEARCHING, named_rewards
     from r3lite.rl import algorithms
 
     if config.sampling.temperature == 0:
         raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
     if (least := config.reward.least_searches) > config.lengths.max_hops:
         raise UsageError(f"--least-searches is {least}, and --max-hops {config.lengths.max_hops} allows fewer")
+    named = named_rewards(config.reward)
     if not build_protocol(config.protocol).searches:
         for name in ABOUT_SEARCHES:
             if value := flat(config)[name]:
                 raise UsageError(f"{flag(name)} is {value}, and --format {config.protocol.format} has no searches")
+        if idle := [reward.name for reward in named if reward.function in SEARCHING]:
+            raise UsageError(f"--rewards names {idle[0]}, and --format {config.protocol.format} has no searches")
     if config.rl.expand_limit and config.retrieval.retriever == "none":
         raise UsageError("--expand-limit goes on after queries that brought gold paragraphs, and --retriever is none")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)

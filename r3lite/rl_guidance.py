@@ -82,7 +82,7 @@ def usable(
     reasons = {
         "belong to no question of --data": strangers,
         f"are longer than {layout.lengths.max_length} tokens": len(pairs) - len(fitting),
-        "have no verdict of the judge": missing,
+        "lack a verdict of the judge, or another reward": missing,
         f"are paid less than {rl.trace_min_outcome:g} of the most for an answer": len(fitting) - missing - right,
         "come second to a better one of their question": right - len(found),
     }

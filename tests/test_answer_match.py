@@ -1,6 +1,6 @@
 import pytest
 
-from r3lite.answer_match import Overlap, best_overlap, exact_match, f1, normalize, rule_of
+from r3lite.answer_match import Overlap, best_overlap, exact_match, f1, hop_weight, normalize, rule_of
 from r3lite.episode import Question
 
 
@@ -171,3 +171,7 @@ def test_precision_and_recall_over_aliases_by_hand():
     assert best_overlap("New York", ["NY", "New York City"], "hotpotqa") == Overlap(1.0, 2 / 3)
     assert best_overlap("New York", ["New York City", "New"], "hotpotqa") == Overlap(1.0, 1.0)  # of two answers
     assert best_overlap("yes", ["yes it is"], "hotpotqa") == Overlap(0.0, 0.0)
+
+
+def test_the_weight_of_hops():
+    assert [hop_weight(hops) for hops in (1, 2, 3, 4, 5)] == [1, 1, 1.5, 2, 2]

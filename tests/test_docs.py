@@ -1,17 +1,20 @@
 """What the documents say of the code is there."""
 
 import dataclasses
+import inspect
 import itertools
 import re
+import sys
+import tomllib
 import typing
 from pathlib import Path
 
 import pytest
 
 from r3lite.command import COMMANDS, usual
-from r3lite.config import flat, resolve, sections
+from r3lite.config import flat, resolve, sections, shipped
 from r3lite.datasets.conversations import LAYOUTS
-from r3lite.episode import Document, Question, Step
+from r3lite.episode import ANSWERED, Document, Episode, Question, Step
 from r3lite.evaluation.scores import MEANS, METRICS
 from r3lite.evaluation.tables import TITLES
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
@@ -19,6 +22,7 @@ from r3lite.protocols.tags import FAULTS, FORGIVEN
 from r3lite.protocols.transcript import Layout
 from r3lite.retrieval.documents import BINARIES, TEXTS
 from r3lite.retrieval.retriever import RETRIEVERS
+from r3lite.rewards.registry import REWARDS, VERDICT, named_rewards
 from r3lite.rl.algorithms import ALGORITHMS, check
 from r3lite.settings import GuardSettings, LengthSettings, PpoConfig, ProtocolSettings
 from r3lite.settings.rl import PAPERS
@@ -30,6 +34,7 @@ MAP, FORMATS, COLLAPSE, RETRIEVAL = (
 ALGORITHMS_PAGE = ROOT / "docs" / "algorithms.md"
 OWN_DOCUMENTS = ROOT / "docs" / "documents.md"
 EVALUATION, CONVERSATIONS = ROOT / "docs" / "evaluation.md", ROOT / "docs" / "conversations.md"
+REWARDS_PAGE = ROOT / "docs" / "rewards.md"
 LIMITS = {f.name for f in dataclasses.fields(GuardSettings) if type(None) in typing.get_args(f.type)}
 DOCUMENTS = [
     Document("1", "Brenn", "Brenn is a film by Ann Dahl."),
@@ -61,7 +66,10 @@ def test_every_room_is_on_the_map():
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", MAP, FORMATS, COLLAPSE, RETRIEVAL, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS, OWN_DOCUMENTS],
+    [
+        *(ROOT / "README.md", MAP, FORMATS, COLLAPSE, RETRIEVAL, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS),
+        *(OWN_DOCUMENTS, REWARDS_PAGE),
+    ],
     ids=lambda path: path.name,
 )
 def test_links_to_files_lead_somewhere(path):
@@ -168,3 +176,43 @@ def test_every_layout_of_documents_has_its_row():
     text = OWN_DOCUMENTS.read_text(encoding="utf-8")
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `.")]
     assert sorted(re.findall(r"`(\.\w+)`", " ".join(cells))) == sorted([*TEXTS, *BINARIES])
+
+
+def test_every_reward_has_its_row_with_its_parameters():
+    text = REWARDS_PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]*)\| -?\d", text, re.M)
+    assert [name for name, _ in rows] == list(REWARDS)
+    for name, told in rows:
+        taken = list(inspect.signature(REWARDS[name]).parameters.values())[1:]
+        shown = [p.default if p.name != "words" else f"({', '.join(p.default)})" for p in taken if p.name != VERDICT]
+        names = [p.name for p in taken if p.name != VERDICT]
+        assert told.strip() == ", ".join(f"`{key}` {value}" for key, value in zip(names, shown)), name
+
+
+def test_a_users_own_rewards_work_as_the_page_says(tmp_path, monkeypatch):
+    """From a folder that has nothing to do with the package."""
+    text = REWARDS_PAGE.read_text(encoding="utf-8")
+    (module,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    (tmp_path / "my_rewards.py").write_text(module, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    paid = {}
+    for number, example in enumerate(re.findall(r"```toml\n(.*?)```", text, re.S)):
+        (tmp_path / f"{number}.toml").write_text(example, encoding="utf-8")
+        config = resolve("ppo", PpoConfig(), ["--config", f"{number}.toml"], COMMANDS)
+        question = Question("q", "Who directed Brenn?", ("Ann Dahl",), gold=tuple(DOCUMENTS[:1]))
+        episode = Episode(question, [*STEPS, Step(" ".join(["word"] * 18), answer="Ann Dahl")], ANSWERED)
+        paid |= {reward.name: reward.paid(episode, None) for reward in named_rewards(config.reward)}
+    # 8 + 9 + 18 words in the analyses, 5 beyond 30; the first query names Brenn.
+    assert paid["my_rewards:brevity"] == [0, 0, pytest.approx(0.2 * (1 - 5 / 30))]
+    assert paid["my_rewards:names_a_gold_title"] == [0.1, 0, 0]
+    assert paid["rouge_l_levels"] == [0, 0, 2.5] and paid["search_excess"] == [0, 0, 0]
+    sys.modules.pop("my_rewards")
+
+
+def test_every_preset_that_names_rewards_has_its_row_with_their_weights():
+    text = REWARDS_PAGE.read_text(encoding="utf-8").partition("| preset |")[2]
+    rows = {row.split("`")[1]: row for row in text.splitlines() if row.startswith("| `")}
+    for path in shipped("presets").glob("*.toml"):
+        for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("ppo", {}).get("rewards", ()):
+            assert f"`{entry['name']}` {entry['weight']:g}" in rows[path.stem]

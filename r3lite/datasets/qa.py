@@ -77,7 +77,9 @@ def _answers(row: Record) -> tuple[str, ...]:
 
 
 def _plain(row: Record, id: str) -> Question:
-    return Question(id=id, text=_text(row, "question"), answers=_answers(row))
+    """A question and its answers, and perhaps a `task`, by which the reward `combined` chooses."""
+    kind = row.text("task", "", blank=True).strip()
+    return Question(id=id, text=_text(row, "question"), answers=_answers(row), type=kind)
 
 
 def _musique(row: Record, id: str) -> Question:

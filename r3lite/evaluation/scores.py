@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from r3lite.answer_match import Overlap, answer_scores, best_overlap, rule_of
+from r3lite.answer_match import Overlap, answer_scores, best_overlap, combined_score, rouge_l, rule_of
 from r3lite.episode import Episode, Step
 from r3lite.evaluation.intervals import interval, ratios, resampled_sums
 from r3lite.evaluation.supporting_facts import facts_match, joint, retrieved_facts
-from r3lite.evaluation.text_overlap import rouge_l, sentence_bleu
+from r3lite.evaluation.text_overlap import sentence_bleu
 from r3lite.records import Record
 
 METRICS = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
@@ -98,16 +98,11 @@ def _facts(episode: Episode, em: float) -> dict[str, float]:
     return scores | {"joint_em": joint_em, "joint_f1": both.f1}
 
 
-def hop_weight(hops: int) -> float:
-    """1 up to two hops, 1.5 at three, 2 from four on."""
-    return min(max(hops / 2, 1.0), 2.0)
-
-
 def combined(marks: Marks) -> float | None:
-    """0.8 (0.6 EM + 0.3 F1) + 0.2 recall, times the hop weight: up to 1.84. None if recall is unknown."""
+    """The combined score of a question; None if recall is unknown."""
     if marks.recall is None:
         return None
-    return (0.8 * (0.6 * marks.em + 0.3 * marks.f1) + 0.2 * marks.recall) * hop_weight(marks.hops)
+    return combined_score(marks.em, marks.f1, marks.recall, marks.hops)
 
 
 def parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:

@@ -24,15 +24,6 @@ def joint(answer: tuple[float, Overlap], facts: tuple[float, Overlap]) -> tuple[
 
 
 def retrieved_facts(episode: Episode) -> tuple[Set[Hashable], Set[Hashable]]:
-    """The paragraphs that an episode retrieved, each once, and the gold ones.
-
-    A gold paragraph is its number, however it was cut. Others go by title if the data set's gold paragraphs do, else by
-    the id of the passage.
-    """
+    """The paragraphs that an episode retrieved, each once, and the gold ones."""
     question = episode.question
-    found: set[Hashable] = set()
-    for document in episode.documents:
-        gold = question.gold_index(document)
-        name = document.title.casefold() if question.gold_by == "title" else document.id
-        found.add(name if gold is None else gold)
-    return found, set(range(len(question.gold)))
+    return set(map(question.paragraph, episode.documents)), set(range(len(question.gold)))

@@ -1,7 +1,7 @@
-"""How alike two texts are: ROUGE-L, BLEU and BERTScore. Pure functions; 0 to 1, where others show 0 to 100.
+"""How alike two texts are: BLEU and BERTScore. Pure functions; 0 to 1, where others show 0 to 100.
 
-They equal the packages rouge-score (without stemming), sacrebleu (with its defaults) and bert-score (without idf and
-without rescaling to a baseline).
+They equal the packages sacrebleu (with its defaults) and bert-score (without idf and without rescaling to a baseline).
+ROUGE-L, which rewards need, too, is in `answer_match.py`.
 """
 
 import math
@@ -20,23 +20,6 @@ ENTITIES = {"&quot;": '"', "&amp;": "&", "&lt;": "<", "&gt;": ">"}
 ALWAYS_APART = re.compile("([" + re.escape("".join(c for c in string.punctuation if c not in "',-.")) + "])")
 AFTER_NO_DIGIT, BEFORE_NO_DIGIT = re.compile(r"([^0-9])([.,])"), re.compile(r"([.,])([^0-9])")
 AFTER_DIGIT = re.compile(r"([0-9])(-)")
-
-
-def rouge_l(prediction: str, reference: str) -> Overlap:
-    """The longest common subsequence of words, as shares of both texts (Lin 2004, W04-1013, equations 2 to 4, beta 1).
-
-    Words are runs of a to z and 0 to 9: in other scripts nothing is alike.
-    """
-    ours, theirs = (re.findall("[a-z0-9]+", text.lower()) for text in (prediction, reference))
-    if not ours or not theirs:
-        return Overlap(0.0, 0.0)
-    lengths = [0] * (len(theirs) + 1)  # of the longest one of our words so far with the first j of theirs
-    for word in ours:
-        before = lengths
-        lengths = [0]
-        for j, other in enumerate(theirs):
-            lengths.append(before[j] + 1 if word == other else max(before[j + 1], lengths[j]))
-    return Overlap(lengths[-1] / len(ours), lengths[-1] / len(theirs))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from r3lite.episode import Episode
 from r3lite.errors import R3LiteError
 from r3lite.llm.replies import FAILURES, Reply, Request
 from r3lite.records import Record, Source, shown
-from r3lite.rewards.reward import StepVerdict, Verdict, needs_verdict
+from r3lite.rewards.reward import needs_verdict
+from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import JudgeSettings, RewardSettings
 
 if TYPE_CHECKING:  # its libraries take long to load
@@ -225,8 +226,8 @@ def build_judge(settings: JudgeSettings, output: str | Path, reward: RewardSetti
     if settings.judge == "none":
         if reward and needs_verdict(reward):
             raise R3LiteError(
-                "--outcome-judge and --process-judge pay what a judge says, and there is no judge",
-                "Pass --judge gemini or openai, or set both weights to 0.",
+                "--outcome-judge, --process-judge or --rewards pays what a judge says, and there is no judge",
+                "Pass --judge gemini or openai, or leave them out.",
             )
         return None
     from r3lite.llm.client import Client

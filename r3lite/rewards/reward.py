@@ -1,4 +1,4 @@
-"""What an episode is paid, step by step and by part: format, process and outcome.
+"""What an episode is paid, step by step and by part: format, process, outcome, and the rewards that are named.
 
 Knows the weights and what an episode holds; a judge's opinion is handed in as a `Verdict`.
 """
@@ -11,38 +11,25 @@ from r3lite.config import Trait, settings_with
 from r3lite.episode import Episode, Step
 from r3lite.errors import R3LiteError
 from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
+from r3lite.rewards.judged import trajectory_factor
+from r3lite.rewards.registry import MOST, named_rewards
+from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import RewardSettings
 
 if TYPE_CHECKING:  # it imports this module
     from r3lite.rewards.judge import Judge
 
-MOST = 1e15  # learning squares rewards and adds them up, in fp32
-
-
-@dataclass(frozen=True)
-class StepVerdict:
-    """A judge's opinion of one step, both from 0 to 1; a step without a query has relevance 0."""
-
-    relevance: float  # of the passages that it brought, to the question
-    coherence: float  # of its analysis with what was known before it
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A judge's opinion of an episode: whether its answer is right, and one opinion per step."""
-
-    correct: bool
-    steps: tuple[StepVerdict, ...]
+MANY = 8  # questions; if a reward is missing for all episodes of so many, it is not by chance
 
 
 @dataclass(frozen=True)
 class Scored:
     """What an episode was paid.
 
-    `steps[k]` is paid at the end of step k; their sum is `total`. `parts` holds `format`, `process`, `outcome` and, if
-    searches are paid for, `search`, weighted, which add up to `total`; and unweighted, for the log, `em`, `f1`,
-    `recall` (None if no gold paragraph is known) and, if there was a judge, `judge` (1 if it called the answer right).
-    Raises R3LiteError if a reward is not a number that can be learned from.
+    `steps[k]` is paid at the end of step k; their sum is `total`. `parts` holds `format`, `process`, `outcome`, if
+    searches are paid for `search`, and every named reward, weighted, which add up to `total`; and unweighted, for the
+    log, `em`, `f1`, `recall` (None if no gold paragraph is known) and, if there was a judge, `judge` (1 if it called
+    the answer right). Raises R3LiteError if a reward is not a number that can be learned from.
     """
 
     steps: list[float]
@@ -84,13 +71,14 @@ def outcome_share(scored: Scored, settings: RewardSettings) -> float:
 
 
 def needs_verdict(settings: RewardSettings) -> bool:
-    """Whether a weight that pays for what only a judge can say is above 0."""
-    return any(getattr(settings, name) > 0 for name in settings_with(settings, Trait.JUDGED))
+    """Whether a weight that pays for what only a judge can say is above 0, or a named reward takes a verdict."""
+    weighed = any(getattr(settings, name) > 0 for name in settings_with(settings, Trait.JUDGED))
+    return weighed or any(reward.judged for reward in named_rewards(settings))
 
 
 def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = None) -> Scored | None:
-    """The rewards of an episode; None, a missing reward, if the retriever failed, or a judge is needed and gave no
-    verdict.
+    """The rewards of an episode; None, a missing reward, if the retriever failed, if a judge is needed and gave no
+    verdict, or if a named reward is missing.
 
     - format: `format_reward` times the share of steps without a fault, in equal parts at each of them. If each were
       paid in full, it would pay to go on asking when the answer is known;
@@ -99,26 +87,34 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
       (arXiv 2505.23794), 1 + gamma_correct, gamma_incorrect or gamma_fail (no answer);
     - outcome, with the last step: weighted EM, F1 and the judge's right or wrong; nothing after fewer than
       `least_searches` different searches;
-    - search, at each step that asks: `search_bonus`, or if the query is blank or repeated -`idle_query_penalty`.
+    - search, at each step that asks: `search_bonus`, or if the query is blank or repeated -`idle_query_penalty`;
+    - each of `rewards`, where its function says (registry.py).
     """
     if episode.failure or (verdict is None and needs_verdict(settings)):
         return None
     assert verdict is None or len(verdict.steps) == len(episode.steps), "a verdict has one opinion per step"
+    named = {reward.name: reward.paid(episode, verdict) for reward in named_rewards(settings)}
+    if None in named.values():
+        return None
     em, best_f1 = answer_scores(episode)
     correct = bool(verdict and verdict.correct and episode.prediction)
     well_formed = [0.0 if s.faults else settings.format_reward / len(episode.steps) for s in episode.steps]
-    factor = _trajectory_factor(episode, settings, correct if settings.outcome_judge else em == 1.0)
+    right = correct if settings.outcome_judge else em == 1.0
+    factor = trajectory_factor(episode, right, settings.gamma_correct, settings.gamma_incorrect, settings.gamma_fail)
     process = [factor * p for p in _process(episode, settings, verdict)]
     outcome = settings.outcome_em * em + settings.outcome_f1 * best_f1 + settings.outcome_judge * correct
     search = [_search(step, settings) for step in episode.steps]
     if sum(_asks_anew(step) for step in episode.steps) < settings.least_searches:
         outcome = 0.0
     steps = [f + p + s for f, p, s in zip(well_formed, process, search, strict=True)]
+    for paid in named.values():
+        steps = [step + more for step, more in zip(steps, paid, strict=True)]
     if steps:
         steps[-1] += outcome
     parts = {"format": sum(well_formed), "process": sum(process), "outcome": outcome if steps else 0.0}
     if settings.search_bonus or settings.idle_query_penalty:
         parts["search"] = sum(search)
+    parts |= {name: sum(paid) for name, paid in named.items()}
     parts |= {"em": em, "f1": best_f1, "recall": episode.recall}
     return Scored(steps, parts | ({"judge": float(correct)} if verdict else {}))
 
@@ -126,7 +122,22 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
 def score_all(episodes: list[Episode], settings: RewardSettings, judge: "Judge | None") -> list[Scored | None]:
     """What each episode is paid, by a judge as well if there is one; None, a missing reward, if it failed."""
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
-    return [score(e, settings, v) for e, v in zip(episodes, verdicts, strict=True)]
+    scored = [score(e, settings, v) for e, v in zip(episodes, verdicts, strict=True)]
+    if not any(scored) and len({e.question.id for e in episodes}) >= MANY:
+        _refuse_always_missing(episodes, verdicts, settings)
+    return scored
+
+
+def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | None], settings: RewardSettings) -> None:
+    """Raises R3LiteError if a named reward is why no episode has a reward: the run would learn nothing, silently."""
+    judged = needs_verdict(settings)
+    pairs = [(e, v) for e, v in zip(episodes, verdicts, strict=True) if not e.failure and (v or not judged)]
+    for reward in named_rewards(settings):
+        if pairs and all(reward.paid(e, v) is None for e, v in pairs):
+            raise R3LiteError(
+                f"the reward {reward.name} is missing for all {len(pairs)} episodes",
+                "What it needs, such as gold paragraphs, these questions lack: leave it out, or pass other --data.",
+            )
 
 
 def _asks_anew(step: Step) -> bool:
@@ -138,12 +149,6 @@ def _search(step: Step, settings: RewardSettings) -> float:
     if BLANK_QUERY in step.faults or REPEATED_QUERY in step.faults:
         return -settings.idle_query_penalty
     return settings.search_bonus if step.query is not None else 0.0
-
-
-def _trajectory_factor(episode: Episode, settings: RewardSettings, right: bool) -> float:
-    if not episode.prediction:
-        return 1 + settings.gamma_fail
-    return 1 + (settings.gamma_correct if right else settings.gamma_incorrect)
 
 
 def _process(episode: Episode, settings: RewardSettings, verdict: Verdict | None) -> list[float]:

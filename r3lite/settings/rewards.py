@@ -1,11 +1,42 @@
 """Settings of what an episode is paid."""
 
+import re
+from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from r3lite.config import Bounds, Judged, NonNegative, Section
+from r3lite.config import MOST, Bounds, Judged, NonNegative, Section, UsageError
 
 Factor = Annotated[float, Bounds(low=-1000, high=1000)]
+NAME = re.compile(r"\w+|\w+(\.\w+)*:\w+")  # a built-in reward, or package.module:function
+
+
+class RewardEntry(dict):
+    """NAME=WEIGHT, or a table of a name, a weight and the parameters of the reward, whose numbers are finite
+
+    Has `name`, `weight` (1 unless given) and the parameters under their own names: a dict, as files keep settings as
+    JSON and TOML. Which rewards there are and what they take, `rewards/registry.py` knows.
+    """
+
+    def __init__(self, given: Any):
+        if isinstance(given, str):
+            name, equals, weight = given.rpartition("=")
+            given = {"name": name.strip(), "weight": float(weight)} if equals else {"name": given}
+        super().__init__({"name": "", "weight": 1.0} | given)
+        values = [x for value in self.values() for x in (value if isinstance(value, list) else [value])]
+        if type(self["weight"]) not in (int, float) or not all(map(_is_plain, values)):
+            raise ValueError
+        if not isinstance(self["name"], str) or not NAME.fullmatch(self["name"]):
+            raise ValueError
+
+    def __repr__(self) -> str:
+        told = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
+        return f"{self['name']}={self['weight']:g}" + (f" ({', '.join(told)})" if told else "")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is text, true or false, or a finite number."""
+    return isinstance(value, str) or (isinstance(value, (int, float)) and abs(value) <= MOST)
 
 
 @dataclass(frozen=True)
@@ -36,3 +67,12 @@ class RewardSettings(Section):
     """paid at each query that is neither blank nor repeated"""
     idle_query_penalty: NonNegative = 0.0
     """taken off at each step with a blank or repeated query (--end-at-idle-query ends the episode there)"""
+    rewards: tuple[RewardEntry, ...] | None = None
+    """what is paid beside the above: NAME=WEIGHT,... of docs/rewards.md, or package.module:function=WEIGHT, which
+    imports your own code from this folder; weights may be negative; in a file a table of name, weight and parameters
+    each"""
+
+    def __post_init__(self):
+        for name, times in Counter(entry["name"] for entry in self.rewards or ()).items():
+            if times > 1:
+                raise UsageError(f"rewards names {name} {times} times; give it one weight")

@@ -139,6 +139,7 @@ def test_limit_stops_before_a_later_bad_row(tmp_path):
         ('["a list"]', "not a JSON object"),
         ({"question": "Q?"}, "no answer"),
         ({"question": " ", "answer": "a"}, "question is blank"),
+        ({"question": "Q?", "answer": "a", "task": ["coding"]}, "task is ['coding'], not text"),
         ({k: v for k, v in HOTPOT.items() if k != "answer"}, "no answer"),
         (HOTPOT | {"context": [["only a title"]]}, "context is not a list of lists of 2"),
         (MUSIQUE | {"paragraphs": MUSIQUE["paragraphs"][:1]}, "supported by paragraph 2"),
@@ -230,5 +231,6 @@ def test_a_missing_file_is_named():
 def test_types_are_the_data_sets_own(tmp_path):
     plain = {"question": "Who?", "answer": "Ada", "type": "bridge"}  # of rows without supporting facts nothing is known
     rows = [HOTPOT, TWO_WIKI, {k: v for k, v in HOTPOT.items() if k != "type"} | {"_id": "h2"}, MUSIQUE, plain]
+    rows += [{"question": "Sort a list.", "answer": "sorted(x)", "task": " coding "}]
     questions = read_questions(write(tmp_path / "a.jsonl", rows))
-    assert [q.type for q in questions] == ["bridge", "compositional", "", "", ""]
+    assert [q.type for q in questions] == ["bridge", "compositional", "", "", "", "coding"]

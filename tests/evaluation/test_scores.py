@@ -1,7 +1,7 @@
 import pytest
 
 from r3lite.episode import ANSWERED, Document, Episode, Question, Step
-from r3lite.evaluation.scores import MEANS, METRICS, Marks, combined, hop_weight, scores, scores_by
+from r3lite.evaluation.scores import MEANS, METRICS, Marks, combined, scores, scores_by
 from r3lite.records import Record, Source
 
 GOLD = tuple(Document(str(i), f"T{i}", f"Text {i}") for i in range(3))
@@ -64,7 +64,6 @@ def test_combined_by_hand():
     assert combined(mark(em=0, f1=0.5, recall=0.5, hops=3)) == pytest.approx((0.8 * 0.15 + 0.1) * 1.5)
     assert combined(mark(em=1, f1=1, recall=1, hops=4)) == pytest.approx(1.84)
     assert combined(mark(em=1, f1=1)) is None
-    assert [hop_weight(h) for h in (1, 2, 3, 4, 5)] == [1, 1, 1.5, 2, 2]
 
 
 def test_means_by_hand():

@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from r3lite.answer_match import rouge_l
 from r3lite.datasets.qa import read_questions
-from r3lite.evaluation.text_overlap import bert_score, corpus_bleu, rouge_l, sentence_bleu
+from r3lite.evaluation.text_overlap import bert_score, corpus_bleu, sentence_bleu
 
 WORDS = "the a cat sat on mat, Mat. 1,000.5 3-4 U.S. end... (a) &amp; it's Zürich 東京 <b> - x-y re-~read".split()  # noqa: SIM905
 ODD = [("", ""), ("", "a"), ("a", ""), ("the", "The."), ("東京", "東京"), ("a-\n", "a"), ("...", ".."), ("3-4", "3 -4")]

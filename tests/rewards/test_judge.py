@@ -8,6 +8,7 @@ from r3lite.llm.cache import digest
 from r3lite.rewards.judge import Judge, build_judge, request_for
 from r3lite.rewards.reward import StepVerdict, Verdict, score
 from r3lite.settings import JudgeSettings, RewardSettings
+from r3lite.settings.rewards import RewardEntry
 
 GOLD = Document("1", "Ada", "Ada Byron wrote the first program. " + "x" * 1000)
 STEPS = [Step("Who was it?", "first programmer", (GOLD,)), Step("It was Ada.", answer="Lady Lovelace")]
@@ -234,6 +235,8 @@ def test_build_judge(gemini, monkeypatch, tmp_path):
     assert build_judge(JudgeSettings(), tmp_path) is None
     with pytest.raises(R3LiteError, match="there is no judge"):
         build_judge(JudgeSettings(), tmp_path, RewardSettings(process_judge=0.1))
+    with pytest.raises(R3LiteError, match="--rewards pays what a judge says, and there is no judge"):
+        build_judge(JudgeSettings(), tmp_path, RewardSettings(rewards=(RewardEntry("coherence"),)))
     assert isinstance(build_judge(JudgeSettings(judge="gemini"), tmp_path, RewardSettings()), Judge)
     monkeypatch.delenv("GOOGLE_API_KEY")
     with pytest.raises(R3LiteError, match="no key"):

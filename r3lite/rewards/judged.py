@@ -1,0 +1,42 @@
+"""Rewards for what only a judge can say. A function that names a `verdict` is given the judge's.
+
+How sensible a query is, the judge is not asked yet: when it is, that becomes a field of `StepVerdict` and a function
+here.
+"""
+
+from r3lite.episode import Episode
+from r3lite.rewards.verdict import Verdict
+
+
+def judged_answer(episode: Episode, verdict: Verdict) -> float:
+    """1 if the judge calls the answer right, else 0."""
+    return float(verdict.correct and bool(episode.prediction))
+
+
+def relevance(
+    episode: Episode,
+    verdict: Verdict,
+    gamma_correct: float = 0.0,
+    gamma_incorrect: float = 0.0,
+    gamma_fail: float = 0.0,
+) -> list[float]:
+    """At each query, how relevant its documents are to the question, 0 to 1, times the trajectory factor of R3-RAG
+    (arXiv 2505.23794, with 0.6, -0.2 and -0.1)."""
+    right = judged_answer(episode, verdict) == 1.0
+    factor = trajectory_factor(episode, right, gamma_correct, gamma_incorrect, gamma_fail)
+    return [
+        factor * opinion.relevance if step.query is not None else 0.0
+        for step, opinion in zip(episode.steps, verdict.steps, strict=True)
+    ]
+
+
+def coherence(episode: Episode, verdict: Verdict) -> float:
+    """How well the analyses follow from what was known before, 0 to 1; the mean over the steps."""
+    return sum(opinion.coherence for opinion in verdict.steps) / (len(verdict.steps) or 1)
+
+
+def trajectory_factor(episode: Episode, right: bool, correct: float, incorrect: float, fail: float) -> float:
+    """1 + one of three: for a right answer, for a wrong one, or for none (R3-RAG, arXiv 2505.23794)."""
+    if not episode.prediction:
+        return 1 + fail
+    return 1 + (correct if right else incorrect)

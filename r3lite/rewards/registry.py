@@ -1,0 +1,152 @@
+"""The rewards that settings choose by name: those built in, and a user's own functions as `package.module:function`.
+
+A reward is a plain function. It takes an episode, and the judge's verdict if it names a parameter `verdict`; its other
+parameters are what a config can set. It returns
+
+- a number, paid at the last step;
+- or a list of numbers, one per step;
+- or None, a missing reward: it is not a zero, and the episode is left out of the means and of the update.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from r3lite.config import UsageError
+from r3lite.episode import Episode
+from r3lite.errors import R3LiteError, nearest
+from r3lite.records import shown
+from r3lite.rewards import answers, formats, judged, searching, tasks, texts
+from r3lite.rewards.verdict import Verdict
+from r3lite.settings import RewardSettings
+from r3lite.settings.rewards import RewardEntry
+
+RewardFunction = Callable[..., float | list[float] | None]
+# Those that a format without searches leaves nothing to pay for.
+SEARCHING = (
+    searching.gold_recall, searching.gold_precision, searching.information_gain, searching.search_count,
+    searching.search_excess, judged.relevance,
+)  # fmt: skip
+REWARDS: dict[str, RewardFunction] = {
+    function.__name__: function
+    for function in (
+        answers.exact_match, answers.answer_f1, answers.contains_gold, answers.rouge_l, answers.rouge_l_levels,
+        answers.hop_weighted,
+        formats.strict_format, formats.approximate_format, formats.all_tags, formats.tag_share,
+        *SEARCHING,
+        judged.judged_answer, judged.coherence,
+        texts.length_penalty, texts.language_penalty, texts.keyword_overlap, texts.logical_connectors,
+        tasks.coding, tasks.function_calling, tasks.chat, tasks.combined,
+    )
+}  # fmt: skip
+MOST = 1e15  # learning squares rewards and adds them up, in fp32
+VERDICT = "verdict"  # the parameter that asks for the judge's
+KINDS = (((bool,), "true or false"), ((int, float), "a number"), ((str,), "text"), ((list, tuple), "a list"))
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """A reward function with its weight and its parameters."""
+
+    name: str
+    weight: float
+    function: RewardFunction
+    parameters: dict[str, Any]
+    judged: bool  # whether it takes a verdict
+
+    def paid(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:
+        """What each step is paid, weighted; None if the reward is missing.
+
+        Raises R3LiteError if the function fails or returns what cannot be paid.
+        """
+        if not episode.steps:  # nowhere to be paid
+            return []
+        given = self.parameters | ({VERDICT: verdict} if self.judged else {})
+        try:
+            found = self.function(episode, **given)
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[:2][-1]  # the function's own line, if it came so far
+            raise R3LiteError(
+                f"the reward {self.name} failed on question {episode.question.id}: {type(error).__name__}: {error}",
+                f"It happened in {place.filename}, line {place.lineno}. Mend the function or its parameters.",
+            ) from error
+        if found is None:
+            return None
+        steps = len(episode.steps)
+        values = list(found) if isinstance(found, (list, tuple)) else [0.0] * (steps - 1) + [found]
+        if len(values) != steps or not all(isinstance(value, Real) and abs(value) <= MOST for value in values):
+            raise R3LiteError(
+                f"the reward {self.name} returned {shown(found)} for an episode of {steps} steps "
+                f"(question {episode.question.id})",
+                f"It must return a number of at most {MOST:.0e}, a list of one per step, or None if it is missing.",
+            )
+        return [self.weight * float(value) for value in values]
+
+
+def named_rewards(settings: RewardSettings) -> list[NamedReward]:
+    """The rewards that the settings name, with their parameters checked.
+
+    Raises UsageError for a name or a parameter that is not there, R3LiteError if a user's module fails.
+    """
+    return [_named(entry) for entry in settings.rewards or ()]
+
+
+def _named(entry: RewardEntry) -> NamedReward:
+    name, weight = entry["name"], entry["weight"]
+    function = _load(name)
+    try:
+        taken = list(inspect.signature(function).parameters.values())[1:]
+    except (TypeError, ValueError):  # not callable, or written in C
+        raise UsageError(f"the reward {name} is {shown(function)}, not a function of an episode") from None
+    settable = {p.name: p.default for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    judged = VERDICT in settable
+    settable.pop(VERDICT, None)
+    parameters = {key: value for key, value in entry.items() if key not in ("name", "weight")}
+    for key, value in parameters.items():
+        if key not in settable:
+            known = f"it has {', '.join(settable)}" if settable else "it has none"
+            raise UsageError(f"the reward {name} has no parameter {key!r}{nearest(key, settable)}; {known}")
+        _check_kind(f"{key} of the reward {name}", value, settable[key])
+    if missing := [key for key, default in settable.items() if default is inspect.Parameter.empty and key not in entry]:
+        raise UsageError(f"the reward {name} needs its parameter {missing[0]}, which has no default")
+    return NamedReward(name, weight, function, parameters, judged)
+
+
+def _check_kind(what: str, value: Any, default: Any) -> None:
+    """Raises UsageError if a parameter is of another kind than its default."""
+    for kinds, wanted in KINDS:
+        if isinstance(default, kinds):
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise UsageError(f"{what} is {value!r}; it must be {wanted}")
+            return
+
+
+def _load(name: str) -> RewardFunction:
+    """The function of a name; a user's module is looked for in the current folder first, as `python -m` does."""
+    if ":" not in name:
+        if name not in REWARDS:
+            own = "docs/rewards.md has them all, and package.module:function is one of your own"
+            raise UsageError(f"no reward is named {name!r}{nearest(name, REWARDS)}; {own}")
+        return REWARDS[name]
+    module_name, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            where = f"in {os.getcwd()} or among the installed packages"
+            raise UsageError(f"the reward {name}: there is no module {error.name} {where}") from None
+        raise R3LiteError(
+            f"{module_name}, which has the reward {name}, cannot be imported: {type(error).__name__}: {error}",
+            "Mend the module.",
+        ) from error
+    if not hasattr(module, function):
+        raise UsageError(f"{module_name} has no {function}{nearest(function, vars(module))}")
+    return getattr(module, function)

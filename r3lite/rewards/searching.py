@@ -1,0 +1,75 @@
+"""Rewards for searches and for what they brought.
+
+Every function takes an episode. A list is paid step by step, a number at the last step; None is a missing reward.
+"""
+
+from collections.abc import Hashable
+
+from r3lite.episode import Episode, Step
+from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
+
+
+def gold_recall(episode: Episode) -> list[float] | None:
+    """At each step, the share of the gold paragraphs that it found first: they add up to the recall, 0 to 1.
+
+    None if no gold paragraph is known.
+    """
+    gold = episode.question.gold
+    return [len(news) / len(gold) for news in episode.new_gold()] if gold else None
+
+
+def gold_precision(episode: Episode) -> float | None:
+    """The share of gold ones among the paragraphs that it retrieved, each counted once; 0 if it retrieved none.
+
+    None if no gold paragraph is known.
+    """
+    question = episode.question
+    if not question.gold:
+        return None
+    found = set(map(question.paragraph, episode.documents))
+    return len(question.gold_found(episode.documents)) / len(found) if found else 0.0
+
+
+def information_gain(episode: Episode, redundancy: float = 1.0) -> list[float] | None:
+    """At each step, the gain in recall less `redundancy` times the share of its documents that earlier steps brought.
+
+    G - P of StepSearch (arXiv 2505.15107): G is the mean over the gold paragraphs of how much more like one the
+    documents are than any before. There likeness is a cosine of words, here it is 1 for the paragraph itself, else 0.
+    None if no gold paragraph is known.
+    """
+    gains = gold_recall(episode)
+    if gains is None:
+        return None
+    seen: set[Hashable] = set()
+    paid = []
+    for gain, step in zip(gains, episode.steps, strict=True):
+        brought = [episode.question.paragraph(document) for document in step.documents]
+        again = sum(name in seen for name in brought) / (len(brought) or 1)
+        paid.append(gain - redundancy * again)
+        seen.update(brought)
+    return paid
+
+
+def search_count(episode: Episode, most: int = 3) -> list[float]:
+    """1 at each of the first `most` searches; one whose query is blank or repeated counts as none."""
+    return [float(number is not None and number <= most) for number in _numbers(episode)]
+
+
+def search_excess(episode: Episode, most: int = 3) -> list[float]:
+    """-1 at each step whose query is blank or repeated, and at each search beyond the first `most`; a penalty."""
+    numbers = _numbers(episode)
+    return [-float(_is_idle(s) or (n is not None and n > most)) for s, n in zip(episode.steps, numbers, strict=True)]
+
+
+def _is_idle(step: Step) -> bool:
+    return BLANK_QUERY in step.faults or REPEATED_QUERY in step.faults
+
+
+def _numbers(episode: Episode) -> list[int | None]:
+    """Of each step, which search it is, from 1; None if it does not search, or asks nothing new."""
+    count, numbers = 0, []
+    for step in episode.steps:
+        searches = step.query is not None and not _is_idle(step)
+        count += searches
+        numbers.append(count if searches else None)
+    return numbers

@@ -1,0 +1,71 @@
+"""Rewards for the text that was written: its length, its script, its words.
+
+Every function takes an episode; what it returns is paid at the last step. Penalties are 0 or below, and have weights
+above 0.
+"""
+
+import re
+import unicodedata
+
+from r3lite.answer_match import normalize
+from r3lite.episode import Episode
+
+CONNECTORS = (
+    "because", "since", "therefore", "thus", "hence", "so", "then", "however", "but", "first", "next", "finally",
+)  # fmt: skip
+# Words that say nothing about a subject. Articles are left out by `normalize`.
+STOP_WORDS = {
+    "and", "or", "of", "in", "on", "at", "to", "by", "for", "from", "with", "as", "is", "are", "was", "were", "be",
+    "been", "it", "its", "this", "that", "these", "those", "he", "she", "his", "her", "they", "their", "who", "which",
+    "what", "when", "where", "not",
+}  # fmt: skip
+ONE_SCRIPT = {"HIRAGANA": "CJK", "KATAKANA": "CJK"}  # written together
+
+
+def length_penalty(episode: Episode, most: int = 300) -> float:
+    """0 up to `most` words, then falling evenly to -1 at twice as many and more."""
+    excess = len(_written(episode).split()) - most
+    return -min(max(excess / max(most, 1), 0.0), 1.0)
+
+
+def language_penalty(episode: Episode) -> float:
+    """Minus the share of letters in another script than those of the question and its gold answers, 0 to -1.
+
+    It tells scripts apart, not languages: English and French are the same to it.
+    """
+    own = set(map(_script, _letters(" ".join([episode.question.text, *episode.question.answers]))))
+    letters = _letters(_written(episode))
+    return -sum(_script(letter) not in own for letter in letters) / len(letters) if letters else 0.0
+
+
+def keyword_overlap(episode: Episode) -> float:
+    """The share of a gold answer's keywords that the analyses and the answer have, 0 to 1; the best gold answer counts.
+
+    Keywords are the words of the normalized answer but for stop words; if they are all such words, they all count.
+    """
+    said = set(normalize(" ".join(f"{step.analysis} {step.answer or ''}" for step in episode.steps)).split())
+    wanted = [set(normalize(gold).split()) for gold in episode.question.answers]
+    keywords = [words - STOP_WORDS or words for words in wanted if words]
+    return max((len(words & said) / len(words) for words in keywords), default=0.0)
+
+
+def logical_connectors(episode: Episode, most: int = 3, words: tuple[str, ...] = CONNECTORS) -> float:
+    """How many different ones of `words` the analyses have, of the first `most`, 0 to 1; whole words in any case."""
+    text = " ".join(step.analysis for step in episode.steps)
+    found = sum(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None for word in words)
+    return min(found / max(most, 1), 1.0)
+
+
+def _written(episode: Episode) -> str:
+    """All that the model wrote but for the words of its format."""
+    return " ".join(filter(None, (text for s in episode.steps for text in (s.analysis, s.query, s.answer))))
+
+
+def _letters(text: str) -> list[str]:
+    return [character for character in text if character.isalpha()]
+
+
+def _script(letter: str) -> str:
+    """The first word of the letter's name in Unicode, such as LATIN, CYRILLIC or CJK."""
+    script = unicodedata.name(letter, "").partition(" ")[0]
+    return ONE_SCRIPT.get(script, script)

@@ -1,0 +1,19 @@
+"""A judge's opinion of an episode, as rewards take it. Who gives it is in judge.py."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepVerdict:
+    """A judge's opinion of one step, both from 0 to 1; a step without a query has relevance 0."""
+
+    relevance: float  # of the passages that it brought, to the question
+    coherence: float  # of its analysis with what was known before it
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judge's opinion of an episode: whether its answer is right, and one opinion per step."""
+
+    correct: bool
+    steps: tuple[StepVerdict, ...]

@@ -1,0 +1,20 @@
+"""Episodes that tests of rewards are worked out on by hand."""
+
+from r3lite.episode import ANSWERED, Document, Episode, Question, Step
+
+GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(2))
+OTHER, ANOTHER = Document("8", "Other", "Nothing."), Document("9", "Another", "Nothing more.")
+QUESTION = Question("q", "Who wrote it?", ("Ada Byron", "Ada"), GOLD, GOLD)
+
+
+def search(*documents, query="where", faults=()):
+    return Step("I need it.", query, documents, None, faults)
+
+
+def answer(text, faults=()):
+    return Step("So.", None, (), text, faults)
+
+
+def answered(text, *steps, question=QUESTION):
+    """An episode that ends with an answer after some steps."""
+    return Episode(question, [*steps, answer(text)], ANSWERED)

@@ -1,0 +1,46 @@
+import pytest
+
+from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Episode, Step
+from r3lite.protocols.registry import build_protocol
+from r3lite.rewards.formats import all_tags, approximate_format, strict_format, tag_share
+from r3lite.settings import ProtocolSettings
+from tests.rewards.episodes import GOLD, QUESTION, answer, answered, search
+
+
+@pytest.mark.parametrize(
+    ("episode", "strict", "approximate"),
+    [
+        (answered("Ada", search()), 1, 1),
+        (answered("Ada", search(faults=("no_analysis",))), 0, 1),
+        (Episode(QUESTION, [answer("Ada", ("text_after_answer",))], ANSWERED), 0, 1),
+        (Episode(QUESTION, [search()], CUT_OFF), 0, 0),
+        (Episode(QUESTION, [search(), Step("x", faults=("no_query_or_answer",))], MALFORMED), 0, 0),
+    ],
+)
+def test_strict_and_approximate(episode, strict, approximate):
+    assert (strict_format(episode), approximate_format(episode)) == (strict, approximate)
+
+
+def test_all_tags_or_a_share_of_them():
+    whole = answered("Ada", search(GOLD[0]))
+    assert tag_share(whole) == all_tags(whole) == all_tags(whole, documents=True) == 1
+    nothing_found = answered("Ada", search())
+    assert (tag_share(nothing_found, documents=True), all_tags(nothing_found, documents=True)) == (3 / 4, 0)
+    at_once = answered("Ada")
+    assert (tag_share(at_once), all_tags(at_once), all_tags(at_once, query=False)) == (2 / 3, 0, 1)
+    assert tag_share(Episode(QUESTION, [Step(query="where")], CUT_OFF)) == pytest.approx(1 / 3)
+
+
+def test_tags_as_a_protocol_reads_them():
+    protocol = build_protocol(ProtocolSettings(format="solution"))
+
+    def paid(text):
+        step = protocol.parse(text, [])
+        episode = Episode(QUESTION, [step], ANSWERED if step.answer else MALFORMED)
+        return strict_format(episode), approximate_format(episode), tag_share(episode, query=False)
+
+    whole = "<start_working_out> So. <end_working_out><SOLUTION> Ada </SOLUTION>"
+    assert paid(whole) == (1, 1, 1)
+    assert paid("Well, " + whole) == (0, 1, 1)
+    assert paid("<SOLUTION> Ada </SOLUTION>") == (0, 1, 1 / 2)
+    assert paid(whole + "<SOLUTION> Bob </SOLUTION>") == (0, 0, 1 / 2)  # it is not clear which of the two is meant

@@ -1,0 +1,243 @@
+"""Rewards by name: which function, which parameters, what it may return; a user's own from a folder elsewhere."""
+
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from r3lite.config import UsageError, resolve
+from r3lite.episode import CUT_OFF, Episode, Question
+from r3lite.errors import R3LiteError
+from r3lite.rewards import answers, searching
+from r3lite.rewards.registry import REWARDS, SEARCHING, named_rewards
+from r3lite.rewards.reward import Scored, needs_verdict, score, score_all
+from r3lite.rewards.verdict import StepVerdict, Verdict
+from r3lite.settings import PpoConfig, RewardSettings
+from r3lite.settings.rewards import RewardEntry
+from tests.rewards.episodes import ANOTHER, GOLD, OTHER, QUESTION, answered, search
+
+
+def settings(*entries, **weights) -> RewardSettings:
+    """Named rewards, and nothing else that is paid unless it is said."""
+    weights = {"outcome_em": 0.0, "format_reward": 0.0} | weights
+    return RewardSettings(**weights, rewards=tuple(map(RewardEntry, entries)))
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Writes a module into a folder that has nothing to do with the package, and makes that the current folder."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+    written = []
+
+    def write(text: str, name: str = "own_rewards") -> None:
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        written.append(name)
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+def test_every_function_is_known_by_its_own_name():
+    assert REWARDS["rouge_l"] is answers.rouge_l and REWARDS["gold_recall"] is searching.gold_recall
+    # Parts that are always there, and what is logged beside them.
+    assert not REWARDS.keys() & {"format", "process", "outcome", "search", "em", "f1", "recall", "judge"}
+    assert set(SEARCHING) <= set(REWARDS.values())
+
+
+EPISODE = answered("Ada Lovelace", search(OTHER, GOLD[0]), search(GOLD[1], ANOTHER))
+
+
+def test_weights_parameters_and_where_each_part_is_paid():
+    chosen = settings(
+        {"name": "answer_f1", "weight": 2.0},  # F1 is 2/3
+        {"name": "gold_recall", "weight": 0.5},  # a half at each query
+        {"name": "search_excess", "weight": 0.3, "most": 1},  # -1 at the second query
+        {"name": "rouge_l_levels", "weight": -1, "low": 0.7},  # ROUGE-L is 2/3: -1
+    )
+    scored = score(EPISODE, chosen)
+    assert scored.steps == pytest.approx([0.25, 0.25 - 0.3, 4 / 3 + 1])
+    parts = {"answer_f1": 4 / 3, "gold_recall": 0.5, "search_excess": -0.3, "rouge_l_levels": 1}
+    assert {name: scored.parts[name] for name in parts} == pytest.approx(parts)
+    paid = sum(scored.parts[name] for name in ("format", "process", "outcome", *parts))
+    assert scored.total == pytest.approx(paid)
+
+
+def test_named_rewards_are_paid_beside_the_weights():
+    plain = score(EPISODE, RewardSettings())
+    both = score(EPISODE, RewardSettings(rewards=(RewardEntry("answer_f1"),)))
+    assert both.total == pytest.approx(plain.total + 2 / 3) and "answer_f1" not in plain.parts
+    assert both.parts == plain.parts | {"answer_f1": pytest.approx(2 / 3)}
+
+
+def test_a_missing_part_is_a_missing_reward():
+    unknown = Question("q", "Who?", ("Ada",))
+    chosen = settings("gold_recall", "exact_match")
+    assert score(answered("Ada", search(OTHER), question=unknown), chosen) is None
+    assert isinstance(score(answered("Ada", search(OTHER)), chosen), Scored)
+
+
+def test_a_reward_that_is_missing_for_all_questions_stops_the_run():
+    """Every episode was left out of the update, round after round, and nothing said so."""
+    episodes = [answered("Ada", question=Question(str(i // 2), "Who?", ("Ada",))) for i in range(16)]
+    with pytest.raises(R3LiteError, match="the reward gold_recall is missing for all 16 episodes\n  What it needs"):
+        score_all(episodes, settings("exact_match", "gold_recall"), None)
+    assert score_all(episodes[:14], settings("gold_recall"), None) == [None] * 14  # of seven questions: it may happen
+    failed = [Episode(e.question, e.steps, e.finish, failure="no room") for e in episodes]
+    assert score_all(failed, settings("exact_match"), None) == [None] * 16  # for another reason
+
+
+def test_a_reward_that_takes_a_verdict_needs_a_judge():
+    chosen = settings({"name": "judged_answer", "weight": 0.5}, {"name": "coherence", "weight": 0.1})
+    assert needs_verdict(chosen) and not needs_verdict(settings("exact_match"))
+    verdict = Verdict(True, (StepVerdict(0.5, 1.0), StepVerdict(0.5, 0.5), StepVerdict(0.0, 0.0)))
+    assert score(EPISODE, chosen) is None
+    assert score(EPISODE, chosen, verdict).steps == pytest.approx([0, 0, 0.5 + 0.1 * 0.5])
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("rouge", r"no reward is named 'rouge' \(did you mean rouge_l\?\); docs/rewards.md has them all"),
+        (
+            {"name": "rouge_l_levels", "hihg": 0.8},
+            r"the reward rouge_l_levels has no parameter 'hihg' \(did you ",
+        ),
+        ({"name": "chat", "most": 1}, "the reward chat has no parameter 'most'; it has none"),
+        ({"name": "judged_answer", "verdict": 1}, "the reward judged_answer has no parameter 'verdict'"),
+        ({"name": "search_count", "most": "3"}, "most of the reward search_count is '3'; it must be a number"),
+        ({"name": "search_count", "most": True}, "most of the reward search_count is True; it must be a number"),
+        ({"name": "all_tags", "query": 1}, "query of the reward all_tags is 1; it must be true or false"),
+        ({"name": "function_calling", "tools": "f"}, "tools of the reward function_calling is 'f'; it must be a list"),
+        ("no_such_module_here:f", "no_such_module_here:f: there is no module no_such_module_here in "),
+        ("json.nothing:f", "json.nothing:f: there is no module json.nothing in "),
+        ("json:dump_", r"json has no dump_ \(did you mean dumps?\?\)"),
+        ("string:digits", "the reward string:digits is '0123456789', not a function of an episode"),
+    ],
+)
+def test_what_a_config_cannot_mean_is_told_before_anything_runs(entry, message):
+    with pytest.raises(UsageError, match=message):
+        named_rewards(settings(entry))
+
+
+OWN = '''
+def brevity(episode, most=10):
+    """Minus the words of the answer beyond `most`."""
+    return -max(len(episode.prediction.split()) - most, 0)
+
+def each(episode, *, bonus):
+    return [bonus * number for number, _ in enumerate(episode.steps)]
+
+def sometimes(episode, verdict=None):
+    return None if episode.searches else 1
+'''
+
+
+def test_a_users_own_functions(own):
+    own(OWN)
+    chosen = settings(
+        {"name": "own_rewards:brevity", "weight": 0.5, "most": 1}, {"name": "own_rewards:each", "bonus": 0.25}
+    )
+    scored = score(EPISODE, chosen)
+    assert scored.steps == pytest.approx([0, 0.25, 0.5 - 0.5])
+    assert scored.parts["own_rewards:brevity"] == -0.5 and scored.parts["own_rewards:each"] == 0.75
+    assert score(EPISODE, settings("own_rewards:sometimes"), Verdict(True, (StepVerdict(0, 0),) * 3)) is None
+    with pytest.raises(UsageError, match="the reward own_rewards:each needs its parameter bonus, which has no default"):
+        named_rewards(settings("own_rewards:each"))
+
+
+def test_a_module_in_a_package_of_the_current_folder(own, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    own("def one(episode):\n    return 1", "mine/words")
+    assert score(EPISODE, settings("mine.words:one")).total == 1
+    for name in ("mine", "mine.words"):
+        sys.modules.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ("math.nan", "nan"),
+        ("-math.inf", "-inf"),
+        ("10**400", "1000"),
+        ("'1'", "'1'"),
+        ("[1.0, 2.0]", r"\[1.0, 2.0\]"),
+        ("[1.0, None, 2.0]", r"\[1.0, None, 2.0\]"),
+        ("[1.0, math.nan, 2.0]", r"\[1.0, nan, 2.0\]"),
+        ("{}", "{}"),
+    ],
+)
+def test_what_cannot_be_paid_names_the_reward(own, returned, told):
+    own(f"import math\ndef f(episode):\n    return {returned}")
+    with pytest.raises(R3LiteError, match=rf"own_rewards:f returned {told}.* for an episode of 3 steps \(question q\)"):
+        score(EPISODE, settings("own_rewards:f"))
+
+
+def test_numbers_of_other_types_are_numbers(own):
+    own("import numpy as np\ndef f(episode):\n    return [np.float32(0.5), True, 1]")
+    assert score(EPISODE, settings("own_rewards:f")).steps == [0.5, 1.0, 1.0] and np.float32(0.5) == 0.5
+
+
+def test_a_function_that_fails_is_named_with_its_line(own, tmp_path):
+    own("import json\n\ndef f(episode):\n    return json.loads(episode.prediction)")
+    with pytest.raises(R3LiteError, match="the reward own_rewards:f failed on question q: JSONDecodeError: Expecting"):
+        score(EPISODE, settings("own_rewards:f"))
+    own("def g():\n    return 1", "takes_nothing")
+    with pytest.raises(R3LiteError, match="takes_nothing:g failed on question q: TypeError: "):
+        score(EPISODE, settings("takes_nothing:g"))
+    try:
+        score(EPISODE, settings("own_rewards:f"))
+    except R3LiteError as error:
+        assert error.remedy.startswith(f"It happened in {tmp_path / 'own_rewards.py'}, line 4. ")
+
+
+def test_a_module_that_cannot_be_imported_is_not_called_missing(own):
+    own("import no_such_module_at_all\n")
+    with pytest.raises(R3LiteError, match=r"own_rewards, which has .*: ModuleNotFoundError: No module named"):
+        named_rewards(settings("own_rewards:f"))
+    own("1 / 0\n", "raises_at_once")
+    with pytest.raises(R3LiteError, match=r"raises_at_once, which has the .* cannot be imported: ZeroDivisionError"):
+        named_rewards(settings("raises_at_once:f"))
+
+
+def test_an_episode_without_steps_has_nowhere_to_be_paid(own):
+    own("def last(episode):\n    return float(episode.steps[-1].answer is not None)")
+    scored = score(Episode(QUESTION), settings("own_rewards:last", "gold_recall"))
+    assert scored.steps == [] and scored.parts["own_rewards:last"] == scored.parts["gold_recall"] == 0
+
+
+def test_weights_that_are_too_large_together_are_refused():
+    with pytest.raises(R3LiteError, match="a step is paid"):
+        score(EPISODE, settings({"name": "rouge_l_levels", "weight": 1e9, "low": 0.0, "high": 0.0, "pay_high": 1e9}))
+
+
+PRESETS = {
+    # 0.6 of 1.6 is relevance with R3's factor, 1 the judged answer, 0.1 three well-formed steps.
+    "r3-rag": 1.6 * (0.5 + 0.1) + 1 + 0.1,
+    "r-search": 0.5 + 0.25,
+    # Half for `Ada` in the answer, a tenth for having searched, two for `because`, a tenth for the form.
+    "search-bonus": 0.5 + 0.1 + 0.2 + 0.1,
+    # F1 2/3, both paragraphs found, two hops.
+    "hop-weighted": 0.8 * 0.3 * 2 / 3 + 0.2,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_of_other_systems_by_hand(name):
+    chosen = resolve("ppo", PpoConfig(), ["--preset", name], ("ppo",)).reward
+    found = [search(OTHER, GOLD[0]), search(GOLD[1])]
+    episode = answered("Ada Lovelace", *found)
+    episode.steps[-1] = type(found[0])("Because.", answer="Ada Lovelace")
+    verdict = Verdict(True, (StepVerdict(0.5, 0.2), StepVerdict(0.1, 0.2), StepVerdict(0.0, 1.0)))
+    assert score(episode, chosen, verdict).total == pytest.approx(PRESETS[name])
+
+
+def test_the_preset_for_solution_tags_by_hand():
+    chosen = resolve("ppo", PpoConfig(), ["--preset", "solution"], ("ppo",)).reward
+    paid = {said: score(answered(said), chosen).total for said in ("Ada", "Ada, she", "Bob")}
+    # 3 and 0.5 for the form; ROUGE-L is 1, 2/3 and 0.
+    assert paid == {"Ada": 8.5, "Ada, she": 3.5, "Bob": 2.5}
+    assert score(Episode(QUESTION, [search()], CUT_OFF), chosen).total == -1 and math.isfinite(sum(paid.values()))

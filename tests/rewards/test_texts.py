@@ -1,0 +1,43 @@
+import pytest
+
+from r3lite.episode import ANSWERED, Episode, Question, Step
+from r3lite.rewards.texts import keyword_overlap, language_penalty, length_penalty, logical_connectors
+from tests.rewards.episodes import QUESTION
+
+
+def wrote(analysis, query=None, said="Ada", question=QUESTION):
+    return Episode(question, [Step(analysis, query), Step("", answer=said)], ANSWERED)
+
+
+@pytest.mark.parametrize(("words", "paid"), [(1, 0), (10, 0), (11, -0.1), (15, -0.5), (20, -1), (99, -1)])
+def test_the_penalty_for_length_begins_late_and_ends(words, paid):
+    # An analysis, a query of two words and an answer of one.
+    episode = wrote(" ".join(["x"] * (words - 3)), "where now") if words > 3 else wrote("")
+    assert length_penalty(episode, most=10) == pytest.approx(paid)
+
+
+def test_letters_of_another_script():
+    # 6 Latin and 5 Cyrillic letters, and the answer's 3 Latin ones. Question and gold answers are Latin.
+    assert language_penalty(wrote("Wer ist да нет")) == pytest.approx(-5 / 14)
+    assert language_penalty(wrote("Élève, naïve: 12 + 3!")) == 0
+    assert language_penalty(wrote("", said="12")) == 0
+    # The gold answer's script may be written, and kana with Chinese characters.
+    japanese = Question("q", "Which city?", ("東京",))
+    assert language_penalty(wrote("とうきょう is カナ", said="東京", question=japanese)) == 0
+
+
+def test_keywords_of_the_best_gold_answer():
+    question = Question("q", "?", ("The Battle of Hastings in 1066", "Norman conquest"))
+    # battle, hastings, 1066: the article, `of` and `in` are no keywords.
+    assert keyword_overlap(wrote("A battle in 1066.", said="war", question=question)) == pytest.approx(2 / 3)
+    assert keyword_overlap(wrote("A battle.", said="The Norman conquest", question=question)) == 1
+    assert keyword_overlap(wrote("Nothing.", "Hastings", "war", question)) == 0  # a query is no reasoning
+    assert keyword_overlap(wrote("It is not.", said="x", question=Question("q", "?", ("not",)))) == 1
+
+
+def test_connectors_are_whole_words_and_each_counts_once():
+    text = "Because it rained, because. THEREFORE some sofas; thus-far."  # neither `so` nor `some` nor `sofas`
+    assert logical_connectors(wrote(text)) == 1
+    assert logical_connectors(wrote(text), most=4) == 3 / 4
+    assert logical_connectors(wrote("some sofas")) == 0
+    assert logical_connectors(wrote("In step 1 it rained."), most=1, words=("step", "therefore")) == 1
