@@ -52,7 +52,7 @@ def answer_queries(config: RetrieveConfig) -> None:
     """Serves the retriever until it is interrupted."""
     from r3lite.retrieval.reranker import CrossEncoder
     from r3lite.retrieval.retriever import build_retriever
-    from r3lite.retrieval.server import serve
+    from r3lite.retrieval.server import Server, Service
 
     if config.retrieve.query or config.retrieve.gap_report:
         raise UsageError("--serve answers the queries of others: leave --query and --gap-report out")
@@ -63,7 +63,7 @@ def answer_queries(config: RetrieveConfig) -> None:
     settings = config.retrieval
     retrieve = build_retriever(read_setup(config, settings.top_k))
     rerank = CrossEncoder(settings.rerank).scores if settings.rerank else None
-    server = serve(retrieve, rerank, config.retrieve.host, config.retrieve.port, settings.top_k)
+    server = Server(Service(retrieve, rerank, settings.top_k), config.retrieve.host, config.retrieve.port)
     host, port = server.server_address[:2]
     print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)
     if host not in ("127.0.0.1", "::1", "localhost"):

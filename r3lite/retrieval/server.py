@@ -21,82 +21,100 @@ LARGEST = 4 << 20  # bytes of a request
 MOST_QUERIES, MOST_PASSAGES = 4096, 1000  # that are answered and ranked at once
 
 
-def serve(
-    retrieve: Retrieve,
-    rerank: Callable[[list[tuple[str, str]]], list[float]] | None,
-    host: str,
-    port: int,
-    most: int,
-) -> ThreadingHTTPServer:
-    """A server of a retriever that brings `most` documents a query; `serve_forever` starts it.
+class Service:
+    """What the server answers. One request at a time, as each computes on all cores."""
 
-    Requests are answered one at a time, as they compute on all cores. Raises R3LiteError if the address is taken.
-    """
-    one_at_a_time = threading.Lock()
+    def __init__(self, retrieve: Retrieve, rerank: Callable[[list[tuple[str, str]]], list[float]] | None, most: int):
+        """`retrieve` brings `most` documents a query; `rerank` scores pairs of a query and a passage."""
+        self.retrieve, self.rerank, self.most = retrieve, rerank, most
+        self._one_at_a_time = threading.Lock()
 
-    def answer(path: str, request: Record) -> dict:
-        if path == "/retrieve":
-            queries, topk = request.texts("queries"), request.whole("topk", most, low=1, high=WHOLE)
-            if len(queries) > MOST_QUERIES or topk > most:
-                raise InvalidRecord(f"at most {MOST_QUERIES} queries and {most} documents of each (--top-k)")
-            with one_at_a_time:
-                found = retrieve([(Question(str(i), query, ()), query) for i, query in enumerate(queries)])
-            failed = next((outcome for outcome in found if isinstance(outcome, Failure)), None)
-            if failed:
-                raise OSError(failed.reason)
-            scores = request.flag("return_scores", False)
-            return {"result": [[_entry(d, scores) for d in documents[:topk]] for documents in found]}
-        if path == "/rerank" and rerank:
-            query, documents = request.text("query"), request.texts("documents")
-            if len(documents) > MOST_PASSAGES:
-                raise InvalidRecord(f"at most {MOST_PASSAGES} documents")
-            with one_at_a_time:
-                scores = rerank([(query, document) for document in documents])
-            order = sorted(range(len(scores)), key=lambda i: -scores[i])
-            return {"result": [{"index": i, "score": scores[i]} for i in order]}
-        raise LookupError
+    def answer(self, path: str, request: Record) -> dict:
+        """The reply to a request; raises InvalidRecord if it is wrong, LookupError for an unknown path, and OSError if
+        the retriever fails."""
+        match path:
+            case "/retrieve":
+                return self._retrieved(request)
+            case "/rerank" if self.rerank:
+                return self._ranked(request)
+        raise LookupError(path)
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = TIMEOUT
+    def _retrieved(self, request: Record) -> dict:
+        queries, topk = request.texts("queries"), request.whole("topk", self.most, low=1, high=WHOLE)
+        if len(queries) > MOST_QUERIES or topk > self.most:
+            raise InvalidRecord(f"at most {MOST_QUERIES} queries and {self.most} documents of each (--top-k)")
+        with self._one_at_a_time:
+            found = self.retrieve([(Question(str(i), query, ()), query) for i, query in enumerate(queries)])
+        if failed := next((outcome for outcome in found if isinstance(outcome, Failure)), None):
+            raise OSError(failed.reason)
+        scores = request.flag("return_scores", False)
+        return {"result": [[_entry(d, scores) for d in documents[:topk]] for documents in found]}
 
-        def do_GET(self) -> None:
-            self._say(200, {"status": "ok"}) if self.path == "/health" else self._say(404, {"error": "not found"})
+    def _ranked(self, request: Record) -> dict:
+        query, documents = request.text("query"), request.texts("documents")
+        if len(documents) > MOST_PASSAGES:
+            raise InvalidRecord(f"at most {MOST_PASSAGES} documents")
+        with self._one_at_a_time:
+            scores = self.rerank([(query, document) for document in documents])
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])
+        return {"result": [{"index": i, "score": scores[i]} for i in order]}
 
-        def do_POST(self) -> None:
-            try:
-                length = int(self.headers.get("content-length", ""))
-            except ValueError:
-                self._say(411, {"error": "a content-length is needed"})
-                return
-            if not 0 <= length <= LARGEST:
-                self.close_connection = True
-                self._say(413, {"error": f"at most {LARGEST >> 20} MiB"})
-                return
-            try:
-                request = Record(parse(self.rfile.read(length).decode()), Source(""))
-                self._say(200, answer(self.path, request))
-            except (InvalidRecord, UnicodeDecodeError) as error:
-                self._say(400, {"error": error.cause if isinstance(error, InvalidRecord) else "not UTF-8"})
-            except LookupError:
-                self._say(404, {"error": "not found"})
-            except OSError as error:
-                self._say(503, {"error": str(error)})
 
-        def _say(self, status: int, body: dict) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+class Handler(BaseHTTPRequestHandler):
+    """One connection to a `Server`."""
 
-        def log_message(self, *arguments) -> None:
-            """Requests are not logged: they hold people's questions."""
+    timeout = TIMEOUT
+    server: "Server"
 
-    try:
-        return ThreadingHTTPServer((host, port), Handler)
-    except OSError as error:
-        raise R3LiteError(f"{host}:{port} cannot be listened on: {error}", "Pass another --port.") from error
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._say(200, {"status": "ok"})
+        else:
+            self._say(404, {"error": "not found"})
+
+    def do_POST(self) -> None:
+        try:
+            length = int(self.headers.get("content-length", ""))
+        except ValueError:
+            self._say(411, {"error": "a content-length is needed"})
+            return
+        if not 0 <= length <= LARGEST:
+            self._say(413, {"error": f"at most {LARGEST >> 20} MiB"})
+            return
+        try:
+            request = Record(parse(self.rfile.read(length).decode()), Source(""))
+            self._say(200, self.server.service.answer(self.path, request))
+        except InvalidRecord as error:
+            self._say(400, {"error": error.cause})
+        except UnicodeDecodeError:
+            self._say(400, {"error": "not UTF-8"})
+        except LookupError:
+            self._say(404, {"error": "not found"})
+        except OSError as error:
+            self._say(503, {"error": str(error)})
+
+    def _say(self, status: int, body: dict) -> None:
+        data = json.dumps(body).encode()
+        self.close_connection = status != 200  # what is left of the request is not read
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments) -> None:
+        """Requests are not logged: they hold people's questions."""
+
+
+class Server(ThreadingHTTPServer):
+    """Listens at an address; `serve_forever` answers. Raises R3LiteError if the address is taken."""
+
+    def __init__(self, service: Service, host: str, port: int):
+        self.service = service
+        try:
+            super().__init__((host, port), Handler)
+        except OSError as error:
+            raise R3LiteError(f"{host}:{port} cannot be listened on: {error}", "Pass another --port.") from error
 
 
 def _entry(document: Document, with_score: bool) -> dict:

@@ -52,7 +52,7 @@ def running():
 @pytest.fixture
 def served(local, running):
     rerank = lambda pairs: [float(len(document)) for _, document in pairs]  # noqa: E731
-    return running(server.serve(local, rerank, "127.0.0.1", 0, 5))
+    return running(server.Server(server.Service(local, rerank, 5), "127.0.0.1", 0))
 
 
 def ask(url: str, body, path: str = "/retrieve") -> tuple[int, dict]:
@@ -107,7 +107,12 @@ def test_reranking_as_a_service(served, local, running):
     status, reply = ask(served, {"query": "q", "documents": documents}, "/rerank")
     assert status == 200 and reply["result"] == [{"index": i, "score": float(len(documents[i]))} for i in (1, 0, 2)]
     assert (
-        ask(running(server.serve(local, None, "127.0.0.1", 0, 5)), {"query": "q", "documents": []}, "/rerank")[0] == 404
+        ask(
+            running(server.Server(server.Service(local, None, 5), "127.0.0.1", 0)),
+            {"query": "q", "documents": []},
+            "/rerank",
+        )[0]
+        == 404
     )
 
 
@@ -146,7 +151,9 @@ def test_a_failure_there_is_a_failure_here(running, capsys, monkeypatch):
     def retrieve(pairs):
         return [Failure("the disk is gone") if query == "bad" else [PASSAGES[0]] for _, query in pairs]
 
-    found = over_http(running(server.serve(retrieve, None, "127.0.0.1", 0, 5)))([(QUESTION, "bad"), (QUESTION, "good")])
+    found = over_http(running(server.Server(server.Service(retrieve, None, 5), "127.0.0.1", 0)))(
+        [(QUESTION, "bad"), (QUESTION, "good")]
+    )
     assert isinstance(found[0], Failure) and "503" in found[0].reason and "the disk is gone" in found[0].reason
     assert found[1] == [PASSAGES[0]]
 
@@ -273,10 +280,10 @@ def test_settings_that_contradict_each_other(settings, told):
 
 
 def test_an_address_that_is_taken_is_told(local, running):
-    made = server.serve(local, None, "127.0.0.1", 0, 5)
+    made = server.Server(server.Service(local, None, 5), "127.0.0.1", 0)
     running(made)
     with pytest.raises(R3LiteError, match="cannot be listened on"):
-        server.serve(local, None, "127.0.0.1", made.server_port, 5)
+        server.Server(server.Service(local, None, 5), "127.0.0.1", made.server_port)
 
 
 def test_the_command_serves_an_index_until_it_is_interrupted(tmp_path, capsys, monkeypatch):
