@@ -112,8 +112,8 @@ class Seed:
         arguments += ["--learning-rate-schedule", "constant", "--max-steps", str(MANY_ROUNDS)]
         arguments += ["--warmup", str(WARMUP_ROUNDS / MANY_ROUNDS), "--keep-checkpoints", "1"]
         while (missing := budget - (made := generated(output))[-1]) > (mean := made[-1] / max(1, len(made) - 1)) / 2:
-            # Some rounds fewer than it will take, and then one by one, up to the end that is nearest to the budget.
-            run("ppo", [*arguments, "--stop-after", str(max(1, int(0.8 * missing / mean)) if mean else 1)])
+            # Far fewer rounds than it will take, as episodes become longer; then one by one, up to the nearest end.
+            run("ppo", [*arguments, "--stop-after", str(max(1, int(0.6 * missing / mean)) if mean else 1)])
         rows = [row.values for row in read_jsonl(output / "metrics.jsonl")]
         told = {
             "tokens": made[-1],

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
     from r3lite.episode import Episode
     from r3lite.evaluation.scores import Marks
     from r3lite.retrieval.encoder import BertEncoder
+    from r3lite.rewards.verdict import Verdict
 
 CONFIG, PREDICTIONS, SCORES, COMPARISON = "config.toml", "predictions.jsonl", "scores.json", "comparison.json"
 UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # what is there before SCORES, which is written last
@@ -125,7 +126,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     write_predictions()  # before the judge is asked: its calls may fail or be capped
     if judge:
         verdicts = judge.verdicts(episodes, progress="judge")
-        marks = [replace(m, judged=v.correct if v else None) for m, v in zip(marks, verdicts, strict=True)]
+        marks = [judged(m, e, v) if v else m for m, e, v in zip(marks, episodes, verdicts, strict=True)]
         write_predictions()
     found = summary(episodes, marks, config.common.seed)
     if judge:
@@ -152,6 +153,16 @@ def summary(episodes: "list[Episode]", marks: "list[Marks]", seed: int) -> dict:
     }
     failed = len(episodes) - len(whole)
     return found | ({"retrieval_failures": failed} if failed else {})
+
+
+def judged(marks: "Marks", episode: "Episode", verdict: "Verdict") -> "Marks":
+    """The marks of an episode with what a judge says of its answer, its analyses and, if it asks, its queries."""
+    from r3lite.rewards.judged import coherence, query_rationality
+
+    means = {"reasoning_accuracy": coherence(episode, verdict)} if episode.steps else {}
+    if episode.searches:
+        means["query_rationality"] = query_rationality(episode, verdict)
+    return replace(marks, judged=verdict.correct, means=marks.means | means)
 
 
 def bert_scores(encoder: "BertEncoder", episodes: "list[Episode]") -> list[float]:

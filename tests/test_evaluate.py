@@ -224,7 +224,7 @@ class FakeJudge:
     """Calls the first answer right, and fails at the second."""
 
     def verdicts(self, episodes, progress=None):
-        opinions = [tuple(StepVerdict(0.0, 1.0) for _ in e.steps) for e in episodes]
+        opinions = [tuple(StepVerdict(0.0, 0.75, 0.5) for _ in e.steps) for e in episodes]
         return [Verdict(True, opinions[0]), None, Verdict(False, opinions[2])]
 
     def counts(self):
@@ -239,6 +239,8 @@ def test_judged_accuracy_leaves_failed_verdicts_out(toy, says, tmp_path, monkeyp
     assert scores["judge_accuracy"]["value"] == 0.5 and scores["em"]["value"] == 0.0
     assert scores["judge"] == {"judge/calls": 3, "judge/missing": 1}
     assert [p.get("judged") for p in predictions] == [True, None, False]
+    assert [p.get("reasoning_accuracy") for p in predictions] == [0.75, None, 0.75]
+    assert scores["reasoning_accuracy"]["value"] == 0.75 and "query_rationality" not in scores  # nothing was asked
     assert "1 verdicts of the judge are missing" in capsys.readouterr().out
 
 

@@ -358,7 +358,7 @@ def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_pa
 
     def script(body):
         steps = len(json.loads(body["contents"][0]["parts"][0]["text"])["steps"])
-        opinions = [{"step": k + 1, "relevance": 0.5, "coherence": 0.5} for k in range(steps)]
+        opinions = [{"step": k + 1, "relevance": 0.5, "coherence": 0.5, "rationality": 0.5} for k in range(steps)]
         good = len(gemini.requests) <= 3
         return answers.said(json.dumps({"answer_is_right": True, "steps": opinions}) if good else "oops")
 

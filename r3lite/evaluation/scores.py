@@ -28,6 +28,8 @@ MEANS = (
     "rouge_l",
     "bleu",
     "bert_score",
+    "reasoning_accuracy",
+    "query_rationality",
 )
 RESAMPLES = 2000
 

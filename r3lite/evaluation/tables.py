@@ -4,6 +4,8 @@ TITLES = {
     "em": "exact match",
     "f1": "F1",
     "judge_accuracy": "judged right",
+    "reasoning_accuracy": "reasoning acc.",
+    "query_rationality": "query rationality",
     "format_adherence": "format adherence",
     "retrieval_recall": "retrieval recall",
     "combined": "combined",

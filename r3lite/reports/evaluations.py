@@ -10,6 +10,8 @@ from r3lite.reports.run import Run
 OVERVIEW = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall", "format_adherence": "format"}
 TITLES = OVERVIEW | {
     "judge_accuracy": "judged right",
+    "reasoning_accuracy": "reasoning accuracy",
+    "query_rationality": "query rationality",
     "combined": "combined",
     "mean_searches": "searches",
     "reasoning_tokens": "reasoning tokens",

@@ -44,6 +44,9 @@ wording, spelling or precision is fine; several alternatives, a hedge, another e
   - relevance: how much the documents of this step help to answer the question, from 0 (not at all) to 1 (they hold \
 all that was still missing), in tenths. Documents that an earlier step had already brought count for nothing. A step \
 without documents has 0.
+  - rationality: how sensible the step's query is, given the question and what earlier steps had found: whether it \
+asks for what is missing and could be answered by a passage, from 0 (blank, repeated or beside the point) to 1, in \
+tenths. A step without a query has 0.
   - coherence: how well the step's analysis follows from the question and from what was known before it, and leads to \
 its query or answer, from 0 (not at all, or invented) to 1 (fully), in tenths.
 
@@ -56,9 +59,10 @@ _STEP_SCHEMA = {
     "properties": {
         "step": {"title": "Step", "type": "integer"},
         "relevance": {**_SHARE, "title": "Relevance"},
+        "rationality": {**_SHARE, "title": "Rationality"},
         "coherence": {**_SHARE, "title": "Coherence"},
     },
-    "required": ["step", "relevance", "coherence"],
+    "required": ["step", "relevance", "rationality", "coherence"],
     "title": "StepGrade",
     "type": "object",
 }
@@ -77,9 +81,10 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class StepGrade:
-    """What the judge said of one step, both from 0 to 1."""
+    """What the judge said of one step, each from 0 to 1."""
 
     relevance: float
+    rationality: float
     coherence: float
 
 
@@ -98,7 +103,8 @@ def read_grade(data: Any, steps: int) -> Grade:
     numbers = [entry.whole("step") for entry in entries]
     if numbers != list(range(1, steps + 1)):
         raise grade.error(f"the steps are {shown(numbers)}; they must be those from 1 to {steps}, in order")
-    opinions = [StepGrade(_share(entry, "relevance"), _share(entry, "coherence")) for entry in entries]
+    names = ("relevance", "rationality", "coherence")
+    opinions = [StepGrade(**{name: _share(entry, name) for name in names}) for entry in entries]
     return Grade(grade.flag("answer_is_right"), tuple(opinions))
 
 
@@ -137,9 +143,14 @@ def _described(episode: Episode) -> dict:
 
 
 def _verdict(grade: Grade, episode: Episode) -> Verdict:
-    """The grade in tenths, as in R3-RAG; without documents relevance is 0, and without an answer nothing is right."""
+    """The grade in tenths, as in R3-RAG; without documents relevance is 0, without a query rationality, and without an
+    answer nothing is right."""
     steps = [
-        StepVerdict(round(g.relevance, 1) if s.documents else 0.0, round(g.coherence, 1))
+        StepVerdict(
+            relevance=round(g.relevance, 1) if s.documents else 0.0,
+            coherence=round(g.coherence, 1),
+            rationality=round(g.rationality, 1) if s.query is not None else 0.0,
+        )
         for g, s in zip(grade.steps, episode.steps, strict=True)
     ]
     return Verdict(grade.answer_is_right and bool(episode.prediction), tuple(steps))

@@ -1,8 +1,4 @@
-"""Rewards for what only a judge can say. A function that names a `verdict` is given the judge's.
-
-How sensible a query is, the judge is not asked yet: when it is, that becomes a field of `StepVerdict` and a function
-here.
-"""
+"""Rewards for what only a judge can say. A function that names a `verdict` is given the judge's."""
 
 from r3lite.episode import Episode
 from r3lite.rewards.verdict import Verdict
@@ -33,6 +29,12 @@ def relevance(
 def coherence(episode: Episode, verdict: Verdict) -> float:
     """How well the analyses follow from what was known before, 0 to 1; the mean over the steps."""
     return sum(opinion.coherence for opinion in verdict.steps) / (len(verdict.steps) or 1)
+
+
+def query_rationality(episode: Episode, verdict: Verdict) -> float:
+    """How sensible the queries are, given what was known, 0 to 1; the mean over the steps that ask, 0 if none does."""
+    asked = [v.rationality for s, v in zip(episode.steps, verdict.steps, strict=True) if s.query is not None]
+    return sum(asked) / (len(asked) or 1)
 
 
 def trajectory_factor(episode: Episode, right: bool, correct: float, incorrect: float, fail: float) -> float:

@@ -31,7 +31,7 @@ RewardFunction = Callable[..., float | list[float] | None]
 # Those that a format without searches leaves nothing to pay for.
 SEARCHING = (
     searching.gold_recall, searching.gold_precision, searching.information_gain, searching.search_count,
-    searching.search_excess, judged.relevance,
+    searching.search_excess, judged.relevance, judged.query_rationality,
 )  # fmt: skip
 REWARDS: dict[str, RewardFunction] = {
     function.__name__: function

@@ -18,8 +18,9 @@ def episode(name="q", steps=STEPS, finish=ANSWERED):
     return Episode(Question(name, f"Who? {name}", ("Ada Byron", "Ada")), list(steps), finish)
 
 
-def grade(right=True, steps=((1, 0.8, 0.9), (2, 0.0, 1.0))):
-    entries = [dict(zip(("step", "relevance", "coherence"), s)) for s in steps]
+def grade(right=True, steps=((1, 0.8, 0.9, 0.6), (2, 0.0, 1.0, 0.0))):
+    names = ("step", "relevance", "coherence", "rationality")
+    entries = [{"rationality": 0.0} | dict(zip(names, s)) for s in steps]
     return json.dumps({"answer_is_right": right, "steps": entries})
 
 
@@ -36,7 +37,7 @@ def test_one_call_per_episode_judges_all_its_steps(gemini, judge, answers):
     gemini.script = [answers.said(grade())]
     judging = judge()
     (verdict,) = judging.verdicts([episode()])
-    assert verdict == Verdict(True, (StepVerdict(0.8, 0.9), StepVerdict(0.0, 1.0)))
+    assert verdict == Verdict(True, (StepVerdict(0.8, 0.9, 0.6), StepVerdict(0.0, 1.0)))
     (request,) = gemini.requests
     shown = data(request[2])
     assert shown["gold_answers"] == ["Ada Byron", "Ada"] and shown["final_answer"] == "Lady Lovelace"
@@ -105,6 +106,8 @@ def test_grades_are_tenths_and_need_documents_and_an_answer(gemini, judge, answe
         grade(steps=((1, 0.8, float("nan")), (2, 0.0, 1.0))),
         grade(steps=((1, 0.8, float("inf")), (2, 0.0, 1.0))),
         grade(steps=((1, 0.8), (2, 0.0, 1.0))),  # without coherence
+        grade(steps=((1, 0.8, 0.9, None), (2, 0.0, 1.0))),  # without rationality
+        grade(steps=((1, 0.8, 0.9, 1.5), (2, 0.0, 1.0))),
         '{"answer_is_right": true, "steps": {}}',
         '{"answer_is_right": true, "steps": [1, 2]}',
         "[]",
@@ -228,7 +231,7 @@ def test_caches_of_this_version_stay_valid():
     ada = Document("1", "Ada", "Ada Byron wrote the first program.")
     asked = request_for(episode(steps=[Step("Who was it?", "first programmer", (ada,)), STEPS[1]]))
     circumstances = {"model": "gemini-3.5-flash-lite", "address": None, "thinking": False, "temperature": None}
-    assert digest(asked, circumstances) == "c44f44f8c15df776336381df9aea211129ae1b8312210325ec0d61956271dadc"
+    assert digest(asked, circumstances) == "1eb08a40c8b8ee17d4b5eaf16b8221808695d027d28f94d0690e62341112c7c3"
 
 
 def test_build_judge(gemini, monkeypatch, tmp_path):
