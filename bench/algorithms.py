@@ -5,8 +5,8 @@
     python -m bench.algorithms --only grpo-mild --variant "grpo-mild=--algorithm grpo --kl-beta 0.01"
 
 For each seed: the quickstart's index, hasty trajectories and SFT adapter, once; then each variant learns from that
-adapter, with a constant rate after the warm-up, up to the end of the round that is nearest to --tokens generated
-tokens, and answers the test questions. luffy and hybrid get flawless trajectories of all training questions as traces,
+adapter, with a constant rate after the warm-up, up to the end of a round at about --tokens generated tokens, and
+answers the test questions. luffy and hybrid get flawless trajectories of all training questions as traces,
 dgpo a teacher: an adapter that learned from 300 of them. What is finished under --work is not done again, and a run
 that was killed goes on, so the same command resumes. Finished runs are added to bench/results/algorithms.json, and none
 is replaced; bench/algorithms_page.py says what the page tells.
@@ -112,7 +112,7 @@ class Seed:
         arguments += ["--learning-rate-schedule", "constant", "--max-steps", str(MANY_ROUNDS)]
         arguments += ["--warmup", str(WARMUP_ROUNDS / MANY_ROUNDS), "--keep-checkpoints", "1"]
         while (missing := budget - (made := generated(output))[-1]) > (mean := made[-1] / max(1, len(made) - 1)) / 2:
-            # Far fewer rounds than it will take, as episodes become longer; then one by one, up to the nearest end.
+            # Far fewer rounds than it will take, as episodes become longer; then one by one.
             run("ppo", [*arguments, "--stop-after", str(max(1, int(0.6 * missing / mean)) if mean else 1)])
         rows = [row.values for row in read_jsonl(output / "metrics.jsonl")]
         told = {

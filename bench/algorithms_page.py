@@ -13,10 +13,11 @@ BASE = "ppo"
 SCORES = {"f1": "F1", "format_adherence": "format", "retrieval_recall": "recall", "mean_searches": "searches"}
 ABOUT = """`python -m bench.algorithms`: the tiny model on the sample world's 300 test questions, greedy, with real
 retrieval. Each run starts from its seed's SFT adapter of hasty trajectories, with the tiny preset's settings and what
-its algorithm brings, a constant rate after one round of warm-up, and ends with the round whose end is nearest to the
-budget of generated tokens. Intervals are of 95 %, by bootstrap over the questions, in pairs, each with its answers of
-all seeds; they say nothing of how other seeds would differ, so every seed is shown, and they are not corrected for the
-number of algorithms: of twenty that are equal to PPO, one is expected outside of its interval."""
+its algorithm brings, a constant rate after one round of warm-up, and ends after a whole round at about the budget of
+generated tokens: each run's are in the second table. Intervals are of 95 %, by bootstrap over the questions, in pairs,
+each with its answers of all seeds; they say nothing of how other seeds would differ, so every seed is shown, and they
+are not corrected for the number of algorithms: of twenty that are equal to PPO, one is expected outside of its
+interval."""
 
 
 def page(runs: Sequence[dict]) -> str:
