@@ -276,9 +276,12 @@ def save_merged(model: Qwen2, source_folder: str | Path, out_folder: str | Path)
     """Writes the base weights as a checkpoint that transformers reads, with config and tokenizer files of the source.
 
     An adapter to be included is merged before (`lora.merge_adapter`); those still attached are left out. NF4 weights
-    are written dense. The folder appears whole or not at all. Raises R3LiteError if it exists and is not empty.
+    are written dense. `config.json` names the dtype that is written, under the source's key. The folder appears whole
+    or not at all. Raises R3LiteError if it exists and is not empty.
     """
-    _write_folder(Path(source_folder), Path(out_folder), lambda: checkpoint_tensors(model), {}, {})
+    key = "dtype" if "dtype" in config_record(Path(source_folder)).values else "torch_dtype"
+    dtype = {key: str(model.head_weight.dtype).removeprefix("torch.")}
+    _write_folder(Path(source_folder), Path(out_folder), lambda: checkpoint_tensors(model), dtype, {})
 
 
 def save_nf4(model: Qwen2, source_folder: str | Path, out_folder: str | Path) -> None:

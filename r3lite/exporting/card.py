@@ -1,0 +1,104 @@
+"""What tells the users of an export how to use it: a model card, and Ollama's Modelfile."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from r3lite.protocols.base import Protocol
+from r3lite.protocols.tokenizer import CLOSE, OPEN
+
+SCORES = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall of the gold paragraphs", "combined": "combined"}
+QUESTION = "Who is married to the composer of Jelsan Janli?"
+TOLD = ("data", "algorithm", "max_steps", "learning_rate", "lora_r", "lora_alpha", "batch_size", "seed", "max_length")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card says of an export."""
+
+    base: str
+    weights: str
+    file: str | None  # the GGUF file; None: a folder
+    run: Mapping[str, object]  # the settings of the adapter's run, if they are known
+    license: str | None = None
+    scores: Mapping[str, dict] = field(default_factory=dict)
+
+
+def card(facts: Facts, protocol: Protocol, format: str) -> str:
+    """README.md of an export, with the header that the Hugging Face hub reads."""
+    system = [f"system: {protocol.system}"] if protocol.system else []
+    parts = [
+        _head(facts),
+        f"# {facts.base}, trained with r3lite",
+        f"A LoRA adapter merged into {facts.base}, weights in {facts.weights}. It answers questions in steps, each of "
+        "which reasons and then asks a retriever or answers.",
+        _run(facts.run),
+        _scores(facts.scores),
+        f"## Prompt\n\nThe step format is `{format}`. An episode opens with:",
+        "\n".join(["```text", *system, protocol.opening("{question}"), "```"]),
+        "## Use",
+        _transformers(protocol) if facts.file is None else _llama(facts.file),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _head(facts: Facts) -> str:
+    lines = ["---", f"base_model: {facts.base}"] if "/" in facts.base else ["---"]
+    lines += [f"library_name: {'gguf' if facts.file else 'transformers'}"]
+    lines += [f"license: {facts.license}"] if facts.license else []
+    return "\n".join([*lines, "tags: [r3lite, multi-hop question answering, retrieval]", "---"])
+
+
+def _run(run: Mapping[str, object]) -> str:
+    told = ", ".join(f"{name} {run[name]}" for name in TOLD if run.get(name) not in (None, "none"))
+    return f"Its last training run: {told}." if told else ""
+
+
+def _scores(scores: Mapping[str, dict]) -> str:
+    known = {name: scores[name] for name in SCORES if (scores.get(name) or {}).get("value") is not None}
+    if not known:
+        return ""
+    lines = [f"## Scores\n\nOn {scores['n']} questions, with 95 % intervals.\n"]
+    lines += ["| score | value | from | to |", "|---|---|---|---|"]
+    lines += [f"| {SCORES[n]} | {e['value']:.3f} | {e['low']:.3f} | {e['high']:.3f} |" for n, e in known.items()]
+    return "\n".join(lines)
+
+
+def _transformers(protocol: Protocol) -> str:
+    system = f'    {{"role": "system", "content": {protocol.system!r}}},\n' if protocol.system else ""
+    return f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+prompt = {protocol.opening("{question}")!r}
+messages = [
+{system}    {{"role": "user", "content": prompt.replace("{{question}}", {QUESTION!r})}},
+]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+written = model.generate(**inputs, max_new_tokens=128, do_sample=False)
+print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+```
+
+It does not retrieve: the model writes its first query, and you give it the documents.
+`python -m r3lite.ask --model FOLDER --index INDEX` does both."""
+
+
+def _llama(file: str) -> str:
+    return f"""```
+ollama create my-model -f Modelfile   # in this folder
+ollama run my-model "{QUESTION}"
+llama-cli -m {file} -cnv              # llama.cpp; give the prompt above yourself
+```
+
+Neither retrieves: the model writes its first query, and you give it the documents."""
+
+
+def modelfile(file: str, protocol: Protocol) -> str:
+    """Ollama's Modelfile: the weights, and a template that puts what is asked into the prompt."""
+    system = f"{OPEN}system\n{protocol.system}{CLOSE}\n" if protocol.system else ""
+    opened = protocol.opening("\0").replace("{{", "{ {").replace('"""', "'''").replace("\0", "{{ .Prompt }}")
+    template = f"{system}{OPEN}user\n{opened}{CLOSE}\n{OPEN}assistant\n{{{{ .Response }}}}"
+    return f'FROM ./{file}\nTEMPLATE """{template}"""\nPARAMETER stop {CLOSE}\nPARAMETER temperature 0\n'

@@ -1,0 +1,143 @@
+"""A model as one GGUF file, with tokenizer and chat template: what llama.cpp and Ollama read. By the package `gguf`.
+
+Names and keys are those that llama.cpp's own converter writes for Qwen2. Norms and biases stay in fp32, as there.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from r3lite.errors import R3LiteError
+from r3lite.files import PART, read_record, read_text
+from r3lite.models.qwen2 import Qwen2
+from r3lite.models.weights import checkpoint_tensors
+from r3lite.records import Record
+
+# The pre-tokenizer that llama.cpp calls qwen2.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+REMEDY = "Use a Qwen2 tokenizer, or --form folder."
+TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
+
+
+def check() -> None:
+    """Raises R3LiteError if the package is not there."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise R3LiteError("--form gguf needs the package gguf", "pip install 'r3lite[gguf]'") from error
+
+
+def write(model: Qwen2, folder: Path, path: Path, weights: str, name: str) -> None:
+    """Writes a model without adapters, with the tokenizer of `folder`; the file appears whole or not at all."""
+    import gguf
+
+    folder_of_all = path.parent.absolute()  # made last, so that a failure leaves nothing
+    temporary = folder_of_all.with_name(f".{folder_of_all.name}.{os.getpid()}{PART}")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(temporary, "qwen2")
+    try:
+        _add_sizes(writer, model, name)
+        _add_tokenizer(writer, folder, model.config.vocab_size)
+        _add_tensors(writer, model, gguf.GGMLQuantizationType[TYPES[weights]])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        path.parent.mkdir(exist_ok=True)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _add_sizes(writer, model: Qwen2, name: str) -> None:
+    config = model.config
+    writer.add_name(name)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def _add_tensors(writer, model: Qwen2, wanted) -> None:
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
+    for name, tensor in tqdm(checkpoint_tensors(model).items(), desc="converting", unit="tensor", disable=None):
+        kind = wanted if tensor.dim() == 2 else gguf.GGMLQuantizationType.F32
+        numbers = gguf.quants.quantize(tensor.float().numpy(), kind)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), numbers, raw_dtype=kind)
+
+
+def _add_tokenizer(writer, folder: Path, rows: int) -> None:
+    """The byte-level BPE of `tokenizer.json`; ids up to the embedding's `rows` that it lacks are padding."""
+    import gguf
+
+    path = folder / "tokenizer.json"
+    record = read_record(path, REMEDY)
+    _check_split(record)
+    model = record.record("model")
+    if model.text("type") != "BPE":
+        raise record.error(f"the tokenizer is of type {model.text('type')}, not BPE")
+    tokens = [f"[PAD{i}]" for i in range(rows)]
+    types = [gguf.TokenType.UNUSED] * rows
+    for token, id in model.record("vocab").values.items():
+        tokens[id], types[id] = token, gguf.TokenType.NORMAL
+    for added in record.records("added_tokens"):
+        id, special = added.whole("id"), added.flag("special", False)
+        tokens[id] = added.text("content")
+        types[id] = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.items("merges")]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_add_bos_token(False)
+    settings = read_record(folder / "tokenizer_config.json", REMEDY)
+    for key, add in (("eos_token", writer.add_eos_token_id), ("pad_token", writer.add_pad_token_id)):
+        if key in settings and isinstance(settings.values[key], str):
+            add(tokens.index(settings.text(key)))
+    writer.add_chat_template(_chat_template(folder, settings))
+
+
+def _check_split(record: Record) -> None:
+    """Raises R3LiteError unless texts are split as llama.cpp does for Qwen2: else it would see other tokens."""
+    parts = json.dumps(record.values.get("pre_tokenizer"))
+    if json.dumps(SPLIT) not in parts or "ByteLevel" not in parts:
+        raise R3LiteError(f"{record.source.where}: texts are not split as Qwen2's tokenizer does", REMEDY)
+
+
+def _chat_template(folder: Path, settings: Record) -> str:
+    path = folder / "chat_template.jinja"
+    return read_text(path, REMEDY) if path.exists() else settings.text("chat_template")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, in fp32, by GGUF's names."""
+    import gguf
+
+    return {
+        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
+@torch.no_grad()
+def fill(model: Qwen2, path: Path) -> None:
+    """Puts the weights of a file into a model of the same sizes."""
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
+    found = read_tensors(path)
+    for name, tensor in checkpoint_tensors(model).items():
+        tensor.copy_(found[names.get_name(name, (".weight", ".bias"))].view(tensor.shape))

@@ -1,0 +1,34 @@
+"""Settings of an export."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from r3lite.config import Required, Section, UsageError, Whole
+
+
+@dataclass(frozen=True)
+class ExportSettings(Section):
+    """Export."""
+
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """the base: folder, hub id, or tiny"""
+    adapter: Annotated[str | None, Required("a run folder or its adapter/; it is merged into --model")] = None
+    """LoRA adapter that is merged into the base: a run folder or its adapter/"""
+    form: Literal["folder", "gguf"] = "folder"
+    """folder: as transformers and vLLM read it; gguf: as llama.cpp and Ollama read it (extra gguf)"""
+    weights: Literal["fp32", "bf16", "fp16", "q8_0", "nf4"] = "bf16"
+    """numbers of the weights; q8_0 in a gguf file only, nf4 in a folder for r3lite only"""
+    questions: str | None = None
+    """question file whose prompts are compared before and after; default: the sample world's test questions"""
+    prompts: Whole = 200
+    """prompts of the comparison, which takes two passes over each; 0: none"""
+    evaluation: str | None = None
+    """folder of an evaluation, whose scores go into the model card"""
+    license: str | None = None
+    """licence of the result for the model card; the base's holds, too"""
+
+    def check(self) -> None:
+        if self.form == "folder" and self.weights == "q8_0":
+            raise UsageError("--weights q8_0 is for --form gguf; a folder has fp32, bf16, fp16 or nf4")
+        if self.form == "gguf" and self.weights == "nf4":
+            raise UsageError("--weights nf4 is for --form folder; a gguf file has fp32, bf16, fp16 or q8_0")

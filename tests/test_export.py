@@ -1,0 +1,235 @@
+"""python -m r3lite.export: what is written is read by other programs' own readers, and says what the model said."""
+
+import builtins
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from r3lite import export
+from r3lite.exporting.card import modelfile
+from r3lite.exporting.parity import compare
+from r3lite.files import read_record
+from r3lite.models import lora
+from r3lite.models.weights import load_qwen2, resolve_folder
+from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.settings import ProtocolSettings
+
+TEXTS = [
+    "Who directed Blue Harbor?",
+    "x = 1\n\n  don't, I'll 42 ünïcødé 漢字 🙂\r\n",
+    "<|im_start|>user\nhi<|im_end|>\n",
+]
+TINY = ["--preset", "tiny", "--model", "tiny"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's folder with an adapter that changes what the tiny model says."""
+    folder = tmp_path_factory.mktemp("runs") / "sft"
+    model = load_qwen2(resolve_folder("tiny"), torch.float32, "cpu")
+    torch.manual_seed(0)
+    lora.add_adapter(model, "policy", 8, 16)
+    for name, parameter in lora.adapter_parameters(model, "policy").items():
+        if "lora_B" in name:
+            parameter.data = torch.randn_like(parameter) * 0.05
+    lora.save_adapter(model, "policy", folder / "adapter", "tiny")
+    (folder / "config.toml").write_text('[sft]\nmax_steps = 7\nlora_r = 8\nresume = "none"\n', encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory):
+    """Exports once for each form and kind of weights."""
+    made = {}
+
+    def write(form: str, weights: str):
+        if (form, weights) not in made:
+            output = tmp_path_factory.mktemp("out") / f"{form}-{weights}"
+            flags = [*TINY, "--adapter", str(run), "--form", form, "--weights", weights, "--prompts", "6"]
+            assert export.main([*flags, "--output", str(output)]) == 0
+            made[form, weights] = output
+        return made[form, weights]
+
+    return write
+
+
+def rows() -> torch.Tensor:
+    return torch.randint(0, 1000, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def expected(run):
+    """Logits of the base with the adapter, by transformers and peft."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(resolve_folder("tiny"), dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, run / "adapter")
+    with torch.no_grad():
+        return model(rows()).logits
+
+
+def by_transformers(folder, **how) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
+    with torch.no_grad():
+        return model(rows()).logits
+
+
+def test_the_folder_says_in_transformers_what_base_and_adapter_say(exported, expected):
+    assert (by_transformers(exported("folder", "fp32")) - expected).abs().max() <= 1e-4
+    assert (by_transformers(exported("folder", "bf16")) - expected).abs().max() <= 0.5
+    config = read_record(exported("folder", "bf16") / "config.json", "")
+    assert config.text("torch_dtype") == "bfloat16"
+
+
+def test_nf4_is_read_back_by_r3lite(exported, expected):
+    model = load_qwen2(exported("folder", "nf4"), torch.float32, "cpu")
+    with torch.no_grad():
+        logits = model.logits(model(rows()))
+    assert 0.01 < (logits - expected).abs().mean() < 0.5
+
+
+@pytest.mark.parametrize(("weights", "most"), [("fp32", 1e-4), ("fp16", 0.02), ("bf16", 0.5), ("q8_0", 0.5)])
+def test_the_gguf_file_says_in_transformers_what_base_and_adapter_say(exported, expected, weights, most):
+    pytest.importorskip("gguf")
+    logits = by_transformers(exported("gguf", weights), gguf_file="model.gguf")
+    assert (logits - expected).abs().max() <= most
+
+
+def test_the_tokenizer_of_the_gguf_file_gives_the_same_tokens(exported):
+    gguf = pytest.importorskip("gguf")
+    from transformers import AutoTokenizer
+
+    folder, ours = exported("gguf", "fp32"), Tokenizer.load(resolve_folder("tiny"))
+    theirs = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
+    for text in TEXTS[:2]:
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text)
+    reader = gguf.GGUFReader(folder / "model.gguf")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    record = read_record(resolve_folder("tiny") / "tokenizer.json", "")
+    by_id = {id: token for token, id in record.record("model").record("vocab").values.items()}
+    added = {token.whole("id"): token.text("content") for token in record.records("added_tokens")}
+    names = [(by_id | added).get(i, f"[PAD{i}]") for i in range(1024)]
+    assert fields["tokenizer.ggml.tokens"] == names and len(added) == 3
+    kinds = fields["tokenizer.ggml.token_type"]
+    assert all(kinds[i] == gguf.TokenType.CONTROL for i in added) and kinds[5] == gguf.TokenType.NORMAL
+    assert fields["tokenizer.ggml.eos_token_id"] == 1023 and fields["tokenizer.ggml.pre"] == "qwen2"
+    assert fields["tokenizer.ggml.add_bos_token"] is False and fields["general.architecture"] == "qwen2"
+    template = read_record(resolve_folder("tiny") / "tokenizer_config.json", "").text("chat_template")
+    assert fields["tokenizer.chat_template"] == template
+
+
+def test_norms_and_biases_stay_in_fp32(exported):
+    gguf = pytest.importorskip("gguf")
+    tensors = {t.name: t for t in gguf.GGUFReader(exported("gguf", "q8_0") / "model.gguf").tensors}
+    kinds = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+    assert (
+        kinds["blk.0.attn_norm.weight"] == kinds["blk.3.attn_q.bias"] == "F32" and kinds["token_embd.weight"] == "Q8_0"
+    )
+    assert "output.weight" not in kinds  # tied to the embedding
+
+
+def test_parity_by_hand(exported, run, tmp_path, capsys):
+    before, after = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[1.5, 2.0], [0.0, 1.0]])
+    found = compare(before, after)
+    assert (found.prompts, found.largest, found.mean, found.same_token) == (2, 3.0, pytest.approx(4.5 / 4), 1)
+    flags = [*TINY, "--adapter", str(run), "--weights", "fp32", "--prompts", "3", "--output", str(tmp_path / "x")]
+    assert export.main(flags) == 0
+    told = capsys.readouterr().out
+    most = float(re.search(r"and (\S+) at most; the likeliest next token is the same after 3 of them", told)[1])
+    assert 0 < most < 1e-4 and "over 3 prompts" in told
+
+
+def test_the_cards_snippet_works_in_its_folder(exported):
+    pytest.importorskip("transformers")
+    folder = exported("folder", "fp32")
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "max_steps 7, lora_r 8" in card and "resume" not in card
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_scores_and_licence_are_in_the_card(run, tmp_path):
+    evaluation = tmp_path / "evaluation"
+    evaluation.mkdir()
+    scores = {
+        "n": 9,
+        "em": {"value": 0.5, "low": 0.25, "high": 0.75},
+        "combined": {"value": None, "low": None, "high": None},
+    }
+    (evaluation / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
+    flags = [*TINY, "--adapter", str(run), "--prompts", "0", "--evaluation", str(evaluation), "--license", "mit"]
+    assert export.main([*flags, "--output", str(tmp_path / "x")]) == 0
+    card = (tmp_path / "x" / "README.md").read_text(encoding="utf-8")
+    assert "| exact match | 0.500 | 0.250 | 0.750 |" in card and "On 9 questions" in card and "| combined" not in card
+    assert card.startswith("---\nlibrary_name: transformers\nlicense: mit\n")
+
+
+def test_the_modelfile_is_the_prompt_of_an_episode():
+    protocol = build_protocol(ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", system_prompt="Be brief."))
+    told = modelfile("model.gguf", protocol)
+    template = re.search(r'TEMPLATE """(.*?)"""', told, re.DOTALL)[1]
+    filled = template.replace("{{ .Prompt }}", "Who?").replace("{{ .Response }}", "")
+    tokenizer = Tokenizer.load(resolve_folder("tiny"))
+    from tokenizers import Tokenizer as Plain
+
+    ids = Plain.from_file(str(resolve_folder("tiny") / "tokenizer.json")).encode(filled, add_special_tokens=False).ids
+    assert ids == tokenizer.open_chat(protocol.opening("Who?"), "Be brief.")
+    assert told.startswith("FROM ./model.gguf\n") and "PARAMETER stop <|im_end|>" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "told"),
+    [
+        (["--output", "x"], 2, "--adapter is missing"),
+        (["--adapter", "RUN"], 2, "--output is missing"),
+        (["--adapter", "RUN", "--output", "x", "--weights", "q8_0"], 2, "q8_0 is for --form gguf"),
+        (["--adapter", "RUN", "--output", "x", "--weights", "nf4", "--form", "gguf"], 2, "nf4 is for --form folder"),
+        (["--adapter", "nowhere", "--output", "x"], 1, "nowhere"),
+        (["--adapter", "RUN", "--output", "TAKEN"], 1, "is there already"),
+        (["--adapter", "RUN", "--output", "x", "--evaluation", "nowhere"], 1, "Name the folder of an evaluation"),
+    ],
+)
+def test_what_is_refused_writes_nothing(run, tmp_path, monkeypatch, capsys, flags, status, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    flags = [{"RUN": str(run), "TAKEN": "taken"}.get(flag, flag) for flag in flags]
+    assert export.main([*TINY, *flags]) == status
+    assert told in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_without_its_package_gguf_is_refused_by_the_name_of_the_extra(run, tmp_path, monkeypatch, capsys):
+    real = builtins.__import__
+
+    def without(name, *rest, **more):
+        if name == "gguf":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    flags = [*TINY, "--adapter", str(run), "--form", "gguf", "--output", str(tmp_path / "x")]
+    assert export.main(flags) == 1 and "r3lite[gguf]" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(run, tmp_path, capsys):
+    pytest.importorskip("gguf")
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_folder("tiny"), folder)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"\w+|\W+"}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    flags = ["--preset", "tiny", "--model", str(folder), "--adapter", str(run), "--form", "gguf", "--prompts", "0"]
+    assert export.main([*flags, "--output", str(tmp_path / "x")]) == 1
+    assert "are not split as Qwen2's tokenizer does" in capsys.readouterr().err and not (tmp_path / "x").exists()
