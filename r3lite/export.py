@@ -10,7 +10,7 @@ from r3lite import command
 from r3lite.config import UsageError, load_toml
 from r3lite.errors import R3LiteError
 from r3lite.files import shipped
-from r3lite.settings import Common, ExportSettings, ProtocolSettings
+from r3lite.settings import Common, ExportSettings, ModelSettings, ProtocolSettings
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from r3lite.models.qwen2 import Qwen2
@@ -70,10 +70,12 @@ def write(config: ExportConfig, protocol: "Protocol", scores: dict, output: Path
     from r3lite.exporting.card import Facts, card, modelfile
     from r3lite.files import write_text
     from r3lite.models import lora, weights
+    from r3lite.policy import check_base
     from r3lite.protocols.tokenizer import Tokenizer
 
     settings = config.export
     folder = weights.resolve_folder(settings.model)
+    check_base(ModelSettings(model=settings.model, adapter=settings.adapter), weights.fingerprint(folder))
     tokenizer, prompts = Tokenizer.load(folder), None
     if settings.prompts:
         prompts = [tokenizer.open_chat(protocol.opening(q), protocol.system) for q in questions(settings, protocol)]

@@ -206,6 +206,15 @@ def test_what_is_refused_writes_nothing(run, tmp_path, monkeypatch, capsys, flag
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
+def test_the_adapter_of_another_base_is_refused(run, tmp_path, capsys):
+    """Merged into other weights it would say nothing of what it learned."""
+    model, folder = load_qwen2(resolve_folder("tiny"), torch.float32, "cpu"), tmp_path / "adapter"
+    lora.load_adapter(model, "policy", run, trainable=False)
+    lora.save_adapter(model, "policy", folder, "other", "0123456789abcdef")
+    assert export.main([*TINY, "--adapter", str(folder), "--prompts", "0", "--output", str(tmp_path / "x")]) == 1
+    assert "was trained on another base: other" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
 def test_without_its_package_gguf_is_refused_by_the_name_of_the_extra(run, tmp_path, monkeypatch, capsys):
     real = builtins.__import__
 
