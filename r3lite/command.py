@@ -24,7 +24,7 @@ from r3lite.config import (
 )
 from r3lite.errors import R3LiteError
 
-COMMANDS = ("sft", "ppo", "evaluate", "ask", "collect", "index", "retrieve", "plan", "doctor", "quickstart")
+COMMANDS = ("sft", "ppo", "evaluate", "ask", "serve", "collect", "index", "retrieve", "plan", "doctor", "quickstart")
 # Of writing and flushing a file, which name no path. (Those of a network have other numbers.)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # How often a thread of GNU OpenMP, which PyTorch has on Linux, looks for the others before it sleeps; 300,000 times if

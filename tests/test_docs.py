@@ -29,6 +29,7 @@ MAP, FORMATS, COLLAPSE, RETRIEVAL = (
 )
 ALGORITHMS_PAGE = ROOT / "docs" / "algorithms.md"
 OWN_DOCUMENTS = ROOT / "docs" / "documents.md"
+SERVING = ROOT / "docs" / "serving.md"
 EVALUATION, CONVERSATIONS = ROOT / "docs" / "evaluation.md", ROOT / "docs" / "conversations.md"
 LIMITS = {f.name for f in dataclasses.fields(GuardSettings) if type(None) in typing.get_args(f.type)}
 DOCUMENTS = [
@@ -61,7 +62,7 @@ def test_every_room_is_on_the_map():
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", MAP, FORMATS, COLLAPSE, RETRIEVAL, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS, OWN_DOCUMENTS],
+    [ROOT / "README.md", MAP, FORMATS, COLLAPSE, RETRIEVAL, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS, OWN_DOCUMENTS, SERVING],
     ids=lambda path: path.name,
 )
 def test_links_to_files_lead_somewhere(path):
