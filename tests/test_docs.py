@@ -62,7 +62,18 @@ def test_every_room_is_on_the_map():
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "README.md", MAP, FORMATS, COLLAPSE, RETRIEVAL, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS, OWN_DOCUMENTS, SERVING],
+    [
+        ROOT / "README.md",
+        SERVING,
+        MAP,
+        FORMATS,
+        COLLAPSE,
+        RETRIEVAL,
+        ALGORITHMS_PAGE,
+        EVALUATION,
+        CONVERSATIONS,
+        OWN_DOCUMENTS,
+    ],
     ids=lambda path: path.name,
 )
 def test_links_to_files_lead_somewhere(path):
