@@ -99,15 +99,22 @@ class Lanes:
 
         One that waits for documents leaves when they have come.
         """
-        for name, (scheduler, decoder) in self.lanes.items():
+        for scheduler, _ in self.lanes.values():
             self._clear_out(scheduler, lambda sequence: sequence.leaving)
-            if scheduler.unfinished:
-                with use_adapter(self.engine.model, name), self.engine.autocast():
-                    self.engine.iterate(scheduler, decoder, self.fetchers[name], lambda: None)
+        busy = [name for name, (scheduler, _) in self.lanes.items() if scheduler.unfinished]
+        for name in [name for name in busy if not self._only_waits(name)] or busy:
+            scheduler, decoder = self.lanes[name]
+            with use_adapter(self.engine.model, name), self.engine.autocast():
+                self.engine.iterate(scheduler, decoder, self.fetchers[name], lambda: None)
             self._clear_out(scheduler, lambda sequence: sequence.is_full)
         ended = [sequence for sequence in self.inside if sequence.finish is not None]
         self.inside = [sequence for sequence in self.inside if sequence.finish is None]
         return ended
+
+    def _only_waits(self, name: str | None) -> bool:
+        """Whether an iteration of a lane would do nothing but wait for documents, which would hold up the others."""
+        scheduler, _ = self.lanes[name]
+        return not scheduler.active and not scheduler.todo and self.fetchers[name].is_waiting
 
     def _clear_out(self, scheduler: Scheduler, goes: Callable[[Visitor], bool]) -> None:
         """Cuts off the sequences of a lane that go, unless they wait for documents."""

@@ -196,6 +196,29 @@ def test_every_pass_of_many_tokens_has_one_of_these_sizes(lanes_of, visitor, mod
     assert len(sizes) > 1 and all(size == 1 or rounded_up(size) == size for size in sizes)
 
 
+def test_a_lane_that_waits_for_documents_does_not_hold_up_another(lanes_of, visitor, model):
+    def slow(pairs):
+        assert go_on.wait(20)
+        return [[] for _ in pairs]
+
+    go_on = threading.Event()
+    add_random_adapter(model, "rl", 1)
+    lanes = lanes_of((None, "rl"), retrieve=slow, kind=ScriptedEngine)
+    lanes.engine.sampler, lanes.engine.layout.lengths = Sampler(1.0), LengthSettings(max_new_tokens=120, max_length=900)
+    lanes.engine.script = {"a": [QUERY, ANSWER.format(2)], "b": [ANSWER.format(1)]}
+    asks, answers = visitor("a"), visitor("b", adapter="rl")
+    lanes.join(asks)
+    while not lanes.fetchers[None].is_waiting:
+        lanes.iterate()
+    lanes.join(answers)
+    ended = []
+    while answers not in ended:  # without an end, if it waited for the documents
+        ended += lanes.iterate()
+    assert asks.pending and ended == [answers]
+    go_on.set()
+    assert run(lanes) == [asks]
+
+
 def test_one_that_had_no_room_to_begin_ends_at_once(lanes_of, visitor):
     lanes = lanes_of()
     sequence = visitor("a")

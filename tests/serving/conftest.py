@@ -12,9 +12,6 @@ from r3lite.errors import R3LiteError
 from r3lite.serving.asks import Answer
 from r3lite.settings import LimitSettings, ModeSettings, ServerSettings
 
-pytest.importorskip("fastapi", reason="needs the extra serve")
-pytest.importorskip("openai", reason="needs the extra test")
-
 
 @dataclass
 class Echo:
@@ -79,8 +76,8 @@ class Running:
 @pytest.fixture
 def serving():
     """Starts servers with an Echo, and stops them."""
-    import uvicorn
-
+    uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
+    pytest.importorskip("fastapi", reason="needs the extra serve")
     from r3lite.serving.app import build_app
     from r3lite.serving.desk import Desk
     from r3lite.serving.worker import Worker
