@@ -1,10 +1,15 @@
-"""Sets up the engine that answers questions with a trained model, and its memory plan; used by evaluate and ask."""
+"""Sets up the engine that answers questions with a trained model, its memory plan and its retriever; used by evaluate,
+ask and serve."""
 
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from r3lite.config import flag
+from r3lite.config import UsageError, flag
+from r3lite.episode import Episode, Retrieve
 from r3lite.settings import (
+    Common,
     LengthSettings,
     MemorySettings,
     ModelSettings,
@@ -22,6 +27,7 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
 class Answering(Protocol):
     """The sections of a command that answers questions."""
 
+    common: Common
     model: ModelSettings
     memory: MemorySettings
     retrieval: RetrievalSettings
@@ -72,3 +78,26 @@ def warn_of_other_format(config: Answering) -> None:
     if other:
         told = f"{config.model.adapter} was trained with {', '.join(other)}: what it learned may not show"
         print(f"warning: {told}", file=sys.stderr)
+
+
+def open_retriever(config: Answering) -> Retrieve:
+    """The retriever of the settings, which must do without questions of a data set."""
+    from r3lite.protocols.registry import build_protocol
+    from r3lite.retrieval.retriever import build_retriever
+    from r3lite.retrieval.setup import Setup
+
+    settings = config.retrieval
+    if not build_protocol(config.protocol).searches:
+        settings = replace(settings, retriever="none", rerank=None)
+    if settings.retriever == "golden" or settings.context == "question":
+        raise UsageError("--retriever golden and --context question are for questions of --data, with paragraphs")
+    if settings.retriever != "none" and settings.from_questions:
+        raise UsageError("--index is missing: a folder that r3lite.index wrote; or --corpus FILE, or --retriever none")
+    return build_retriever(Setup(settings, [], config.common.seed))
+
+
+def why_no_answer(episode: Episode, faults: Mapping[str, str]) -> str:
+    """What is wrong with the last step of an episode without an answer; `faults` are the protocol's."""
+    last = episode.steps[-1].faults if episode.steps else ()
+    what = [faults[fault] for fault in last] or ["had no room left within --max-length"]
+    return f"step {len(episode.steps)} {', '.join(what)}"

@@ -1,7 +1,6 @@
 """Asks a trained model questions: streams its reasoning, with the documents that its queries bring, then the answer."""
 
 import contextlib
-import dataclasses
 import json
 import sys
 import textwrap
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from r3lite import command
-from r3lite.answering import build_engine, plan_memory
+from r3lite.answering import build_engine, open_retriever, plan_memory, why_no_answer
 from r3lite.config import UsageError, check_texts
 from r3lite.episode import Document, Episode, Question, Retrieve
 from r3lite.errors import R3LiteError
@@ -114,22 +113,6 @@ def ask(config: AskConfig) -> None:
             print(f"\n{error}", file=sys.stderr)
 
 
-def open_retriever(config: AskConfig) -> Retrieve:
-    """The retriever of the settings, which must do without questions of a data set."""
-    from r3lite.protocols.registry import build_protocol
-    from r3lite.retrieval.retriever import build_retriever
-    from r3lite.retrieval.setup import Setup
-
-    settings = config.retrieval
-    if not build_protocol(config.protocol).searches:
-        settings = dataclasses.replace(settings, retriever="none", rerank=None)
-    if settings.retriever == "golden" or settings.context == "question":
-        raise UsageError("--retriever golden and --context question are for questions of --data, with paragraphs")
-    if settings.retriever != "none" and settings.from_questions:
-        raise UsageError("--index is missing: a folder that r3lite.index wrote; or --corpus FILE, or --retriever none")
-    return build_retriever(Setup(settings, [], config.common.seed))
-
-
 def lines(as_json: bool) -> Iterator[str]:
     """Questions that are typed, or piped, up to an empty line or the end of the input."""
     with contextlib.suppress(ImportError):  # Windows has none, but a history of its own
@@ -184,8 +167,7 @@ def outcome(episode: Episode, faults) -> str:
     """The answer, or why there is none, set apart from what stands before it."""
     if episode.prediction:
         return f"{'-' * WIDE}\nanswer: {printable(episode.prediction)}\n"
-    what = [faults[fault] for fault in episode.steps[-1].faults] or ["had no room left within --max-length"]
-    return textwrap.fill(f"no answer: step {len(episode.steps)} {', '.join(what)}", WIDE) + "\n"
+    return textwrap.fill(f"no answer: {why_no_answer(episode, faults)}", WIDE) + "\n"
 
 
 def printable(text: str) -> str:

@@ -55,6 +55,7 @@ class Question:
     if the data set has one. `gold_by` says how a passage of some corpus is recognised as a gold one: by title in
     HotpotQA and 2Wiki, whose titles are unique; by title and text in MuSiQue, where one title has many paragraphs.
     `type` is the data set's own word for the kind of question, such as bridge or comparison; empty if it has none.
+    `earlier` are the messages (`role` and `content`) of the conversation that it is asked in, if it is in one.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Question:
     gold_by: Literal["title", "text"] = "text"
     hops: tuple[Hop, ...] = ()
     type: str = ""
+    earlier: tuple[dict[str, str], ...] = ()
 
     @property
     def hop_count(self) -> int:

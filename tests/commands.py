@@ -11,6 +11,7 @@ from r3lite.index import IndexConfig
 from r3lite.plan import PlanRlConfig, PlanSftConfig
 from r3lite.quickstart import QuickstartConfig
 from r3lite.retrieve import RetrieveConfig
+from r3lite.serve import ServeConfig
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ CONFIGS = {
     "ppo": (settings.PpoConfig(), "ppo"),
     "evaluate": (EvaluateConfig(), "evaluate"),
     "ask": (AskConfig(), "ask"),
+    "serve": (ServeConfig(), "serve"),
     "collect": (CollectConfig(), "collect"),
     "index": (IndexConfig(), "index"),
     "retrieve": (RetrieveConfig(), "retrieve"),

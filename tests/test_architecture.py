@@ -19,9 +19,9 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 GROUND = {"__init__", "errors", "config", "settings", "command", "episode", "files", "grant", "records"}
 FIRST = {"models", "devices", "llm", "protocols", "answer_match"}
 SECOND = {"datasets", "retrieval", "rollout", "rewards", "evaluation", "rl", "training", "memory"}
-SECOND |= {"reports", "exporting"}
+SECOND |= {"reports", "exporting", "serving"}
 # What several recipes share: it may import what they may.
-SHARED = {"policy", "answering", "rl_setup", "rl_round", "rl_guidance", "teacher", "validation"}
+SHARED = {"policy", "answering", "answering_live", "rl_setup", "rl_round", "rl_guidance", "teacher", "validation"}
 CHECKS = {"checks"}  # what doctor runs, and no other recipe: real commands among it, so it may import recipes
 ENTRY = {"__main__"}  # `python -m r3lite`: it starts recipes by name
 SHORT = {"ppo.py", "sft.py", "rollout/engine.py", "rl/learner.py"}  # files that read as an algorithm

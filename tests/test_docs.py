@@ -33,6 +33,7 @@ MAP, FORMATS, COLLAPSE, RETRIEVAL = (
 )
 ALGORITHMS_PAGE = ROOT / "docs" / "algorithms.md"
 OWN_DOCUMENTS = ROOT / "docs" / "documents.md"
+SERVING = ROOT / "docs" / "serving.md"
 EVALUATION, CONVERSATIONS = ROOT / "docs" / "evaluation.md", ROOT / "docs" / "conversations.md"
 REWARDS_PAGE = ROOT / "docs" / "rewards.md"
 LIMITS = {f.name for f in dataclasses.fields(GuardSettings) if type(None) in typing.get_args(f.type)}
@@ -68,7 +69,7 @@ def test_every_room_is_on_the_map():
     "path",
     [
         *(ROOT / "README.md", MAP, FORMATS, COLLAPSE, RETRIEVAL, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS),
-        *(OWN_DOCUMENTS, REWARDS_PAGE),
+        *(OWN_DOCUMENTS, REWARDS_PAGE, SERVING),
     ],
     ids=lambda path: path.name,
 )

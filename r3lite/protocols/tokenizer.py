@@ -112,11 +112,14 @@ class Tokenizer:
             count = min(count, len(encoding.ids)) - 1
         return text
 
-    def open_chat(self, user: str, system: str | None = None) -> list[int]:
-        """Tokens of a chat up to the model's first turn; its system message is `system`, else the markup's default."""
-        system = self.default_system if system is None else system
-        turns = [] if system is None else [*self._open(f"system\n{system}"), self.stop_id, *self._newline]
-        return [*turns, *self._open(f"user\n{user}"), self.stop_id, *self.assistant_turn()]
+    def open_chat(self, user: str, system: str | None = None, earlier: Sequence[dict[str, str]] = ()) -> list[int]:
+        """Tokens of a chat up to the model's turn after `user`, which follows the messages `earlier` (see `chat`).
+
+        Its system message is that of `earlier`, else `system`, else the markup's default.
+        """
+        given = system is None or (earlier and earlier[0]["role"] == "system")
+        before, _ = self.chat([*earlier] if given else [{"role": "system", "content": system}, *earlier])
+        return [*before, *self._open(f"user\n{user}"), self.stop_id, *self.assistant_turn()]
 
     def assistant_turn(self) -> list[int]:
         """Tokens after the end of a turn that open an assistant turn."""

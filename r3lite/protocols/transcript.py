@@ -93,9 +93,10 @@ class Layout:
         default_factory=dict, init=False, repr=False
     )  # by token: see _may_end_stop_string
 
-    def prompt(self, question: str) -> list[int]:
-        """The tokens that an episode about `question` opens with."""
-        return self.tokenizer.open_chat(self.protocol.opening(self.protocol.quoted(question)), self.protocol.system)
+    def prompt(self, question: str, earlier: Sequence[dict[str, str]] = ()) -> list[int]:
+        """The tokens that an episode about `question` opens with, after the `earlier` messages of a conversation."""
+        opening = self.protocol.opening(self.protocol.quoted(question))
+        return self.tokenizer.open_chat(opening, self.protocol.system, earlier)
 
     def open(self, transcript: Transcript) -> None:
         """Gives an empty transcript its prompt, and what the opening has besides.
@@ -103,7 +104,7 @@ class Layout:
         It may then have `pending` queries, or be finished if there is no room for an answer.
         """
         question = transcript.question
-        transcript.observe(self.prompt(question.text))
+        transcript.observe(self.prompt(question.text, question.earlier))
         if len(transcript.tokens) + ANSWER_ROOM > self.lengths.max_length:
             raise R3LiteError(
                 f"question {question.id} and its prompt take {len(transcript.tokens)} tokens; "

@@ -90,42 +90,47 @@ class Engine:
 
     def run_sequences(self, sequences: list[Sequence], fetcher: Fetcher, over: Callable[[], object]) -> None:
         """Runs opened sequences to their ends; `over` is called at each."""
-        cache = self._cache(min(self.grant.memory.rollout_batch_size, len(sequences)))
+        scheduler, decoder = self.begin(sequences, min(self.grant.memory.rollout_batch_size, len(sequences)))
+        with cast_once(self.model, self.model.head_weight.dtype):
+            while scheduler.unfinished:
+                self.iterate(scheduler, decoder, fetcher, over)
+
+    def begin(self, sequences: list[Sequence], rows: int) -> tuple[Scheduler, Decoder]:
+        """What runs sequences in so many rows."""
+        cache = self._cache(rows)
         if cache.device.type == "cuda":
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
         else:
             decoder = Decoder(self.model, cache)
-        with cast_once(self.model, self.model.head_weight.dtype):
-            self._iterate(Scheduler(sequences, cache), decoder, fetcher, over)
+        return Scheduler(sequences, cache), decoder
 
-    def _iterate(self, scheduler: Scheduler, decoder: Decoder, fetcher: Fetcher, over: Callable[[], object]) -> None:
-        """One token more for each row at work, again and again until all sequences are finished."""
-        while scheduler.unfinished:
-            scheduler.admit()
-            for sequence, documents in fetcher.collect(idle=not scheduler.active):
-                self._splice(sequence, documents)
-                scheduler.unpark(sequence)
-                if sequence.finish is not None:  # there was no room for documents, nor for an answer
-                    scheduler.release(sequence)
-                    over()
-            self._prefill(scheduler)
-            self._decode(scheduler, decoder)
-            for sequence in scheduler.at_work:
-                ended = self.layout.turn_is_over(sequence)
-                if sequence.listener:
-                    sequence.listener.hear(self.layout.readable(sequence, ended), ended)
-                if not ended:
-                    continue
-                self.layout.close_turn(sequence)
-                if sequence.listener and not sequence.pending:
-                    sequence.listener.step(sequence)
-                if sequence.finish is not None:
-                    scheduler.release(sequence)
-                    over()
-                elif sequence.pending:
-                    fetcher.ask(sequence)
-                    scheduler.park(sequence)
-            fetcher.send(idle=not scheduler.active)
+    def iterate(self, scheduler: Scheduler, decoder: Decoder, fetcher: Fetcher, over: Callable[[], object]) -> None:
+        """One token more for each row at work, and what follows from it."""
+        scheduler.admit()
+        for sequence, documents in fetcher.collect(idle=not scheduler.active):
+            self._splice(sequence, documents)
+            scheduler.unpark(sequence)
+            if sequence.finish is not None:  # there was no room for documents, nor for an answer
+                scheduler.release(sequence)
+                over()
+        self._prefill(scheduler)
+        self._decode(scheduler, decoder)
+        for sequence in scheduler.at_work:
+            ended = self.layout.turn_is_over(sequence)
+            if sequence.listener:
+                sequence.listener.hear(self.layout.readable(sequence, ended), ended)
+            if not ended:
+                continue
+            self.layout.close_turn(sequence)
+            if sequence.listener and not sequence.pending:
+                sequence.listener.step(sequence)
+            if sequence.finish is not None:
+                scheduler.release(sequence)
+                over()
+            elif sequence.pending:
+                fetcher.ask(sequence)
+                scheduler.park(sequence)
+        fetcher.send(idle=not scheduler.active)
 
     def _splice(self, sequence: Sequence, documents: list[Document]) -> None:
         """Gives a sequence the documents of its pending queries, which completes its last step."""

@@ -60,6 +60,11 @@ class Fetcher:
             self.asking = []
         self.iteration += 1
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next documents have been asked for and are not there yet."""
+        return bool(self.sent) and not self.sent[0][1].done()
+
     def collect(self, idle: bool) -> list[tuple[Sequence, list[Document]]]:
         """At the start of an iteration: the documents that are due, or the next ones if no sequence is at work."""
         fetched: list[tuple[Sequence, list[Document]]] = []

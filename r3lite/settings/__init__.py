@@ -29,6 +29,7 @@ from r3lite.settings.retrieval import DocumentSettings, IndexSettings, Retrieval
 from r3lite.settings.rewards import RewardSettings
 from r3lite.settings.rl import RLSettings
 from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings
+from r3lite.settings.serve import LimitSettings, ModeSettings, ServerSettings
 from r3lite.settings.sft import SftSettings
 from r3lite.settings.teacher import TeacherCacheSettings
 from r3lite.settings.training import OptimizerSettings, Schedule, TrackSettings

@@ -1,0 +1,132 @@
+"""Sequences that join and leave while others are sampled, with several adapters of one model.
+
+Each adapter has a lane: rows of its own in a cache of its own, so that what it says has never been batched with
+another's. An iteration samples one token of every row of every lane that has work. So no adapter waits for another, no
+weights are loaded, and within a lane it is first come, first served. Knows no requests and no clock.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from r3lite.episode import CUT_OFF, Retrieve
+from r3lite.models.kv_cache import Prefill
+from r3lite.models.lora import cast_once, use_adapter
+from r3lite.rollout.engine import Engine
+from r3lite.rollout.fetcher import Fetcher
+from r3lite.rollout.sampling import Sampler
+from r3lite.rollout.scheduler import Scheduler
+from r3lite.rollout.sequence import Sequence
+
+
+@dataclass
+class Visitor(Sequence):
+    """A sequence that joins others: with a sampler and a limit of its own, and free to leave."""
+
+    adapter: str | None = None  # None: the bare base
+    sampler: Sampler = Sampler()
+    most: int | None = None  # tokens that it may write in all
+    leaving: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        return self.most is not None and len(self.logprobs) >= self.most
+
+
+class LaneEngine(Engine):
+    """An engine whose rows each have a sampler of their own, and whose prefills have few different sizes.
+
+    oneDNN, which computes bf16 on CPUs, makes code for each size of a product that it meets, and keeps it: 0.5 MiB and
+    5 ms a size at 192 x 1,024. In a training run these are soon all met; a server would grow for hours.
+    """
+
+    def _prefill(self, scheduler: Scheduler) -> None:
+        """As an engine does, but each pass is filled up in a free row, if there is one."""
+        for given in self._passes([s.tokens[s.cached : -1] for s in scheduler.at_work]):
+            count, free = sum(len(tokens) for _, tokens in given), len(scheduler.rows)
+            filler = [(free, [0] * (rounded_up(count) - count))] if free < len(scheduler.cache.lengths) else []
+            prefill = Prefill(scheduler.cache, [(row, tokens) for row, tokens in [*given, *filler] if tokens])
+            self.model(prefill.tokens, prefill)
+            for row, tokens in given:
+                scheduler.rows[row].cached += len(tokens)
+            for row, _ in filler:
+                scheduler.cache.lengths[row] = 0
+
+    def _sample(self, logits: Tensor, rows: list[Visitor]) -> tuple[Tensor, Tensor]:
+        tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)  # [B]
+        logprobs: Tensor | None = None  # [B]
+        for sampler in dict.fromkeys(row.sampler for row in rows):
+            places = [i for i, row in enumerate(rows) if row.sampler == sampler]
+            chosen = logits if len(places) == len(rows) else logits[places]
+            tokens[places], drawn = sampler(chosen, [rows[i].stream.random() for i in places])
+            logprobs = drawn.new_empty(len(rows)) if logprobs is None else logprobs
+            logprobs[places] = drawn
+        return tokens, logprobs
+
+
+def rounded_up(count: int) -> int:
+    """The next of 4 sizes from one power of two to the next, 16 at least: at most a quarter more."""
+    step = max(16, 1 << max(0, (count - 1).bit_length() - 3))
+    return -(-count // step) * step
+
+
+class Lanes:
+    """The lanes of some adapters, each with so many rows. Used by one thread; `close` ends it."""
+
+    def __init__(self, engine: LaneEngine, adapters: list[str | None], rows: int, retrieve: Retrieve):
+        engine.model.eval()
+        self.engine, self.retrieve = engine, retrieve
+        self.inside: list[Visitor] = []  # waiting and sampled
+        self.held = ExitStack()
+        for name in adapters:
+            with use_adapter(engine.model, name):
+                self.held.enter_context(cast_once(engine.model, engine.model.head_weight.dtype))
+        self.lanes = {name: engine.begin([], rows) for name in adapters}
+        self.fetchers = {name: Fetcher(retrieve) for name in adapters}
+
+    def join(self, sequence: Visitor) -> None:
+        """Takes an opened sequence, which gets a row when one is free."""
+        self.inside.append(sequence)
+        if sequence.finish is None:  # there was room to begin
+            self.lanes[sequence.adapter][0].todo.append(sequence)
+
+    @torch.no_grad()
+    def iterate(self) -> list[Visitor]:
+        """One token more for each row at work; returns the sequences that ended, or have left, in this iteration.
+
+        One that waits for documents leaves when they have come.
+        """
+        for scheduler, _ in self.lanes.values():
+            self._clear_out(scheduler, lambda sequence: sequence.leaving)
+        busy = [name for name, (scheduler, _) in self.lanes.items() if scheduler.unfinished]
+        for name in [name for name in busy if not self._only_waits(name)] or busy:
+            scheduler, decoder = self.lanes[name]
+            with use_adapter(self.engine.model, name), self.engine.autocast():
+                self.engine.iterate(scheduler, decoder, self.fetchers[name], lambda: None)
+            self._clear_out(scheduler, lambda sequence: sequence.is_full)
+        ended = [sequence for sequence in self.inside if sequence.finish is not None]
+        self.inside = [sequence for sequence in self.inside if sequence.finish is None]
+        return ended
+
+    def _only_waits(self, name: str | None) -> bool:
+        """Whether an iteration of a lane would do nothing but wait for documents, which would hold up the others."""
+        scheduler, _ = self.lanes[name]
+        return not scheduler.active and not scheduler.todo and self.fetchers[name].is_waiting
+
+    def _clear_out(self, scheduler: Scheduler, goes: Callable[[Visitor], bool]) -> None:
+        """Cuts off the sequences of a lane that go, unless they wait for documents."""
+        for sequence in [s for s in scheduler.todo if goes(s)]:
+            scheduler.todo.remove(sequence)
+            sequence.finish = CUT_OFF
+        for sequence in [s for s in scheduler.at_work if goes(s)]:
+            scheduler.release(sequence)
+            sequence.finish = CUT_OFF
+
+    def close(self) -> None:
+        """Waits for the queries that are under way, and drops everything."""
+        for fetcher in self.fetchers.values():
+            fetcher.__exit__()
+        self.held.close()

@@ -1,0 +1,141 @@
+"""The application: the page, the health, POST /generate, and what all routes share."""
+
+import contextlib
+import hashlib
+import json
+import re
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from r3lite.serving.asks import Answer, Ask
+from r3lite.serving.desk import AUTO, Desk, Refusal
+from r3lite.serving.guard import Guard, Text, client_of, failure
+from r3lite.serving.openai_api import routes_of
+from r3lite.serving.streams import STREAM, Events, answer_of, server_sent
+from r3lite.settings import LimitSettings, ServerSettings
+
+LOOPBACK = ["localhost", "127.0.0.1", "[::1]", "::1"]
+
+
+class Generate(BaseModel):
+    """The body of POST /generate."""
+
+    query: Text
+    mode: str = AUTO
+    adapter: str | None = None
+    conversation: Annotated[str | None, Field(pattern=r"^[\w-]{1,64}$")] = None
+    retry: bool = False
+    """the last turn of the conversation is tried again, and its answer replaced"""
+    stream: bool = False
+
+
+def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: str | None) -> FastAPI:
+    """The application in front of a desk. `token`, if there is one, must come with every request for an answer."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        desk.worker.start()
+        yield
+        desk.worker.close()
+
+    # No /docs: its page loads scripts from elsewhere.
+    app = FastAPI(title="r3lite", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.add_middleware(Guard, desk=desk, token=token, max_body=limits.max_body_kib << 10)
+    if server.cors_origins:
+        headers = ["Authorization", "Content-Type"]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=server.cors_origins, allow_methods=["GET", "POST"], allow_headers=headers
+        )
+    if server.on_loopback:  # a web page elsewhere could have its own name resolve to this machine
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK)
+    add_errors(app)
+    page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    security = page_headers(page)
+
+    @app.get("/", include_in_schema=False)
+    async def show() -> Response:
+        return HTMLResponse(page, headers=security)
+
+    @app.get("/api/health")
+    async def health() -> dict[str, Any]:
+        taken = desk.places.taken.total()
+        free = limits.max_requests - taken
+        modes = {"modes": desk.modes, "adapters": desk.adapters, "needs_token": token is not None}
+        return {"status": "ok", **modes, "requests": {"active": taken, "free": free}}
+
+    @app.post("/generate")
+    async def generate(body: Generate, request: Request) -> Response:
+        ask = desk.settled(body.query, body.mode, body.adapter)
+        ask = desk.continued(ask, body.conversation, body.retry)
+        events = desk.answer(client_of(request.scope), ask, body.stream)
+        start = await anext(events)  # what refuses the ask does so while there is a status to say it with
+        if body.stream:
+            return StreamingResponse(server_sent(told(desk, body, ask, start, events)), media_type=STREAM)
+        answer = await answer_of(request, events)
+        desk.remember(ask, body.conversation, answer, body.retry)
+        return JSONResponse({"question": ask.text, **asdict(answer), "conversation": body.conversation})
+
+    app.include_router(routes_of(desk))
+    return app
+
+
+async def told(desk: Desk, body: Generate, ask: Ask, start: dict[str, Any], events: Events) -> AsyncIterator[str]:
+    """The events of an answer as JSON, the last being `done` or `error`."""
+    async with aclosing(events):
+        yield json.dumps(start)
+        try:
+            async for event in events:
+                if isinstance(event, Answer):
+                    desk.remember(ask, body.conversation, event, body.retry)
+                    event = {"type": "done", "question": ask.text, **asdict(event)}
+                yield json.dumps(event)
+        except Refusal as refusal:
+            yield json.dumps({"type": "error", "code": refusal.code, "message": refusal.message})
+
+
+def add_errors(app: FastAPI) -> None:
+    """Has every error answered in one shape, without a path, a trace or what was sent."""
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        return failure(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")[:80]
+        where = where if re.fullmatch(r"[\w.]+", where) else "the request"
+        return failure(Refusal(400, "invalid_request", f"{where}: {first['msg']}"))
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        return failure(Refusal(error.status_code, "http_error", str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        return failure(Refusal(500, "failed", "Something went wrong here. The server's log says what."))
+
+
+def page_headers(page: str) -> dict[str, str]:
+    """What a browser may do on the page: run the script and use the style that are in it, and ask this server."""
+
+    def sources(tag: str) -> str:
+        texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return " ".join(f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts)
+
+    policy = f"default-src 'none'; script-src {sources('script')}; style-src {sources('style')}; img-src data:"
+    policy += "; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    more = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+    return {"Content-Security-Policy": policy, **more}

@@ -1,0 +1,78 @@
+"""What is asked of the server and what it answers, and what answers for it. Knows no HTTP and no model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+MODES = ("chat", "reasoning", "search")
+
+Message = dict[str, str]  # role and content
+Tell = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: what is asked in which mode of which adapter, after which messages. None: as the server is set."""
+
+    text: str
+    mode: str
+    adapter: str
+    earlier: tuple[Message, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A passage that was found, numbered in the order in which it was first found; `cited` if it has the answer."""
+
+    number: int
+    id: str
+    title: str
+    text: str
+    cited: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How an ask ended. `finish` is answered, cut_off or malformed; `why` says why there is no answer."""
+
+    final_answer: str
+    reasoning_trace: str
+    search_queries: list[str]
+    steps: list[dict[str, Any]]
+    sources: list[Source]
+    finish: str
+    why: str | None
+    failed: bool  # the retriever failed at a query
+    prompt_tokens: int  # given: the prompt and the documents
+    completion_tokens: int  # written by the model
+    mode: str = field(kw_only=True)
+    adapter: str = field(kw_only=True)
+
+
+class Answering(Protocol):
+    """What answers: used by one thread but for `prepare`, which any may call."""
+
+    modes: dict[str, str]  # of those that can be asked in, the adapter
+    adapters: list[str]
+
+    def prepare(self, ask: Ask, tell: Tell | None) -> Any:
+        """The ask, ready to join; R3LiteError if it is too long. `tell` gets what happens while it is answered."""
+
+    def join(self, prepared: Any) -> None:
+        """Begins to answer it, or has it wait for its turn."""
+
+    def leave(self, prepared: Any) -> None:
+        """Has it end soon, without an answer."""
+
+    def iterate(self) -> list[tuple[Any, Answer]]:
+        """Goes on with all of them for a moment; returns those that ended."""
+
+    def restart(self) -> None:
+        """Forgets all that joined, after `iterate` failed."""
+
+    def close(self) -> None:
+        """Called last."""

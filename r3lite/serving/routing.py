@@ -1,0 +1,42 @@
+"""Which mode an ask of mode `auto` goes to, by its words (English); nothing is learned and no model is asked."""
+
+import re
+from collections.abc import Collection
+
+SMALL_TALK = re.compile(
+    r"^\W*(hi|hello|hey|good (morning|afternoon|evening|night)|thanks?( you)?|thank you|bye|goodbye|ok(ay)?|please|"
+    r"nice|great|cool|sorry|yes|no)\b[^?]{0,40}$"
+    r"|^\W*((hi|hello|hey)\W+)?(how are you|who are you|what can you do|what is your name)\b.{0,20}$",
+    re.IGNORECASE,
+)
+WRITING = re.compile(
+    r"^\W*((please|can you|could you|would you) )*(write|rewrite|rephrase|translate|summari[sz]e|shorten|draft|compose|"
+    r"correct|proofread|tell me a (joke|story)|continue)\b",
+    re.IGNORECASE,
+)
+REASONING = re.compile(
+    r"\b(step by step|calculate|compute|solve|prove|derive|deduce|infer|logic(al(ly)?)?|puzzle|riddle|probability|"
+    r"explain why|how would|what (would|happens?) if|if all|suppose|assume|reason(ing)? about)\b"
+    r"|\d\s*[-+*/^=<>\u00d7\u00f7]\s*\d|\b(how (many|much))\b.*\d",
+    re.IGNORECASE,
+)
+QUESTION = re.compile(
+    r"\?\s*$|^\W*(who|whom|whose|when|where|which|what|why|how|is|are|was|were|did|does|do|has|have|in (which|what)|"
+    r"find|search|look up|name the|tell me (about|who|when|where|which|what))\b",
+    re.IGNORECASE,
+)
+
+
+def route(text: str, modes: Collection[str]) -> str:
+    """The mode of `modes` that fits what is asked.
+
+    Small talk and what is to be written go to chat, sums and suppositions to reasoning, other questions to search (to
+    reasoning if there is no search), all else to chat.
+    """
+    if SMALL_TALK.search(text) or WRITING.search(text):
+        return "chat"
+    if REASONING.search(text):
+        return "reasoning"
+    if QUESTION.search(text):
+        return "search" if "search" in modes else "reasoning"
+    return "chat"

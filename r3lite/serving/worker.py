@@ -1,0 +1,98 @@
+"""The thread that answers, and the jobs that it and the server's event loop share.
+
+The event loop submits jobs and awaits their events; the thread joins them to those that are being answered. Whoever
+stops waiting stops the job, and its place is free at the next token.
+"""
+
+import asyncio
+import queue
+import sys
+import threading
+import traceback
+from typing import Any
+
+from r3lite.serving.asks import Answer, Answering, Ask
+
+
+class Failed(Exception):
+    """An answer ended in an error of ours; the server's log has it."""
+
+
+class Job:
+    """An ask that is answered. Made and awaited on the event loop."""
+
+    def __init__(self, ask: Ask):
+        self.ask = ask
+        self.prepared: Any = None
+        self.stopped = False  # set on the event loop, read on the thread
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[dict[str, Any] | Answer | None] = asyncio.Queue()
+
+    def put(self, event: dict[str, Any] | Answer | None) -> None:
+        """Passes an event on, then at last the answer, or None for a failure; from the thread."""
+        if not self.stopped:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def next(self) -> dict[str, Any] | Answer:
+        """The next event, the last of which is the answer. Raises Failed."""
+        event = await self._events.get()
+        if event is None:
+            raise Failed
+        return event
+
+
+class Worker:
+    """Answers jobs on a thread of its own, in the order in which they are submitted."""
+
+    def __init__(self, answering: Answering):
+        self.answering = answering
+        self._incoming: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: list[Job] = []
+        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        self._incoming.put(job)
+
+    def close(self) -> None:
+        """Drops what is not finished and ends the thread."""
+        self._incoming.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._take():
+            for job in self._jobs:
+                if job.stopped:
+                    self.answering.leave(job.prepared)
+            try:
+                ended = self.answering.iterate()
+            except Exception:  # whatever it is, the next ones shall be answered
+                self._fail()
+                continue
+            for prepared, answer in ended:
+                job = next(job for job in self._jobs if job.prepared is prepared)
+                self._jobs.remove(job)
+                job.put(answer)
+        self.answering.close()
+
+    def _take(self) -> bool:
+        """Joins the jobs that have come, waiting for one if there is nothing to do; False at the end."""
+        while True:
+            try:
+                job = self._incoming.get(block=not self._jobs)
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            if not job.stopped:
+                self._jobs.append(job)
+                self.answering.join(job.prepared)
+
+    def _fail(self) -> None:
+        traceback.print_exc(file=sys.stderr)
+        for job in self._jobs:
+            job.put(None)
+        self._jobs.clear()
+        self.answering.restart()

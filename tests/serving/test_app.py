@@ -1,0 +1,226 @@
+"""The server's own routes: what is answered, what is refused and how, and that nothing stays behind."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from r3lite.settings import ServerSettings
+
+JSON = {"Content-Type": "application/json"}
+
+
+def send(running, method, path, body=None, **headers):
+    """Status, headers and body of a request."""
+    connection = http.client.HTTPConnection(urlsplit(running.url).netloc, timeout=20)
+    data = json.dumps(body) if isinstance(body, (dict, list)) else body
+    connection.request(method, path, data, {**JSON, **{k.replace("_", "-"): v for k, v in headers.items()}})
+    reply = connection.getresponse()
+    text = reply.read().decode()
+    connection.close()
+    return reply.status, dict(reply.getheaders()), text
+
+
+def generate(running, **body):
+    status, _, text = send(running, "POST", "/generate", body)
+    return status, json.loads(text)
+
+
+def events(text):
+    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+
+
+def free_again(running):
+    """Whether soon no ask holds a place, and nothing is being answered."""
+    for _ in range(200):
+        if not running.desk.places.taken.total() and not running.answering.jobs:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_an_answer_whole_and_as_a_stream(serving):
+    running = serving()
+    status, answer = generate(running, query="one two three", mode="search")
+    assert status == 200 and answer["question"] == answer["final_answer"] == "one two three"
+    assert (answer["mode"], answer["prompt_tokens"], answer["completion_tokens"]) == ("search", 7, 3)
+    _, headers, text = send(running, "POST", "/generate", {"query": "one two", "mode": "chat", "stream": True})
+    assert headers["content-type"].startswith("text/event-stream")
+    told = events(text)
+    assert told[0] == {"type": "start", "mode": "chat", "adapter": "sft"}
+    assert [e["text"] for e in told[1:-1]] == ["one", " two"] and told[-1]["type"] == "done"
+    assert told[-1]["final_answer"] == "one two" and free_again(running)
+
+
+def test_modes_adapters_and_auto(serving):
+    running = serving()
+    generate(running, query="who wrote it?", mode="auto")
+    generate(running, query="hello", mode="auto")
+    generate(running, query="x", mode="chat", adapter="rl")
+    assert [(a.mode, a.adapter) for a in running.answering.asked] == [
+        ("search", "rl"), ("chat", "sft"), ("chat", "rl")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({"query": "x", "mode": "poetry"}, 400, "unknown_mode"),
+        ({"query": "x", "adapter": "nope"}, 400, "unknown_adapter"),
+        ({"query": "  "}, 400, "empty"),
+        ({"query": 5}, 400, "invalid_request"),
+        ({}, 400, "invalid_request"),
+        ([], 400, "invalid_request"),
+        ("{", 400, "invalid_request"),
+        ("[" * 100_000, 400, None),
+        ('{"query": "\\ud800"}', 400, "invalid_request"),
+        ('{"query": ' + "9" * 10_000 + "}", 400, None),
+        ({"query": "x", "conversation": "a b"}, 400, "invalid_request"),
+        ({"query": "x " * 2000}, 400, "context_length_exceeded"),
+        ({"query": "x" * 300_000}, 413, "too_large"),
+        ({"query": "crash now"}, 500, "failed"),
+    ],
+)
+def test_errors_have_one_shape_and_tell_no_secrets(serving, body, status, code):
+    running = serving()
+    got, _, text = send(running, "POST", "/generate", body)
+    error = json.loads(text)["error"]
+    assert got == status and error["code"] in (code, *(("http_error",) if code is None else ()))
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "secret" not in text and "/" not in error["message"] and len(error["message"]) < 200
+    assert free_again(running)
+    assert generate(running, query="still here")[1]["final_answer"] == "still here"
+
+
+def test_other_paths_and_methods(serving):
+    running = serving()
+    assert [send(running, *r)[0] for r in (("GET", "/generate"), ("GET", "/etc/passwd"), ("GET", "/docs"))] == [
+        405, 404, 404
+    ]  # fmt: skip
+
+
+def test_a_body_of_unknown_length_is_cut_at_the_limit(serving):
+    running = serving(max_body_kib=4)
+    address = urlsplit(running.url)
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(9):
+            connection.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
+        assert b" 413 " in connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_who_goes_away_stops_the_answer(serving):
+    running = serving(slow=0.01)
+    address = urlsplit(running.url)
+    for stream in (False, True):
+        body = json.dumps({"query": "word " * 190, "stream": stream}).encode()
+        with socket.create_connection((address.hostname, address.port)) as connection:
+            head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+            connection.sendall(head.encode() + f"{len(body)}\r\n\r\n".encode() + body)
+            while not running.answering.jobs:
+                time.sleep(0.01)
+            said = running.answering.jobs[0]["said"]
+        began = time.monotonic()
+        assert free_again(running) and time.monotonic() - began < 1 and len(said) < 150
+
+
+def test_a_crash_fails_those_under_way_and_no_one_after(serving):
+    running = serving(slow=0.01)
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(generate(running, query="word " * 100)))
+    thread.start()
+    while not running.answering.jobs:
+        time.sleep(0.01)
+    assert generate(running, query="crash")[0] == 500
+    thread.join()
+    assert replies[0][0] == 500 and running.answering.restarts == 1
+    text = send(running, "POST", "/generate", {"query": "crash", "stream": True})[2]
+    assert events(text)[-1] == {
+        "type": "error", "code": "failed", "message": "Something went wrong here. The server's log says what."
+    }  # fmt: skip
+    assert generate(running, query="fine")[0] == 200
+
+
+def test_limits_of_time_of_places_and_of_a_clients_rate(serving):
+    running = serving(slow=0.01, request_seconds=0.2)
+    status, reply = generate(running, query="word " * 100)
+    assert status == 504 and reply["error"]["code"] == "timeout" and free_again(running)
+
+    running = serving(slow=0.01, max_requests=1)
+    thread = threading.Thread(target=generate, args=(running,), kwargs={"query": "word " * 50})
+    thread.start()
+    while not running.answering.jobs:
+        time.sleep(0.01)
+    status, headers, _ = send(running, "POST", "/generate", {"query": "x"})
+    assert status == 503 and headers["retry-after"] == "5"
+    thread.join()
+    assert generate(running, query="x")[0] == 200
+
+    running = serving(requests_per_minute=2)
+    statuses = [send(running, "POST", "/generate", {"query": "x"})[:2] for _ in range(3)]
+    assert [s for s, _ in statuses] == [200, 200, 429] and 1 <= int(statuses[2][1]["retry-after"]) <= 30
+    assert send(running, "GET", "/api/health")[0] == 200
+
+
+def test_a_token_is_asked_for_where_answers_are(serving):
+    running = serving(token="k" * 20)
+    ask = {"query": "x"}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {'k' * 20}"}):
+        status, _, text = send(running, "POST", "/generate", ask, **headers)
+        assert status == 401 and "k" * 20 not in text
+        assert send(running, "GET", "/v1/models", **headers)[0] == 401
+    assert send(running, "POST", "/generate", ask, Authorization=f"Bearer {'k' * 20}")[0] == 200
+    status, _, text = send(running, "GET", "/api/health")
+    assert status == 200 and json.loads(text)["needs_token"] and send(running, "GET", "/")[0] == 200
+
+
+def test_other_origins_and_names(serving):
+    running = serving()
+    origin = {"Origin": "https://example.org"}
+    assert "access-control-allow-origin" not in send(running, "POST", "/generate", {"query": "x"}, **origin)[1]
+    # A page elsewhere whose own name resolves to this machine, and a form, which needs no permission.
+    assert send(running, "GET", "/api/health", Host="example.org")[0] == 400
+    assert send(running, "POST", "/generate", '{"query": "x"}', Content_Type="text/plain")[0] == 400
+    named = serving(server=ServerSettings(cors_origins=("https://example.org",)))
+    allowed = send(named, "POST", "/generate", {"query": "x"}, **origin)[1]["access-control-allow-origin"]
+    assert allowed == "https://example.org"
+    assert "access-control-allow-origin" not in send(named, "GET", "/api/health", Origin="https://evil.example")[1]
+
+
+def test_a_conversation_is_remembered_and_its_last_turn_tried_again(serving):
+    running = serving()
+    for body in ({"query": "one"}, {"query": "two"}, {"query": "two", "retry": True}, {"query": "three"}):
+        generate(running, conversation="c-1", **body)
+    generate(running, query="alone")
+    generate(running, query="other", conversation="c-2")
+    said = [[m["content"] for m in a.earlier] for a in running.answering.asked]
+    assert said == [[], ["one", "one"], ["one", "one"], ["one", "one", "two", "two"], [], []]
+
+
+def test_many_at_once_each_get_their_own(serving):
+    running = serving()
+    replies = {}
+
+    def ask(i):
+        replies[i] = generate(running, query=f"number {i} " * 5)[1]["final_answer"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert replies == {i: (f"number {i} " * 5).strip() for i in range(32)} and free_again(running)
+
+
+def test_the_health_and_the_page(serving):
+    running = serving()
+    status, _, text = send(running, "GET", "/api/health")
+    assert status == 200 and json.loads(text)["requests"] == {"active": 0, "free": 128}
+    status, headers, page = send(running, "GET", "/")
+    assert status == 200 and page.startswith("<!doctype html>")
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy

@@ -1,0 +1,97 @@
+"""What is remembered of conversations, what a client may ask, and where an ask of mode auto goes."""
+
+import random
+
+import pytest
+
+from r3lite.serving.conversations import Conversations
+from r3lite.serving.limits import CLIENTS, Places, Rate
+from r3lite.serving.routing import route
+
+
+def texts(conversations, id, **more):
+    return [message["content"] for message in conversations.messages(id, **more)]
+
+
+def test_the_last_turns_of_the_last_conversations():
+    kept = Conversations(turns=2, conversations=2, size=1000)
+    for i in range(3):
+        kept.add("a", f"q{i}", f"a{i}")
+    assert texts(kept, "a") == ["q1", "a1", "q2", "a2"] and texts(kept, "a", all_but_last=True) == ["q1", "a1"]
+    assert [m["role"] for m in kept.messages("a")] == ["user", "assistant"] * 2
+    kept.add("b", "x", "y")
+    kept.add("a", "q3", "a3")
+    kept.add("c", "x", "y")  # b was silent longest
+    assert texts(kept, "b") == [] and texts(kept, "a") == ["q2", "a2", "q3", "a3"]
+    kept.add("a", "q3", "better", in_place_of_last=True)
+    assert texts(kept, "a") == ["q2", "a2", "q3", "better"]
+
+
+def test_bytes_are_bounded_whatever_is_said():
+    rng, kept = random.Random(0), Conversations(turns=5, conversations=9, size=400)
+    for _ in range(500):
+        kept.add(str(rng.randrange(20)), "\u6771" * rng.randrange(60), "x" * rng.randrange(300), rng.random() < 0.2)
+        held = sum(len(t.encode()) for id in list(kept._of) for t in texts(kept, id))
+        assert held == kept.held <= 400 and len(kept) <= 9
+    kept.add("long", "x" * 500, "")
+    assert kept.held == 0 and texts(kept, "long") == []
+    assert Conversations(turns=0, conversations=9, size=400).messages("a") == ()
+
+
+def test_no_turns_at_all_are_remembered_if_none_shall_be():
+    kept = Conversations(turns=0, conversations=9, size=400)
+    kept.add("a", "x", "y")
+    assert texts(kept, "a") == [] and kept.held == 0
+
+
+def test_a_bucket_fills_up_as_time_passes():
+    now = [0.0]
+    rate = Rate(60, lambda: now[0])
+    assert [rate.wait("a") for _ in range(60)] == [0.0] * 60 and rate.wait("a") == 1.0
+    assert rate.wait("b") == 0.0
+    now[0] = 0.5
+    assert rate.wait("a") == 0.5
+    now[0] = 1.0
+    assert rate.wait("a") == 0.0 and rate.wait("a") == 1.0
+    for i in range(CLIENTS + 5):
+        rate.wait(f"client {i}")
+    assert len(rate._buckets) == CLIENTS
+
+
+def test_places_are_taken_and_freed():
+    places = Places(most=3, most_of_client=2)
+    assert [places.take(c) for c in ("a", "a", "a", "b", "b")] == [None, None, "client", None, "all"]
+    places.free("a")
+    assert places.take("b") is None
+    for client in ("a", "b", "b"):
+        places.free(client)
+    assert places.taken.total() == 0 and not places.taken
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("Hello!", "chat"),
+        ("hi there", "chat"),
+        ("Thanks, that helps.", "chat"),
+        ("How are you?", "chat"),
+        ("Write a poem about the sea", "chat"),
+        ("Please translate this sentence: the house is red", "chat"),
+        ("Could you summarize the text above?", "chat"),
+        ("I had a bad day", "chat"),
+        ("What is 17 * 23?", "reasoning"),
+        ("Solve x^2 = 16 step by step", "reasoning"),
+        ("If all cats are animals, is Tom an animal?", "reasoning"),
+        ("Suppose it rains tomorrow. What happens to the match?", "reasoning"),
+        ("How many apples are left if I eat 3 of 5?", "reasoning"),
+        ("Who is married to the composer of Jelsan Janli?", "search"),
+        ("Which company does the director of Tentor Trulgol work for?", "search"),
+        ("when was the Eiffel tower built", "search"),
+        ("Hello, who directed Psycho?", "search"),
+        ("Tell me about Ada Lovelace", "search"),
+        ("Is Rome older than Paris?", "search"),
+    ],
+)
+def test_where_an_ask_goes(text, mode):
+    assert route(text, ("chat", "reasoning", "search")) == mode
+    assert route(text, ("chat", "reasoning")) == ("reasoning" if mode == "search" else mode)

@@ -1,0 +1,80 @@
+"""What is told of a growing answer in each format, and the passages that an answer rests on."""
+
+import itertools
+
+import pytest
+
+from r3lite.episode import ANSWERED, CUT_OFF, Document, Question
+from r3lite.protocols.chat import Chat
+from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.transcript import Layout, Transcript
+from r3lite.serving.asks import Ask
+from r3lite.serving.telling import Growing
+from r3lite.settings import LengthSettings, ProtocolSettings
+
+DOCUMENTS = [Document("1", "Rome", "It is the capital of Italy."), Document("2", "Oslo", "Oslo lies in Norway.")]
+R3_TURN = "Step 1:\nThe problem analysis: First, Rome.\nThe retrieval query: Rome is where?"
+TAGS_TURN = "<think> First, Rome. </think><search> Rome is where? "
+
+
+def growing(protocol, mode="search"):
+    told = []
+    transcript = Transcript(Question("q", "where?", ()))
+    return Growing(Ask("where?", mode, "rl"), transcript, protocol, told.append), transcript, told
+
+
+@pytest.mark.parametrize(("name", "turn"), [("r3", R3_TURN), ("tags", TAGS_TURN)])
+def test_an_analysis_grows_at_its_end_only_and_never_shows_the_beginning_of_a_heading(name, turn):
+    ask, _, told = growing(build_protocol(ProtocolSettings(format=name)))
+    for character in turn:
+        ask.hear(character)
+    shown = [event["analysis"] for event in told]
+    assert all(later.startswith(earlier.rstrip()) for earlier, later in itertools.pairwise(shown))
+    assert shown[-1] == "First, Rome." and "".join(event["text"] for event in told) == turn
+    if name == "r3":  # a search in tags is usable when it is closed
+        assert told[-1]["query"] == "Rome is where?"
+
+
+def test_a_chat_is_its_answer():
+    ask, transcript, told = growing(Chat(), "chat")
+    ask.hear("Step 1:")
+    ask.hear(" no, just so")
+    assert told[-1]["answer"] == "Step 1: no, just so"
+    transcript.finish = CUT_OFF
+    answer = ask.answer("why")
+    assert (answer.final_answer, answer.finish, answer.why) == ("Step 1: no, just so", CUT_OFF, None)
+
+
+def test_passages_are_numbered_once_and_cited_word_for_word(tokenizer):
+    protocol = build_protocol(ProtocolSettings())
+    layout = Layout(tokenizer, protocol, LengthSettings())
+    ask, transcript, told = growing(protocol)
+    layout.open(transcript)
+    turns = [
+        (R3_TURN, DOCUMENTS),
+        ("Step 2:\nThe problem analysis: Norway?\nThe retrieval query: Oslo?", DOCUMENTS[1:]),
+        ("Step 3:\nThe problem analysis: So.\nThe final answer: the capital of Italy", ()),
+    ]
+    for text, documents in turns:
+        ask.hear(text)
+        transcript.write([*tokenizer.encode(text), tokenizer.stop_id])
+        layout.close_turn(transcript)
+        if transcript.pending:
+            layout.splice(transcript, documents)
+        ask.look(transcript)
+    steps = [event for event in told if event["type"] == "step"]
+    assert [[d["number"] for d in step["documents"]] for step in steps] == [[1, 2], [2], []]
+    answer = ask.answer("why")
+    assert answer.finish == ANSWERED and answer.final_answer == "the capital of Italy" and answer.why is None
+    assert [(s.number, s.id, s.cited) for s in answer.sources] == [(1, "1", True), (2, "2", False)]
+    assert [step["sources"] for step in answer.steps] == [[1, 2], [2], []]
+    assert answer.search_queries == ["Rome is where?", "Oslo?"]
+    assert answer.reasoning_trace == "\n".join(text for text, _ in turns)
+    assert answer.prompt_tokens + answer.completion_tokens == len(transcript.tokens)
+
+
+def test_without_an_answer_it_says_why():
+    ask, transcript, _ = growing(build_protocol(ProtocolSettings()))
+    transcript.finish = CUT_OFF
+    answer = ask.answer("step 1 had no room")
+    assert (answer.final_answer, answer.finish, answer.why) == ("", CUT_OFF, "step 1 had no room")
