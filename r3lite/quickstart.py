@@ -193,6 +193,8 @@ where to look next
   your own data:    README.md, "Train on HotpotQA"
   ask it yourself:
     {asking(out, config)}
+  on a page in the browser (pip install -e '.[serve]'):
+    {serving(out, config)}
 """)
 
 
@@ -201,6 +203,13 @@ def asking(out: Path, config: QuickstartConfig) -> str:
     question = next(read_jsonl(shipped("data", "world", "test.jsonl"))).text("question")
     paths = ["--adapter", str(out / config.quickstart.algorithm), "--index", str(out / "index")]
     return shlex.join(["python", "-m", "r3lite.ask", "--preset", config.common.preset, *paths, question])
+
+
+def serving(out: Path, config: QuickstartConfig) -> str:
+    """The command that serves both trained models on a page."""
+    adapters = f"sft={out / 'sft'},rl={out / config.quickstart.algorithm}"
+    paths = ["--adapters", adapters, "--index", str(out / "index")]
+    return shlex.join(["python", "-m", "r3lite.serve", "--preset", config.common.preset, *paths])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -125,7 +125,7 @@ def test_who_goes_away_stops_the_answer(serving):
                 time.sleep(0.01)
             said = running.answering.jobs[0]["said"]
         began = time.monotonic()
-        assert free_again(running) and time.monotonic() - began < 1 and len(said) < 150
+        assert free_again(running) and time.monotonic() - began < 10 and len(said) < 150
 
 
 def test_a_crash_fails_those_under_way_and_no_one_after(serving):
