@@ -99,10 +99,10 @@ def browser():
 def page(serving, browser, monkeypatch):
     monkeypatch.setattr("tests.serving.conftest.Echo", Found)
     running = serving()
+    for told in (browser.requests, browser.dialogs, browser.errors):
+        told.clear()
 
     def load(width=1000, height=800, dark=False):
-        for told in (browser.requests, browser.dialogs, browser.errors):
-            told.clear()
         browser.view(width, height, dark)
         browser.open(running.url)
         browser.wait("document.querySelectorAll('#adapter option').length > 2")
