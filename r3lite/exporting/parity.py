@@ -1,4 +1,4 @@
-"""Whether an exported model says what the model said that was exported."""
+"""Compares an exported model with the one that it was made of, by the logits after some prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
