@@ -76,7 +76,7 @@ class FullTurns(Layout):
     def close_turn(self, sequence: Sequence) -> None:
         if len(sequence.steps) < self.searches:
             query = f"the river of town {sequence.stream.randrange(1000)}"
-            sequence.add_step(Step("analysis", query))
+            sequence.add_step(Step.asking("analysis", query))
             sequence.pending = (query,)
         else:
             sequence.add_step(Step("analysis", answer="x"))

@@ -100,7 +100,7 @@ class Layouts:
     def close_turn(self, transcript: Transcript) -> None:
         self.of[transcript.question.type].close_turn(transcript)
 
-    def splice(self, transcript: Transcript, documents: list[Document]) -> None:
+    def splice(self, transcript: Transcript, documents: list[list[Document]]) -> None:
         self.of[transcript.question.type].splice(transcript, documents)
 
 

@@ -140,7 +140,7 @@ def record(episode: Episode, trace: str) -> dict:
         "question": episode.question.text,
         "final_answer": episode.prediction,
         "reasoning_trace": trace,
-        "search_queries": [s.query for s in episode.steps if s.query is not None],
+        "search_queries": episode.queries,
         "documents": [d.to_json() for d in episode.documents],
         **({"failure": episode.failure} if episode.failure else {}),
     }
@@ -149,7 +149,7 @@ def record(episode: Episode, trace: str) -> dict:
 def evidence(sequence: "Sequence") -> str:
     """What the query of the last step brought, in lines that are set in; empty if the step has none."""
     step = sequence.steps[-1]
-    if step.query is None:
+    if not step.searches:
         return ""
     told = [shown(document) for document in step.documents]
     if not told and sequence.failure:

@@ -195,7 +195,7 @@ def gold(
         reason = obstacle(question, config.collect.max_hops, protocol.searches)
         if not reason:
             shown = demonstration(question, [()] * len(question.hops), False)
-            idle = config.collect.without_search == "drop" and all(step.query is None for step in shown)
+            idle = config.collect.without_search == "drop" and not any(step.searches for step in shown)
             reason = WITHOUT_SEARCH if idle else check_steps(shown, protocol)
         if reason:
             tally.rejected[reason] += 1

@@ -3,7 +3,7 @@
 Knows no text format, no tokens and no model.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -100,25 +100,68 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step: an analysis, then either a query with the documents it brought, or the final answer.
+class Search:
+    """A query with the documents that it brought; `source` is the kind of source that it is meant for, if any."""
 
-    `faults` are names from the protocol's `faults`; a step without any is well-formed.
+    query: str
+    documents: tuple[Document, ...] = ()
+    source: str = ""
+
+    def to_json(self) -> dict:
+        record = {"query": self.query, "documents": [d.to_json() for d in self.documents]}
+        return record | ({"source": self.source} if self.source else {})
+
+    @staticmethod
+    def from_json(record: Record) -> "Search":
+        documents = tuple(map(Document.from_json, record.records("documents", ())))
+        return Search(record.text("query", blank=True), documents, record.text("source", "", blank=True))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: an analysis, then either searches (mostly one) or the final answer.
+
+    `verification` is what an answer was checked against before it was given, in protocols that ask for that. `faults`
+    are names from the protocol's `faults`; a step without any is well-formed.
     """
 
     analysis: str = ""
-    query: str | None = None
-    documents: tuple[Document, ...] = ()
+    searches: tuple[Search, ...] = ()
     answer: str | None = None
     faults: tuple[str, ...] = ()
+    verification: str = ""
 
-    def with_documents(self, documents) -> "Step":
-        return replace(self, documents=tuple(documents))
+    @staticmethod
+    def asking(analysis: str, query: str, documents: Sequence[Document] = (), faults: tuple[str, ...] = ()) -> "Step":
+        """A step with one search."""
+        return Step(analysis, (Search(query, tuple(documents)),), faults=faults)
+
+    @property
+    def queries(self) -> tuple[str, ...]:
+        return tuple(search.query for search in self.searches)
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """Those of all its searches, in order."""
+        return tuple(d for search in self.searches for d in search.documents)
+
+    def with_documents(self, documents: Sequence[Sequence[Document]]) -> "Step":
+        """The same step with these documents of each search."""
+        pairs = zip(self.searches, documents, strict=True)
+        return replace(self, searches=tuple(replace(search, documents=tuple(found)) for search, found in pairs))
+
+    def without_documents(self) -> "Step":
+        return self.with_documents([()] * len(self.searches))
 
     def to_json(self) -> dict:
+        """A single search of no particular source stands as `query` and `documents`, all others under `searches`."""
         record = {"analysis": self.analysis}
-        if self.query is not None:
-            record |= {"query": self.query, "documents": [d.to_json() for d in self.documents]}
+        if len(self.searches) == 1 and not self.searches[0].source:
+            record |= self.searches[0].to_json()
+        elif self.searches:
+            record["searches"] = [search.to_json() for search in self.searches]
+        if self.verification:
+            record["verification"] = self.verification
         if self.answer is not None:
             record["answer"] = self.answer
         if self.faults:
@@ -129,11 +172,18 @@ class Step:
     def from_json(record: Record) -> "Step":
         return Step(
             analysis=record.text("analysis", "", blank=True),
-            query=record.text("query", None, blank=True),
-            documents=tuple(map(Document.from_json, record.records("documents", ()))),
+            searches=tuple(map(Search.from_json, searches_of(record))),
             answer=record.text("answer", None, blank=True),
             faults=record.texts("faults", ()),
+            verification=record.text("verification", "", blank=True),
         )
+
+
+def searches_of(step: Record) -> list[Record]:
+    """The searches of a step's record, see `Step.to_json`."""
+    if "query" in step and "searches" in step:
+        raise step.error("it has both 'query' and 'searches'")
+    return [step] if step.text("query", None, blank=True) is not None else list(step.records("searches", ()))
 
 
 @dataclass
@@ -160,8 +210,12 @@ class Episode:
         return [d for s in self.steps for d in s.documents]
 
     @property
+    def queries(self) -> list[str]:
+        return [query for step in self.steps for query in step.queries]
+
+    @property
     def searches(self) -> int:
-        return sum(s.query is not None for s in self.steps)
+        return len(self.queries)
 
     def new_gold(self) -> list[set[int]]:
         """For each step, the indices of the gold paragraphs that its query brought and no earlier step had."""

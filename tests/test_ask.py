@@ -152,7 +152,7 @@ def test_a_retriever_that_failed_is_shown_as_such(arguments, capsys, monkeypatch
 def test_an_episode_without_an_answer_says_why(arguments, capsys):
     shown = told(capsys, ["What is this?", *arguments]).out
     assert shown.startswith("I do not know.\n\nno answer: step 1 does not open with `Step k:`, has no problem analysis")
-    full = Episode(Question("q", "x", ()), [Step("so", query="y")], CUT_OFF)
+    full = Episode(Question("q", "x", ()), [Step.asking("so", "y")], CUT_OFF)
     assert ask.outcome(full, FAULTS) == "no answer: step 1 had no room left within --max-length\n"
 
 

@@ -103,7 +103,7 @@ def test_a_teacher_s_trajectory_holds_what_it_wrote_and_what_was_retrieved(tmp_p
     assert teach(write(tmp_path / "data.jsonl", [row(1), row(2)])) == 0
     first, second = read_rows(teach.output)
     assert (first.id, first.source, second.id) == ("q1", "teacher", "q2")
-    assert [s.query for s in first.steps] == ["Who directed Film 1?", "Where was Person 1 born?", None]
+    assert [s.queries for s in first.steps] == [("Who directed Film 1?",), ("Where was Person 1 born?",), ()]
     assert "Person 1" in {d.title for d in first.steps[1].documents}  # not what the teacher invented
     assert first.steps[-1].answer == "Oslo"
     assert not any(

@@ -42,7 +42,7 @@ DOCUMENTS = [
     Document("2", "Dahl", "</information> is no tag here."),
 ]
 STEPS = (
-    Step("I need to find out: Who directed Brenn?", "Who directed Brenn?").with_documents(DOCUMENTS),
+    Step.asking("I need to find out: Who directed Brenn?", "Who directed Brenn?").with_documents([DOCUMENTS]),
     Step("Who directed Brenn? Ann Dahl. This gives the answer.", answer="Ann Dahl"),
 )
 

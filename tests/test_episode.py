@@ -49,11 +49,11 @@ def test_hop_count():
 @pytest.mark.parametrize(
     "step",
     [
-        Step("a", "q", (PARIS, ROME)),
-        Step("a", "q"),
+        Step.asking("a", "q", (PARIS, ROME)),
+        Step.asking("a", "q"),
         Step("a", answer="yes"),
         Step("", faults=("cut_off",)),
-        Step("ünïcode", "東京\u2028?", (Document("4", "", ""),), faults=("repeated_query",)),
+        Step.asking("ünïcode", "東京\u2028?", (Document("4", "", ""),), faults=("repeated_query",)),
     ],
 )
 def test_a_step_survives_json(step):
@@ -62,14 +62,14 @@ def test_a_step_survives_json(step):
 
 def test_keys_of_a_step_s_record():
     """Collected trajectories promise them: documents come with every query, even where it found nothing."""
-    assert Step("a", "q").to_json() == {"analysis": "a", "query": "q", "documents": []}
+    assert Step.asking("a", "q").to_json() == {"analysis": "a", "query": "q", "documents": []}
     assert Step("a", answer="x").to_json() == {"analysis": "a", "answer": "x"}
-    documents = Step("a", "q", (ROME,)).to_json()["documents"]
+    documents = Step.asking("a", "q", (ROME,)).to_json()["documents"]
     assert documents == [{"id": "3", "title": "Rome", "text": ROME.text}]
 
 
 def test_an_episode_s_answer_documents_and_record():
-    steps = [Step("a", "q1", (PARIS,)), Step("b", "q2", (ROME, PARIS)), Step("c", answer="Rome")]
+    steps = [Step.asking("a", "q1", (PARIS,)), Step.asking("b", "q2", (ROME, PARIS)), Step("c", answer="Rome")]
     episode = Episode(question(), steps, ANSWERED)
     assert episode.prediction == "Rome"
     assert episode.documents == [PARIS, ROME, PARIS]

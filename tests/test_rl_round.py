@@ -27,7 +27,7 @@ def sequence(question: Question, found: str, says: str = "no") -> Sequence:
         made.observe([0])
         made.write([1, 2])
         brought = (GOLD[int(letter)],) if letter.isdigit() else ()
-        step = Step("x", answer=says) if letter == "!" else Step("x", query=letter, documents=brought)
+        step = Step("x", answer=says) if letter == "!" else Step.asking("x", letter, brought)
         made.add_step(step)
     made.logprobs, made.values = ([float(i) for i in range(sum(made.action_mask))] for _ in range(2))
     return made

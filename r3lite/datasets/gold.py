@@ -72,7 +72,7 @@ def steps(question: Question, documents: Sequence[Sequence[Document]], hurried: 
     written = []
     for query, hop, brought in zip(asked, hops, documents):
         opening = f"{found} Next I need to find out:" if found else "I need to find out:"
-        written.append(Step(f"{opening} {query}", query, tuple(brought)))
+        written.append(Step.asking(f"{opening} {query}", query, brought))
         found = f"{query} {_sentence(hop.answer)}"
     answer = hops[-1].answer if hurried else question.answers[0]
     return *written, Step(f"{found} This gives the answer.", answer=answer)

@@ -56,12 +56,14 @@ class Teacher:
             for this, reply in zip(live, self.client.generate_all(requests), strict=True):
                 self.add_step(this, reply)
             searching = [t for t in live if t.goes_on]
-            found = self.retrieve([(t.question, t.steps[-1].query) for t in searching]) if searching else []
-            for this, outcome in zip(searching, found, strict=True):
-                if isinstance(outcome, Failure):
-                    this.missing = f"retriever: {outcome.reason}"
+            pairs = [(t.question, query) for t in searching for query in t.steps[-1].queries]
+            found = iter(self.retrieve(pairs) if pairs else [])
+            for this in searching:
+                outcomes = [next(found) for _ in this.steps[-1].queries]
+                if failed := next((o for o in outcomes if isinstance(o, Failure)), None):
+                    this.missing = f"retriever: {failed.reason}"
                 else:
-                    this.steps[-1] = this.steps[-1].with_documents(outcome)
+                    this.steps[-1] = this.steps[-1].with_documents(outcomes)
         return tries
 
     def request(self, this: Try, number: int) -> Request:
@@ -72,7 +74,7 @@ class Teacher:
         turns, user = [], [self.protocol.opening(self.protocol.quoted(this.question.text))]
         for k, step in enumerate(this.steps, 1):
             turns += ["\n\n".join(user), self.protocol.render(step, k)]
-            user = [self.protocol.observation(step.documents, k + 1)]
+            user = [self.protocol.observation(this.steps[:k])]
         if len(this.steps) == self.settings.max_hops:
             user.append(self.protocol.answer_request)
         if number:
@@ -92,7 +94,7 @@ class Teacher:
         step = self.protocol.parse(self.protocol.first_turn(reply.text), this.steps)
         if step.faults:
             this.failure = f"malformed step ({step.faults[0]})"
-        elif step.query is not None and len(this.steps) == self.settings.max_hops:
+        elif step.searches and len(this.steps) == self.settings.max_hops:
             this.failure = f"no answer after {self.settings.max_hops} queries"
         else:
             this.steps.append(step)

@@ -120,8 +120,9 @@ def _trajectory(row: Record, id: str, protocol: Protocol) -> Trajectory:
 
 
 def _stripped(step: Step) -> Step:
-    query, answer = (t if t is None else t.strip() for t in (step.query, step.answer))
-    return replace(step, analysis=step.analysis.strip(), query=query, answer=answer)
+    searches = tuple(replace(search, query=search.query.strip()) for search in step.searches)
+    answer = None if step.answer is None else step.answer.strip()
+    return replace(step, analysis=step.analysis.strip(), searches=searches, answer=answer)
 
 
 def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
@@ -129,15 +130,15 @@ def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
     if not steps:
         return "it has no steps"
     for number, step in enumerate(steps, 1):
-        if step.query is not None and not protocol.searches:
+        if step.searches and not protocol.searches:
             return f"step {number} asks for documents, and --format names a format without search"
         parsed = protocol.parse(protocol.render(step, number), steps[: number - 1])
         faults = step.faults or parsed.faults
-        if step.query is not None and step.answer is not None:
+        if step.searches and step.answer is not None:
             faults = ("query_and_answer",)
         if faults:
             return f"step {number} {protocol.faults.get(faults[0], faults[0])}"
-        if parsed != replace(step, documents=()):
+        if parsed != step.without_documents():
             return f"step {number} reads differently once it is written down and parsed"
         if number < len(steps) and step.answer is not None:
             return f"step {number} answers, but steps follow it"

@@ -85,8 +85,8 @@ class Marks:
 
 
 def _counts(steps: Sequence[Step]) -> tuple[int, int, int]:
-    """How many steps are well-formed, how many there are, and how many search."""
-    return sum(not s.faults for s in steps), len(steps), sum(s.query is not None for s in steps)
+    """How many steps are well-formed, how many there are, and how many searches they make."""
+    return sum(not s.faults for s in steps), len(steps), sum(len(s.searches) for s in steps)
 
 
 def _facts(episode: Episode, em: float) -> dict[str, float]:

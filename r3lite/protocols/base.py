@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from r3lite.episode import Document, Step
+from r3lite.episode import Step
 
 CUT_OFF, ANSWER_WAS_FORCED = "cut_off", "answer_was_forced"
 BLANK_QUERY, REPEATED_QUERY = "blank_query", "repeated_query"  # faults of every protocol that searches
@@ -27,6 +27,11 @@ def one_line(text: str) -> str:
 def same_query(a: str, b: str) -> bool:
     """Whether two queries are the same words, whatever their case, punctuation and spaces."""
     return re.findall(r"\w+", a.casefold()) == re.findall(r"\w+", b.casefold())
+
+
+def asked_before(query: str, earlier: Sequence[Step]) -> bool:
+    """Whether one of the `earlier` steps asked the same."""
+    return any(same_query(query, other) for step in earlier for other in step.queries)
 
 
 class Protocol(ABC):
@@ -59,7 +64,7 @@ class Protocol(ABC):
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         """The step that a turn's text (with its forced prefix) means after the `earlier` ones; faults are named in it.
 
-        A step without query and answer is malformed: the episode ends with it.
+        A step without searches and answer is malformed: the episode ends with it.
         """
 
     @abstractmethod
@@ -67,8 +72,8 @@ class Protocol(ABC):
         """The text of step `number` as the model should write it. Its documents belong to the next observation."""
 
     @abstractmethod
-    def observation(self, documents: Sequence[Document], number: int) -> str:
-        """The text given after a query; `number` is that of the step to be written next.
+    def observation(self, steps: Sequence[Step]) -> str:
+        """The text given after the searches of the last of an episode's `steps`, with their documents.
 
         Nothing in a document may look like the end of it, or like another one: see `quoted`.
         """
@@ -80,6 +85,10 @@ class Protocol(ABC):
     @abstractmethod
     def step_request(self, number: int) -> str:
         """What asks a model that was not trained on the protocol, such as a teacher, for the text of step `number`."""
+
+    def first_search(self, question: str) -> Step:
+        """A first step whose query is the question itself, `quoted` already."""
+        return Step.asking(f"I need to find out: {question}", question)
 
     @abstractmethod
     def first_turn(self, reply: str) -> str:

@@ -6,7 +6,7 @@ No format of --format, as it has no steps. `serve` speaks it in its mode chat.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from r3lite.episode import Document, Step
+from r3lite.episode import Step
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol
 
 FAULTS = {"blank_answer": "answers nothing", **LAYOUT_FAULTS}
@@ -37,7 +37,7 @@ class Chat(Protocol):
     def render(self, step: Step, number: int) -> str:
         return step.answer or ""
 
-    def observation(self, documents: Sequence[Document], number: int) -> str:
+    def observation(self, steps: Sequence[Step]) -> str:
         raise AssertionError("a chat does not search")
 
     def forced_prefix(self, number: int) -> str:

@@ -9,14 +9,18 @@ R3-RAG (arXiv 2505.23794) writes an episode as numbered steps. The model writes
 and the documents of its query are given to it under `The retrieval documents:`. An episode is a chat: the question is
 the first user turn, each step is an assistant turn, the documents of each query are the next user turn. Parsing sees
 one assistant turn at a time, so the example in the prompt is never read as a step.
+
+Two things are optional. A step may ask several queries at once, in `The retrieval queries:`, numbered, one a line. And
+an answer may have to be checked against the documents before it is given, under `The verification:`.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from r3lite.episode import Document, Step
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, one_line, same_query
+from r3lite.episode import Document, Search, Step
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
 from r3lite.protocols.templates import read_template
 from r3lite.settings import ProtocolSettings
 
@@ -30,19 +34,36 @@ FAULTS = {
     "blank_answer": "answers nothing",
     "repeated_query": "asks again what an earlier step asked",
     "repeated_heading": "writes a heading twice",
+    "query_and_queries": "has both a query and a list of queries",
+    "unnumbered_query": "does not number its queries from 1, one a line",
+    "too_many_queries": "asks more queries than are allowed at once",
+    "no_verification": "answers without a verification before it, or with a blank one",
+    "idle_verification": "verifies, but does not answer",
     "text_after_query": "goes on after the query",
     "text_after_answer": "goes on after the answer",
     "wrote_documents": "writes retrieval documents itself",
     **LAYOUT_FAULTS,
 }
 STEP = re.compile(r"\s*Step[ \t]+(\d+)[ \t]*:[ \t]*\n?")
-ANALYSIS, QUERY, DOCUMENTS, ANSWER = (
+ANALYSIS, QUERY, QUERIES, DOCUMENTS, VERIFICATION, ANSWER = (
     "The problem analysis:",
     "The retrieval query:",
+    "The retrieval queries:",
     "The retrieval documents:",
+    "The verification:",
     "The final answer:",
 )
-HEADING = re.compile(rf"^[ \t]*({'|'.join(map(re.escape, (ANALYSIS, QUERY, DOCUMENTS, ANSWER)))})", re.MULTILINE)
+NUMBERED = re.compile(r"[ \t]*(\d+)\.(.*)")
+# What the opening prompt has for {queries_note} and {verification_note} if the options are on.
+QUERIES_NOTE = """Up to {most} questions that do not wait for each other's answers can be asked at once:
+Step k:
+The problem analysis: what is known so far and what has to be found next
+The retrieval queries:
+1. one short question
+2. another short question
+
+"""
+VERIFICATION_NOTE = "The verification: which documents show each fact that the answer rests on\n"
 
 
 @dataclass(frozen=True)
@@ -52,6 +73,8 @@ class R3(Protocol):
     init_prompt: str  # opens an episode; has {question}
     step_prompt: str  # answers a query; has {documents} and may have {step}, the number of the step to be written next
     system: str | None = None
+    most_queries: int = 1  # of a step
+    verifies: bool = False
 
     faults = FAULTS
     # A model that goes on past its query would invent the documents; its turn is over when it starts to.
@@ -62,24 +85,47 @@ class R3(Protocol):
     @staticmethod
     def load(settings: ProtocolSettings) -> "R3":
         """With the prompt files that the settings name; a relative path is looked up here, then among the shipped."""
-        init = read_template(settings.init_prompt or "prompts/init_prompt.txt", "question")
+        most, verifies = settings.queries_per_step, settings.verification
+        notes = {
+            "queries_note": QUERIES_NOTE.format(most=most) if most > 1 else "",
+            "verification_note": VERIFICATION_NOTE if verifies else "",
+        }
+        init = read_template(settings.init_prompt or "prompts/init_prompt.txt", "question", tuple(notes))
+        for name, note in notes.items():
+            init = init.replace(f"{{{name}}}", note)
         step = read_template(settings.step_prompt or "prompts/step_prompt.txt", "documents", ("step",))
-        return R3(init, step, settings.system_prompt)
+        return R3(init, step, settings.system_prompt, most, verifies)
+
+    @cached_property
+    def heading(self) -> re.Pattern:
+        """A heading of a step at the beginning of a line; those of options that are off are plain text."""
+        optional = [QUERIES] * (self.most_queries > 1) + [VERIFICATION] * self.verifies
+        names = "|".join(map(re.escape, (ANALYSIS, QUERY, DOCUMENTS, ANSWER, *optional)))
+        return re.compile(rf"^[ \t]*({names})", re.MULTILINE)
 
     def opening(self, question: str) -> str:
         return self.init_prompt.replace("{question}", question)
 
     def render(self, step: Step, number: int) -> str:
-        last = f"{QUERY} {step.query}" if step.answer is None else f"{ANSWER} {step.answer}"
-        return f"Step {number}:\n{ANALYSIS} {step.analysis}\n{last}"
+        parts = [f"Step {number}:", f"{ANALYSIS} {step.analysis}"]
+        if len(step.searches) > 1:
+            parts += [QUERIES, *(f"{i}. {query}" for i, query in enumerate(step.queries, 1))]
+        elif step.searches:
+            parts.append(f"{QUERY} {step.queries[0]}")
+        if step.verification:
+            parts.append(f"{VERIFICATION} {step.verification}")
+        if step.answer is not None:
+            parts.append(f"{ANSWER} {step.answer}")
+        return "\n".join(parts)
 
-    def observation(self, documents: Sequence[Document], number: int) -> str:
-        filled = {"documents": render_documents(documents), "step": str(number)}
+    def observation(self, steps: Sequence[Step]) -> str:
+        filled = {"documents": render_searches(steps[-1].searches), "step": str(len(steps) + 1)}
         # One pass, so that a document that has a placeholder in it stays as it is.
         return re.sub(r"\{(documents|step)\}", lambda m: filled[m[1]], self.step_prompt)
 
     def forced_prefix(self, number: int) -> str:
-        return f"Step {number}:\n{ANALYSIS} No further retrieval is possible.\n{ANSWER}"
+        checked = f"{VERIFICATION} Nothing more can be looked up.\n" * self.verifies
+        return f"Step {number}:\n{ANALYSIS} No further retrieval is possible.\n{checked}{ANSWER}"
 
     def step_request(self, number: int) -> str:
         return f"Write Step {number} now, and nothing else."
@@ -100,7 +146,7 @@ class R3(Protocol):
         elif int(opening[1]) != len(earlier) + 1:
             faults.append("wrong_step_number")
         body = text[opening.end() :] if opening else text
-        marks = list(HEADING.finditer(body))
+        marks = list(self.heading.finditer(body))
         if opening and marks and body[: marks[0].start()].strip():
             faults.append("no_analysis")  # text that stands under no heading
         sections: dict[str, str] = {}
@@ -113,18 +159,49 @@ class R3(Protocol):
             faults.append("wrote_documents")
         if not sections.get(ANALYSIS):
             faults.append("no_analysis")
-        query = _line(sections.get(QUERY), "query", faults)
+        queries = self._queries(sections, faults)
         answer = _line(sections.get(ANSWER), "answer", faults)
-        if QUERY in sections and ANSWER in sections:
+        verification = self._verification(sections, faults)
+        asks = QUERY in sections or QUERIES in sections
+        if asks and ANSWER in sections:
             faults.append("query_and_answer")
-            query = answer = None
+            queries, answer = [], None
         elif sum(mark[1] == ANSWER for mark in marks) > 1:
             answer = None  # it is not clear which of the two is meant
-        elif QUERY not in sections and ANSWER not in sections:
+        elif not asks and ANSWER not in sections:
             faults.append("no_query_or_answer")
-        if query and any(same_query(query, s.query) for s in earlier if s.query is not None):
+        searches = tuple(map(Search, queries))
+        if any(asked_before(query, [*earlier, Step(searches=searches[:i])]) for i, query in enumerate(queries)):
             faults.append("repeated_query")
-        return Step(sections.get(ANALYSIS, ""), query, (), answer, tuple(dict.fromkeys(faults)))
+        return Step(sections.get(ANALYSIS, ""), searches, answer, tuple(dict.fromkeys(faults)), verification)
+
+    def _queries(self, sections: dict[str, str], faults: list[str]) -> list[str]:
+        """The usable queries of a step. Adds to `faults`."""
+        query = _line(sections.get(QUERY), "query", faults)
+        if QUERIES not in sections:
+            return [query] if query else []
+        if QUERY in sections:
+            faults.append("query_and_queries")
+            return []
+        lines = [line for line in sections[QUERIES].splitlines() if line.strip()]
+        numbered = [NUMBERED.fullmatch(line) for line in lines]
+        if [found and found[1] for found in numbered] != [str(i) for i in range(1, len(lines) + 1)]:
+            faults.append("unnumbered_query")
+        queries = [(found[2] if found else line).strip() for found, line in zip(numbered, lines)]
+        if not queries or not all(queries):
+            faults.append("blank_query")
+        if len(queries) > self.most_queries:
+            faults.append("too_many_queries")
+        return list(filter(None, queries))[: self.most_queries]
+
+    def _verification(self, sections: dict[str, str], faults: list[str]) -> str:
+        """What a step verifies. Adds to `faults`."""
+        order, checked = list(sections), sections.get(VERIFICATION, "")
+        if self.verifies and ANSWER in sections and (not checked or order.index(VERIFICATION) > order.index(ANSWER)):
+            faults.append("no_verification")
+        if VERIFICATION in sections and ANSWER not in sections:
+            faults.append("idle_verification")
+        return checked
 
 
 def _line(section: str | None, what: str, faults: list[str]) -> str | None:
@@ -139,8 +216,19 @@ def _line(section: str | None, what: str, faults: list[str]) -> str | None:
     return line.strip() or None
 
 
-def render_documents(documents: Sequence[Document]) -> str:
-    """Numbered passages, one a line."""
+def render_searches(searches: Sequence[Search]) -> str:
+    """The documents of a step; those of several queries stand under their queries, and are numbered through."""
+    if len(searches) == 1:
+        return render_documents(searches[0].documents)
+    parts, first = [], 1
+    for number, search in enumerate(searches, 1):
+        parts.append(f"{number}. {search.query}\n{render_documents(search.documents, first)}")
+        first += len(search.documents)
+    return "\n".join(parts)
+
+
+def render_documents(documents: Sequence[Document], first: int = 1) -> str:
+    """Numbered passages, one a line; `first` is the number of the first one."""
     if not documents:
         return "(nothing was found)"
-    return "\n".join(f"[{i}] {one_line(d.title)}: {one_line(d.text)}" for i, d in enumerate(documents, 1))
+    return "\n".join(f"[{i}] {one_line(d.title)}: {one_line(d.text)}" for i, d in enumerate(documents, first))

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from r3lite.episode import Document, Step
+from r3lite.episode import Search, Step
 from r3lite.errors import R3LiteError
 from r3lite.protocols import markup
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, same_query
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before
 from r3lite.protocols.markup import Block, Markup, Tag
 from r3lite.protocols.templates import read_template
 from r3lite.settings import ProtocolSettings
@@ -88,13 +88,16 @@ class Tags(Protocol):
         return self.markup.quoted(text)
 
     def render(self, step: Step, number: int) -> str:
-        assert step.query is None or self.search, "a protocol without search renders no query"
-        last = self.search.around(step.query) if step.answer is None else self.answer.around(step.answer)
+        assert self.search or not step.searches, "a protocol without search renders no query"
+        last = self.search.around(step.queries[0]) if step.answer is None else self.answer.around(step.answer)
         return self.think.around(step.analysis) + last
 
-    def observation(self, documents: Sequence[Document], number: int) -> str:
+    def observation(self, steps: Sequence[Step]) -> str:
         """Numbered passages, one a line, as Search-R1 gives them."""
-        lines = [f"Doc {i}(Title: {self.quoted(d.title)}) {self.quoted(d.text)}" for i, d in enumerate(documents, 1)]
+        lines = [
+            f"Doc {i}(Title: {self.quoted(d.title)}) {self.quoted(d.text)}"
+            for i, d in enumerate(steps[-1].documents, 1)
+        ]
         return self._spliced("\n".join(lines) or "(nothing was found)")
 
     def forced_prefix(self, number: int) -> str:
@@ -116,10 +119,10 @@ class Tags(Protocol):
         an episode can go on and be rewarded for what is right in it. With both, or two of a kind, neither is usable.
         """
         blocks, faults = self.markup.read(text)
-        thoughts, searches, answers = (
+        thoughts, asking, answers = (
             [b for b in blocks if b.tag == tag] for tag in (self.think, self.search, self.answer)
         )
-        if max(map(len, (thoughts, searches, answers))) > 1:
+        if max(map(len, (thoughts, asking, answers))) > 1:
             faults.append("repeated_tag")
         if self.information in self.markup.tags_in(text):
             faults.append("wrote_documents")
@@ -127,16 +130,17 @@ class Tags(Protocol):
             faults.append("no_think")
         elif next(b.tag for b in blocks if b.tag != self.information) != self.think:
             faults.append("late_think")
-        query, answer = self._only(searches, "query", faults), self._only(answers, "answer", faults)
-        if searches and answers:
+        query, answer = self._only(asking, "query", faults), self._only(answers, "answer", faults)
+        if asking and answers:
             faults.append("query_and_answer")
             query = answer = None
-        elif not searches and not answers:
+        elif not asking and not answers:
             faults.append("no_query_or_answer")
-        if query and any(same_query(query, s.query) for s in earlier if s.query is not None):
+        if query and asked_before(query, earlier):
             faults.append("repeated_query")
         counted = [f for f in dict.fromkeys(faults) if not (self.lenient and f in FORGIVEN)]
-        return Step(thoughts[0].text if thoughts else "", query, (), answer, tuple(counted))
+        searches = (Search(query),) if query else ()
+        return Step(thoughts[0].text if thoughts else "", searches, answer, tuple(counted))
 
     def _only(self, blocks: list[Block], what: str, faults: list[str]) -> str | None:
         """The query or answer of a step: the text of its only block. Adds to `faults`."""

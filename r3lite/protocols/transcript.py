@@ -112,11 +112,10 @@ class Layout:
                 "Raise --max-length, shorten the prompt file, or remove the question.",
             )
         if self.opening.searches:
-            asked = self.protocol.quoted(question.text)
-            step = Step(f"I need to find out: {asked}", asked)
+            step = self.protocol.first_search(self.protocol.quoted(question.text))
             transcript.observe(self.tokenizer.encode(self.protocol.render(step, 1)))
             transcript.add_step(step)
-            transcript.pending = (step.query,)
+            transcript.pending = step.queries
         elif self.opening.forces_answer:
             self._begin_answer(transcript, [])
 
@@ -164,33 +163,35 @@ class Layout:
         forced = transcript.forced_prefix
         text = forced + self.tokenizer.decode(transcript.turn)
         step = self.protocol.parse(text, transcript.steps)
-        searches = sum(s.query is not None for s in transcript.steps)
+        searches = sum(bool(s.searches) for s in transcript.steps)
         ends_at_repeats = self.lengths.end_at_idle_query
         if not self._ended(transcript) and not any(s in text for s in self.protocol.stop_strings):
-            step = replace(step, query=None, answer=None, faults=(base.CUT_OFF,))
+            step = replace(step, searches=(), answer=None, faults=(base.CUT_OFF,))
             transcript.finish = CUT_OFF
         elif step.answer is not None:
             transcript.finish = ANSWERED
-        elif step.query is None or forced or (ends_at_repeats and base.REPEATED_QUERY in step.faults):
+        elif not step.searches or forced or (ends_at_repeats and base.REPEATED_QUERY in step.faults):
             transcript.finish = MALFORMED
         elif searches >= self.lengths.max_hops:
             step = _without_query(step)
         transcript.add_step(step)
         if transcript.finish is None:
-            if step.query is None:
-                self._force_answer(transcript)
+            if step.searches:
+                transcript.pending = step.queries
             else:
-                transcript.pending = (step.query,)
+                self._force_answer(transcript)
 
-    def splice(self, transcript: Transcript, documents: Sequence[Document]) -> None:
-        """Gives a transcript the documents of its pending queries; an answer is forced if there is no room for any."""
+    def splice(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> None:
+        """Gives a transcript the documents of its pending queries, a list of each.
+
+        An answer is forced if there is no room for any.
+        """
         transcript.pending = ()
-        documents, given = self._fit(transcript, documents)
+        step, given = self._fit(transcript, documents)
+        transcript.steps[-1] = step
         if given is None:
-            transcript.steps[-1] = _without_query(transcript.steps[-1])
             self._force_answer(transcript)
             return
-        transcript.steps[-1] = transcript.steps[-1].with_documents(documents)
         transcript.observe(given)
         if self.opening.forces_answer:
             self._begin_answer(transcript, [])
@@ -208,11 +209,9 @@ class Layout:
             if self.protocol.user_turns or not text.endswith(self.protocol.stop_strings):
                 written = [*written, self.tokenizer.stop_id]
             transcript.write(written)
-            documents = self._cut(step.documents, document_tokens)
-            transcript.add_step(step.with_documents(documents))
+            transcript.add_step(self._cut(step, [s.documents for s in step.searches], document_tokens))
             if step.answer is None:
-                given = self._given(self.protocol.observation(documents, len(transcript.steps) + 1))
-                transcript.observe(given)
+                transcript.observe(self._given(self.protocol.observation(transcript.steps)))
         return transcript
 
     def _force_answer(self, transcript: Transcript) -> None:
@@ -229,32 +228,36 @@ class Layout:
         transcript.observe(given)
         transcript.forced_prefix = prefix
 
-    def _fit(self, transcript: Transcript, documents: Sequence[Document]) -> tuple[list[Document], list[int] | None]:
+    def _fit(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> tuple[Step, list[int] | None]:
         """Documents cut, or dropped from the end, until a whole turn and a forced answer still fit after them.
 
-        Returns the documents as they are given and the tokens to give; None if not even the first document fits.
+        Returns the last step with the documents as they are given, and the tokens to give; None, and the step without
+        its queries, if not even one document of each query fits.
         """
         forced = len(self._given(self.protocol.answer_request)) + len(
             self.tokenizer.encode(self.protocol.forced_prefix(1))
         )
         kept_free = self.lengths.max_new_tokens + forced + ANSWER_ROOM
         room = self.lengths.max_length - len(transcript.tokens) - kept_free
-        limit, kept = self.lengths.max_document_tokens, list(documents)
+        *earlier, last = transcript.steps
+        limit, kept = self.lengths.max_document_tokens, [list(of_query) for of_query in documents]
         while True:
-            cut = self._cut(kept, limit)
-            observation = self.protocol.observation(cut, len(transcript.steps) + 1)
-            given = self._end(transcript) + self._given(observation)
+            step = self._cut(last, kept, limit)
+            given = self._end(transcript) + self._given(self.protocol.observation([*earlier, step]))
             if len(given) <= room:
-                return cut, given
+                return step, given
             if limit // 2 >= LEAST_DOCUMENT:
                 limit //= 2
-            elif len(kept) > 1:
-                kept.pop()
+            elif len(longest := max(kept, key=len)) > 1:
+                longest.pop()
             else:
-                return [], None
+                return _without_query(last), None
 
-    def _cut(self, documents: Iterable[Document], max_tokens: int) -> list[Document]:
-        return [replace(d, text=self.tokenizer.cut(d.text, max_tokens)) for d in documents]
+    def _cut(self, step: Step, documents: Sequence[Sequence[Document]], max_tokens: int) -> Step:
+        """The step with these documents of each of its queries, their texts cut."""
+        return step.with_documents(
+            [[replace(d, text=self.tokenizer.cut(d.text, max_tokens)) for d in found] for found in documents]
+        )
 
     def _given(self, observation: str) -> list[int]:
         """The tokens of an observation after the model's turn: a user turn, or plain text in the same turn."""
@@ -277,4 +280,4 @@ class Layout:
 
 
 def _without_query(step: Step) -> Step:
-    return replace(step, query=None, faults=(*step.faults, base.ANSWER_WAS_FORCED))
+    return replace(step, searches=(), faults=(*step.faults, base.ANSWER_WAS_FORCED))

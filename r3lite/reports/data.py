@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from r3lite.episode import searches_of
 from r3lite.errors import R3LiteError
 from r3lite.files import read_jsonl
 from r3lite.records import Record
@@ -52,7 +53,7 @@ def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
 
 def _sizes(row: Record, length: Callable[[str], int]) -> dict[str, int]:
     steps = row.records("steps", ())
-    documents = [d for step in steps for d in step.records("documents", ())]
+    documents = [d for step in steps for search in searches_of(step) for d in search.records("documents", ())]
     answer = next((a for s in reversed(steps) if (a := s.text("answer", None, blank=True)) is not None), None)
     sizes = {"question": length(row.text("question"))}
     if steps:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
+from r3lite.episode import searches_of
 from r3lite.records import Record
 from r3lite.reports import data, evaluations, learning
 from r3lite.reports.chart import COLOURS, DASHES, Bars, Chart, Lines, number, svg
@@ -219,13 +220,14 @@ def _episode(line: Record, before: str = "") -> str:
 def _step(number: int, step: Record, gold: set[str]) -> str:
     """One step of an episode; `gold` are the ids of the gold paragraphs that its queries brought."""
     parts = [f"<b>{number}</b> {escape(step.text('analysis', '', blank=True))}"]
-    if (query := step.text("query", None, blank=True)) is not None:
-        parts.append(f"\n<b>query</b> {escape(query)}")
+    searches = searches_of(step)
+    for search in searches:
+        parts.append(f"\n<b>query</b> {escape(search.text('query', blank=True))}")
     if (answer := step.text("answer", None, blank=True)) is not None:
         parts.append(f"\n<b>answer</b> {escape(answer)}")
     if faults := step.texts("faults", ()):
         parts.append(f'\n<span class="soft">faults: {escape(", ".join(faults))}</span>')
-    for document in step.records("documents", ()):
+    for document in (d for search in searches for d in search.records("documents", ())):
         id, title = document.identifier("id"), document.text("title", "", blank=True)
         is_gold = id in gold
         head = f"<b>{escape(title)}</b> [{escape(id)}]" + (" gold" if is_gold else "")

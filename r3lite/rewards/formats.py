@@ -22,7 +22,7 @@ def tag_share(episode: Episode, query: bool = True, documents: bool = False) -> 
 
     Documents are given by the retriever: they are there if a query brought any.
     """
-    wanted = ["analysis", "answer"] + ["query"] * query + ["documents"] * documents
+    wanted = ["analysis", "answer"] + ["queries"] * query + ["documents"] * documents
     return sum(any(getattr(step, kind) for step in episode.steps) for kind in wanted) / len(wanted)
 
 

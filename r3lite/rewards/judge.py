@@ -128,9 +128,9 @@ def _described(episode: Episode) -> dict:
     steps = []
     for number, step in enumerate(episode.steps, 1):
         entry = {"step": number, "analysis": step.analysis[:TEXT_LENGTH]}
-        if step.query is not None:
+        if step.searches:
             documents = [{"title": d.title[:DOCUMENT_LENGTH], "text": d.text[:DOCUMENT_LENGTH]} for d in step.documents]
-            entry |= {"query": step.query[:TEXT_LENGTH], "documents": documents}
+            entry |= {"query": "\n".join(step.queries)[:TEXT_LENGTH], "documents": documents}
         if step.answer is not None:
             entry["answer"] = step.answer[:TEXT_LENGTH]
         steps.append(entry)
@@ -149,7 +149,7 @@ def _verdict(grade: Grade, episode: Episode) -> Verdict:
         StepVerdict(
             relevance=round(g.relevance, 1) if s.documents else 0.0,
             coherence=round(g.coherence, 1),
-            rationality=round(g.rationality, 1) if s.query is not None else 0.0,
+            rationality=round(g.rationality, 1) if s.searches else 0.0,
         )
         for g, s in zip(grade.steps, episode.steps, strict=True)
     ]

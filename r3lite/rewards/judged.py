@@ -21,7 +21,7 @@ def relevance(
     right = judged_answer(episode, verdict) == 1.0
     factor = trajectory_factor(episode, right, gamma_correct, gamma_incorrect, gamma_fail)
     return [
-        factor * opinion.relevance if step.query is not None else 0.0
+        factor * opinion.relevance if step.searches else 0.0
         for step, opinion in zip(episode.steps, verdict.steps, strict=True)
     ]
 
@@ -33,7 +33,7 @@ def coherence(episode: Episode, verdict: Verdict) -> float:
 
 def query_rationality(episode: Episode, verdict: Verdict) -> float:
     """How sensible the queries are, given what was known, 0 to 1; the mean over the steps that ask, 0 if none does."""
-    asked = [v.rationality for s, v in zip(episode.steps, verdict.steps, strict=True) if s.query is not None]
+    asked = [v.rationality for s, v in zip(episode.steps, verdict.steps, strict=True) if s.searches]
     return sum(asked) / (len(asked) or 1)
 
 

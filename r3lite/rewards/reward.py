@@ -141,14 +141,14 @@ def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | Non
 
 
 def _asks_anew(step: Step) -> bool:
-    return step.query is not None and REPEATED_QUERY not in step.faults
+    return bool(step.searches) and REPEATED_QUERY not in step.faults
 
 
 def _search(step: Step, settings: RewardSettings) -> float:
     """What a step is paid for its query, if it has one or tried to."""
     if BLANK_QUERY in step.faults or REPEATED_QUERY in step.faults:
         return -settings.idle_query_penalty
-    return settings.search_bonus if step.query is not None else 0.0
+    return settings.search_bonus if step.searches else 0.0
 
 
 def _process(episode: Episode, settings: RewardSettings, verdict: Verdict | None) -> list[float]:
@@ -158,5 +158,5 @@ def _process(episode: Episode, settings: RewardSettings, verdict: Verdict | None
     for step, news, opinion in zip(episode.steps, episode.new_gold(), opinions, strict=True):
         paid = settings.process_recall * len(news) / (len(episode.question.gold) or 1)
         paid += settings.process_judge * (opinion.relevance + opinion.coherence) / 2
-        rewards.append(paid if step.query is not None else 0.0)
+        rewards.append(paid if step.searches else 0.0)
     return rewards

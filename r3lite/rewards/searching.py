@@ -69,7 +69,7 @@ def _numbers(episode: Episode) -> list[int | None]:
     """Of each step, which search it is, from 1; None if it does not search, or asks nothing new."""
     count, numbers = 0, []
     for step in episode.steps:
-        searches = step.query is not None and not _is_idle(step)
+        searches = bool(step.searches) and not _is_idle(step)
         count += searches
         numbers.append(count if searches else None)
     return numbers

@@ -58,7 +58,7 @@ def logical_connectors(episode: Episode, most: int = 3, words: tuple[str, ...] =
 
 def _written(episode: Episode) -> str:
     """All that the model wrote but for the words of its format."""
-    return " ".join(filter(None, (text for s in episode.steps for text in (s.analysis, s.query, s.answer))))
+    return " ".join(filter(None, (text for s in episode.steps for text in (s.analysis, *s.queries, s.answer))))
 
 
 def _letters(text: str) -> list[str]:

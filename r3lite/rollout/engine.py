@@ -132,7 +132,7 @@ class Engine:
                 scheduler.park(sequence)
         fetcher.send(idle=not scheduler.active)
 
-    def _splice(self, sequence: Sequence, documents: list[Document]) -> None:
+    def _splice(self, sequence: Sequence, documents: list[list[Document]]) -> None:
         """Gives a sequence the documents of its pending queries, which completes its last step."""
         self.layout.splice(sequence, documents)
         if sequence.listener:

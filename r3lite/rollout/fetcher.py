@@ -13,6 +13,8 @@ from r3lite.rollout.sequence import Sequence
 GATHER = 8  # iterations for which queries are gathered, so that few are encoded together
 PATIENCE = 16  # iterations after which documents are taken, waiting for them if need be
 
+Fetched = tuple[Sequence, list[list[Document]]]  # a sequence and the documents of each query that it waited for
+
 
 class Fetcher:
     """The queries of sequences that wait for documents, all of a sequence's in the same call of `retrieve`."""
@@ -31,8 +33,8 @@ class Fetcher:
     def __exit__(self, *exception) -> None:
         self.worker.shutdown(cancel_futures=True)
 
-    def fetch(self, sequences: list[Sequence]) -> list[tuple[Sequence, list[Document]]]:
-        """Each sequence with the documents of its pending queries, by one call of `retrieve`.
+    def fetch(self, sequences: list[Sequence]) -> list[Fetched]:
+        """Each sequence with the documents of each of its pending queries, by one call of `retrieve`.
 
         A query that failed has none, and its sequence says why.
         """
@@ -44,7 +46,7 @@ class Fetcher:
             outcomes = [next(of_query) for _ in sequence.pending]
             for failed in (outcome for outcome in outcomes if isinstance(outcome, Failure)):
                 sequence.failure = failed.reason
-            fetched.append((sequence, [d for o in outcomes if not isinstance(o, Failure) for d in o]))
+            fetched.append((sequence, [[] if isinstance(o, Failure) else o for o in outcomes]))
         return fetched
 
     def ask(self, sequence: Sequence) -> None:
@@ -65,9 +67,9 @@ class Fetcher:
         """Whether the next documents have been asked for and are not there yet."""
         return bool(self.sent) and not self.sent[0][1].done()
 
-    def collect(self, idle: bool) -> list[tuple[Sequence, list[Document]]]:
+    def collect(self, idle: bool) -> list[Fetched]:
         """At the start of an iteration: the documents that are due, or the next ones if no sequence is at work."""
-        fetched: list[tuple[Sequence, list[Document]]] = []
+        fetched: list[Fetched] = []
         while self.sent and (self.sent[0][0] <= self.iteration or (idle and not fetched)):
             fetched += self.sent.popleft()[1].result()
         return fetched

@@ -28,7 +28,7 @@ class Growing:
             return
         step = self.protocol.parse(self.turns[-1], self.transcript.steps)
         analysis = step.analysis[: len(step.analysis) - self._beginning(step.analysis)]
-        so_far = {"step": len(self.transcript.steps) + 1, "analysis": analysis, "query": step.query}
+        so_far = {"step": len(self.transcript.steps) + 1, "analysis": analysis, "query": asked(step)}
         self.tell({"type": "text", "text": piece, **so_far, "answer": step.answer})
 
     def look(self, transcript: Transcript) -> None:
@@ -39,7 +39,7 @@ class Growing:
         numbers = numbered(d for step in transcript.steps for d in step.documents)
         step, sources = transcript.steps[-1], sources_of(transcript.episode())
         found = [asdict(source) for source in sources if numbers_of(step, numbers).count(source.number)]
-        failed = bool(transcript.failure and step.query is not None and not step.documents)
+        failed = bool(transcript.failure and step.searches and not step.documents)
         told = step_record(step, len(transcript.steps), numbers)
         self.tell({"type": "step", **told, "documents": found, "failed": failed})
 
@@ -55,7 +55,7 @@ class Growing:
         return Answer(
             final_answer=found,
             reasoning_trace=trace,
-            search_queries=[step.query for step in episode.steps if step.query is not None],
+            search_queries=episode.queries,
             steps=[step_record(step, i, numbers) for i, step in enumerate(episode.steps, 1)],
             sources=sources_of(episode, found),
             finish=ANSWERED if found and episode.finish != CUT_OFF else episode.finish,
@@ -69,7 +69,7 @@ class Growing:
 
     def _beginning(self, analysis: str) -> int:
         """Characters at the end of an analysis that may be the beginning of what follows it, such as a heading."""
-        query = self.protocol.render(Step("\0", query="\0"), 1).split("\0")
+        query = self.protocol.render(Step.asking("\0", "\0"), 1).split("\0")
         answer = self.protocol.render(Step("\0", answer="\0"), 1).split("\0")
         between = [parts[1].rstrip() for parts in (query, answer) if len(parts) == 3]
         return max((n for text in between for n in range(1, len(text)) if analysis.endswith(text[:n])), default=0)
@@ -84,9 +84,14 @@ def numbers_of(step: Step, numbers: dict[Document, int]) -> list[int]:
     return [numbers[document] for document in step.documents]
 
 
+def asked(step: Step) -> str | None:
+    """The queries of a step as one text."""
+    return "; ".join(step.queries) or None
+
+
 def step_record(step: Step, number: int, numbers: dict[Document, int]) -> dict[str, Any]:
     """A step as JSON, its passages by their numbers."""
-    record = {"number": number, "analysis": step.analysis, "query": step.query, "answer": step.answer}
+    record = {"number": number, "analysis": step.analysis, "query": asked(step), "answer": step.answer}
     return record | {"sources": numbers_of(step, numbers), "faults": list(step.faults)}
 
 

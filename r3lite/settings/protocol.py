@@ -1,9 +1,9 @@
 """Settings of the step format and the prompts."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from r3lite.config import Section
+from r3lite.config import Bounds, Section, UsageError
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,10 @@ class ProtocolSettings(Section):
     prompts/solution/init_prompt.txt as shipped]"""
     step_prompt: str | None = None
     """file that gives the documents of a query, with {documents} [prompts/step_prompt.txt as shipped] (r3)"""
+    queries_per_step: Annotated[int, Bounds(low=1, high=16)] = 1
+    """most queries that a step may ask at once, under `The retrieval queries:` (r3)"""
+    verification: bool = False
+    """an answer must be preceded by `The verification:`, which says what shows it (r3)"""
     tags: Literal["strict", "lenient"] = "strict"
     """lenient: a query or answer that is clear counts in spite of tags in other letter case, missing closing tags,
     missing thinking or text outside tags, and these are no faults (tags, solution)"""
@@ -27,3 +31,8 @@ class ProtocolSettings(Section):
     """tag after them (tags)"""
     system_prompt: str | None = None
     """system message; default: the one of the model's chat markup"""
+
+    def check(self) -> None:
+        if self.format != "r3" and (self.queries_per_step > 1 or self.verification):
+            flag = "--verification" if self.verification else "--queries-per-step"
+            raise UsageError(f"{flag} belongs to --format r3, not to {self.format}: leave it out")

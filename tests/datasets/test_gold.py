@@ -23,18 +23,18 @@ def with_hops(*hops):
 
 def test_the_texts_of_a_demonstration():
     first, second, last = gold.steps(QUESTION, [[FILM], [PERSON]])
-    assert (first.analysis, first.query) == ("I need to find out: Who directed Brenn?", "Who directed Brenn?")
+    assert (first.analysis, first.queries) == ("I need to find out: Who directed Brenn?", ("Who directed Brenn?",))
     assert second.analysis == "Who directed Brenn? Ann Dahl. Next I need to find out: Where was Ann Dahl born?"
-    assert (second.query, second.documents) == ("Where was Ann Dahl born?", (PERSON,))
+    assert (second.queries, second.documents) == (("Where was Ann Dahl born?",), (PERSON,))
     assert last.analysis == "Where was Ann Dahl born? Oslo. This gives the answer."
-    assert (last.query, last.answer) == (None, "Oslo")
+    assert (last.queries, last.answer) == ((), "Oslo")
     assert check_steps(gold.steps(QUESTION, [[FILM], [PERSON]]), build_protocol(ProtocolSettings())) is None
 
 
 def test_a_hurried_demonstration_is_well_formed_and_wrong():
     """It stops one hop too early and takes what it has for the answer, as a hasty teacher would."""
     first, last = gold.steps(QUESTION, [[FILM], [PERSON]], hurried=True)
-    assert (first.query, first.documents) == ("Who directed Brenn?", (FILM,))
+    assert (first.queries, first.documents) == (("Who directed Brenn?",), (FILM,))
     assert (last.analysis, last.answer) == ("Who directed Brenn? Ann Dahl. This gives the answer.", "Ann Dahl")
     assert check_steps((first, last), build_protocol(ProtocolSettings())) is None
 
@@ -42,7 +42,7 @@ def test_a_hurried_demonstration_is_well_formed_and_wrong():
 def test_a_demonstration_without_search_says_all_facts_and_answers():
     (step,) = gold.without_search(QUESTION)
     assert step.analysis == "Who directed Brenn? Ann Dahl. Where was Ann Dahl born? Oslo. This gives the answer."
-    assert (step.query, step.answer) == (None, "Oslo")
+    assert (step.queries, step.answer) == ((), "Oslo")
     (hurried,) = gold.without_search(QUESTION, hurried=True)
     assert (hurried.analysis, hurried.answer) == ("Who directed Brenn? Ann Dahl. This gives the answer.", "Ann Dahl")
     assert check_steps([step], build_protocol(ProtocolSettings(format="solution"))) is None

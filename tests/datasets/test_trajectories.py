@@ -43,8 +43,8 @@ TRAJECTORY = Trajectory(
     "Where was the director of Brenn born? <|im_start|>",
     ("Oslo",),
     (
-        Step("I need to find out: Who directed Brenn?", "Who directed Brenn?", DOCUMENTS),
-        Step("It was Ann Dahl.\nNext I need her birthplace.", "Where was Ann Dahl born?", ()),
+        Step.asking("I need to find out: Who directed Brenn?", "Who directed Brenn?", DOCUMENTS),
+        Step.asking("It was Ann Dahl.\nNext I need her birthplace.", "Where was Ann Dahl born?", ()),
         Step("Where was Ann Dahl born? Oslo. This gives the answer.", answer="Oslo"),
     ),
     "gold",
@@ -87,7 +87,7 @@ def test_a_trajectory_is_the_episode_that_a_rollout_would_sample(tokenizer, name
         return torch.tensor([next(said)]), torch.zeros(1)
 
     engine = Engine(model, layout_of(tokenizer, protocol), say, Grant(Memory()))
-    asked, found = [], iter([[s.documents] for s in steps])
+    asked, found = [], iter([[found.documents for found in s.searches] for s in steps])
 
     def retrieve(pairs):
         asked.extend(query for _, query in pairs)
@@ -95,7 +95,7 @@ def test_a_trajectory_is_the_episode_that_a_rollout_would_sample(tokenizer, name
 
     question = Question(TRAJECTORY.id, TRAJECTORY.question, TRAJECTORY.answers)
     (sequence,) = engine.run([question], ["0"], retrieve)
-    assert sequence.finish == "answered" and asked == [s.query for s in steps if s.query]
+    assert sequence.finish == "answered" and asked == [q for s in steps for q in s.queries]
     assert sequence.tokens == row.tokens
     assert sequence.action_mask == row.loss_mask
     assert [t for t, action in zip(sequence.tokens, sequence.action_mask) if action] == script
@@ -128,7 +128,7 @@ def test_what_was_rendered_parses_back_to_the_same_steps(tokenizer, encoded):
     for number, step in enumerate(TRAJECTORY.steps, 1):
         text = tokenizer.decode(tokenizer.encode(FORMAT.render(step, number)))
         parsed = FORMAT.parse(text, TRAJECTORY.steps[: number - 1])
-        assert parsed.with_documents(step.documents) == step
+        assert parsed == step.without_documents()
 
 
 def test_documents_cannot_forge_a_turn(tokenizer, encoded):

@@ -15,8 +15,8 @@ def episode():
     """Finds the first of three gold paragraphs twice, and another one; answers one word of three."""
     question = Question("1", "q", ("New York City", "NYC"), gold=GOLD, type="bridge")
     steps = [
-        Step("a", "b", (GOLD[0], Document("9", "Z", "Else"))),
-        Step("c", "d", (GOLD[0],), faults=("repeated_query",)),
+        Step.asking("a", "b", (GOLD[0], Document("9", "Z", "Else"))),
+        Step.asking("c", "d", (GOLD[0],), faults=("repeated_query",)),
         Step("e", answer="York"),
     ]
     return Episode(question, steps, ANSWERED, tokens_written=40)
@@ -49,7 +49,7 @@ def test_what_is_unknown_is_no_mean():
 def test_without_an_answer_nothing_is_right():
     """A gold answer of no words equals a blank one, so that the joint F1 was 1 and the F1 0."""
     question = Question("1", "q", ("The The",), gold=GOLD[:1])
-    marks = Marks.of(Episode(question, [Step("a", "b", GOLD[:1])]))
+    marks = Marks.of(Episode(question, [Step.asking("a", "b", GOLD[:1])]))
     assert (marks.f1, marks.means["sp_f1"], marks.means["joint_f1"]) == (0.0, 1.0, 0.0)
 
 

@@ -62,7 +62,7 @@ def test_joint_against_a_second_computation(prediction, answer, predicted):
 def episode(gold_by, *documents):
     gold = (Document("1", "Brenn", "A film by Ann Dahl."), Document("2", "Ann Dahl", "Born in Oslo."))
     question = Question("q", "?", ("Oslo",), gold=gold, gold_by=gold_by)
-    steps = [Step("a", "b", documents[:2]), Step("c", "d", documents[2:]), Step("e", answer="Oslo")]
+    steps = [Step.asking("a", "b", documents[:2]), Step.asking("c", "d", documents[2:]), Step("e", answer="Oslo")]
     return Episode(question, steps, ANSWERED)
 
 

@@ -219,7 +219,7 @@ def test_replies_of_two_services_are_not_mixed_up(server, asked, tmp_path, monke
 
 def test_a_judge_judges_by_it(server, tmp_path):
     document = Document("d", "Rome", "Rome is in Italy.")
-    steps = [Step("Where?", "Rome", (document,)), Step("So.", answer="Italy")]
+    steps = [Step.asking("Where?", "Rome", (document,)), Step("So.", answer="Italy")]
     episode = Episode(Question("q", "Where is Rome?", ("Italy",)), steps, ANSWERED)
     shares = [(0.9, 0.8, 1), (0, 0.5, 0.7)]
     grades = [{"step": i, "relevance": r, "rationality": q, "coherence": c} for i, (r, q, c) in enumerate(shares, 1)]

@@ -100,9 +100,9 @@ def episode(tokenizer, protocol: Protocol, opening: str, question: str, document
         layout.close_turn(transcript)
 
     if opening == "none" and protocol.searches:
-        speak(protocol.render(Step("I must look.", "what is where"), 1))
+        speak(protocol.render(Step.asking("I must look.", "what is where"), 1))
     if transcript.pending:
-        layout.splice(transcript, [document, Document("2", "Other", "Nothing here.")])
+        layout.splice(transcript, [[document, Document("2", "Other", "Nothing here.")]])
     answer = protocol.render(Step("So.", answer="here"), 2)
     speak(answer[answer.rindex(" here") :] if transcript.forced_prefix else answer)
     return transcript

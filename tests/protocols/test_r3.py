@@ -1,12 +1,15 @@
 """Strict reading of R3 steps and their rendering."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from r3lite.episode import Document, Step
+from r3lite.config import UsageError
+from r3lite.episode import Document, Search, Step
 from r3lite.protocols.base import same_query
 from r3lite.protocols.r3 import FAULTS, R3
+from r3lite.settings import ProtocolSettings
 
 FORMAT = R3("Q: {question}", "D: {documents} {step}", "Be brief.")
 QUERY = "Step 2:\nThe problem analysis: I need the mayor.\nThe retrieval query: Who is mayor of London"
@@ -15,7 +18,7 @@ ANSWER = "Step 2:\nThe problem analysis: All is known.\nThe final answer: London
 
 def parse(text: str, number: int) -> Step:
     """The step that a turn means after so many others less one."""
-    return FORMAT.parse(text, [Step("x", f"query {k}") for k in range(1, number)])
+    return FORMAT.parse(text, [Step.asking("x", f"query {k}") for k in range(1, number)])
 
 
 def faults(text: str, number: int = 2) -> tuple[str, ...]:
@@ -23,7 +26,7 @@ def faults(text: str, number: int = 2) -> tuple[str, ...]:
 
 
 def test_well_formed_steps():
-    assert parse(QUERY, 2) == Step("I need the mayor.", "Who is mayor of London")
+    assert parse(QUERY, 2) == Step.asking("I need the mayor.", "Who is mayor of London")
     assert parse(ANSWER, 2) == Step("All is known.", answer="London")
 
 
@@ -38,8 +41,8 @@ def test_the_last_letter_of_an_answer_stays():
 @pytest.mark.parametrize(
     "step",
     [
-        Step("one line", "what?"),
-        Step("two\nlines: with a colon\n\nand a gap", "Step 3: a film?"),
+        Step.asking("one line", "what?"),
+        Step.asking("two\nlines: with a colon\n\nand a gap", "Step 3: a film?"),
         Step("It says The final answer: maybe, inside a line", answer="yes"),
         Step("x", answer="12:30 [1] 東京"),
     ],
@@ -82,17 +85,17 @@ def test_a_step_with_two_answers_does_not_count_twice():
 
 def test_both_a_query_and_an_answer_are_neither():
     step = parse(f"{QUERY}\nThe final answer: x", 2)
-    assert step.query is None and step.answer is None
+    assert not step.searches and step.answer is None
 
 
 def test_a_usable_query_or_answer_survives_other_faults():
-    assert parse(QUERY, 5).query == "Who is mayor of London"
+    assert parse(QUERY, 5).queries == ("Who is mayor of London",)
     assert parse("The final answer: x", 1).answer == "x"
-    assert parse(f"{QUERY}\nmore", 2).query == "Who is mayor of London"
+    assert parse(f"{QUERY}\nmore", 2).queries == ("Who is mayor of London",)
 
 
 def test_a_repeated_query():
-    earlier = [Step("x", "Who is the king?"), Step("x", "who IS mayor of  London??")]
+    earlier = [Step.asking("x", "Who is the king?"), Step.asking("x", "who IS mayor of  London??")]
     assert FORMAT.parse(QUERY.replace("Step 2", "Step 3"), earlier).faults == ("repeated_query",)
     assert FORMAT.parse(QUERY, earlier[:1]).faults == ()
     assert same_query("a b", "A, b!") and not same_query("ab", "a b")
@@ -101,7 +104,7 @@ def test_a_repeated_query():
 def test_headings_count_only_where_a_line_begins():
     """The words of a heading may stand inside a sentence; and the case is part of the heading."""
     text = "Step 1:\nThe problem analysis: is The final answer: here?\nThe retrieval query: The final answer: where"
-    assert parse(text, 1) == Step("is The final answer: here?", "The final answer: where")
+    assert parse(text, 1) == Step.asking("is The final answer: here?", "The final answer: where")
     assert "no_query_or_answer" in faults("Step 2:\nThe problem analysis: a\nthe final answer: b")
 
 
@@ -115,7 +118,7 @@ def test_any_mixture_of_pieces_is_read_without_an_error():
     pieces = ["Step 1:", "\n", "The problem analysis:", " x", "The retrieval query:", "The final answer:"]
     for mixture in itertools.product(pieces, repeat=5):
         step = parse("".join(mixture), 1)
-        assert not (step.query and step.answer)
+        assert not (step.searches and step.answer)
         assert set(step.faults) <= set(FAULTS)
         if not step.faults:
             assert parse(FORMAT.render(step, 1), 1) == step
@@ -123,7 +126,7 @@ def test_any_mixture_of_pieces_is_read_without_an_error():
 
 def test_prompts_and_requests_are_the_texts_around_the_steps():
     assert FORMAT.opening("who?") == "Q: who?" and FORMAT.system == "Be brief." and FORMAT.user_turns
-    assert FORMAT.observation([Document("a", "T", "x")], 2) == "D: [1] T: x 2"
+    assert FORMAT.observation([Step.asking("a", "q", [Document("a", "T", "x")])]) == "D: [1] T: x 2"
     assert "Step 3" in FORMAT.step_request(3)
 
 
@@ -132,3 +135,74 @@ def test_a_stop_string_ends_a_turn_before_documents_are_made_up():
     assert not any(stop in QUERY or stop in ANSWER for stop in FORMAT.stop_strings)
     assert FORMAT.first_turn(f"{QUERY}\nThe retrieval documents:\n[1] made up") == QUERY + "\n"
     assert FORMAT.first_turn(ANSWER) == ANSWER
+
+
+SEVERAL = replace(FORMAT, most_queries=3)
+CAREFUL = replace(FORMAT, verifies=True)
+LIST = "Step 2:\nThe problem analysis: I need both.\nThe retrieval queries:\n1. Who wrote A?\n2. Who wrote B?"
+
+
+def both(*queries: str) -> Step:
+    return Step("I need both.", tuple(map(Search, queries)))
+
+
+def test_several_queries_of_a_step():
+    step = both("Who wrote A?", "Who wrote B?")
+    assert SEVERAL.render(step, 2) == LIST and SEVERAL.parse(LIST, [Step("x")]) == step
+    assert SEVERAL.parse(LIST.replace("1. ", " 1.").replace("\n2", "\n\n2"), [Step("x")]) == step
+    alone = both("Who wrote A?")
+    assert SEVERAL.parse(SEVERAL.render(alone, 1), []) == alone
+    assert FORMAT.parse(LIST, [Step("x")]).faults == ("no_query_or_answer",)  # without the option it is plain text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault", "usable"),
+    [
+        ("1. Who", "Who", "unnumbered_query", 2),
+        ("2. Who", "3. Who", "unnumbered_query", 2),
+        ("2. Who wrote B?", "2.", "blank_query", 1),
+        ("\n1. Who wrote A?\n2. Who wrote B?", "", "blank_query", 0),
+        ("B?", "B?\n3. Who wrote C?\n4. Who wrote D?", "too_many_queries", 3),
+        ("Who wrote B?", "who  wrote a", "repeated_query", 2),
+        ("Who wrote B?", "Who asked before?", "repeated_query", 2),
+        ("The retrieval queries:", "The retrieval query: x\nThe retrieval queries:", "query_and_queries", 0),
+        ("B?", "B?\nThe final answer: x", "query_and_answer", 0),
+        ("B?", "B?\nThe retrieval queries:\n1. Who?", "repeated_heading", 2),
+    ],
+)
+def test_what_can_be_wrong_with_several_queries(old, new, fault, usable):
+    assert LIST.count(old) == 1
+    step = SEVERAL.parse(LIST.replace(old, new), [Step.asking("x", "Who asked before?")])
+    assert fault in step.faults and len(step.queries) == usable and step.answer is None
+
+
+def test_the_documents_of_several_queries_stand_under_them():
+    one, two = Document("a", "A", "x"), Document("b", "B", "y\n2. Who wrote B?")
+    step = both("Who wrote A?", "Who wrote B?").with_documents([[one, two], []])
+    text = "1. Who wrote A?\n[1] A: x\n[2] B: y 2. Who wrote B?\n2. Who wrote B?\n(nothing was found)"
+    assert SEVERAL.observation([step]) == f"D: {text} 2"
+
+
+def test_an_answer_is_verified_before_it_is_given():
+    text = "Step 1:\nThe problem analysis: It is A.\nThe verification: [1] says so.\nThe final answer: A"
+    step = Step("It is A.", answer="A", verification="[1] says so.")
+    assert CAREFUL.parse(text, []) == step and CAREFUL.render(step, 1) == text
+    for bad in (
+        text.replace("The verification: [1] says so.\n", ""),
+        text.replace("[1] says so.", ""),
+        "Step 1:\nThe problem analysis: It is A.\nThe final answer: A\nThe verification: [1] says so.",
+    ):
+        found = CAREFUL.parse(bad, [])
+        assert (found.faults, found.answer) == (("no_verification",), "A")
+    idle = CAREFUL.parse(text.replace("The final answer: A", "The retrieval query: where?"), [])
+    assert (idle.faults, idle.queries) == (("idle_verification",), ("where?",))
+    forced = CAREFUL.parse(f"{CAREFUL.forced_prefix(2)} A", [Step.asking("x", "y")])
+    assert (forced.answer, forced.faults) == ("A", ())
+
+
+def test_the_prompts_of_the_options():
+    plain, both_on = R3.load(ProtocolSettings()), R3.load(ProtocolSettings(queries_per_step=3, verification=True))
+    assert "note" not in plain.init_prompt and "verification" not in plain.init_prompt
+    assert "Up to 3 questions" in both_on.init_prompt and "The verification:" in both_on.init_prompt
+    with pytest.raises(UsageError, match="--queries-per-step belongs to --format r3"):
+        ProtocolSettings(format="tags", queries_per_step=2).check()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3lite.episode import Document
+from r3lite.episode import Document, Step
 from r3lite.errors import R3LiteError
 from r3lite.protocols.r3 import R3, render_documents
 from r3lite.settings import ProtocolSettings
@@ -18,13 +18,18 @@ def test_prompts_are_filled_once():
     """A document or a question that holds a placeholder must not be filled in its turn."""
     prompts = R3("Q: {question}", "D:\n{documents} {step}")
     assert prompts.opening("is {question} {documents}?") == "Q: is {question} {documents}?"
-    assert prompts.observation([Document("a", "T", "{documents} {step}")], 2) == "D:\n[1] T: {documents} {step} 2"
+    assert (
+        prompts.observation([Step.asking("a", "q", [Document("a", "T", "{documents} {step}")])])
+        == "D:\n[1] T: {documents} {step} 2"
+    )
 
 
 def test_shipped_prompts_load():
     prompts = R3.load(ProtocolSettings())
     assert "Step k:" in prompts.init_prompt and prompts.init_prompt.endswith("{question}")
-    assert prompts.observation([Document("a", "T", "x")], 2).startswith("The retrieval documents:")
+    assert prompts.observation([Step.asking("a", "q", [Document("a", "T", "x")])]).startswith(
+        "The retrieval documents:"
+    )
     tiny = ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", step_prompt="prompts/tiny/step_prompt.txt")
     assert "{question}" in R3.load(tiny).init_prompt
 

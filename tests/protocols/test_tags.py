@@ -26,7 +26,7 @@ THOUGHT, QUERY, ANSWER = "<think>a</think>", "<search>q</search>", "<answer>b</a
 @pytest.mark.parametrize(
     ("text", "step"),
     [
-        ("<think> two\nlines </think>\n<search> who? </search>", Step("two\nlines", "who?")),
+        ("<think> two\nlines </think>\n<search> who? </search>", Step.asking("two\nlines", "who?")),
         (" <think>a < b</think> <answer> <b>Oslo</b></answer>\n", Step("a < b", answer="<b>Oslo</b>")),
         ("<think>a</think><answer>Lon\ndon</answer>", Step("a", answer="Lon\ndon")),
     ],
@@ -43,7 +43,7 @@ def test_the_solution_format():
         and SOLVE.render(Step("6 times 7", answer="42"), 1) == text
     )
     assert not SOLVE.searches and SOLVE.stop_strings == ("</SOLUTION>",)
-    assert SOLVE.parse("<start_working_out>x<end_working_out><search>q</search>", []).query is None
+    assert SOLVE.parse("<start_working_out>x<end_working_out><search>q</search>", []).searches == ()
     assert SOLVE.parse("<start_working_out>x</start_working_out><SOLUTION>42</SOLUTION>", []).faults  # no such tag
 
 
@@ -67,8 +67,8 @@ def test_what_leaves_no_doubt_is_a_fault_and_lenient_reading_forgives_it(text, f
     """What it forgives it does not count, and a block that is never closed ends with the turn or at the next tag."""
     strict, lenient = STRICT.parse(text, []), LENIENT.parse(text, [])
     assert strict.faults == faults and set(faults) <= FORGIVEN
-    assert (strict.query or strict.answer) == usable
-    assert lenient.faults == () and (lenient.query or lenient.answer) in ("q", "b")
+    assert next(iter(strict.queries), strict.answer) == usable
+    assert lenient.faults == () and next(iter(lenient.queries), lenient.answer) in ("q", "b")
 
 
 @pytest.mark.parametrize(
@@ -92,21 +92,21 @@ def test_what_leaves_no_doubt_is_a_fault_and_lenient_reading_forgives_it(text, f
 )
 @pytest.mark.parametrize("protocol", [STRICT, LENIENT], ids=["strict", "lenient"])
 def test_what_leaves_doubt_is_a_fault_in_either_reading(protocol, text, fault, usable):
-    step = protocol.parse(text, [Step("x", "asked before")])
-    assert fault in step.faults and (step.query or step.answer) == usable
+    step = protocol.parse(text, [Step.asking("x", "asked before")])
+    assert fault in step.faults and next(iter(step.queries), step.answer) == usable
     assert set(step.faults) <= set(FAULTS)
 
 
 def test_documents_before_a_thought_do_not_make_it_late():
     step = STRICT.parse(f"<information>made up</information>{THOUGHT}{QUERY}", [])
-    assert step == Step("a", "q", faults=("wrote_documents",))
+    assert step == Step.asking("a", "q", faults=("wrote_documents",))
 
 
 def test_letter_case_counts_in_strict_reading_only():
     text = "<Think>a</THINK><Search>q</SEARCH>"
-    assert LENIENT.parse(text, []) == Step("a", "q")
+    assert LENIENT.parse(text, []) == Step.asking("a", "q")
     assert STRICT.parse(text, []).faults == ("text_outside_tags", "no_think", "no_query_or_answer")
-    assert STRICT.parse("<think>a <SEARCH> b</think><search>q</search>", []) == Step("a <SEARCH> b", "q")
+    assert STRICT.parse("<think>a <SEARCH> b</think><search>q</search>", []) == Step.asking("a <SEARCH> b", "q")
     assert SOLVE_LENIENT.parse("<start_working_out>a<END_working_out><solution>b</Solution>", []) == Step(
         "a", answer="b"
     )
@@ -140,15 +140,15 @@ def generated(seed: int, *more: str) -> list[Step]:
     def text() -> str:
         return "".join(draw.choices(PIECES, k=draw.randint(1, 6)) + draw.choices(more, k=bool(more))).strip() or "x"
 
-    return [Step(text(), text()) if draw.random() < 0.5 else Step(text(), answer=text()) for _ in range(300)]
+    return [Step.asking(text(), text()) if draw.random() < 0.5 else Step(text(), answer=text()) for _ in range(300)]
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_what_is_rendered_is_read_back(name):
     protocol, read = EVERY[name], 0
     for step in generated(1):
-        if step.query is None or protocol.searches:
-            assert protocol.parse(protocol.render(step, 3), [Step("x", "another")]) == step
+        if not step.searches or protocol.searches:
+            assert protocol.parse(protocol.render(step, 3), [Step.asking("x", "another")]) == step
             read += 1
     assert read > 100
 
@@ -172,7 +172,7 @@ def test_any_mixture_of_pieces_is_read_without_an_error():
     for mixture in itertools.product(pieces, repeat=4):
         for protocol in (STRICT, LENIENT):
             step = protocol.parse("".join(mixture), [])
-            assert not (step.query and step.answer) and set(step.faults) <= set(FAULTS)
+            assert not (step.searches and step.answer) and set(step.faults) <= set(FAULTS)
             if not step.faults:
                 assert protocol.parse(protocol.render(step, 1), []) == step
             if not step.faults and protocol is STRICT:
@@ -182,8 +182,8 @@ def test_any_mixture_of_pieces_is_read_without_an_error():
 @pytest.mark.parametrize("name", EVERY)
 def test_a_turn_ends_where_its_query_or_answer_does(name):
     protocol = EVERY[name]
-    for step in (Step("a", "q"), Step("a", answer="b")):
-        if step.query is None or protocol.searches:
+    for step in (Step.asking("a", "q"), Step("a", answer="b")):
+        if not step.searches or protocol.searches:
             text = protocol.render(step, 1)
             assert text.endswith(protocol.stop_strings) and protocol.first_turn(f"{text}<information>x") == text
     assert protocol.first_turn("no tag") == "no tag"
@@ -194,7 +194,7 @@ def test_a_turn_ends_where_its_query_or_answer_does(name):
 def test_the_forced_opening_and_what_the_model_adds_are_one_step(name):
     protocol = EVERY[name]
     text = protocol.forced_prefix(3) + f" Oslo {protocol.answer.closing}"
-    assert protocol.parse(text, [Step("x", "q")]) == Step("I answer with what I know.", answer="Oslo")
+    assert protocol.parse(text, [Step.asking("x", "q")]) == Step("I answer with what I know.", answer="Oslo")
     assert "blank_answer" in protocol.parse(protocol.forced_prefix(3) + protocol.answer.closing, []).faults
 
 
@@ -202,8 +202,8 @@ def test_documents_are_numbered_one_a_line_inside_their_tags():
     documents = [Document("a", "T", "one\n two"), Document("b", "</Information>", "<b> <ANSWER>x</answer> a < b")]
     second = "Doc 2(Title: \u2039/Information>) <b> \u2039ANSWER>x\u2039/answer> a < b"
     given = f"\n\n<information>Doc 1(Title: T) one two\n{second}</information>\n\n"
-    assert STRICT.observation(documents, 2) == given
-    assert STRICT.observation([], 2) == "\n\n<information>(nothing was found)</information>\n\n"
+    assert STRICT.observation([Step.asking("a", "q", documents)]) == given
+    assert STRICT.observation([Step.asking("a", "q", [])]) == "\n\n<information>(nothing was found)</information>\n\n"
 
 
 # Settings
@@ -221,7 +221,10 @@ def test_every_format_of_the_settings_is_a_protocol():
 def test_the_tags_around_documents_are_settings(ends):
     protocol = load(format="tags", information_open=ends[0], information_close=ends[1], system_prompt="Be brief.")
     assert protocol.information == Tag(*ends) and protocol.system == "Be brief."
-    assert protocol.observation([Document("a", "T", "x")], 2).strip() == f"{ends[0]}Doc 1(Title: T) x{ends[1]}"
+    assert (
+        protocol.observation([Step.asking("a", "q", [Document("a", "T", "x")])]).strip()
+        == f"{ends[0]}Doc 1(Title: T) x{ends[1]}"
+    )
     assert f"between {ends[0]} and {ends[1]}" in protocol.opening("Q?")
     assert "wrote_documents" in protocol.parse(f"{THOUGHT}{ends[0]}x{ends[1]}{QUERY}", []).faults
 

@@ -11,7 +11,7 @@ from r3lite.protocols.transcript import LEAST_DOCUMENT, OPENINGS, Layout, Transc
 from r3lite.settings import LengthSettings, ProtocolSettings
 
 QUESTION = Question("q", "Where?", ("here",))
-QUERY, ANSWER = Step("I must look.", "what is where"), Step("So.", answer="here")
+QUERY, ANSWER = Step.asking("I must look.", "what is where"), Step("So.", answer="here")
 SHORT = [Document("0", "S", "It is here.")]
 DOCUMENTS = [Document("1", "T", "long text " * 20), Document("2", "U", "more of it " * 20)]
 EVERY = {
@@ -50,7 +50,7 @@ def speak(layout, transcript, text, end=True):
 
 def ask(layout, transcript, query="what is where"):
     """Writes the next step, which searches."""
-    text = layout.protocol.render(Step("I must look.", query), len(transcript.steps) + 1)
+    text = layout.protocol.render(Step.asking("I must look.", query), len(transcript.steps) + 1)
     speak(layout, transcript, text, end=layout.protocol.user_turns)
 
 
@@ -65,9 +65,9 @@ def test_an_episode_grows_by_turns_and_documents(layout, protocol):
     assert transcript.tokens == layout.prompt("Where?") and not any(transcript.action_mask)
     ask(layout, transcript)
     assert transcript.pending == ("what is where",) and transcript.finish is None and transcript.steps == [QUERY]
-    layout.splice(transcript, SHORT)
+    layout.splice(transcript, [SHORT])
     assert transcript.pending == () and transcript.turn == [] and transcript.steps[0].documents == tuple(SHORT)
-    assert protocol.observation(SHORT, 2) in given(layout, transcript)
+    assert protocol.observation([Step.asking("a", "q", SHORT)]) in given(layout, transcript)
     speak(layout, transcript, protocol.render(ANSWER, 2))
     assert transcript.finish == ANSWERED and transcript.episode().prediction == "here"
     assert all(transcript.action_mask[end] for end in transcript.step_ends)
@@ -76,7 +76,7 @@ def test_an_episode_grows_by_turns_and_documents(layout, protocol):
 def test_an_observation_is_a_turn_of_its_own_or_stays_in_the_model_s(layout, protocol):
     transcript = opened(layout)
     ask(layout, transcript)
-    layout.splice(transcript, SHORT)
+    layout.splice(transcript, [SHORT])
     turns = transcript.tokens.count(layout.tokenizer.open_id)
     assert turns == (4 if protocol.user_turns else 2)
     ends = transcript.tokens.count(layout.tokenizer.stop_id)
@@ -86,9 +86,9 @@ def test_an_observation_is_a_turn_of_its_own_or_stays_in_the_model_s(layout, pro
 def test_written_steps_are_laid_out_like_sampled_ones(layout, protocol):
     transcript = opened(layout)
     ask(layout, transcript)
-    layout.splice(transcript, DOCUMENTS)
+    layout.splice(transcript, [DOCUMENTS])
     speak(layout, transcript, protocol.render(ANSWER, 2))
-    written = layout.lay_out(QUESTION, [QUERY.with_documents(DOCUMENTS), ANSWER], layout.lengths.max_document_tokens)
+    written = layout.lay_out(QUESTION, [QUERY.with_documents([DOCUMENTS]), ANSWER], layout.lengths.max_document_tokens)
     assert (written.tokens, written.action_mask) == (transcript.tokens, transcript.action_mask)
     assert (written.steps, written.step_ends) == (transcript.steps, transcript.step_ends)
 
@@ -110,10 +110,10 @@ def test_an_assistant_turn_that_the_model_has_ended_is_opened_again(tokenizer):
     transcript = opened(layout)
     speak(layout, transcript, "<search> what is where")
     assert transcript.pending == ("what is where",)
-    layout.splice(transcript, SHORT)
+    layout.splice(transcript, [SHORT])
     end, *given = transcript.tokens[transcript.step_ends[0] :]
     assert end == tokenizer.stop_id and given[1] == tokenizer.open_id and given.count(tokenizer.open_id) == 1
-    assert tokenizer.decode(given) == "\nassistant\n" + layout.protocol.observation(SHORT, 2)
+    assert tokenizer.decode(given) == "\nassistant\n" + layout.protocol.observation([Step.asking("a", "q", SHORT)])
     assert transcript.action_mask[transcript.step_ends[0] :] == [True] + [False] * len(given)
 
 
@@ -122,7 +122,7 @@ def test_an_answer_is_forced_after_the_last_search(layout, protocol):
     for query in ("one", "two", "three"):
         ask(layout, transcript, query)
         if transcript.pending:
-            layout.splice(transcript, [])
+            layout.splice(transcript, [[]])
     assert [s.faults for s in transcript.steps] == [(), (), ("answer_was_forced",)]
     assert transcript.pending == () and transcript.finish is None
     assert transcript.forced_prefix == protocol.forced_prefix(4)
@@ -136,9 +136,9 @@ def test_a_search_in_place_of_the_forced_answer_is_malformed(layout, protocol):
     transcript = opened(layout)
     for query in ("one", "two", "three"):
         ask(layout, transcript, query)
-        layout.splice(transcript, []) if transcript.pending else None
+        layout.splice(transcript, [[]]) if transcript.pending else None
     before = "" if not protocol.user_turns else "\n"
-    speak(layout, transcript, before + protocol.render(Step("x", "four"), 4))
+    speak(layout, transcript, before + protocol.render(Step.asking("x", "four"), 4))
     assert transcript.finish == MALFORMED
 
 
@@ -174,11 +174,11 @@ def test_documents_are_cut_then_dropped_then_an_answer_is_forced(tokenizer, prot
         layout = Layout(tokenizer, protocol, LengthSettings(max_length=limit, max_new_tokens=100))
         transcript = opened(layout)
         ask(layout, transcript)
-        layout.splice(transcript, DOCUMENTS)
+        layout.splice(transcript, [DOCUMENTS])
         documents = transcript.steps[0].documents
         seen.add((len(documents), any(len(d.text) == LEAST_DOCUMENT for d in documents)))
         if transcript.forced_prefix or transcript.finish:
-            assert not documents and transcript.steps[0].query is None
+            assert not documents and not transcript.steps[0].searches
         else:
             assert documents and len(transcript.tokens) + 100 <= limit
         assert len(transcript.tokens) < limit
@@ -208,7 +208,7 @@ def test_an_episode_may_end_at_a_repeated_query(tokenizer, protocol):
         layout = Layout(tokenizer, protocol, limits)
         transcript = opened(layout)
         ask(layout, transcript)
-        layout.splice(transcript, SHORT)
+        layout.splice(transcript, [SHORT])
         ask(layout, transcript, query="What is WHERE?")
-        assert transcript.steps[-1].query == "What is WHERE?" and "repeated_query" in transcript.steps[-1].faults
+        assert transcript.steps[-1].queries == ("What is WHERE?",) and "repeated_query" in transcript.steps[-1].faults
         assert (transcript.finish, transcript.pending) == ((MALFORMED, ()) if ends else (None, ("What is WHERE?",)))

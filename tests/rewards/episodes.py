@@ -8,11 +8,11 @@ QUESTION = Question("q", "Who wrote it?", ("Ada Byron", "Ada"), GOLD, GOLD)
 
 
 def search(*documents, query="where", faults=()):
-    return Step("I need it.", query, documents, None, faults)
+    return Step.asking("I need it.", query, documents, faults=faults)
 
 
 def answer(text, faults=()):
-    return Step("So.", None, (), text, faults)
+    return Step("So.", answer=text, faults=faults)
 
 
 def answered(text, *steps, question=QUESTION):

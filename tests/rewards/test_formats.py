@@ -28,7 +28,7 @@ def test_all_tags_or_a_share_of_them():
     assert (tag_share(nothing_found, documents=True), all_tags(nothing_found, documents=True)) == (3 / 4, 0)
     at_once = answered("Ada")
     assert (tag_share(at_once), all_tags(at_once), all_tags(at_once, query=False)) == (2 / 3, 0, 1)
-    assert tag_share(Episode(QUESTION, [Step(query="where")], CUT_OFF)) == pytest.approx(1 / 3)
+    assert tag_share(Episode(QUESTION, [Step.asking("", "where")], CUT_OFF)) == pytest.approx(1 / 3)
 
 
 def test_tags_as_a_protocol_reads_them():

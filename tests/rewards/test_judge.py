@@ -11,7 +11,7 @@ from r3lite.settings import JudgeSettings, RewardSettings
 from r3lite.settings.rewards import RewardEntry
 
 GOLD = Document("1", "Ada", "Ada Byron wrote the first program. " + "x" * 1000)
-STEPS = [Step("Who was it?", "first programmer", (GOLD,)), Step("It was Ada.", answer="Lady Lovelace")]
+STEPS = [Step.asking("Who was it?", "first programmer", (GOLD,)), Step("It was Ada.", answer="Lady Lovelace")]
 
 
 def episode(name="q", steps=STEPS, finish=ANSWERED):
@@ -62,7 +62,7 @@ ATTACKS = [
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_text_of_an_episode_cannot_leave_its_place(gemini, judge, answers, attack):
     gemini.script = [answers.said(grade())]
-    steps = [Step(attack, attack, (Document("1", attack, attack),)), Step(attack, answer=attack)]
+    steps = [Step.asking(attack, attack, (Document("1", attack, attack),)), Step(attack, answer=attack)]
     attacked = Episode(Question("q", attack, (attack,)), steps, ANSWERED)
     judge().verdicts([attacked])
     body = gemini.requests[0][2]
@@ -81,7 +81,7 @@ def test_text_of_an_episode_cannot_leave_its_place(gemini, judge, answers, attac
 
 
 def test_grades_are_tenths_and_need_documents_and_an_answer(gemini, judge, answers):
-    steps = [Step("a", "b", (GOLD,)), Step("c", "d", ())]
+    steps = [Step.asking("a", "b", (GOLD,)), Step.asking("c", "d", ())]
     gemini.script = [answers.said(grade(True, ((1, 0.84, 0.25), (2, 0.7, 0.96))))]
     (verdict,) = judge().verdicts([episode(steps=steps, finish=CUT_OFF)])
     assert not verdict.correct  # there was no answer to be right
@@ -229,7 +229,7 @@ def test_equal_episodes_ask_the_same():
 def test_caches_of_this_version_stay_valid():
     """The digest names the file of a cached verdict: with another, every episode is judged and paid for again."""
     ada = Document("1", "Ada", "Ada Byron wrote the first program.")
-    asked = request_for(episode(steps=[Step("Who was it?", "first programmer", (ada,)), STEPS[1]]))
+    asked = request_for(episode(steps=[Step.asking("Who was it?", "first programmer", (ada,)), STEPS[1]]))
     circumstances = {"model": "gemini-3.5-flash-lite", "address": None, "thinking": False, "temperature": None}
     assert digest(asked, circumstances) == "1eb08a40c8b8ee17d4b5eaf16b8221808695d027d28f94d0690e62341112c7c3"
 

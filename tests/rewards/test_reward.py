@@ -25,11 +25,11 @@ PLAIN = RewardSettings(
 
 
 def search(*documents, query="where", faults=()):
-    return Step("I need it.", query, documents, None, faults)
+    return Step.asking("I need it.", query, documents, faults=faults)
 
 
 def answer(text, faults=()):
-    return Step("So.", None, (), text, faults)
+    return Step("So.", answer=text, faults=faults)
 
 
 def test_a_right_episode_by_hand():

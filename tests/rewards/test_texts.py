@@ -6,7 +6,7 @@ from tests.rewards.episodes import QUESTION
 
 
 def wrote(analysis, query=None, said="Ada", question=QUESTION):
-    return Episode(question, [Step(analysis, query), Step("", answer=said)], ANSWERED)
+    return Episode(question, [Step.asking(analysis, query), Step("", answer=said)], ANSWERED)
 
 
 @pytest.mark.parametrize(("words", "paid"), [(1, 0), (10, 0), (11, -0.1), (15, -0.5), (20, -1), (99, -1)])

@@ -62,8 +62,8 @@ def test_the_token_layout_is_the_chat_of_the_steps(three, tokenizer):
     messages = [{"role": "user", "content": PROTOCOL.opening(sequence.question.text)}]
     for number, step in enumerate(sequence.steps, 1):
         messages.append({"role": "assistant", "content": PROTOCOL.render(step, number)})
-        if step.query:
-            messages.append({"role": "user", "content": PROTOCOL.observation(step.documents, number + 1)})
+        if step.searches:
+            messages.append({"role": "user", "content": PROTOCOL.observation(sequence.steps[:number])})
     ids, written = tokenizer.chat(messages)
     # All but the newline after the last turn.
     assert sequence.tokens == ids[:-1] and sequence.action_mask == written[:-1]
@@ -177,7 +177,7 @@ def test_a_model_that_starts_to_invent_documents_is_stopped(scripted, tokenizer)
     engine = scripted(script, protocol=PROTOCOL, lengths=LENGTHS)
     (sequence,) = engine.run(questions(1), ["s"], lambda pairs: [DOCUMENTS for _ in pairs])
     assert "Lies" not in tokenizer.decode(sequence.tokens)
-    assert sequence.steps[0].faults == ("wrote_documents",) and sequence.steps[0].query == "a"
+    assert sequence.steps[0].faults == ("wrote_documents",) and sequence.steps[0].queries == ("a",)
     # Its turn was ended for it: the end token is given, not sampled.
     end = sequence.step_ends[0] + 1
     assert sequence.tokens[end] == tokenizer.stop_id and not sequence.action_mask[end]

@@ -27,7 +27,7 @@ def test_all_queries_of_all_sequences_are_one_call():
     with Fetcher(retrieve) as fetcher:
         fetched = fetcher.fetch([one, two])
     assert calls == [[("1", "a"), ("1", "b"), ("2", "c")]]
-    assert fetched == [(one, documents(["a", "a!", "b", "b!"])), (two, documents(["c", "c!"]))]
+    assert fetched == [(one, [documents(["a", "a!"]), documents(["b", "b!"])]), (two, [documents(["c", "c!"])])]
 
 
 def test_a_query_that_failed_brings_nothing_and_its_sequence_says_why():
@@ -36,7 +36,7 @@ def test_a_query_that_failed_brings_nothing_and_its_sequence_says_why():
 
     one, two = waiting("1", "a", "bad"), waiting("2", "c")
     with Fetcher(retrieve) as fetcher:
-        assert fetcher.fetch([one, two]) == [(one, documents(["a"])), (two, documents(["c"]))]
+        assert fetcher.fetch([one, two]) == [(one, [documents(["a"]), []]), (two, [documents(["c"])])]
     assert (one.failure, two.failure) == ("no room", None)
     assert one.episode().failure == "no room"
 
@@ -60,4 +60,4 @@ def test_nothing_is_waited_for_if_no_sequence_is_at_work():
     with Fetcher(lambda pairs: [documents([query]) for _, query in pairs]) as fetcher:
         fetcher.ask(waiting("1", "a"))
         fetcher.send(idle=True)
-        assert [found for _, found in fetcher.collect(idle=True)] == [documents(["a"])]
+        assert [found for _, found in fetcher.collect(idle=True)] == [[documents(["a"])]]

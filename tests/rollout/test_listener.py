@@ -37,7 +37,7 @@ class Heard(Listener):
     def close(self, sequence):
         self.turns.append([])
         step = sequence.steps[-1]
-        self.steps.append((step.query, [d.id for d in step.documents], step.answer))
+        self.steps.append((next(iter(step.queries), None), [d.id for d in step.documents], step.answer))
         self.failures.append(sequence.failure)
 
     @property

@@ -124,7 +124,7 @@ def test_the_rest_is_drawn_from_its_own_seed(engine_of):
     begun.logprobs, begun.values = [-1.0] * sum(begun.action_mask), [0.0] * sum(begun.action_mask)
     engine.layout.close_turn(begun)
     if begun.pending:
-        engine.layout.splice(begun, DOCUMENTS)
+        engine.layout.splice(begun, [DOCUMENTS])
     begun.write([5])  # the turn that is sampled anew
     together = engine.run_on([(begun, 1)] * 3, ["x", "y", "x"], retrieve)
     (alone,) = engine.run_on([(begun, 1)], ["y"], retrieve)

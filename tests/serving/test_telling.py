@@ -60,7 +60,7 @@ def test_passages_are_numbered_once_and_cited_word_for_word(tokenizer):
         transcript.write([*tokenizer.encode(text), tokenizer.stop_id])
         layout.close_turn(transcript)
         if transcript.pending:
-            layout.splice(transcript, documents)
+            layout.splice(transcript, [documents])
         ask.look(transcript)
     steps = [event for event in told if event["type"] == "step"]
     assert [[d["number"] for d in step["documents"]] for step in steps] == [[1, 2], [2], []]
