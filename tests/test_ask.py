@@ -202,5 +202,5 @@ def test_the_command_that_quickstart_names_is_understood(tmp_path):
     assert (python, m, module) == ("python", "-m", "r3lite.ask")
     config = resolve("ask", ask.AskConfig(), argv, COMMANDS)
     assert config.ask.question == "Who is married to the composer of Jelsan Janli?"
-    assert config.model.adapter == str(tmp_path / "my runs" / "ppo") and config.common.preset == "tiny"
+    assert config.model.adapter == str(tmp_path / "my runs" / "reinforce++-baseline") and config.common.preset == "tiny"
     assert config.retrieval.index == str(tmp_path / "my runs" / "index")

@@ -128,8 +128,9 @@ class DoctorSettings(Section):
 class QuickstartSettings(Section):
     """Quickstart."""
 
-    algorithm: Algorithm = "ppo"
-    """reinforcement-learning algorithm of the second training stage"""
+    algorithm: Algorithm = "reinforce++-baseline"
+    """reinforcement-learning algorithm of the second training stage; by default the one that was best over three seeds
+    (docs/algorithms.md)"""
     quick: bool = False
     """a few steps and questions only: shows that everything runs, teaches next to nothing"""
 
