@@ -183,11 +183,15 @@ def gold(
 
     For a protocol without search nothing is retrieved.
     """
-    from r3lite.datasets.gold import obstacle, queries, steps, with_gold, without_search
+    from r3lite.datasets.gold import obstacle, planned, planned_queries, queries, steps, with_gold, without_search
     from r3lite.datasets.teacher import WITHOUT_SEARCH
     from r3lite.datasets.trajectories import Trajectory, check_steps
 
+    asked = planned_queries if protocol.plans else queries
+
     def demonstration(question: Question, documents: Sequence[Sequence[Document]], hurried: bool) -> tuple[Step, ...]:
+        if protocol.plans:
+            return planned(question, documents, hurried)
         return steps(question, documents, hurried) if protocol.searches else without_search(question, hurried)
 
     tally, usable = Tally(len(questions)), []
@@ -206,7 +210,7 @@ def gold(
     for hop in range(max((len(q.hops) for q in usable), default=0) if protocol.searches else 0):
         # One batch for the first queries of all questions, then one for the second queries, ...
         asking = [i for i, q in enumerate(usable) if hop < len(q.hops)]
-        answers = retrieve([(usable[i], queries(usable[i])[hop]) for i in asking])
+        answers = retrieve([(usable[i], asked(usable[i])[hop]) for i in asking])
         for i, outcome in zip(asking, answers, strict=True):
             if isinstance(outcome, Failure):
                 failed.add(i)

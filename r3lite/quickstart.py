@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # for rewards to teach. With flawless trajectories and 160 steps, SFT alone answers 0.93 of the questions.
 TRAJECTORIES = 300
 HURRIED = 0.5
+ROOM = {"dag": ["--max-new-tokens", "128"]}  # a plan of four searches is longer than the preset's turns
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,15 @@ def run_stage(title: str, main: Callable[[list[str]], int], name: str, arguments
             raise R3LiteError(f"the stage {name} failed with status {status}", "Its own message stands above.")
 
 
+def output_of(config: QuickstartConfig) -> Path:
+    """The folder of the run. SFT and RL refuse one that is in use, too, but only after the stages before them."""
+    out = Path(config.common.output or time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        remedy = "Name a new one; every stage starts anew."
+        raise R3LiteError(f"--output {out} exists and is not an empty folder", remedy)
+    return out
+
+
 def run_all_stages(config: QuickstartConfig) -> None:
     # The commands themselves load torch; they are imported here so that --help stays instant.
     from r3lite import collect, evaluate, index, ppo, sft
@@ -90,15 +100,13 @@ def run_all_stages(config: QuickstartConfig) -> None:
 
     start = time.monotonic()
     common, settings = config.common, config.quickstart
-    out = Path(common.output or time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        # SFT and RL refuse a folder that is in use, but only after the stages before them.
-        raise R3LiteError(
-            f"--output {out} exists and is not an empty folder", "Name a new one; every stage starts anew."
-        )
+    out = output_of(config)
     world = shipped("data", "world")
     shared = ["--preset", common.preset, "--seed", str(common.seed)]
-    search = ["--index", str(out / "index")]
+    spoken = ["--format", settings.format]
+    retrieves = settings.format != "solution"
+    search = [*spoken, *(["--index", str(out / "index")] if retrieves else ["--retriever", "none"])]
+    samples = [*search, *ROOM.get(settings.format, [])]
     few = {
         "collect": ["--limit", "40"],
         "sft": ["--max-steps", "3"],
@@ -109,22 +117,31 @@ def run_all_stages(config: QuickstartConfig) -> None:
 
     def evaluated(name: str, adapter: Path | None, minutes: float) -> Stage:
         folder = out / f"evaluate-{name.lower()}"
-        arguments = [*shared, "--data", str(world / "test.jsonl"), *search, "--output", str(folder), *quick["evaluate"]]
+        arguments = [
+            *shared,
+            "--data",
+            str(world / "test.jsonl"),
+            *samples,
+            "--output",
+            str(folder),
+            *quick["evaluate"],
+        ]
         arguments += ["--adapter", str(adapter)] if adapter else []
         run_stage(
             f"evaluate the {name} model on questions about entities it never saw", evaluate.main, "evaluate", arguments
         )
         return Stage(name, folder, minutes)
 
-    passages = ["--corpus", str(world / "corpus.jsonl")]
-    run_stage("index the encyclopedia", index.main, "index", [*shared, *passages, "--output", str(out / "index")])
+    if retrieves:
+        passages = ["--corpus", str(world / "corpus.jsonl")]
+        run_stage("index the encyclopedia", index.main, "index", [*shared, *passages, "--output", str(out / "index")])
     trajectories = out / "trajectories.jsonl"
     arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(trajectories)]
     arguments += ["--limit", str(TRAJECTORIES), "--hurried-share", str(HURRIED), *quick["collect"]]
     title = f"collect trajectories for the cold start; {HURRIED:.0%} of them, on purpose, answer one hop too early"
     run_stage(title, collect.main, "collect", arguments)
     stages = [evaluated("base", None, 0.0)]
-    arguments = [*shared, "--data", str(trajectories), "--output", str(out / "sft"), *quick["sft"]]
+    arguments = [*shared, *spoken, "--data", str(trajectories), "--output", str(out / "sft"), *quick["sft"]]
     minutes = run_stage("SFT: learn the step format and to copy what was read", sft.main, "sft", arguments)
     stages.append(evaluated("SFT", out / "sft", minutes))
     name, teacher_of_failures = settings.algorithm, []
@@ -133,13 +150,13 @@ def run_all_stages(config: QuickstartConfig) -> None:
         arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(flawless)]
         arguments += ["--limit", str(TRAJECTORIES), *quick["collect"]]
         run_stage("collect flawless trajectories for a teacher", collect.main, "collect", arguments)
-        arguments = [*shared, "--data", str(flawless), "--output", str(adapter), *quick["sft"]]
+        arguments = [*shared, *spoken, "--data", str(flawless), "--output", str(adapter), *quick["sft"]]
         run_stage("SFT of the teacher, another adapter of the same model", sft.main, "sft", arguments)
         teacher_of_failures = ["--teacher", "tiny", "--teacher-adapter", str(adapter), "--teacher-quantize", "none"]
     arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
     if ALGORITHMS[name].has_traces:  # the hasty ones among them are paid too little, and fall out
         arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]  # of questions that may have one
-    arguments += [*search, "--output", str(out / name), *teacher_of_failures, *quick["ppo"]]
+    arguments += [*samples, "--output", str(out / name), *teacher_of_failures, *quick["ppo"]]
     minutes = run_stage(
         f"{name.upper()}: learn from rewards, with questions and answers only", ppo.main, "ppo", arguments
     )
@@ -198,17 +215,28 @@ where to look next
 """)
 
 
+def spoken_to(out: Path, config: QuickstartConfig) -> list[str]:
+    """What the commands that use the trained model are given of its format and its retriever."""
+    match config.quickstart.format:
+        case "r3":
+            return ["--index", str(out / "index")]
+        case "solution":
+            return ["--format", "solution", "--retriever", "none"]
+        case other:
+            return ["--format", other, *ROOM.get(other, []), "--index", str(out / "index")]
+
+
 def asking(out: Path, config: QuickstartConfig) -> str:
     """The command that asks the trained model the first of the test questions."""
     question = next(read_jsonl(shipped("data", "world", "test.jsonl"))).text("question")
-    paths = ["--adapter", str(out / config.quickstart.algorithm), "--index", str(out / "index")]
+    paths = ["--adapter", str(out / config.quickstart.algorithm), *spoken_to(out, config)]
     return shlex.join(["python", "-m", "r3lite.ask", "--preset", config.common.preset, *paths, question])
 
 
 def serving(out: Path, config: QuickstartConfig) -> str:
     """The command that serves both trained models on a page."""
     adapters = f"sft={out / 'sft'},rl={out / config.quickstart.algorithm}"
-    paths = ["--adapters", adapters, "--index", str(out / "index")]
+    paths = ["--adapters", adapters, *spoken_to(out, config)]
     return shlex.join(["python", "-m", "r3lite.serve", "--preset", config.common.preset, *paths])
 
 

@@ -14,9 +14,10 @@ import pytest
 from r3lite.command import COMMANDS, usual
 from r3lite.config import flat, resolve, sections, shipped
 from r3lite.datasets.conversations import LAYOUTS
-from r3lite.episode import ANSWERED, Document, Episode, Question, Step
+from r3lite.episode import ANSWERED, Document, Episode, Question, Search, Step
 from r3lite.evaluation.scores import MEANS, METRICS
 from r3lite.evaluation.tables import TITLES
+from r3lite.protocols import dag
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN
 from r3lite.protocols.transcript import Layout
@@ -78,11 +79,22 @@ def test_links_to_files_lead_somewhere(path):
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+PLANNED = (
+    Step(
+        "Nodes:\nA: Who directed Brenn? (General)\nB: Where was {A} born? (General)\nEdges: A -> B",
+        (Search("Who directed Brenn?", DOCUMENTS[:1], "General"),),
+    ),
+    Step("A: Ann Dahl", (Search("Where was Ann Dahl born?", DOCUMENTS[1:], "General"),)),
+    Step("B: Oslo", answer="Oslo"),
+)
+
+
 def sample(tokenizer, name: str) -> str:
     """An episode after its prompt, as docs/formats.md shows it: what the model writes is between guillemets."""
     protocol = build_protocol(ProtocolSettings(format=name))
     layout = Layout(tokenizer, protocol, LengthSettings())
-    transcript = layout.lay_out(Question("q", "Who directed Brenn?", ()), STEPS if protocol.searches else STEPS[1:], 64)
+    steps = PLANNED if protocol.plans else STEPS if protocol.searches else STEPS[1:]
+    transcript = layout.lay_out(Question("q", "Who directed Brenn?", ()), steps, 64)
     prompt, text = len(layout.prompt(transcript.question.text)), ""
     parts = itertools.groupby(
         zip(transcript.tokens[prompt:], transcript.action_mask[prompt:]), key=lambda pair: pair[1]
@@ -93,6 +105,11 @@ def sample(tokenizer, name: str) -> str:
         shown = tokenizer.decode(tokens) + "[end]" * (written and tokens[-1] == tokenizer.stop_id)
         text += f"\u00ab{shown}\u00bb" if written else shown
     return text
+
+
+def test_every_fault_of_a_plan_and_its_answers_is_in_their_table():
+    text = FORMATS.read_text(encoding="utf-8")
+    assert [f for f, what in dag.FAULTS.items() if f"| `{f}` | {what} |" not in text] == []
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

@@ -8,6 +8,9 @@ Texts for n hops with questions q_k and answers a_k:
 
 A small model must write a fact down before it can use it: without the closing analysis it answers far worse.
 
+For a protocol that plans, step 1 is the plan, whose nodes are the hops and whose edges lead from a hop to those that
+use its answer; each further step has the answers of a level of nodes, the last one the final answer as well.
+
 For a protocol without search they are one step: analysis "{q_1} {a_1}. ... {q_n} {a_n}. This gives the answer."
 """
 
@@ -15,7 +18,9 @@ import random
 import re
 from collections.abc import Sequence
 
-from r3lite.episode import Document, Question, Step
+from r3lite.episode import Document, Question, Search, Step
+from r3lite.protocols.base import one_line
+from r3lite.protocols.plan import Node, Plan
 
 
 def obstacle(question: Question, max_hops: int, searches: bool = True) -> str | None:
@@ -45,6 +50,48 @@ def queries(question: Question) -> list[str]:
     for hop in question.hops:
         filled.append(re.sub(r"(\b\w+ )?#(\d+)", fill, hop.question))
     return filled
+
+
+def plan_of(question: Question, hops: int | None = None) -> Plan:
+    """The first `hops` (all) as nodes A, B, ...: `#1`, and the answer of an earlier hop that is named outright, as in
+    HotpotQA's, become `{A}`, unless the question itself names it."""
+    nodes, edges = [], []
+    for i, hop in enumerate(question.hops[:hops]):
+        query = one_line(re.sub(r"[{}]", "", hop.question))
+        for j, earlier in enumerate(question.hops[:i]):
+            name = chr(ord("A") + j)
+            query = re.sub(rf"#{j + 1}(?!\d)", f"{{{name}}}", query)
+            literal = re.compile(rf"(?<!\w){re.escape(one_line(earlier.answer))}(?!\w)", re.IGNORECASE)
+            if not literal.search(question.text):
+                query = literal.sub(f"{{{name}}}", query)
+            if f"{{{name}}}" in query:
+                edges.append((name, chr(ord("A") + i)))
+        nodes.append(Node(chr(ord("A") + i), query))
+    return Plan(tuple(nodes), tuple(edges))
+
+
+def planned_queries(question: Question) -> list[str]:
+    """The queries of the plan's nodes, with the gold answers of others filled in."""
+    plan, answers = plan_of(question), _answers(question)
+    return [node.filled(answers) for node in plan.nodes]
+
+
+def planned(question: Question, documents: Sequence[Sequence[Document]], hurried: bool = False) -> tuple[Step, ...]:
+    """The steps of a demonstration that plans; arguments as in `steps`."""
+    plan, answers = plan_of(question, len(question.hops) - hurried), _answers(question)
+    brought = dict(zip(answers, documents))
+    said = plan.text()
+    written = []
+    for level in plan.levels:
+        searches = [Search(n.filled(answers), tuple(brought[n.name]), n.source) for n in level]
+        written.append(Step(said, tuple(searches)))
+        said = "\n".join(f"{node.name}: {answers[node.name]}" for node in level)
+    answer = answers[plan.nodes[-1].name] if hurried else question.answers[0]
+    return *written, Step(said, answer=answer)
+
+
+def _answers(question: Question) -> dict[str, str]:
+    return {chr(ord("A") + i): one_line(hop.answer) for i, hop in enumerate(question.hops)}
 
 
 def with_gold(

@@ -50,6 +50,7 @@ class Protocol(ABC):
     user_turns: bool
     system: str | None  # the system message; None: the default of the model's chat markup
     searches: bool = True  # whether a step can ask; if not, an episode is one turn
+    plans: bool = False  # whether the first step is a plan of all searches
     answer_request: str  # the observation before a turn in which only the answer is left to write
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from r3lite.protocols.base import Protocol
+from r3lite.protocols.dag import Dag
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tags import load_solution, load_tags
 from r3lite.settings import ProtocolSettings
@@ -11,6 +12,7 @@ PROTOCOLS: dict[str, Callable[[ProtocolSettings], Protocol]] = {
     "r3": R3.load,
     "tags": load_tags,
     "solution": load_solution,
+    "dag": Dag.load,
 }
 
 

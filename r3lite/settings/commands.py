@@ -15,7 +15,7 @@ from r3lite.settings.guard import GuardSettings, ValidationSettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.memory import MemorySettings
 from r3lite.settings.model import LoraSettings, ModelSettings
-from r3lite.settings.protocol import ProtocolSettings
+from r3lite.settings.protocol import Format, ProtocolSettings
 from r3lite.settings.retrieval import RetrievalSettings
 from r3lite.settings.rewards import RewardSettings
 from r3lite.settings.rl import Algorithm, RLSettings
@@ -131,6 +131,8 @@ class QuickstartSettings(Section):
     algorithm: Algorithm = "reinforce++-baseline"
     """reinforcement-learning algorithm of the second training stage; by default the one that was best over three seeds
     (docs/algorithms.md)"""
+    format: Format = "r3"
+    """what the model learns to write (docs/formats.md); solution does without retrieval"""
     quick: bool = False
     """a few steps and questions only: shows that everything runs, teaches next to nothing"""
 

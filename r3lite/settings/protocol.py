@@ -5,23 +5,31 @@ from typing import Annotated, Literal
 
 from r3lite.config import Bounds, Section, UsageError
 
+Format = Literal["r3", "tags", "solution", "dag"]
+
 
 @dataclass(frozen=True)
 class ProtocolSettings(Section):
     """Step format and prompts."""
 
-    format: Literal["r3", "tags", "solution"] = "r3"
+    format: Format = "r3"
     """r3: numbered steps of analysis and query or answer (arXiv 2505.23794); tags: think, search and answer in tags,
-    in one assistant turn (arXiv 2503.09516); solution: working-out and solution in tags, without search"""
+    in one assistant turn (arXiv 2503.09516); solution: working-out and solution in tags, without search; dag: a plan of
+    searches as a graph, then its nodes (after arXiv 2506.08352)"""
     init_prompt: str | None = None
-    """file that opens an episode, with {question} [prompts/init_prompt.txt, prompts/tags/init_prompt.txt or
-    prompts/solution/init_prompt.txt as shipped]"""
+    """file that opens an episode, with {question} [as shipped prompts/init_prompt.txt for r3, else
+    prompts/FORMAT/init_prompt.txt]"""
     step_prompt: str | None = None
-    """file that gives the documents of a query, with {documents} [prompts/step_prompt.txt as shipped] (r3)"""
+    """file that gives the documents of a query, with {documents} [as shipped prompts/step_prompt.txt, or
+    prompts/dag/step_prompt.txt] (r3, dag)"""
     queries_per_step: Annotated[int, Bounds(low=1, high=16)] = 1
     """most queries that a step may ask at once, under `The retrieval queries:` (r3)"""
     verification: bool = False
     """an answer must be preceded by `The verification:`, which says what shows it (r3)"""
+    most_nodes: Annotated[int, Bounds(low=1, high=50)] = 6
+    """most nodes of a plan (dag)"""
+    most_node_words: Annotated[int, Bounds(low=1, high=1000)] = 30
+    """most words of the query of a node (dag)"""
     tags: Literal["strict", "lenient"] = "strict"
     """lenient: a query or answer that is clear counts in spite of tags in other letter case, missing closing tags,
     missing thinking or text outside tags, and these are no faults (tags, solution)"""

@@ -1,5 +1,7 @@
 """Demonstrations from gold decompositions: exact texts, earlier answers filled in, the gold paragraph ensured."""
 
+from dataclasses import replace
+
 import pytest
 
 from r3lite.datasets import gold
@@ -108,3 +110,33 @@ def test_another_hop_s_gold_paragraph_does_not_stand_in():
 
 def test_without_a_retriever_the_gold_paragraph_stands_alone():
     assert gold.with_gold(QUESTION, 0, [], top_k=5, seed="0") == ([FILM], False)
+
+
+def test_a_plan_of_a_decomposition():
+    """Edges follow what a hop uses: a reference, or an answer that it names outright and the question does not."""
+    hops = (
+        Hop("Who directed {Brenn}?", "Ann Dahl", FILM),
+        Hop("Given Ann Dahl: where was she born?", "Oslo", PERSON),
+        Hop("Is #1 older than Rome?", "no", PERSON),
+    )
+    plan = gold.plan_of(replace(with_hops(*hops), text="Older than Rome?"))
+    assert plan.text().splitlines()[1:] == [
+        "A: Who directed Brenn? (General)",
+        "B: Given {A}: where was she born? (General)",
+        "C: Is {A} older than Rome? (General)",
+        "Edges: A -> B ; A -> C",
+    ]
+    named = gold.plan_of(replace(with_hops(*hops), text="Where was Ann Dahl, who directed Brenn, born?"))
+    assert named.nodes[1].query == "Given Ann Dahl: where was she born?"
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_a_demonstration_that_plans_is_well_formed(hurried):
+    hops = (Hop("Who made it?", "Ann", FILM), Hop("When?", "1900", PERSON), Hop("Who ruled #1 in #2?", "Olav", FILM))
+    question, protocol = with_hops(*hops), build_protocol(ProtocolSettings(format="dag"))
+    steps = gold.planned(question, [[FILM], [PERSON], []], hurried)
+    assert check_steps(steps, protocol) is None
+    assert [s.queries for s in steps] == [("Who made it?", "When?"), *[("Who ruled Ann in 1900?",)] * (not hurried), ()]
+    assert [list(s.documents) for s in steps[0].searches] == [[FILM], [PERSON]]
+    assert steps[-1].answer == ("1900" if hurried else question.answers[0])
+    assert gold.planned_queries(question)[2] == "Who ruled Ann in 1900?"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from r3lite.datasets.trajectories import Conversation, Trajectory, encode_row, encode_rows, read_rows, row_from_json
-from r3lite.episode import Document, Question, Step
+from r3lite.episode import Document, Question, Search, Step
 from r3lite.errors import R3LiteError
 from r3lite.grant import Grant, Memory
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
@@ -29,6 +29,7 @@ SETTINGS = {
     "tags": {"format": "tags"},
     "tags, lenient, prompts/tiny/": TINY | {"format": "tags", "tags": "lenient", "information_close": "<end>"},
     "solution": {"format": "solution"},
+    "dag": {"format": "dag"},
     "solution, lenient, prompts/tiny/": TINY | {"format": "solution", "tags": "lenient"},
 }
 FORGED = (
@@ -48,6 +49,16 @@ TRAJECTORY = Trajectory(
         Step("Where was Ann Dahl born? Oslo. This gives the answer.", answer="Oslo"),
     ),
     "gold",
+)
+
+
+PLANNED = (
+    Step(
+        "Nodes:\nA: Who directed Brenn? (General)\nB: Who is Ann? (News)\nC: Where was {A} born? (News)\nEdges: A -> C",
+        (Search("Who directed Brenn?", DOCUMENTS, "General"), Search("Who is Ann?", DOCUMENTS[1:], "News")),
+    ),
+    Step("A: Ann Dahl\nB: a director", (Search("Where was Ann Dahl born?", (), "News"),)),
+    Step("C: Oslo", answer="Oslo"),
 )
 
 
@@ -74,7 +85,7 @@ def encoded(tokenizer):
 def test_a_trajectory_is_the_episode_that_a_rollout_would_sample(tokenizer, name):
     """Tokens and mask equal those of the engine when its model says just this."""
     protocol = build_protocol(ProtocolSettings(**SETTINGS[name]))
-    steps = TRAJECTORY.steps if protocol.searches else TRAJECTORY.steps[-1:]
+    steps = PLANNED if protocol.plans else TRAJECTORY.steps if protocol.searches else TRAJECTORY.steps[-1:]
     row = encode_row(replace(TRAJECTORY, steps=steps), layout_of(tokenizer, protocol))
     script = []
     for number, step in enumerate(steps, 1):

@@ -6,10 +6,12 @@ import torch
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.protocols.r3 import R3
+from r3lite.protocols.registry import build_protocol
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.forward import action_logprobs, action_states
 from r3lite.rollout.sampling import Sampler
-from r3lite.settings import LengthSettings
+from r3lite.settings import LengthSettings, ProtocolSettings
+from tests.protocols.test_plan import DIAMOND
 
 PROTOCOL = R3("Q: {question}", "The retrieval documents:\n{documents}\nNow Step {step}.")
 LENGTHS = LengthSettings(max_hops=3, max_new_tokens=120, max_length=1200, max_document_tokens=30)
@@ -209,3 +211,24 @@ def test_an_overflow_while_sampling_names_the_layer(engine_of, model, temperatur
     with pytest.raises(R3LiteError, match=r"question q: .* not a number: .*model\.layers\.1") as error:
         engine.run([Question("q", "Who?", ("a",))], ["s"], lambda pairs: [[] for _ in pairs])
     assert "--dtype bf16" in error.value.remedy
+
+
+def test_a_diamond_of_searches_takes_three_batches_and_fills_its_queries(scripted):
+    """A plan's nodes that do not wait for each other are one call of the retriever; answers reach later queries."""
+    script = [DIAMOND, "A: Ann Dahl", "B: 1900\nC: Oslo", "D: Olav\nThe final answer: Olav"]
+    protocol = build_protocol(ProtocolSettings(format="dag"))
+    engine, batches = scripted({"0": script}, protocol=protocol, lengths=LengthSettings()), []
+
+    def retrieve(pairs):
+        batches.append([query for _, query in pairs])
+        return [[Document(query, "T", query)] for _, query in pairs]
+
+    (sequence,) = engine.run([Question("0", "Who ruled?", ("Olav",))], ["0"], retrieve)
+    sides = ["When was Ann Dahl born?", "Where was Ann Dahl born?"]
+    assert batches == [["Who made Brenn?"], sides, ["Who ruled Oslo in 1900?"]]
+    episode = sequence.episode()
+    assert (episode.prediction, episode.searches) == ("Olav", 4) and not any(s.faults for s in episode.steps)
+    assert [s.source for step in episode.steps for s in step.searches] == ["General", "News", "Academic", "General"]
+    # What SFT would be shown of these steps is what was sampled.
+    laid_out = engine.layout.lay_out(sequence.question, episode.steps, 160)
+    assert (laid_out.tokens, laid_out.action_mask) == (sequence.tokens, sequence.action_mask)

@@ -1,0 +1,181 @@
+"""A plan of searches, and then its nodes: `--format dag`.
+
+The first turn of the model is a plan (plan.py). Its nodes are searched level by level, those of a level in one batch.
+The documents are given to the model, which writes the answer of each node in a short turn; those are filled into the
+queries of the next level. After the last level the same turn has the final answer:
+
+    A: Ann Dahl
+    B: Oslo
+    The final answer: Oslo
+
+In a step, `analysis` is the plan or the answers of the nodes, as written; the searches follow from them.
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from r3lite.episode import Search, Step
+from r3lite.protocols import plan
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
+from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
+from r3lite.protocols.r3 import ANSWER, render_documents
+from r3lite.protocols.templates import read_template
+from r3lite.settings import ProtocolSettings
+
+FAULTS = {
+    **plan.FAULTS,
+    "text_outside_answers": "has text that is no answer of a node it was asked for",
+    "repeated_answer": "answers twice",
+    "blank_answer": "answers nothing",
+    "missing_answer": "does not answer a node that others wait for",
+    "early_answer": "gives the final answer before all nodes were searched",
+    "no_final_answer": "does not give the final answer after the last node",
+    **LAYOUT_FAULTS,
+}
+DOCUMENTS = "The retrieval documents of"
+GIVEN_UP = "No further retrieval is possible."
+FORCED = f"{GIVEN_UP}\n{ANSWER}"
+LINE = re.compile(r"[ \t]*([A-Za-z]\w{0,15})[ \t]*:[ \t]*(.*?)[ \t]*")
+
+
+@dataclass(frozen=True)
+class Dag(Protocol):
+    """Reading and rendering of plans and of the answers of their nodes.
+
+    `parse(render(step, k), earlier) == step` for every well-formed step.
+    """
+
+    init_prompt: str  # opens an episode; has {question}
+    step_prompt: str  # gives documents; has {documents} and may have {request}, what is to be written next
+    limits: Limits = Limits()
+    system: str | None = None
+
+    faults = FAULTS
+    stop_strings = (DOCUMENTS,)  # a model that writes them would invent them
+    user_turns = True
+    plans = True
+    answer_request = f"{GIVEN_UP} Give the final answer."
+
+    @staticmethod
+    def load(settings: ProtocolSettings) -> "Dag":
+        """With the prompt files that the settings name; a relative path is looked up here, then among the shipped."""
+        limits = Limits(settings.most_nodes, settings.most_node_words)
+        told = {
+            "sources": ", ".join(plan.SOURCES),
+            "most_nodes": str(limits.nodes),
+            "most_words": str(limits.words),
+        }
+        init = read_template(settings.init_prompt or "prompts/dag/init_prompt.txt", "question", (*told, "A"))
+        for name, value in told.items():
+            init = init.replace(f"{{{name}}}", value)
+        step = read_template(settings.step_prompt or "prompts/dag/step_prompt.txt", "documents", ("request",))
+        return Dag(init, step, limits, settings.system_prompt)
+
+    def opening(self, question: str) -> str:
+        return self.init_prompt.replace("{question}", question)
+
+    def render(self, step: Step, number: int) -> str:
+        return "\n".join(filter(None, (step.analysis, step.answer and f"{ANSWER} {step.answer}")))
+
+    def observation(self, steps: Sequence[Step]) -> str:
+        """The documents of each node of a level, under its query, and what is to be written next."""
+        levels, parts = self._plan(steps).levels, []
+        nodes, first = levels[len(steps) - 1], 1
+        for node, search in zip(nodes, steps[-1].searches, strict=True):
+            found = render_documents(search.documents, first)
+            parts.append(f"{DOCUMENTS} {node.name}, {one_line(search.query)}\n{found}")
+            first += len(search.documents)
+        names = " and ".join(node.name for node in nodes)
+        request = f"Write the answer of {names}" + (", then the final answer." if len(levels) == len(steps) else ".")
+        filled = {"documents": "\n".join(parts), "request": request}
+        return re.sub(r"\{(documents|request)\}", lambda m: filled[m[1]], self.step_prompt)
+
+    def forced_prefix(self, number: int) -> str:
+        return FORCED
+
+    def step_request(self, number: int) -> str:
+        return "Write the plan now, and nothing else." if number == 1 else "Write that now, and nothing else."
+
+    def first_search(self, question: str) -> Step:
+        """A plan of one node. Braces would be references."""
+        only = Plan((Node("A", re.sub(r"[{}]", "", question)),))
+        return Step(only.text(), (Search(question, source=only.nodes[0].source),))
+
+    def first_turn(self, reply: str) -> str:
+        return reply.partition(DOCUMENTS)[0]
+
+    def parse(self, text: str, earlier: Sequence[Step]) -> Step:
+        """Reads a plan, or the answers of the nodes that were searched last; faults are named in the step.
+
+        A plan that is not valid has no searches, so the episode ends with it. Answers are used in spite of faults as
+        long as the queries of the next level can be filled.
+        """
+        text = text.strip()
+        if text.startswith(FORCED):
+            return _with_final(Step(GIVEN_UP), [text[len(FORCED) :]])
+        if earlier:
+            return self._answers(text, earlier)
+        try:
+            level = plan.read(text, self.limits).levels[0]
+        except InvalidPlan as error:
+            return Step(text, faults=(error.fault,))
+        return Step(text, tuple(Search(node.query, source=node.source) for node in level))
+
+    def _answers(self, text: str, earlier: Sequence[Step]) -> Step:
+        """The step of a turn that answers nodes: it searches the next level or, if there is none, has the answer."""
+        levels, done = self._plan(earlier).levels, len(earlier)
+        body, *final = re.split(rf"^[ \t]*{ANSWER}", text, flags=re.MULTILINE)
+        answers, faults = _read_answers(body, levels[done - 1])
+        step = Step(body.strip(), faults=tuple(faults))
+        if final:
+            early = ("early_answer",) * (done < len(levels))
+            return _with_final(replace(step, faults=(*step.faults, *early)), final)
+        if done == len(levels):
+            return replace(step, faults=(*faults, "no_final_answer"))
+        if len(answers) < len(levels[done - 1]):
+            faults.append("missing_answer")
+        for level, before in zip(levels, earlier[1:]):
+            answers |= _read_answers(before.analysis, level)[0]
+        needed = {name for node in levels[done] for name in node.references}
+        if needed <= answers.keys():
+            searches = tuple(Search(node.filled(answers), source=node.source) for node in levels[done])
+            if any(asked_before(search.query, earlier) for search in searches):
+                faults.append("repeated_query")
+            step = replace(step, searches=searches)
+        return replace(step, faults=tuple(dict.fromkeys(faults)))
+
+    def _plan(self, steps: Sequence[Step]) -> Plan:
+        """The plan that an episode's first step wrote; one that was given may be of any size."""
+        return plan.read(steps[0].analysis, Limits(sys.maxsize, sys.maxsize))
+
+
+def _read_answers(text: str, nodes: Sequence[Node]) -> tuple[dict[str, str], list[str]]:
+    """The answers of nodes, by their names, and the faults of the lines that they are written in."""
+    asked, answers, faults = {node.name for node in nodes}, {}, []
+    for line in filter(str.strip, text.splitlines()):
+        match = LINE.fullmatch(line)
+        if not match or match[1] not in asked:
+            faults.append("text_outside_answers")
+        elif match[1] in answers:
+            faults.append("repeated_answer")
+        elif not match[2]:
+            faults.append("blank_answer")
+        else:
+            answers[match[1]] = match[2]
+    return answers, list(dict.fromkeys(faults))
+
+
+def _with_final(step: Step, final: Sequence[str]) -> Step:
+    """The step with its final answer: one, on a line. `final` are the texts after its heading."""
+    line, _, rest = final[0].strip(" \t").partition("\n")
+    faults = [*step.faults]
+    if rest.strip():
+        faults.append("text_outside_answers")
+    if len(final) > 1:
+        faults.append("repeated_answer")  # it is not clear which of the two is meant
+    elif not line.strip():
+        faults.append("blank_answer")
+    usable = line.strip() if len(final) == 1 else None
+    return replace(step, answer=usable or None, faults=tuple(dict.fromkeys(faults)))

@@ -1,0 +1,177 @@
+"""Plans of searches: a graph of queries, written as text. Its grammar, what can be wrong with it, and its order.
+
+    Nodes:
+    A: Who directed Brenn? (General)
+    B: Where was {A} born? (General)
+    Edges: A -> B
+
+After R-Search (arXiv 2506.08352), whose edges order the queries only; here the answer of a node is filled into the
+queries that name it. Knows no steps, no documents and no model.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NODES, EDGES = "Nodes:", "Edges:"
+SOURCES = ("General", "News", "Academic")
+ALSO = {"academy": "Academic"}  # other names of sources; all are read in any letter case
+NONE = "none"  # the edges of a plan that has none
+
+# Why a plan is not valid; worded to follow `step k`.
+FAULTS = {
+    "no_nodes": "has no `Nodes:` with a node under it",
+    "no_edges": "has no `Edges:` after its nodes",
+    "text_outside_plan": "has text before its nodes",
+    "malformed_node": "has a node that is not written as `A: query (Source)`",
+    "blank_query": "asks for nothing",
+    "unknown_source": "has a node whose source is none of General, News and Academic",
+    "repeated_node": "has two nodes of one name",
+    "too_many_nodes": "has more nodes than are allowed",
+    "long_query": "has a node whose query has more words than are allowed",
+    "repeated_query": "asks again what it asked before",
+    "malformed_edge": "has an edge that is not written as `A -> B`",
+    "unknown_node": "has an edge or a reference to a node that is not there",
+    "repeated_edge": "has an edge twice",
+    "self_loop": "has an edge from a node to itself",
+    "cycle": "has edges that lead back to where they began",
+    "reference_without_edge": "uses the answer of a node from which no edges lead to it",
+}
+NODE = re.compile(r"([A-Za-z]\w{0,15})[ \t]*:[ \t]*(.*?)[ \t]*\(([^()]*)\)[ \t]*")
+EDGE = re.compile(r"([A-Za-z]\w{0,15})[ \t]*->[ \t]*([A-Za-z]\w{0,15})")
+REFERENCE = re.compile(r"\{(\w+)\}")
+
+
+class InvalidPlan(ValueError):
+    """A plan that cannot be run; `fault` is a name from FAULTS."""
+
+    def __init__(self, fault: str):
+        super().__init__(FAULTS[fault])
+        self.fault = fault
+
+
+@dataclass(frozen=True)
+class Node:
+    """One search of a plan: a query, in which `{A}` stands for the answer of node A, and its kind of source."""
+
+    name: str
+    query: str
+    source: str = SOURCES[0]
+
+    @property
+    def references(self) -> list[str]:
+        """The names of the nodes whose answers its query takes."""
+        return REFERENCE.findall(self.query)
+
+    def filled(self, answers: Mapping[str, str]) -> str:
+        """The query with the answers of other nodes, by their names. In one pass: an answer is no reference."""
+        return REFERENCE.sub(lambda reference: answers[reference[1]], self.query)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large a plan may be: nodes, and words of a query."""
+
+    nodes: int = 6
+    words: int = 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A valid plan: named nodes, and edges from a node to one that follows it."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def levels(self) -> list[list[Node]]:
+        """The nodes in topological order (Kahn, 1962): a level has those whose predecessors are in earlier levels."""
+        left, levels = list(self.nodes), []
+        while left:
+            waiting = {node.name for node in left}
+            ready = [n for n in left if not any(to == n.name and start in waiting for start, to in self.edges)]
+            if not ready:
+                raise InvalidPlan("cycle")
+            levels.append(ready)
+            left = [node for node in left if node not in ready]
+        return levels
+
+    def text(self) -> str:
+        """As `read` reads it."""
+        nodes = [f"{node.name}: {node.query} ({node.source})" for node in self.nodes]
+        edges = " ; ".join(f"{start} -> {to}" for start, to in self.edges) or NONE
+        return "\n".join([NODES, *nodes, f"{EDGES} {edges}"])
+
+
+def read(text: str, limits: Limits) -> Plan:
+    """The plan that a text is; raises InvalidPlan at the first thing that is wrong with it."""
+    before, found, rest = text.partition(NODES)
+    written, _, edges = rest.partition(f"\n{EDGES}")
+    lines = [line.strip() for line in written.splitlines() if line.strip()]
+    if not found or not lines:
+        raise InvalidPlan("no_nodes")
+    if before.strip():
+        raise InvalidPlan("text_outside_plan")
+    if f"\n{EDGES}" not in rest:
+        raise InvalidPlan("no_edges")
+    nodes = tuple(_node(line, limits) for line in lines)
+    if len(nodes) > limits.nodes:
+        raise InvalidPlan("too_many_nodes")
+    if len({node.name for node in nodes}) < len(nodes):
+        raise InvalidPlan("repeated_node")
+    if len({" ".join(re.findall(r"[\w{}]+", node.query.casefold())) for node in nodes}) < len(nodes):
+        raise InvalidPlan("repeated_query")
+    plan = Plan(nodes, _edges(edges, {node.name for node in nodes}))
+    _check_references(plan)
+    return plan
+
+
+def _node(line: str, limits: Limits) -> Node:
+    match = NODE.fullmatch(line)
+    if not match:
+        raise InvalidPlan("malformed_node")
+    name, query, source = match.groups()
+    if not query:
+        raise InvalidPlan("blank_query")
+    if len(query.split()) > limits.words:
+        raise InvalidPlan("long_query")
+    known = ALSO | {source.lower(): source for source in SOURCES}
+    if source.strip().lower() not in known:
+        raise InvalidPlan("unknown_source")
+    return Node(name, query, known[source.strip().lower()])
+
+
+def _edges(text: str, names: set[str]) -> tuple[tuple[str, str], ...]:
+    """The edges that stand under their heading, separated by `;` or line breaks."""
+    parts = [part.strip() for part in re.split(r"[;\n]", text) if part.strip()]
+    if [part.lower() for part in parts] == [NONE]:
+        return ()
+    edges: list[tuple[str, str]] = []
+    for part in parts:
+        match = EDGE.fullmatch(part)
+        if not match:
+            raise InvalidPlan("malformed_edge")
+        start, to = match.groups()
+        if not {start, to} <= names:
+            raise InvalidPlan("unknown_node")
+        if start == to:
+            raise InvalidPlan("self_loop")
+        if (start, to) in edges:
+            raise InvalidPlan("repeated_edge")
+        edges.append((start, to))
+    return tuple(edges)
+
+
+def _check_references(plan: Plan) -> None:
+    """Raises InvalidPlan at a cycle, or at a node that uses the answer of one that does not come before it."""
+    before: dict[str, set[str]] = {}
+    for level in plan.levels:
+        for node in level:
+            direct = {start for start, to in plan.edges if to == node.name}
+            before[node.name] = direct.union(*(before[name] for name in direct))
+    for node in plan.nodes:
+        for name in node.references:
+            if name not in before:
+                raise InvalidPlan("unknown_node")
+            if name not in before[node.name]:
+                raise InvalidPlan("reference_without_edge")
