@@ -10,9 +10,11 @@ import argparse
 import json
 from pathlib import Path
 
+import torch
+
 from bench.records import ROOT, provenance, table
 from r3lite import quickstart
-from r3lite.devices.precision import Precision
+from r3lite.devices.precision import Precision, resolve_dtype
 from r3lite.files import write_json, write_text
 from r3lite.protocols.registry import PROTOCOLS
 from r3lite.settings import QuickstartSettings
@@ -42,7 +44,7 @@ def measure(name: str, seed: int, folder: Path) -> dict:
     for stage in summary["stages"][1:]:
         scores = json.loads((folder / f"evaluate-{stage['stage'].lower()}" / "scores.json").read_text(encoding="utf-8"))
         of_stage = {key: scores[key] for key in SCORES}
-        of_stage["hops"] = {n: {k: group[k] for k in ("em", "mean_searches")} for n, group in scores["hops"].items()}
+        of_stage["hops"] = {n: {k: group[k] for k in ("em", "mean_searches")} for n, group in scores["by_hops"].items()}
         stages["SFT" if stage["stage"] == "SFT" else "RL"] = of_stage
     return {"stages": stages, "em_gain": summary["em_gain"], "minutes": summary["minutes"]}
 
@@ -72,12 +74,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     args = parser.parse_args()
     path = RESULTS / "protocols.json"
+    cpu = torch.device("cpu")
+    precision = Precision(resolve_dtype("auto", cpu), cpu)
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
     for seed in args.seeds:
         for name in args.only:
             if any((run["section"], run["seed"]) == (name, seed) for run in runs):
                 continue
-            started = provenance(Precision.choose("auto", "cpu"))
+            started = provenance(precision)
             measured = measure(name, seed, Path("runs") / "protocols" / f"{name}-{seed}")
             runs.append({"section": name, "seed": seed, **measured, **started})
             write_json(path, {"runs": runs})
