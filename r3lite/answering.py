@@ -10,6 +10,7 @@ from r3lite.config import UsageError, flag
 from r3lite.episode import Episode, Retrieve
 from r3lite.settings import (
     Common,
+    JudgeSettings,
     LengthSettings,
     MemorySettings,
     ModelSettings,
@@ -37,8 +38,13 @@ class Answering(Protocol):
     truncation: TruncationSettings
 
 
-def build_engine(config: Answering, questions: int, baseline: str = "none") -> "Engine":
-    """The model with its adapter in an engine that answers so many questions as the settings say."""
+def build_engine(
+    config: Answering, questions: int, baseline: str = "none", judge: JudgeSettings | None = None
+) -> "Engine":
+    """The model with its adapter in an engine that answers so many questions as the settings say.
+
+    A `judge` that is loaded beside it is in its memory plan.
+    """
     from r3lite.models.weights import resolve_folder
     from r3lite.policy import load_policy
     from r3lite.protocols.registry import build_protocol
@@ -48,7 +54,7 @@ def build_engine(config: Answering, questions: int, baseline: str = "none") -> "
     from r3lite.rollout.sampling import Sampler
 
     # Prompts and plan come first: what is wrong with them is told before a model is downloaded.
-    protocol, plan = build_protocol(config.protocol), plan_memory(config, questions)
+    protocol, plan = build_protocol(config.protocol), plan_memory(config, questions, judge)
     warn_of_other_format(config)
     folder = resolve_folder(config.model.model)
     layout = Layout(Tokenizer.load(folder), protocol, config.lengths, OPENINGS[baseline])
@@ -57,12 +63,12 @@ def build_engine(config: Answering, questions: int, baseline: str = "none") -> "
     return Engine(policy.model, layout, sampler, policy.grant, autocast=policy.precision.autocast)
 
 
-def plan_memory(config: Answering, questions: int) -> "Plan":
-    """The memory plan of answering so many questions."""
+def plan_memory(config: Answering, questions: int, judge: JudgeSettings | None = None) -> "Plan":
+    """The memory plan of answering so many questions, and of a judge that is loaded beside the model."""
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import evaluate_workload
 
-    workload = evaluate_workload(config.model, config.lengths, config.retrieval, questions)
+    workload = evaluate_workload(config.model, config.lengths, config.retrieval, questions, judge)
     return make_plan(workload, config.memory, config.sampling)
 
 

@@ -113,6 +113,8 @@ def plan(config: CollectConfig) -> str:
 
 
 def write_trajectories(config: CollectConfig) -> None:
+    if config.collect.source == "teacher" and config.judge.judge == "local":
+        raise UsageError("--judge local cannot teach: pass gemini, or openai with the address of a server of your own")
     output = Path(config.common.output or time.strftime("runs/collect-%Y%m%d-%H%M%S.jsonl"))
     check_output(output, config)
     with sole_writer(output, folder=False):

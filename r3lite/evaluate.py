@@ -102,15 +102,17 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     from r3lite.evaluation.scores import Marks
     from r3lite.evaluation.tables import scores_table
     from r3lite.files import write_json, write_jsonl, write_text
+    from r3lite.local_client import client_maker
     from r3lite.retrieval.encoder import BertEncoder
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
     from r3lite.rewards.judge import build_judge
 
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
-    judge = build_judge(config.judge, output)  # before the long part, so that a missing key shows at once
+    # Before the long part, so that a missing key shows at once.
+    judge = build_judge(config.judge, output, None, client_maker(config.model, config.memory))
     encoder = BertEncoder(config.evaluate.bert_score, "plain") if config.evaluate.bert_score else None
-    engine = build_engine(config, len(questions), config.evaluate.baseline)
+    engine = build_engine(config, len(questions), config.evaluate.baseline, config.judge)
     setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     retrieve = build_retriever(setup)
     # From here on the folder is this evaluation's: if it is killed, only the same one may be begun there again.
@@ -229,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     def plan(config: EvaluateConfig) -> str:
         if config.evaluate.compare:
             return ""
-        told = plan_memory(config, config.data.limit or MANY)
+        told = plan_memory(config, config.data.limit or MANY, config.judge)
         return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told.table()}"
 
     return command.run("evaluate", EvaluateConfig(), evaluate, argv, plan)

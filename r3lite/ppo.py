@@ -76,6 +76,7 @@ def train(config: PpoConfig) -> None:
 
     from r3lite import rl_guidance, rl_setup, teacher
     from r3lite.datasets.qa import read_questions
+    from r3lite.local_client import client_maker
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
     from r3lite.rewards.judge import build_judge, note_on
@@ -97,7 +98,7 @@ def train(config: PpoConfig) -> None:
             )
         setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
         retrieve = build_retriever(setup)
-        judge = build_judge(config.judge, run.output, config.reward)
+        judge = build_judge(config.judge, run.output, config.reward, client_maker(config.model, config.memory))
         torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
         guard, held_out = Guard(config.guard, config.episodes_of_round), read_held_out(config, questions)
         traces, replay = rl_guidance.read(config), rl_guidance.build_buffer(config)

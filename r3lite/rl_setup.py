@@ -97,5 +97,5 @@ def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = N
         config.model, config.rl, config.lora, config.lengths, config.retrieval, shared,
         critic=algorithm.has_critic, ratios_first=algorithm.has_episode_ratios,
         off_policy=algorithm.most_off_policy, replays=algorithm.has_replay,
-        validation=config.validation, steps=config.rounds(questions),
+        validation=config.validation, judge=config.judge, steps=config.rounds(questions),
     )  # fmt: skip

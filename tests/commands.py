@@ -12,6 +12,7 @@ from r3lite.plan import PlanRlConfig, PlanSftConfig
 from r3lite.quickstart import QuickstartConfig
 from r3lite.retrieve import RetrieveConfig
 from r3lite.serve import ServeConfig
+from r3lite.tune_prompt import TunePromptConfig
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ CONFIGS = {
     "index": (IndexConfig(), "index"),
     "retrieve": (RetrieveConfig(), "retrieve"),
     "doctor": (DoctorConfig(), "doctor"),
+    "tune_prompt": (TunePromptConfig(), "tune_prompt"),
     "quickstart": (QuickstartConfig(), "quickstart"),
     "plan": (PlanSftConfig(), "sft"),
     "plan of RL": (PlanRlConfig(), "ppo"),

@@ -19,9 +19,10 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 GROUND = {"__init__", "errors", "config", "settings", "command", "episode", "files", "grant", "records"}
 FIRST = {"models", "devices", "llm", "protocols", "answer_match"}
 SECOND = {"datasets", "retrieval", "rollout", "rewards", "evaluation", "rl", "training", "memory"}
-SECOND |= {"reports", "exporting", "serving"}
+SECOND |= {"reports", "exporting", "serving", "tuning"}
 # What several recipes share: it may import what they may.
 SHARED = {"policy", "answering", "answering_live", "rl_setup", "rl_round", "rl_guidance", "teacher", "validation"}
+SHARED |= {"local_client", "prompt_tuner"}
 CHECKS = {"checks"}  # what doctor runs, and no other recipe: real commands among it, so it may import recipes
 ENTRY = {"__main__"}  # `python -m r3lite`: it starts recipes by name
 SHORT = {"ppo.py", "sft.py", "rollout/engine.py", "rl/learner.py"}  # files that read as an algorithm

@@ -24,6 +24,7 @@ FAILURES = {
     "malformed": "the reply is not JSON, or not a reply at all",
     "schema": "the reply is JSON, but not what was asked for",
     "too_large": "the reply did not end within 4 MiB",
+    "too_long": "request and reply would be longer than --judge-max-length, or than the model was made for",
     "capped": "a cap on requests or cost forbade the request",
 }
 

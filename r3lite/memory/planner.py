@@ -33,6 +33,16 @@ class TeacherWork:
 
 
 @dataclass(frozen=True)
+class JudgeWork:
+    """A second model that replies to what it is asked, and is there for as long as that takes."""
+
+    model: Qwen2Config
+    vocabulary: int
+    memory: Memory  # its figures are its own: `rollout_batch_size` requests are answered together
+    row_tokens: int  # of a request and its reply at most
+
+
+@dataclass(frozen=True)
 class Workload:
     """What a run computes, whatever memory it is given."""
 
@@ -57,6 +67,7 @@ class Workload:
     critic: bool = False
     guided: bool = False  # a teacher may speak of any of the episodes, which then go through the model apart
     teacher: TeacherWork | None = None  # loaded for each round
+    judge: JudgeWork | None = None  # loaded whenever it is asked
     on_cuda: bool = False
     # What only the time depends on; see duration.py.
     dtype: str = "fp32"  # of products
@@ -148,12 +159,16 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
         found["score"] = fixed | _score(w, memory)
     if w.teacher:
         found["teach"] = fixed | _teach(w, memory, w.teacher)
+    if w.judge:
+        found["judge"] = fixed | _judge(w, w.judge)
     if w.trains:
         most = max(_update(w, memory), key=lambda parts: sum(parts.values()))
         found["update"] = fixed | {"adapter casts": _cast_bytes(w)} | most
         found["save"] = dict(fixed)
     if w.on_cuda:
         captured = {"sample": _forward(w, memory, min(memory.rollout_batch_size, w.episodes))}  # see rollout/decoder.py
+        if w.judge:
+            captured["judge"] = _forward(as_judge(w, w.judge), w.judge.memory, w.judge.memory.rollout_batch_size)
         for name, parts in found.items():
             found[name] = parts | beside_tensors(sum(parts.values()), captured.get(name, 0))
     return found
@@ -240,6 +255,20 @@ def _teach(w: Workload, memory: Memory, teacher: TeacherWork) -> Parts:
     loading = weights | {"one tensor": _load(work, own)["one tensor"]}
     reading = weights | adapter | _score(work, own) | {"distributions": said * teacher.top * 8}
     return max(loading, reading, key=lambda parts: sum(parts.values()))
+
+
+def as_judge(w: Workload, judge: JudgeWork) -> Workload:
+    """The judge's replies as a workload of its own."""
+    sizes = {"row_tokens": judge.row_tokens, "reads": judge.row_tokens, "episodes": judge.memory.rollout_batch_size}
+    return replace(w, model=judge.model, vocabulary=judge.vocabulary, judge=None, **sizes)
+
+
+def _judge(w: Workload, judge: JudgeWork) -> Parts:
+    """The judge beside the policy: as its last tensor is loaded, or as it replies."""
+    work = as_judge(w, judge)
+    weights = {"judge": weight_bytes(work, judge.memory.nf4)}
+    loading = weights | {"one tensor": _load(work, judge.memory)["one tensor"]}
+    return max(loading, weights | _sample(work, judge.memory), key=lambda parts: sum(parts.values()))
 
 
 def kv_bytes(w: Workload, rows: int, tokens: int) -> int:

@@ -9,13 +9,15 @@ from r3lite.config import UsageError
 from r3lite.devices.cards import CARDS, card, speeds_of
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
 from r3lite.errors import nearest
-from r3lite.memory.planner import TeacherWork, Workload
+from r3lite.grant import Memory
+from r3lite.memory.planner import JudgeWork, TeacherWork, Workload
 from r3lite.models.lora import read_adapter_config
 from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.qwen2_config import is_nf4, read_config
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import (
+    JudgeSettings,
     LengthSettings,
     LoraSettings,
     ModelSettings,
@@ -27,6 +29,7 @@ from r3lite.settings import (
 
 PROMPT = 512  # tokens of instructions and question; documents may be more
 MARKUP = 16  # tokens around a document
+JUDGE_PREFILL = 1024  # tokens of requests that --judge local reads at once
 QWEN_TOKENS = 151_665  # ids of the tokenizer of Qwen2.5; its embedding has more rows
 # Sizes of what can be planned for before it is downloaded.
 _SIZES = {"3B": (2048, 11008, 36, 16, 2), "1.5B": (1536, 8960, 28, 12, 2), "0.5B": (896, 4864, 24, 14, 2)}
@@ -87,6 +90,7 @@ def rl_workload(
     off_policy: int = 0,
     replays: bool = False,
     validation: ValidationSettings | None = None,
+    judge: JudgeSettings | None = None,
     steps: int | None = None,
 ) -> Workload:
     """A round whose episodes all reach --max-length and begin with `shared` equal tokens, with a critic or without.
@@ -115,6 +119,7 @@ def rl_workload(
         critic=critic,
         guided=bool(rl.teacher or rl.teacher_logprobs),
         teacher=_teacher(rl) if rl.teacher else None,
+        judge=judge_work(judge, model) if judge else None,
         epochs=rl.update_epochs,
         ratios_first=ratios_first,
         expanded=expanded,
@@ -133,6 +138,17 @@ def _teacher(rl: RLSettings) -> TeacherWork:
     return TeacherWork(sizes, nf4, min(rl.teacher_top, vocabulary), adapters=bool(adapter), **adapter)
 
 
+def judge_work(judge: JudgeSettings, model: ModelSettings) -> JudgeWork | None:
+    """What --judge local computes, in figures of its own, whatever the run is granted; None with another judge."""
+    if judge.judge != "local":
+        return None
+    name = judge.local_model or model.model
+    sizes, vocabulary = shape_of(name)
+    quantized = judge.judge_quantize == "nf4" or (Path(name).is_dir() and is_nf4(name))
+    memory = Memory(nf4=quantized, micro_batch_tokens=JUDGE_PREFILL, rollout_batch_size=judge.judge_concurrency)
+    return JudgeWork(sizes, vocabulary, memory, min(judge.judge_max_length, sizes.max_position_embeddings))
+
+
 def read_workload(model: ModelSettings, longest: int, rows: int) -> Workload:
     """Reading so many rows of at most `longest` tokens without gradients, as a teacher does."""
     adapter = _adapter(model, LoraSettings()) if model.adapter else {}
@@ -141,11 +157,16 @@ def read_workload(model: ModelSettings, longest: int, rows: int) -> Workload:
 
 
 def evaluate_workload(
-    model: ModelSettings, lengths: LengthSettings, retrieval: RetrievalSettings, questions: int
+    model: ModelSettings,
+    lengths: LengthSettings,
+    retrieval: RetrievalSettings,
+    questions: int,
+    judge: JudgeSettings | None = None,
 ) -> Workload:
-    """Answering so many questions."""
+    """Answering so many questions, and judging the answers if there is a judge."""
     adapter = _adapter(model, LoraSettings()) if model.adapter else {}
-    return Workload(**_base(model), **adapter, **_sampling(lengths, retrieval, questions), trains=False)
+    work = judge_work(judge, model) if judge else None
+    return Workload(**_base(model), **adapter, **_sampling(lengths, retrieval, questions), trains=False, judge=work)
 
 
 def on_card(workload: Workload, name: str, dtype: str) -> Workload:

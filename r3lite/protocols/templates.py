@@ -1,6 +1,7 @@
 """Prompt files: text with placeholders in braces."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 from r3lite.config import shipped
@@ -9,19 +10,42 @@ from r3lite.errors import R3LiteError
 
 def read_template(name: str, placeholder: str, optional: tuple[str, ...] = ()) -> str:
     """The text of a prompt file that has `placeholder` once and no other but the `optional` ones."""
-    path = Path(name) if Path(name).exists() else shipped(name)
-    try:
-        text = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
-        raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Name a UTF-8 text file.") from error
-    found = re.findall(r"\{(\w+)\}", text)
+    text = read_prompt(name)
+    found = placeholders(text)
     if found.count(placeholder) != 1 or set(found) - {placeholder, *optional}:
         allowed = ", ".join(f"{{{other}}}" for other in optional)
         raise R3LiteError(
-            f"prompt file {path} has the placeholders {found or 'none'}",
+            f"prompt file {place_of(name)} has the placeholders {found or 'none'}",
             f"It must hold {{{placeholder}}} exactly once"
             + (f", may hold {allowed}," if allowed else "")
             + " and no other word in braces.",
         )
     return text
+
+
+def place_of(name: str) -> Path:
+    """Where a prompt file is: a relative path is looked up here, then among the shipped."""
+    return Path(name) if Path(name).exists() else shipped(name)
+
+
+def read_prompt(name: str) -> str:
+    """The text of a prompt file, whatever its placeholders are."""
+    try:
+        return place_of(name).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Name a UTF-8 text file.") from error
+
+
+def placeholders(text: str) -> list[str]:
+    """The words in braces of a prompt, in their order."""
+    return re.findall(r"\{(\w+)\}", text)
+
+
+def unfit(text: str, prompt: str) -> str | None:
+    """Why a text cannot take the place of a prompt: it lacks a placeholder of it, repeats one or has another."""
+    wanted, found = Counter(placeholders(prompt)), Counter(placeholders(text))
+    problems = [f"it lost {{{name}}}" for name in wanted if not found[name]]
+    problems += [f"it has {{{name}}} {found[name]} times" for name in wanted if found[name] > wanted[name]]
+    problems += [f"it has {{{name}}}, which the first prompt has not" for name in found if name not in wanted]
+    return "; ".join(problems) or None

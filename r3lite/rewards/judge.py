@@ -7,12 +7,14 @@ weights (see reward.py).
 import functools
 import json
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from r3lite.episode import Episode
 from r3lite.errors import R3LiteError
+from r3lite.llm.episodes import DOCUMENT_LENGTH, described
 from r3lite.llm.replies import FAILURES, Reply, Request
 from r3lite.records import Record, Source, shown
 from r3lite.rewards.reward import needs_verdict
@@ -22,8 +24,6 @@ from r3lite.settings import JudgeSettings, RewardSettings
 if TYPE_CHECKING:  # its libraries take long to load
     from r3lite.llm.client import Client
 
-DOCUMENT_LENGTH = 512  # characters of a document that the judge sees, as in R3-RAG (arXiv 2505.23794)
-TEXT_LENGTH = 2000  # characters of a question, an analysis, a query or an answer
 OUTPUT_TOKENS, OUTPUT_TOKENS_PER_STEP = 256, 64
 # The run stops when more than half of the last WINDOW replies failed, of at least ENOUGH; when IN_A_ROW failed; and
 # when a round ends before any call succeeded.
@@ -115,31 +115,12 @@ def _share(entry: Record, name: str) -> float:
 def request_for(episode: Episode) -> Request:
     """The one call that judges an episode."""
     return Request(
-        prompt=json.dumps(_described(episode), ensure_ascii=False, indent=1),
+        prompt=json.dumps(described(episode), ensure_ascii=False, indent=1),
         system=INSTRUCTIONS,
         schema=SCHEMA,
         read=functools.partial(read_grade, steps=len(episode.steps)),
         max_output_tokens=OUTPUT_TOKENS + OUTPUT_TOKENS_PER_STEP * len(episode.steps),
     )
-
-
-def _described(episode: Episode) -> dict:
-    """The episode as the judge sees it. It is sent as JSON, so that no text in it can look like the end of the data."""
-    steps = []
-    for number, step in enumerate(episode.steps, 1):
-        entry = {"step": number, "analysis": step.analysis[:TEXT_LENGTH]}
-        if step.searches:
-            documents = [{"title": d.title[:DOCUMENT_LENGTH], "text": d.text[:DOCUMENT_LENGTH]} for d in step.documents]
-            entry |= {"query": "\n".join(step.queries)[:TEXT_LENGTH], "documents": documents}
-        if step.answer is not None:
-            entry["answer"] = step.answer[:TEXT_LENGTH]
-        steps.append(entry)
-    return {
-        "question": episode.question.text[:TEXT_LENGTH],
-        "gold_answers": [answer[:TEXT_LENGTH] for answer in episode.question.answers],
-        "final_answer": episode.prediction[:TEXT_LENGTH] or None,
-        "steps": steps,
-    }
 
 
 def _verdict(grade: Grade, episode: Episode) -> Verdict:
@@ -157,7 +138,7 @@ def _verdict(grade: Grade, episode: Episode) -> Verdict:
 
 
 class Judge:
-    """Judges episodes with a remote model and counts its calls.
+    """Judges episodes with a language model and counts its calls.
 
     A call that failed is a missing verdict, and the run goes on; it stops if that is the rule and not the exception.
     """
@@ -229,19 +210,26 @@ def note_on(judge: Judge | None) -> str:
     return f"\n{judge.missing} verdicts of the judge are missing" if judge and judge.missing else ""
 
 
-def build_judge(settings: JudgeSettings, output: str | Path, reward: RewardSettings | None = None) -> Judge | None:
+def build_judge(
+    settings: JudgeSettings,
+    output: str | Path,
+    reward: RewardSettings | None = None,
+    make_client: "Callable[[JudgeSettings, Path], Client] | None" = None,
+) -> Judge | None:
     """The judge that the settings ask for, or None; its cache is in the run folder `output` unless they name another.
 
-    With `reward`: raises R3LiteError if the weights need a judge and the settings name none.
+    With `reward`: raises R3LiteError if the weights need a judge and the settings name none. `make_client` makes the
+    client of the settings and a cache, by default that of a remote model.
     """
     if settings.judge == "none":
         if reward and needs_verdict(reward):
             raise R3LiteError(
                 "--outcome-judge, --process-judge or --rewards pays what a judge says, and there is no judge",
-                "Pass --judge gemini or openai, or leave them out.",
+                "Pass --judge gemini, openai or local, or leave them out.",
             )
         return None
-    from r3lite.llm.client import Client
+    if make_client is None:
+        from r3lite.llm.client import Client as make_client
 
     cache = Path(settings.judge_cache) if settings.judge_cache else Path(output) / "judge-cache"
-    return Judge(Client(settings, cache))
+    return Judge(make_client(settings, cache))

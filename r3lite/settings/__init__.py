@@ -33,3 +33,4 @@ from r3lite.settings.serve import LimitSettings, ModeSettings, ServerSettings
 from r3lite.settings.sft import SftSettings
 from r3lite.settings.teacher import TeacherCacheSettings
 from r3lite.settings.training import OptimizerSettings, Schedule, TrackSettings
+from r3lite.settings.tuning import TuningSettings

@@ -1,10 +1,10 @@
-"""Settings of the remote model that judges answers and steps, or teaches."""
+"""Settings of the model that judges answers and steps, teaches, or criticizes prompts."""
 
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-from r3lite.config import Count, Free, NonNegative, Positive, Section, UsageError, Whole
+from r3lite.config import Count, Free, NonNegative, Positive, Section, Tokens, UsageError, Whole
 from r3lite.settings.common import problem_of_address
 
 GEMINI = "gemini-3.5-flash-lite"
@@ -14,12 +14,13 @@ GEMINI = "gemini-3.5-flash-lite"
 class JudgeSettings(Section):
     """Judge."""
 
-    judge: Literal["none", "gemini", "openai"] = "none"
+    judge: Literal["none", "gemini", "openai", "local"] = "none"
     """who judges answers and steps: gemini, with the key in GOOGLE_API_KEY or GEMINI_API_KEY; openai, with that in
     OPENAI_API_KEY, or any server that speaks its /chat/completions (vLLM, llama.cpp, Ollama), for which no key is
-    needed"""
+    needed; local: a model on this device, loaded beside the run's own whenever it is asked, and dropped then"""
     judge_model: str = GEMINI
-    """name of the judging model, which openai needs"""
+    """name of the judging model, which openai needs; for local a folder, a hub id or tiny; without it, local asks the
+    model of --model"""
     judge_base_url: str | None = None
     """address of a compatible server, https://... or http://...; the key, if there is one, is sent to it; for openai
     it ends in /v1"""
@@ -27,6 +28,11 @@ class JudgeSettings(Section):
     """most requests a minute"""
     judge_concurrency: Free[Count] = 4
     """most requests under way at once"""
+    judge_quantize: Literal["nf4", "none"] = "none"
+    """whether the judging model is in 4 bits (local)"""
+    judge_max_length: Tokens = 8192
+    """most tokens of what is asked and of its reply together; what would take more is not asked, and counts as failed
+    (local)"""
     judge_timeout: Free[Positive] = 60.0
     """seconds that a request may take in all before it counts as failed"""
     judge_retries: Free[Whole] = 4
@@ -46,13 +52,18 @@ class JudgeSettings(Section):
     judge_cache: Free[str | None] = None
     """folder of cached replies; default: judge-cache in the output folder, and for collect <output>.cache"""
 
+    @property
+    def local_model(self) -> str | None:
+        """The model of --judge local; None: that of --model."""
+        return None if self.judge_model == GEMINI else self.judge_model
+
     def check(self) -> None:
         if self.judge == "openai" and self.judge_model == GEMINI:
             raise UsageError("--judge-model is missing: with --judge openai it names the model of that server")
+        if self.judge != "local" and not re.fullmatch(r"[\w.:/@-]+", self.judge_model, re.ASCII):
+            raise UsageError(f"judge_model is {self.judge_model!r}, which no model is named")
 
     def __post_init__(self):
-        if not re.fullmatch(r"[\w.:/@-]+", self.judge_model, re.ASCII):
-            raise UsageError(f"judge_model is {self.judge_model!r}, which no model is named")
         if self.judge_base_url is not None and (problem := problem_of_address(self.judge_base_url)):
             # The address is not quoted: it may hold a password.
             raise UsageError(f"judge_base_url {problem}; pass an address such as https://example.com")

@@ -1,0 +1,172 @@
+"""A model on this device that is asked what remote models are asked: the same requests, replies, cache and caps as
+`llm.client.Client`; used by evaluate, ppo and tune_prompt.
+
+It is loaded whenever there is something to ask, beside the run's own model, and dropped then, as the memory plan of the
+run counts it (`memory.planner.JudgeWork`). So its weights cost memory only while it replies, and loading them costs
+some seconds each time.
+"""
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from r3lite.devices.precision import Precision, dtype_name, resolve_device, resolve_dtype
+from r3lite.episode import CUT_OFF, Question
+from r3lite.grant import Grant
+from r3lite.llm.cache import ReplyCache, digest
+from r3lite.llm.client import Client
+from r3lite.llm.limits import Budget
+from r3lite.llm.replies import Reply, Request, parse
+from r3lite.memory.workloads import judge_work
+from r3lite.models import activation_checkpointing, weights
+from r3lite.policy import check_lengths, load_frozen
+from r3lite.protocols.chat import Chat
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.transcript import ANSWER_ROOM, Layout
+from r3lite.rollout.engine import Engine
+from r3lite.rollout.sampling import Sampler
+from r3lite.rollout.sequence import Listener, Sequence
+from r3lite.settings import JudgeSettings, LengthSettings, MemorySettings, ModelSettings
+
+FORM = """\
+Reply with one JSON object and nothing else: no other word before or after it, no code fence. It must be valid under \
+this JSON schema:
+{schema}"""
+
+
+def client_maker(
+    model: ModelSettings, memory: MemorySettings
+) -> Callable[[JudgeSettings, Path], "Client | LocalClient"]:
+    """What makes the client that --judge names, of its settings and the folder of its cache.
+
+    A local one runs on the device and in the dtype of the run's `model`, which it also is if none is named.
+    """
+
+    def make(settings: JudgeSettings, cache: Path) -> Client | LocalClient:
+        local = settings.judge == "local"
+        return LocalClient(settings, cache, model, memory) if local else Client(settings, cache)
+
+    return make
+
+
+class LocalClient:
+    """Asks the model of a folder. Replies are greedy, or at --judge-temperature, each from a stream of its own."""
+
+    def __init__(self, settings: JudgeSettings, cache: Path | None, model: ModelSettings, memory: MemorySettings):
+        self.settings, self.work = settings, judge_work(settings, model)
+        self.folder = weights.resolve_folder(settings.local_model or model.model)
+        self.tokenizer = Tokenizer.load(self.folder)
+        check_lengths(self.folder, self.tokenizer.size, self.work.row_tokens)
+        device = resolve_device(model.device)
+        self.precision = Precision(resolve_dtype(model.dtype, device), device)
+        self.nf4_cache = memory.nf4_cache
+        self.budget = Budget(settings.judge_max_calls)
+        self._cache = ReplyCache(cache)
+        self._counts, self._failures = Counter(), Counter()
+
+    @functools.cached_property
+    def circumstances(self) -> dict:
+        """What a reply depends on beside the request."""
+        model = weights.fingerprint(self.folder) or str(self.folder.resolve())
+        numbers = {"nf4": self.work.memory.nf4, "dtype": dtype_name(self.precision.dtype)}
+        limits = {"temperature": self.settings.judge_temperature, "max_length": self.work.row_tokens}
+        return {"service": "local", "model": model} | numbers | limits
+
+    def generate_all(
+        self,
+        requests: list[Request],
+        progress: str | None = None,
+        on_reply: Callable[[Reply], None] | None = None,
+    ) -> list[Reply]:
+        """Replies in the order of the requests; equal requests are asked once. See Client.generate_all."""
+        keys = [digest(request, self.circumstances) for request in requests]
+        replies: dict[str, Reply] = {}
+        bar = tqdm(total=len(set(keys)), desc=progress, unit="request", disable=None if progress else True)
+
+        def take(key: str, reply: Reply) -> None:
+            replies[key] = reply
+            self._counts["cache_hits"] += reply.cached
+            if reply.failure:
+                self._failures[reply.failure] += 1
+            elif not reply.cached:
+                self._cache.store(key, reply)
+            bar.update()
+            if on_reply:
+                on_reply(reply)
+
+        with bar:
+            waiting, hindered = {}, {}
+            for key, request in dict(zip(keys, requests)).items():
+                if reply := self._cache.recall(key, request):
+                    take(key, reply)
+                elif reply := self._hindrance(request):
+                    hindered[key] = reply
+                else:
+                    waiting[key] = request
+            if waiting:
+                self._ask(waiting, take)
+            for key, reply in hindered.items():  # last: `on_reply` may raise at one, and the others are kept by then
+                take(key, reply)
+        return [replies[key] for key in keys]
+
+    def counts(self) -> dict[str, float]:
+        """Requests, cache hits, tokens and failures (also by kind) so far. It costs no money."""
+        counts = {"calls": self.budget.calls}
+        counts |= {name: self._counts[name] for name in ("cache_hits", "input_tokens", "output_tokens")}
+        counts["failures"] = self._failures.total()
+        return counts | {f"failures/{kind}": n for kind, n in sorted(self._failures.items())}
+
+    def _hindrance(self, request: Request) -> Reply | None:
+        """Why a request cannot be asked, if it cannot; else it counts as asked."""
+        question = as_question(request)
+        prompt = len(self.tokenizer.open_chat(question.text, None, question.earlier))
+        if prompt + max(request.max_output_tokens, ANSWER_ROOM) > self.work.row_tokens:
+            room = f"{prompt} tokens and room for {request.max_output_tokens} are more than {self.work.row_tokens}"
+            return Reply(failure="too_long", detail=room)
+        if cap := self.budget.reserve(0.0):
+            return Reply(failure="capped", detail=cap)
+        self._counts["input_tokens"] += prompt
+        return None
+
+    def _ask(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
+        """Gives `take` the reply to each request, by its key, as soon as it is there."""
+
+        def listener(key: str, request: Request) -> Listener:
+            return Listener(lambda text: None, lambda sequence: take(key, self._reply(sequence, request)))
+
+        longest = max(request.max_output_tokens for request in requests.values())
+        engine = self._load(LengthSettings(max_new_tokens=longest, max_length=self.work.row_tokens))
+        listeners = [listener(key, request) for key, request in requests.items()]
+        questions = [as_question(request) for request in requests.values()]
+        engine.run(questions, list(requests), lambda pairs: [[] for _ in pairs], listeners=listeners)
+
+    def _load(self, lengths: LengthSettings) -> Engine:
+        model = load_frozen(self.folder, self.precision, self.work.memory.nf4, self.nf4_cache)
+        grant = Grant(self.work.memory)
+        activation_checkpointing.enable(model, grant)
+        sampler = Sampler(self.settings.judge_temperature or 0.0)
+        return Engine(
+            model.eval(), Layout(self.tokenizer, Chat(), lengths), sampler, grant, autocast=self.precision.autocast
+        )
+
+    def _reply(self, sequence: Sequence, request: Request) -> Reply:
+        """The reply that a finished sequence is. What it may write is its own limit, whatever others may."""
+        written = sum(sequence.action_mask)
+        self._counts["output_tokens"] += written
+        if sequence.finish == CUT_OFF or written > request.max_output_tokens:
+            return Reply(failure="cut", detail=f"{request.max_output_tokens} tokens")
+        text = sequence.steps[-1].answer
+        return parse(text, request) if text else Reply(failure="empty")
+
+
+def as_question(request: Request) -> Question:
+    """A request as the chat that the model is given; what a server is told of the reply's form stands in it as text."""
+    form = FORM.format(schema=json.dumps(request.schema)) if request.schema else None
+    system = "\n\n".join(text for text in (request.system, form) if text)
+    turns = [("user", "assistant")[i % 2] for i in range(len(request.earlier))]
+    pairs = [("system", system)] * bool(system) + list(zip(turns, request.earlier, strict=True))
+    return Question("request", request.prompt, (), earlier=tuple({"role": r, "content": text} for r, text in pairs))

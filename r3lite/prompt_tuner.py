@@ -1,0 +1,210 @@
+"""The rounds of prompt optimisation (ProTeGi, Pryzant et al. 2023, arXiv 2305.03495); used by tune_prompt.
+
+`PromptTuner.run` reads as the algorithm: score the first prompt; then, round after round, try the beam's prompts, have
+their failures criticized and the prompts edited, score the new ones, and keep the best.
+"""
+
+import random
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol as Interface
+
+from r3lite.answer_match import answer_scores
+from r3lite.episode import Episode, Question, Retrieve
+from r3lite.errors import R3LiteError
+from r3lite.evaluation.comparisons import compare
+from r3lite.evaluation.scores import Marks, scores
+from r3lite.files import read_jsonl, write_jsonl, write_text
+from r3lite.llm.client import Client
+from r3lite.llm.replies import FAILURES, Reply, Request
+from r3lite.local_client import LocalClient
+from r3lite.protocols.base import Protocol
+from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.templates import unfit
+from r3lite.protocols.transcript import ANSWER_ROOM
+from r3lite.rollout.engine import Engine
+from r3lite.settings import Common, LengthSettings, ProtocolSettings, TuningSettings
+from r3lite.tuning.critic import Critic
+from r3lite.tuning.history import Candidate, History, Round, shown
+
+BEST, CANDIDATES = "best_prompt.txt", "candidates"
+KEPT = ("em", "f1", "format_adherence", "mean_searches")  # scores of each prompt in the history
+AGAIN = "run the same command again: what was done is kept."
+
+
+class Config(Interface):
+    """The sections of `tune_prompt` that its rounds read."""
+
+    common: Common
+    tuning: TuningSettings
+    protocol: ProtocolSettings
+    lengths: LengthSettings
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Questions, and what retrieves for them."""
+
+    questions: list[Question]
+    retrieve: Retrieve
+
+
+class PromptTuner:
+    """The rounds of a run, from where its history stands."""
+
+    def __init__(
+        self,
+        config: Config,
+        output: Path,
+        history: History,
+        engine: Engine,
+        client: Client | LocalClient,
+        sampled: Pool,
+        scored: Pool,
+    ):
+        """`sampled` are the questions of --data, `scored` those of --eval-data."""
+        self.config, self.output, self.history, self.engine, self.client = config, output, history, engine, client
+        self.sampled, self.scored = sampled, scored
+        self.critic = Critic(config.tuning.improve, engine.layout.protocol)
+        self.capped = ""  # the cap that forbids more calls, once it is reached
+
+    def run(self) -> None:
+        """The rounds that are left, or as far as the caps on calls allow; then the best prompt is written."""
+        total = self.config.tuning.rounds
+        for number in range(len(self.history.rounds), total + 1):
+            title = f"round {number} of {total}"
+            if number:
+                self.branch_out(number, title)
+            for candidate in self.history.waiting:
+                self.score(candidate, title)
+            if not self.capped:
+                self.close(number)
+            write_text(self.output / BEST, f"{self.history.best.prompt}\n")
+            if self.capped:
+                return
+
+    def branch_out(self, number: int, title: str) -> None:
+        """Adds a round's new prompts to the history: those of the beam are tried, criticized and edited."""
+        tuning = self.config.tuning
+        for parent, branches in self.history.open_branches(number, tuning.beam, tuning.branch):
+            name = f"{title}, prompt {parent.id}"
+            failures = self.failures(parent, number, name)
+            if not failures:
+                print(f"{name} failed at no question that it was tried on, so it is not criticized", file=sys.stderr)
+                continue
+            asked = [self.critique_request(parent, failures, number, branch) for branch in branches]
+            critiques = dict(zip(branches, self.ask(asked, f"{name}: critiques"), strict=True))
+            usable = {branch: critique.value for branch, critique in critiques.items() if not critique.failure}
+            edits = [self.critic.edit(parent.prompt, text, f"{number}/{branch}") for branch, text in usable.items()]
+            edited = iter(self.ask(edits, f"{name}: edits"))
+            for branch, critique in critiques.items():
+                edit = critique if critique.failure else next(edited)
+                if edit.failure != "capped":  # another run asks again
+                    self.add(Candidate(0, edit.value or "", number, parent.id, branch, critique.value or ""), edit)
+            if self.capped:
+                return
+
+    def failures(self, parent: Candidate, number: int, title: str) -> list[Episode]:
+        """The episodes of this round's questions that end without a right answer with a prompt."""
+        draw = random.Random(f"{self.config.common.seed}/tune/{number}")
+        count = min(self.config.tuning.sampled_questions, len(self.sampled.questions))
+        sampled = replace(self.sampled, questions=draw.sample(self.sampled.questions, count))
+        episodes = self.answers(parent, sampled, f"{number}/", f"{title}: tried")
+        return [episode for episode in episodes if answer_scores(episode)[0] < 1]
+
+    def critique_request(self, parent: Candidate, failures: list[Episode], number: int, branch: int) -> Request:
+        tuning, seed = self.config.tuning, self.config.common.seed
+        draw = random.Random(f"{seed}/critique/{number}/{parent.id}/{branch}")
+        drawn = draw.sample(failures, min(tuning.shown_failures, len(failures)))
+        return self.critic.critique(parent.prompt, drawn, branch, tuning.branch, f"{number}/{branch}")
+
+    def ask(self, requests: list[Request], title: str) -> list[Reply]:
+        """The critic's replies; R3LiteError if none of them can be used, and no cap is the reason."""
+        replies = self.client.generate_all(requests, title) if requests else []
+        failed = [reply for reply in replies if reply.failure]
+        capped = [reply.detail for reply in failed if reply.failure == "capped"]
+        if capped:
+            self.capped = capped[0]
+        elif failed and len(failed) == len(replies):
+            detail = f" ({failed[0].detail})" if failed[0].detail else ""
+            raise R3LiteError(
+                f"none of the critic's {len(replies)} replies can be used; the first: "
+                f"{FAILURES[failed[0].failure]}{detail}",
+                f"Look at the reason, and {AGAIN}",
+            )
+        return replies
+
+    def add(self, candidate: Candidate, edit: Reply) -> None:
+        """Takes a new prompt into the history under the next number; one that is no prompt is rejected there."""
+        id = len(self.history.candidates)
+        fault = FAILURES[edit.failure] if edit.failure else self.fault_of(candidate.prompt, id)
+        if fault:
+            print(f"rejected: prompt {id}, made of {candidate.parent}: {fault}", file=sys.stderr)
+        self.history.add(replace(candidate, id=id, rejected=fault or ""))
+
+    def fault_of(self, prompt: str, id: int) -> str | None:
+        """Why a new prompt, which would have that number, is not scored, if it is not."""
+        if problem := unfit(prompt, self.history.candidates[0].prompt):
+            return problem
+        if same := self.history.same_as(prompt):
+            return f"it is the same as {same.id}"
+        layout = replace(self.engine.layout, protocol=self.with_prompt(prompt, id))
+        longest = max(len(layout.prompt(q.text)) for q in [*self.sampled.questions, *self.scored.questions])
+        if longest + ANSWER_ROOM > self.config.lengths.max_length:
+            return f"with a question it has {longest} tokens, which leaves no room for an answer within --max-length"
+        return None
+
+    def with_prompt(self, prompt: str, id: int) -> Protocol:
+        """The protocol with a prompt, which is written to the file of its number."""
+        path = self.output / CANDIDATES / f"{id}.txt"
+        write_text(path, f"{prompt}\n")
+        return build_protocol(replace(self.config.protocol, **{self.config.tuning.improve: str(path)}))
+
+    def answers(self, candidate: Candidate, pool: Pool, stream: str, title: str) -> list[Episode]:
+        """Episodes with a prompt; R3LiteError if the retriever failed in one."""
+        layout = replace(self.engine.layout, protocol=self.with_prompt(candidate.prompt, candidate.id))
+        seeds = [f"{self.config.common.seed}/{stream}{i}" for i in range(len(pool.questions))]
+        run = replace(self.engine, layout=layout).run
+        episodes = [sequence.episode() for sequence in run(pool.questions, seeds, pool.retrieve, title)]
+        if failed := [episode.failure for episode in episodes if episode.failure]:
+            raise R3LiteError(
+                f"the retriever failed at {len(failed)} questions: {failed[0]}", f"Mend that, and {AGAIN}"
+            )
+        return episodes
+
+    def score(self, candidate: Candidate, title: str) -> None:
+        """Scores a prompt; what the model said with it is in a file as `evaluate` writes it.
+
+        If the file is there, the run was killed before the score was in the history.
+        """
+        name = f"{title}, prompt {candidate.id}"
+        if not self.predictions_of(candidate).exists():
+            episodes = self.answers(candidate, self.scored, "", f"{name}: scored")
+            lines = (episode.to_json() | Marks.of(episode).to_json() for episode in episodes)
+            write_jsonl(self.predictions_of(candidate), lines)
+        found = scores(self.marks_of(candidate), self.config.common.seed)
+        self.history.score(candidate, {name: found[name] for name in KEPT if found[name]["value"] is not None})
+        metric, best = self.config.tuning.metric, self.history.best
+        told = f"{metric} {shown(found[metric])}; the best so far is {best.id} with {shown(best.scores[metric])}"
+        print(f"{name}: {told}", file=sys.stderr)
+
+    def close(self, number: int) -> None:
+        """Ends a round, with what it gained."""
+        before = self.history.rounds[-1].best if number else 0
+        gained = self.gain(before, self.history.best.id)
+        self.history.close(
+            Round(number, self.history.best.id, *(gained[key] for key in ("difference", "low", "high", "p")))
+        )
+
+    def gain(self, a: int, b: int) -> dict:
+        """How much better prompt `b` is than prompt `a`, by paired bootstrap; see evaluation.comparisons.compare."""
+        ours, theirs = (self.marks_of(self.history.candidates[id]) for id in (a, b))
+        return compare(ours, theirs, self.config.common.seed)[self.config.tuning.metric]
+
+    def marks_of(self, candidate: Candidate) -> list[Marks]:
+        remedy = "Begin with another --output."
+        return [Marks.from_json(line) for line in read_jsonl(self.predictions_of(candidate), remedy)]
+
+    def predictions_of(self, candidate: Candidate) -> Path:
+        return self.output / CANDIDATES / f"{candidate.id}.predictions.jsonl"

@@ -1,0 +1,1 @@
+"""What prompt optimisation is made of: what a critic is asked, and the history of the prompts."""

@@ -1,0 +1,21 @@
+"""Placeholders of prompts: what may take a prompt's place."""
+
+import pytest
+
+from r3lite.protocols.templates import unfit
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("Step {step}: {documents}", None),
+        ("{documents} {step} { } {} {a b} {question", None),  # as a prompt file may have them
+        ("{step}", "it lost {documents}"),
+        ("", "it lost {documents}; it lost {step}"),
+        ("{documents}{documents}{step}", "it has {documents} 2 times"),
+        ("{documents} {step} {query}", "it has {query}, which the first prompt has not"),
+        ("{Documents} {step}", "it lost {documents}; it has {Documents}, which the first prompt has not"),
+    ],
+)
+def test_what_may_take_a_prompts_place(text, problem):
+    assert unfit(text, "{documents}\nGo on with step {step}.") == problem

@@ -1,0 +1,81 @@
+"""The history of prompts: ranks, beams, what is left to do, and what of a file is refused."""
+
+import json
+
+import pytest
+
+from r3lite.errors import R3LiteError
+from r3lite.tuning.history import Candidate, History, Round, most
+
+
+def scored(value):
+    return {"f1": {"value": value, "low": max(0, value - 0.1), "high": value + 0.1}}
+
+
+@pytest.fixture
+def history(tmp_path):
+    """The first prompt with 0.3, and of it three new ones: 0.5, rejected, and 0.3."""
+    made = History(tmp_path / "history.json", "origin", "f1", "{question}")
+    made.score(made.candidates[0], scored(0.3))
+    made.close(Round(0, 0, 0.0, 0.0, 0.0, 1.0))
+    made.add(Candidate(1, "a {question}", 1, 0, 1, "too short"))
+    made.add(Candidate(2, "b", 1, 0, 3, "too long", "it lost {question}"))
+    made.add(Candidate(3, "c {question}", 1, 0, 4, "too dull"))
+    made.score(made.candidates[1], scored(0.5))
+    made.score(made.candidates[3], scored(0.3))
+    return made
+
+
+def test_the_best_comes_first_and_of_equal_ones_the_older(history):
+    assert [c.id for c in history.ranked()] == [1, 0, 3] and history.best.id == 1
+    assert [c.id for c in history.ranked(before=1)] == [0]
+
+
+def test_a_round_goes_on_from_the_beam_of_the_rounds_before(history):
+    left = [(parent.id, branches) for parent, branches in history.open_branches(1, beam=2, branch=4)]
+    assert left == [(0, [2])]
+    left = [(parent.id, branches) for parent, branches in history.open_branches(2, beam=2, branch=3)]
+    assert left == [(1, [1, 2, 3]), (0, [1, 2, 3])]
+
+
+def test_what_waits_is_neither_scored_nor_rejected(history):
+    assert history.waiting == []
+    history.add(Candidate(4, "d {question}", 2, 1, 1, "x"))
+    assert [c.id for c in history.waiting] == [4]
+    assert history.same_as("d {question}").id == 4 and history.same_as("b") is None  # one that was rejected is nobody
+
+
+def test_it_is_read_back_as_it_was(history):
+    again = History(history.path, "origin", "f1", "{question}")
+    assert again.candidates == history.candidates and again.rounds == history.rounds
+    history.close(Round(1, 1, 0.2, 0.1, 0.3, 0.004))
+    again = History(history.path, "origin", "f1", "{question}")
+    assert again.rounds == history.rounds and again.table() == history.table()
+    assert again.table().splitlines()[2:] == [
+        "1             3         1     1   0.500 [0.400, 0.600]    +0.200 [+0.100, +0.300]",
+        "rejected: 2, of 0: it lost {question}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"origin": "other"}, "is of another first prompt"),
+        ({"candidates": []}, "are not numbered from 0"),
+        ({"candidates": [{"id": 1, "prompt": "", "round": 0, "branch": 0, "critique": "", "rejected": ""}]}, "from 0"),
+        ({"candidates": [{"id": 0, "prompt": 7}]}, "prompt is 7, not text"),
+        ({"rounds": [{"number": 0, "best": 0, "gained": "much"}]}, "gained is 'much'"),
+    ],
+)
+def test_what_is_no_history_is_refused(history, change, told):
+    record = json.loads(history.path.read_text(encoding="utf-8")) | change
+    history.path.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(R3LiteError, match=told):
+        History(history.path, "origin", "f1", "{question}")
+
+
+def test_the_most_that_a_run_does_by_hand():
+    """Beam 4 and branch 4: one prompt is tried, then four and four; 4, 16 and 16 are made."""
+    assert (most(3, 4, 4).tried, most(3, 4, 4).made, most(3, 4, 4).scored) == (9, 36, 37)
+    assert (most(2, 2, 4).tried, most(2, 2, 4).made, most(2, 2, 4).scored) == (3, 12, 13)
+    assert (most(2, 4, 1).tried, most(2, 4, 1).made, most(2, 4, 1).scored) == (3, 3, 4)
