@@ -42,6 +42,8 @@ SHIPPED = {
     ("r3", "step_prompt"): "prompts/step_prompt.txt",
     ("tags", "init_prompt"): "prompts/tags/init_prompt.txt",
     ("solution", "init_prompt"): "prompts/solution/init_prompt.txt",
+    ("dag", "init_prompt"): "prompts/dag/init_prompt.txt",
+    ("dag", "step_prompt"): "prompts/dag/step_prompt.txt",
 }
 
 
