@@ -74,16 +74,23 @@ def build(
 
 
 def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layout]) -> int:
-    """How many tokens the prompts of all questions begin with alike. What the first and the last have in common in
-    alphabetical order, all have: of a source the texts are ordered, of the sources the tokens."""
-    prompts = []
-    for name in dict.fromkeys(question.source for question in questions):
-        some = [question for question in questions if question.source == name]
-        if any(question.earlier for question in some):  # of conversations the order is another one
-            return 0
-        texts = [question.text for question in some]
-        prompts += [layouts[name].prompt(text) for text in (min(texts), max(texts))]
-    return common_prefix(min(prompts), max(prompts))
+    """How many tokens the prompts of all questions begin with alike: what the first and the last have in common in
+    alphabetical order, all have.
+
+    Prompts of several sources are looked at one by one, and refused if one leaves no room for an answer: conversations
+    may be of any length.
+    """
+    if not any(question.source for question in questions):
+        texts = [question.text for question in questions]
+        first, last = (layouts[""].prompt(text) for text in (min(texts), max(texts)))
+        return common_prefix(first, last)
+    first = last = None
+    for question in questions:
+        layout = layouts[question.source]
+        prompt = layout.prompt(question.text, question.earlier)
+        layout.check_room(question, prompt)
+        first, last = min(first or prompt, prompt), max(last or prompt, prompt)
+    return common_prefix(first, last)
 
 
 def warn_of_start(adapter: str | None) -> None:

@@ -92,7 +92,7 @@ def read_rows_of(
 
 def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Trajectory | Conversation]:
     def convert(row: Record, id: str) -> Trajectory | Conversation:
-        made = row_from_json(row, protocol, id)
+        made = None if "steps" in row and not has_steps(entry) else row_from_json(row, protocol, id)
         if problem := _misfit(made, entry.get("type")):
             raise row.error(f"{problem}, and the type of the source is {entry['type']}")
         return made
@@ -101,11 +101,11 @@ def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Tr
         return _some(converted_rows(entry["file"], convert, data.limit, data.skip_bad_rows), entry)
 
 
-def _misfit(row: Trajectory | Conversation, kind: str | None) -> str | None:
-    """Why a row is not of a type, or None; any row is of no type."""
-    if kind is None or isinstance(row, Trajectory):
-        return None if kind in (None, "qa") else "it is a trajectory"
-    if kind == "qa":
+def _misfit(row: Trajectory | Conversation | None, kind: str | None) -> str | None:
+    """Why a row is not of a type, or None; without a type any row is taken."""
+    if row is None:
+        return "it is a trajectory"
+    if kind == "qa" and isinstance(row, Conversation):
         return "it is a conversation"
     if kind == "r1" and not any(m["role"] == "assistant" and "</think>" in m["content"] for m in row.messages):
         return "the assistant does not think between <think> and </think>"
