@@ -143,7 +143,7 @@ def test_questions_that_cannot_be_asked_are_refused_with_their_source(sources, k
 
 def test_a_file_that_is_not_there_is_told_with_its_source():
     mixture = SourceSettings((SourceEntry("nowhere.jsonl=2"),))
-    with pytest.raises(R3LiteError, match="the source nowhere: nowhere.jsonl: there"):
+    with pytest.raises(R3LiteError, match="the source nowhere: nowhere"):
         questions(mixture)
     assert missing_of(DataSettings(), mixture) == "nowhere.jsonl"
 
