@@ -70,12 +70,6 @@ def build_mixture(mixture: SourceSettings, items: Sequence[Sourced], seed: str) 
     if not mixture.sources:
         return None
     counts = Counter(item.source for item in items)
-    for entry in mixture.sources:
-        if not counts[entry["name"]]:
-            raise R3LiteError(
-                f"the source {entry['name']} has nothing left to train on: its rows are held out",
-                "Lower --validation-fraction or --validation-rows, or leave the source out.",
-            )
     sizes = [counts[entry["name"]] for entry in mixture.sources]
     return Mixture(sizes, [entry["weight"] for entry in mixture.sources], seed)
 
@@ -114,6 +108,11 @@ def _misfit(row: Trajectory | Conversation | None, kind: str | None) -> str | No
 
 def encode_rows_of(rows: Mapping[str, list[Trajectory | Conversation]], layouts: Mapping[str, Layout]) -> list[Row]:
     """The rows of all sources in tokens, source after source; prints how many of each are left out."""
+    if empty := [name for name, some in rows.items() if not some]:
+        raise R3LiteError(
+            f"the source {empty[0]} has nothing left to train on: its rows are held out for validation",
+            "Lower --validation-fraction or --validation-rows, or leave the source out.",
+        )
     return [
         replace(row, source=name)
         for name, some in rows.items()

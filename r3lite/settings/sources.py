@@ -33,7 +33,7 @@ class SourceEntry(dict):
         file = given.get("file")
         if not isinstance(file, str) or not file.strip() or "\0" in file:
             raise UsageError(f"a source has no file: {given}")
-        name = given.get("name", re.sub(r"[^\w-]+", "-", Path(file).stem).strip("-") or "data")
+        name = given.get("name", re.sub(r"[^\w-]+", "-", Path(file).stem).strip("-")[:64] or "data")
         super().__init__({"file": file, "weight": 1.0} | given | {"name": name})
         self._check()
 

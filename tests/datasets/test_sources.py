@@ -8,6 +8,7 @@ from r3lite.config import UsageError, with_values
 from r3lite.datasets.conversations import Conversation
 from r3lite.datasets.sources import (
     build_mixture,
+    encode_rows_of,
     entries_of,
     missing_of,
     protocols_of,
@@ -149,13 +150,13 @@ def test_a_file_that_is_not_there_is_told_with_its_source():
 
 
 def test_a_source_that_is_held_out_whole_is_told():
-    class Item:
-        source = "a"
+    """It was told that no row fits into --max-length."""
+    with pytest.raises(R3LiteError, match="the source b has nothing left to train on: its rows are held out"):
+        encode_rows_of({"a": [Conversation("1", ())], "b": []}, {})
 
-    mixture = SourceSettings((SourceEntry("a.jsonl"), SourceEntry("b.jsonl")))
-    with pytest.raises(R3LiteError, match="the source b has nothing left to train on"):
-        build_mixture(mixture, [Item()], "0")
-    assert build_mixture(SourceSettings(), [Item()], "0") is None
+
+def test_without_sources_there_is_no_mixture():
+    assert build_mixture(SourceSettings(), [], "0") is None
 
 
 def test_data_beside_sources_are_refused():
