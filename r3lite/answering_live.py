@@ -8,7 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,15 +22,16 @@ from r3lite.memory.workloads import evaluate_workload
 from r3lite.models import lora, weights
 from r3lite.protocols.base import Protocol as StepFormat
 from r3lite.protocols.chat import Chat
+from r3lite.protocols.layouts import Layouts
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.protocols.transcript import OPENINGS, Layout, Transcript
+from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Listener
 from r3lite.serving.asks import MODES, Answer, Ask, Message, Tell
 from r3lite.serving.telling import Growing
-from r3lite.settings import LengthSettings, ModeSettings
+from r3lite.settings import ModeSettings
 
 PLAIN = "plain"  # the layout of a chat without steps
 BASE = "base"  # the name of the bare base among the adapters
@@ -80,30 +81,6 @@ def plan_lanes(config: Serving) -> Plan:
     return make_plan(replace(workload, adapters=len(folders)), config.memory, config.sampling)
 
 
-@dataclass(frozen=True)
-class Layouts:
-    """The layout of each question by its type, a mode or PLAIN: what an engine asks is passed on to that one."""
-
-    tokenizer: Tokenizer
-    lengths: LengthSettings
-    of: dict[str, Layout]
-
-    def open(self, transcript: Transcript) -> None:
-        self.of[transcript.question.type].open(transcript)
-
-    def turn_is_over(self, transcript: Transcript) -> bool:
-        return self.of[transcript.question.type].turn_is_over(transcript)
-
-    def readable(self, transcript: Transcript, ended: bool) -> str:
-        return self.of[transcript.question.type].readable(transcript, ended)
-
-    def close_turn(self, transcript: Transcript) -> None:
-        self.of[transcript.question.type].close_turn(transcript)
-
-    def splice(self, transcript: Transcript, documents: list[list[Document]]) -> None:
-        self.of[transcript.question.type].splice(transcript, documents)
-
-
 def layouts_of(config: Serving, tokenizer: Tokenizer, protocol: StepFormat) -> Layouts:
     """The layout of every mode, and of a chat without steps."""
 
@@ -146,7 +123,7 @@ class LiveAnswers:
         sampler = Sampler(temperature, default.top_k_sampling, default.top_p if ask.top_p is None else ask.top_p)
         number = next(self.asked)
         seed = f"{self.config.common.seed}/{number}" if ask.seed is None else f"{ask.seed}"
-        question = Question(f"{number}", ask.text, (), type=kind, earlier=self._earlier(ask, kind))
+        question = Question(f"{number}", ask.text, (), source=kind, earlier=self._earlier(ask, kind))
         sequence = Visitor(
             question,
             stream=random.Random(seed),

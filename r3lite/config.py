@@ -59,9 +59,10 @@ class Trait(enum.Enum):
 
 @dataclass(frozen=True)
 class Required:
-    """Trait of a setting that must be given, except for a dry run; `hint` says what to pass."""
+    """Trait of a setting that must be given, or one of `instead`, except for a dry run; `hint` says what to pass."""
 
     hint: str
+    instead: tuple[str, ...] = ()
 
 
 T = TypeVar("T")
@@ -193,9 +194,9 @@ def check_required(config: Any) -> None:
     """Raises UsageError for a setting that must be given and is not."""
     for section in sections(config).values():
         for name, kind in _kinds(type(section)).items():
-            hints = [trait.hint for trait in kind.traits if isinstance(trait, Required)]
-            if hints and not getattr(section, name):
-                raise UsageError(f"{flag(name)} is missing: {hints[0]}")
+            for trait in (trait for trait in kind.traits if isinstance(trait, Required)):
+                if not any(flat(config).get(way) for way in (name, *trait.instead)):
+                    raise UsageError(f"{flag(name)} is missing: {trait.hint}")
 
 
 def all_settings() -> set[str]:
@@ -268,8 +269,7 @@ def to_toml(config: Any, command: str) -> str:
                 continue
             # With this separator for objects, JSON is valid TOML, but for DEL.
             text = json.dumps("none" if value is None else value, ensure_ascii=False, separators=(", ", " = "))
-            text = text.replace("\x7f", "\\u007f")
-            lines.append(f"{f.name} = {text}")
+            lines.append(f"{f.name} = " + text.replace("\x7f", "\\u007f"))
     return "\n".join(lines) + "\n"
 
 

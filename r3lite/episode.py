@@ -56,6 +56,7 @@ class Question:
     HotpotQA and 2Wiki, whose titles are unique; by title and text in MuSiQue, where one title has many paragraphs.
     `type` is the data set's own word for the kind of question, such as bridge or comparison; empty if it has none.
     `earlier` are the messages (`role` and `content`) of the conversation that it is asked in, if it is in one.
+    `source` tells questions apart that are laid out differently: a source of several, or a mode of the server.
     """
 
     id: str
@@ -67,6 +68,7 @@ class Question:
     hops: tuple[Hop, ...] = ()
     type: str = ""
     earlier: tuple[dict[str, str], ...] = ()
+    source: str = ""
 
     @property
     def hop_count(self) -> int:

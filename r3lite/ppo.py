@@ -6,6 +6,7 @@ about is in `rl_round.py`; what an algorithm computes is in `rl/algorithms`, a f
 
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ def train(config: PpoConfig) -> None:
     import torch
 
     from r3lite import rl_guidance, rl_setup, teacher
-    from r3lite.datasets.qa import read_questions
+    from r3lite.datasets.sources import protocols_of, read_questions_of
     from r3lite.local_client import client_maker
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
@@ -90,13 +91,15 @@ def train(config: PpoConfig) -> None:
 
     check(config)
     with RunFolder("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,)) as run:
-        questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
+        questions = read_questions_of(config.data, config.mixture)
         if config.rl.expand_limit and not any(question.gold for question in questions):
             raise R3LiteError(
-                f"no question in {config.data.data} has gold paragraphs, and --expand-limit goes on from these",
+                "no question of --data or [[sources]] has gold paragraphs, and --expand-limit goes on from these",
                 "Leave --expand-limit out, or train on questions whose supporting paragraphs are marked.",
             )
-        setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+        protocols = protocols_of(config.protocol, config.mixture)
+        asking = [question for question in questions if protocols[question.source].searches] or questions
+        setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
         retrieve = build_retriever(setup)
         judge = build_judge(config.judge, run.output, config.reward, client_maker(config.model, config.memory))
         torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
@@ -120,7 +123,7 @@ def train(config: PpoConfig) -> None:
 def check(config: PpoConfig) -> None:
     """Refuses settings that contradict each other; UsageError says which."""
     from r3lite import rl_guidance
-    from r3lite.protocols.registry import build_protocol
+    from r3lite.datasets.sources import entries_of, protocols_of
     from r3lite.rewards.registry import SEARCHING, named_rewards
     from r3lite.rl import algorithms
 
@@ -129,16 +132,37 @@ def check(config: PpoConfig) -> None:
     if (least := config.reward.least_searches) > config.lengths.max_hops:
         raise UsageError(f"--least-searches is {least}, and --max-hops {config.lengths.max_hops} allows fewer")
     named = named_rewards(config.reward)
-    if not build_protocol(config.protocol).searches:
+    names = [entry["name"] for entry in entries_of(config.data, config.mixture)] or [""]
+    protocols = protocols_of(config.protocol, config.mixture)
+    if not any(protocols[name].searches for name in names):
+        what = "no source has" if config.mixture.sources else f"--format {config.protocol.format} has no"
         for name in ABOUT_SEARCHES:
             if value := flat(config)[name]:
-                raise UsageError(f"{flag(name)} is {value}, and --format {config.protocol.format} has no searches")
+                raise UsageError(f"{flag(name)} is {value}, and {what} searches")
         if idle := [reward.name for reward in named if reward.function in SEARCHING]:
-            raise UsageError(f"--rewards names {idle[0]}, and --format {config.protocol.format} has no searches")
+            raise UsageError(f"--rewards names {idle[0]}, and {what} searches")
+    for name in ("traces", "teacher_logprobs"):
+        if config.mixture.sources and flat(config)[name]:
+            raise UsageError(f"{flag(name)} belongs to the questions of --data: leave it or [[sources]] out")
     if config.rl.expand_limit and config.retrieval.retriever == "none":
         raise UsageError("--expand-limit goes on after queries that brought gold paragraphs, and --retriever is none")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
     rl_guidance.check(config)
+
+
+def told_of_sources(config: PpoConfig) -> str:
+    """The sources for `--dry-run`, if there are several; those that would have to be downloaded are not counted."""
+    from r3lite.datasets.sources import missing_of, read_questions_of, table
+
+    if not config.mixture.sources:
+        return ""
+    if missing := missing_of(config.data, config.mixture):
+        return f"\n\n{missing} is not here yet: its questions are not counted"
+    questions = read_questions_of(config.data, config.mixture)
+    counts = Counter(question.source for question in questions)
+    told = table(config.mixture, config.protocol, counts).rstrip()
+    size, rounds = config.rl.batch_size, config.rounds(len(questions))
+    return f"\n\n{told}\n{len(questions)} questions; {rounds} rounds of {size}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -147,6 +171,7 @@ def main(argv: list[str] | None = None) -> int:
 
         check(config)
         told, held_out = plan_memory(config).table(), config.validation
+        told += told_of_sources(config)
         if held_out.eval_data:
             told += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
             told += f"first round, every {held_out.eval_every} and after the last"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from r3lite.datasets.order import questions_of_refill, questions_of_round
+from r3lite.datasets.sources import build_mixture
 from r3lite.episode import CUT_OFF, Episode, Question, Retrieve
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.reward import Scored, score_all
@@ -116,13 +117,16 @@ class RoundSampler:
         judge: Judge | None,
         guidance: Guidance | None = None,
     ):
+        """`questions` are in the order of their sources, if there are several."""
         self.config, self.questions, self.engine, self.retrieve = config, questions, engine, retrieve
         self.judge, self.guidance = judge, guidance
+        self.mixture = build_mixture(config.mixture, questions, f"{config.common.seed}/rl")
 
     def sample(self, number: int, watch: Stopwatch) -> Round:
         """Round 1, 2, ...; `watch` takes the time of each stage."""
         rl, seed = self.config.rl, self.config.common.seed
-        questions, seeds = questions_of_round(self.questions, number, rl.batch_size, rl.num_generations, seed)
+        size, many = rl.batch_size, rl.num_generations
+        questions, seeds = questions_of_round(self.questions, number, size, many, seed, self.mixture)
         replayed = self.guidance.replayed(number) if self.guidance else []
         if self.guidance:
             questions = self.guidance.with_replayed(questions, replayed)
@@ -183,10 +187,11 @@ class RoundSampler:
         sequences, scored, groups = list(sampled.sequences), list(sampled.scored), list(sampled.groups)
 
         def more(attempt: int, count: int) -> Rewards:
-            drawn = questions_of_refill(self.questions, number, attempt, count, rl.num_generations, seed, used)
+            many = rl.num_generations
+            drawn = questions_of_refill(self.questions, number, attempt, count, many, seed, used, self.mixture)
             added, start = self._run(drawn), max(groups) + 1
             used.update(s.question.id for s in added)
-            new = Round(added, self.score(added), [start + i // rl.num_generations for i in range(len(added))])
+            new = Round(added, self.score(added), [start + i // many for i in range(len(added))])
             for all_of_round, ours in ((sequences, new.sequences), (scored, new.scored), (groups, new.groups)):
                 all_of_round.extend(ours)
             return new.rewards()

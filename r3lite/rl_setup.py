@@ -5,9 +5,10 @@
 
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from r3lite import command, teacher
+from r3lite.datasets.sources import protocols_of
 from r3lite.datasets.trajectories import Trajectory
 from r3lite.episode import Question
 from r3lite.memory.plan import Plan, make_plan
@@ -16,7 +17,7 @@ from r3lite.memory.workloads import rl_workload
 from r3lite.models.packing import common_prefix
 from r3lite.models.weights import resolve_folder
 from r3lite.policy import Training, load_policy
-from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.layouts import Layouts
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.rl.algorithms import ALGORITHMS
@@ -40,14 +41,11 @@ def build(
     They work on one model with two adapters. `held_out` are the questions of validations, `traces` a teacher's.
     """
     rl, temperature = config.rl, config.sampling.temperature
-    protocol = build_protocol(config.protocol)  # a bad prompt file is refused before a model is downloaded
+    protocols = protocols_of(config.protocol, config.mixture)  # a bad prompt file is refused before a download
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
-    layout = Layout(tokenizer, protocol, config.lengths)
-    texts = [question.text for question in questions]
-    # What the first and the last in alphabetical order have in common, all have.
-    first, last = (layout.prompt(text) for text in (min(texts), max(texts)))
-    plan = plan_memory(config, common_prefix(first, last), len(questions))
+    layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}
+    plan = plan_memory(config, shared_by_prompts(questions, layouts), len(questions))
     algorithm = ALGORITHMS[rl.algorithm](rl, config.lengths)
     training = Training(
         config.lora,
@@ -60,17 +58,39 @@ def build(
     warn_of_start(config.model.adapter)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
-    read = zlib.crc32(repr([*((q.id, q.text, q.answers) for q in [*questions, *held_out]), *traces]).encode())
+    known = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]
+    read = zlib.crc32(repr([*known, *traces]).encode())
     data = f"{teacher.identity(rl)}{read:08x}"
     facts = {"algorithm": rl.algorithm, "questions": len(questions)}
     adapted = {"kl": algorithm.kl} if rl.kl_target else {}
     state = policy.train_state(config.optimizer, config.model.model, data, facts, **adapted, **parts)
     model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
+    layout = Layouts(tokenizer, config.lengths, layouts) if config.mixture.sources else layouts[""]
     engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast)
     learner = Learner(
         model, tokenizer.size, temperature, rl, algorithm, policy.reference, precision, state.update, grant, critic
     )
     return engine, learner, state
+
+
+def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layout]) -> int:
+    """How many tokens the prompts of all questions begin with alike: what the first and the last have in common in
+    alphabetical order, all have.
+
+    Prompts of several sources are looked at one by one, and refused if one leaves no room for an answer: conversations
+    may be of any length.
+    """
+    if not any(question.source for question in questions):
+        texts = [question.text for question in questions]
+        first, last = (layouts[""].prompt(text) for text in (min(texts), max(texts)))
+        return common_prefix(first, last)
+    first = last = None
+    for question in questions:
+        layout = layouts[question.source]
+        prompt = layout.prompt(question.text, question.earlier)
+        layout.check_room(question, prompt)
+        first, last = min(first or prompt, prompt), max(last or prompt, prompt)
+    return common_prefix(first, last)
 
 
 def warn_of_start(adapter: str | None) -> None:

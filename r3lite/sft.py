@@ -3,10 +3,8 @@
 `SFTTrainer.step` reads as the algorithm: rows -> micro-batches -> loss on the assistant's turns -> backward -> update.
 """
 
-import math
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite import command
@@ -19,31 +17,17 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
     from r3lite.policy import Policy
     from r3lite.protocols.base import Protocol
 
-
-def length_of_run(config: SftConfig, rows: int) -> tuple[int, int | None]:
-    """Optimizer steps of the run, and the number of rows after which it ends (None: --max-steps decides)."""
-    if config.schedule.max_steps is not None:
-        return config.schedule.max_steps, None
-    last = math.ceil(config.schedule.epochs * rows)
-    return math.ceil(last / rows_per_step(config)), last
+    Rows = dict[str, list[Trajectory | Conversation]]  # by the names of their sources
 
 
-def rows_per_step(config: SftConfig) -> int:
-    return config.sft.batch_size * config.sft.gradient_accumulation
-
-
-def read_data(
-    config: SftConfig,
-) -> "tuple[Protocol, list[Trajectory | Conversation], list[Trajectory | Conversation]]":
-    """The protocol, with its prompt files read, rows to train on and rows held out."""
+def read_data(config: SftConfig) -> "tuple[dict[str, Protocol], Rows, Rows]":
+    """The protocols, with their prompt files read, rows to train on and rows held out: each by the names of sources."""
     from r3lite.datasets.order import hold_out
-    from r3lite.datasets.trajectories import read_rows
-    from r3lite.protocols.registry import build_protocol
+    from r3lite.datasets.sources import protocols_of, read_rows_of
 
-    protocol = build_protocol(config.protocol)
-    rows = read_rows(config.data.data, protocol, config.data.limit, config.data.skip_bad_rows)
-    held_out = hold_out(rows, config.sft.validation_fraction, config.sft.validation_rows, config.common.seed)
-    return protocol, *held_out
+    protocols = protocols_of(config.protocol, config.mixture)
+    rows = read_rows_of(config.data, config.mixture, protocols)
+    return protocols, *hold_out(rows, config.sft.validation_fraction, config.sft.validation_rows, config.common.seed)
 
 
 class SFTTrainer:
@@ -51,10 +35,12 @@ class SFTTrainer:
 
     def __init__(self, config: SftConfig, policy: "Policy", vocabulary: int, rows: "list[Row]", held_out: "list[Row]"):
         """`vocabulary`: ids of the tokenizer; those beyond are padding of the embedding and get no probability."""
+        from r3lite.datasets.sources import build_mixture
         from r3lite.datasets.trajectories import fingerprint
 
         self.config, self.policy, self.vocabulary, self.rows, self.held_out = config, policy, vocabulary, rows, held_out
-        self.total, self.last_row = length_of_run(config, len(rows))
+        self.total, self.last_row = config.length(len(rows))
+        self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
         facts = {
             "rows": len(rows),
             "validation_rows": len(held_out),
@@ -69,30 +55,31 @@ class SFTTrainer:
         """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched."""
         from r3lite.datasets.order import rows_of_step
         from r3lite.models.lora import cast_once
-        from r3lite.training.metrics import with_perplexity
+        from r3lite.training.metrics import means_by_source, with_perplexity
 
-        per_step = rows_per_step(self.config)
-        chosen = rows_of_step(number, len(self.rows), per_step, self.config.common.seed, self.last_row)
+        per_step, seed = self.config.rows_per_step, self.config.common.seed
+        chosen = rows_of_step(number, len(self.rows), per_step, seed, self.last_row, self.mixture)
         rows = [self.rows[i] for i in chosen]
         self.policy.model.train()
         with cast_once(self.policy.model, self.policy.precision.dtype):
-            loss = self.policy.grant.attempt("update", self.add_gradients, rows)
+            shares = self.policy.grant.attempt("update", self.add_gradients, rows)
         norm, _ = self.state.update()
         epoch = ((number - 1) * per_step + len(rows)) / len(self.rows)
-        record = {"loss": float(loss), "grad_norm": norm, "epoch": epoch}
+        record = means_by_source("loss", shares, tokens_of(rows)) | {"grad_norm": norm, "epoch": epoch}
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
-            record["eval_loss"] = self.policy.grant.attempt("update", self.validation_loss)
+            record |= self.policy.grant.attempt("update", self.validation_losses)
         return with_perplexity(record), sum(len(row.tokens) for row in rows)
 
-    def add_gradients(self, rows: "list[Row]") -> "Tensor":
-        """The mean loss of a step's rows, and its gradients, however many passes they take."""
-        count, total = sum(row.loss_tokens for row in rows), 0.0
+    def add_gradients(self, rows: "list[Row]") -> "dict[str, Tensor]":
+        """What each source adds to the mean loss of a step's rows, and its gradients, however many passes they take."""
+        count, shares = sum(row.loss_tokens for row in rows), {}
         for group in self.micro_batches(rows):
             self.last_micro_batch = group
             loss = self.loss(group) / count
             self.policy.precision.backward(loss)
-            total += loss.detach()
-        return total.to("cpu", non_blocking=True)  # there when the gradients' norm is: a step waits for the device once
+            shares[group[0].source] = shares.get(group[0].source, 0.0) + loss.detach()
+        # There when the gradients' norm is: a step waits for the device once.
+        return {name: loss.to("cpu", non_blocking=True) for name, loss in shares.items()}
 
     def loss(self, rows: "list[Row]") -> "Tensor":
         """Summed cross-entropy of the rows' trained tokens, each predicted by the hidden state before it."""
@@ -110,29 +97,38 @@ class SFTTrainer:
         return loss
 
     def micro_batches(self, rows: "list[Row]") -> "list[list[Row]]":
-        """Rows in groups that go through the model together."""
+        """Rows in groups that go through the model together; each of one source, whose loss is thereby known."""
         from r3lite.models.packing import groups
 
-        tokens = [row.tokens for row in rows]
-        found = groups(tokens, self.policy.grant.memory.micro_batch_tokens, self.config.sft.batch_size)
-        return [[rows[i] for i in group] for group in found]
+        limit, most, made = self.policy.grant.memory.micro_batch_tokens, self.config.sft.batch_size, []
+        for name in dict.fromkeys(row.source for row in rows):
+            some = [row for row in rows if row.source == name]
+            made += [[some[i] for i in group] for group in groups([row.tokens for row in some], limit, most)]
+        return made
 
-    def validation_loss(self) -> float:
-        """Mean cross-entropy over all trained tokens of the rows held out."""
+    def validation_losses(self) -> dict[str, float]:
+        """Mean cross-entropy over all trained tokens of the rows held out, and of each source's."""
         import torch
 
+        from r3lite.training.metrics import means_by_source
+
         self.policy.model.eval()
-        total = 0.0
+        tokens, sums = tokens_of(self.held_out), dict.fromkeys((row.source for row in self.held_out), 0.0)
         with torch.no_grad():
             for group in self.micro_batches(self.held_out):
-                total += self.loss(group).item()
-        return total / sum(row.loss_tokens for row in self.held_out)
+                sums[group[0].source] += self.loss(group).item()
+        return means_by_source("eval_loss", {n: x / sum(tokens.values()) for n, x in sums.items()}, tokens)
 
     def explain_overflow(self) -> str:
         """Which layer overflowed first in the last micro-batch."""
         from r3lite.models.hooks import explain_overflow
 
         return explain_overflow(self.policy.model, lambda: self.loss(self.last_micro_batch))
+
+
+def tokens_of(rows: "list[Row]") -> dict[str, int]:
+    """Trained tokens of each source's rows."""
+    return {name: sum(r.loss_tokens for r in rows if r.source == name) for name in {r.source for r in rows}}
 
 
 def train(config: SftConfig) -> None:
@@ -149,14 +145,10 @@ def train(config: SftConfig) -> None:
             print(f"the adapter is in {run.output / 'adapter'}")
 
 
-def build_trainer(
-    config: SftConfig,
-    protocol: "Protocol",
-    rows: "list[Trajectory | Conversation]",
-    validation: "list[Trajectory | Conversation]",
-) -> SFTTrainer:
+def build_trainer(config: SftConfig, protocols: "dict[str, Protocol]", rows: "Rows", validation: "Rows") -> SFTTrainer:
     """Lays the rows out in tokens, plans the memory that they take and loads the model."""
-    from r3lite.datasets.trajectories import encode_row, encode_rows, lengths_of
+    from r3lite.datasets.sources import encode_fitting, encode_rows_of
+    from r3lite.datasets.trajectories import lengths_of
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import sft_workload
     from r3lite.models.weights import resolve_folder
@@ -167,10 +159,9 @@ def build_trainer(
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
-    layout = Layout(tokenizer, protocol, lengths)
-    trained = encode_rows(rows, layout)
-    held_out = [encoded for row in validation if (encoded := encode_row(row, layout))]
-    known, (steps, _) = lengths_of(trained, held_out), length_of_run(config, len(trained))
+    layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
+    trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
+    known, (steps, _) = lengths_of(trained, held_out), config.length(len(trained))
     plan = make_plan(sft_workload(config.model, config.sft, config.lora, **known, steps=steps), config.memory)
     training = Training(config.lora, command.usual("sft", config).lora, config.optimizer, config.common.seed)
     policy = load_policy(folder, config.model, config.memory, plan, training)
@@ -179,16 +170,19 @@ def build_trainer(
 
 def plan(config: SftConfig) -> str:
     """What a run would do, for `--dry-run`; data that would have to be downloaded first are not counted."""
+    from r3lite.datasets.sources import missing_of, table
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import sft_workload
 
     memory = make_plan(sft_workload(config.model, config.sft, config.lora), config.memory)
     told = f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n"
-    if not config.data.data or not Path(config.data.data).exists():
-        return told + f"{config.data.data or '--data'} is not here yet: its rows are not counted"
+    if missing := missing_of(config.data, config.mixture):
+        return told + f"{missing} is not here yet: its rows are not counted"
     _, rows, validation = read_data(config)
-    total, _ = length_of_run(config, len(rows))
-    return told + f"{len(rows)} rows, {len(validation)} more held out; {total} steps of {rows_per_step(config)} rows"
+    count, held_out = (sum(map(len, some.values())) for some in (rows, validation))
+    told += table(config.mixture, config.protocol, {name: len(some) for name, some in rows.items()})
+    steps = f"{config.length(count)[0]} steps of {config.rows_per_step} rows"
+    return told + f"{count} rows, {held_out} more held out; {steps}"
 
 
 def main(argv: list[str] | None = None) -> int:

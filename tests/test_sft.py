@@ -118,7 +118,7 @@ def test_the_loss_by_hand_over_rows_of_different_lengths(toy):
     with torch.no_grad():
         loss = sum(made.loss(g).item() for g in groups) / count
     assert loss == pytest.approx(by_hand(made, rows), abs=1e-5)
-    assert made.validation_loss() == pytest.approx(by_hand(made, made.held_out), abs=1e-5)
+    assert made.validation_losses()["eval_loss"] == pytest.approx(by_hand(made, made.held_out), abs=1e-5)
 
 
 def gradients(made: sft.SFTTrainer, rows: list[Row], together: int) -> list[torch.Tensor]:
@@ -178,12 +178,12 @@ def test_rows_of_one_question_are_not_split_between_training_and_validation(toy,
     write_jsonl(tmp_path / "twice.jsonl", [trajectory(i) for i in range(20)] * 2)
     settings = {"data": str(tmp_path / "twice.jsonl"), "validation_fraction": 0.25}
     _, rows, validation = sft.read_data(with_values(sft.SftConfig(), settings))
-    assert (len(rows), len(validation)) == (30, 10)
-    assert not {r.id for r in rows} & {r.id for r in validation}
+    assert (len(rows[""]), len(validation[""])) == (30, 10)
+    assert not {r.id for r in rows[""]} & {r.id for r in validation[""]}
     *_, capped = sft.read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 5}))
-    assert len(capped) == 4
+    assert len(capped[""]) == 4
     _, rows, none = sft.read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 0}))
-    assert (len(rows), len(none)) == (40, 0)
+    assert (len(rows[""]), len(none[""])) == (40, 0)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

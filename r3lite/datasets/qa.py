@@ -59,7 +59,7 @@ def _text(row: Record, key: str) -> str:
     return " ".join(row.text(key).split())
 
 
-def _answers(row: Record) -> tuple[str, ...]:
+def plain_answers(row: Record) -> tuple[str, ...]:
     """`answer` (with MuSiQue's `answer_aliases`), `answers` or `golden_answers`: text, a number or a list of them."""
     key = row.first("answer", "answers", "golden_answers")
     found = row.values.get(key)
@@ -79,7 +79,7 @@ def _answers(row: Record) -> tuple[str, ...]:
 def _plain(row: Record, id: str) -> Question:
     """A question and its answers, and perhaps a `task`, by which the reward `combined` chooses."""
     kind = row.text("task", "", blank=True).strip()
-    return Question(id=id, text=_text(row, "question"), answers=_answers(row), type=kind)
+    return Question(id=id, text=_text(row, "question"), answers=plain_answers(row), type=kind)
 
 
 def _musique(row: Record, id: str) -> Question:
@@ -104,7 +104,7 @@ def _musique(row: Record, id: str) -> Question:
     return Question(
         id=id,
         text=_text(row, "question"),
-        answers=_answers(row),
+        answers=plain_answers(row),
         documents=tuple(documents.values()),
         gold=tuple({d.id: d for d in gold}.values()),
         gold_by="text",
@@ -146,7 +146,7 @@ def _hotpot(row: Record, id: str) -> Question:
     question = Question(
         id=id,
         text=_text(row, "question"),
-        answers=_answers(row),
+        answers=plain_answers(row),
         documents=tuple(documents),
         gold=tuple(gold),
         gold_by="title",

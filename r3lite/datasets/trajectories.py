@@ -52,6 +52,7 @@ class Row:
     tokens: list[int]
     loss_mask: list[bool]
     shortened: bool = False  # its documents were cut below `max_document_tokens` to make it fit
+    source: str = ""  # the name of the source that it is from, if there are several
 
     @property
     def loss_tokens(self) -> int:
@@ -165,19 +166,19 @@ def encode_row(row: Trajectory | Conversation, layout: Layout) -> Row | None:
             return None
 
 
-def encode_rows(rows: Sequence[Trajectory | Conversation], layout: Layout) -> list[Row]:
-    """All rows that fit into `max_length`; prints how many were shortened and how many left out."""
-    bar = tqdm(rows, desc="tokenizing", unit="row", disable=None)
+def encode_rows(rows: Sequence[Trajectory | Conversation], layout: Layout, where: str = "") -> list[Row]:
+    """All rows that fit into `max_length`; prints how many were shortened and how many left out, after `where`."""
+    bar = tqdm(rows, desc=f"{where}tokenizing", unit="row", disable=None)
     encoded = [encode_row(row, layout) for row in bar]
     max_length = layout.lengths.max_length
     kept = [row for row in encoded if row is not None]
     shortened, skipped = sum(row.shortened for row in kept), len(rows) - len(kept)
     if shortened:
-        print(f"{shortened} of {len(rows)} rows fit only with shorter documents", file=sys.stderr)
+        print(f"{where}{shortened} of {len(rows)} rows fit only with shorter documents", file=sys.stderr)
     if skipped:
-        print(f"{skipped} of {len(rows)} rows are longer than {max_length} tokens: left out", file=sys.stderr)
+        print(f"{where}{skipped} of {len(rows)} rows are longer than {max_length} tokens: left out", file=sys.stderr)
     if not kept:
-        raise R3LiteError(f"no row fits into {max_length} tokens", "Raise --max-length.")
+        raise R3LiteError(f"{where}no row fits into {max_length} tokens", "Raise --max-length.")
     assert all(any(row.loss_mask) for row in kept)
     return kept
 

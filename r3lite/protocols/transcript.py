@@ -105,12 +105,7 @@ class Layout:
         """
         question = transcript.question
         transcript.observe(self.prompt(question.text, question.earlier))
-        if len(transcript.tokens) + ANSWER_ROOM > self.lengths.max_length:
-            raise R3LiteError(
-                f"question {question.id} and its prompt take {len(transcript.tokens)} tokens; "
-                f"--max-length {self.lengths.max_length} leaves no room for an answer",
-                "Raise --max-length, shorten the prompt file, or remove the question.",
-            )
+        self.check_room(question, transcript.tokens)
         if self.opening.searches:
             step = self.protocol.first_search(self.protocol.quoted(question.text))
             transcript.observe(self.tokenizer.encode(self.protocol.render(step, 1)))
@@ -118,6 +113,15 @@ class Layout:
             transcript.pending = step.queries
         elif self.opening.forces_answer:
             self._begin_answer(transcript, [])
+
+    def check_room(self, question: Question, prompt: Sequence[int]) -> None:
+        """Raises R3LiteError if an episode is full before an answer."""
+        if len(prompt) + ANSWER_ROOM > self.lengths.max_length:
+            raise R3LiteError(
+                f"question {question.id} and its prompt take {len(prompt)} tokens; "
+                f"--max-length {self.lengths.max_length} leaves no room for an answer",
+                "Raise --max-length, shorten the prompt file, or remove the question.",
+            )
 
     def turn_is_over(self, transcript: Transcript) -> bool:
         """Whether the last token written ends the current turn: by the stop token, a stop string or a limit."""

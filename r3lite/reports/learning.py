@@ -25,6 +25,7 @@ class Panel:
 PANELS = {
     "What was learned": (
         Panel("reward", "Reward of an episode", "", {"reward": "mean", "reward_std": "standard deviation"}),
+        Panel("reward-by-source", "Reward by source", "", {"reward/*": ""}),
         Panel("reward-parts", "Reward by part", "", {"rewards/*/mean": ""}),
         Panel(
             "validation",
@@ -33,6 +34,7 @@ PANELS = {
             {"eval/f1": "F1", "eval/em": "exact match", "eval/retrieval_recall": "recall"},
         ),
         Panel("loss", "Loss", "", {"loss": "training", "eval_loss": "validation"}),
+        Panel("loss-by-source", "Loss by source", "", {"loss/*": ""}),
         Panel("perplexity", "Perplexity", "", {"perplexity": "training", "eval_perplexity": "validation"}, log=True),
         Panel("value-loss", "Loss of the critic", "", {"value_loss": "value loss"}),
         Panel("explained-variance", "Variance that the critic explains", "", {"explained_variance": "share"}),

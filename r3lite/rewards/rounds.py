@@ -41,7 +41,16 @@ def round_metrics(
         known = [p.parts[name] for p in paid if p.parts.get(name) is not None]  # no recall without gold paragraphs
         if known:
             metrics[f"rewards/{name}/mean"] = statistics.fmean(known)
-    return metrics
+    return metrics | _by_source(episodes, scored)
+
+
+def _by_source(episodes: Sequence[Episode], scored: Sequence[Scored | None]) -> dict[str, float]:
+    """The mean reward of each source's episodes, as `reward/NAME`, if questions are of several sources."""
+    totals: dict[str, list[float]] = {}
+    for episode, paid in zip(episodes, scored, strict=True):
+        if episode.question.source and paid is not None:
+            totals.setdefault(episode.question.source, []).append(paid.total)
+    return {f"reward/{name}": statistics.fmean(paid) for name, paid in sorted(totals.items())}
 
 
 def _share_with(fault: str, episodes: Sequence[Episode]) -> float:
@@ -77,7 +86,8 @@ def episode_records(
     records = []
     for episode, paid in zip(episodes, scored, strict=True):
         rewards = {"rewards": paid and paid.parts, "step_rewards": paid and paid.steps}
-        records.append({"step": number, **episode.to_json(), **rewards})
+        source = {"source": episode.question.source} if episode.question.source else {}
+        records.append({"step": number, **source, **episode.to_json(), **rewards})
     for record, told in zip(records, learned or ()):
         record["learned"] = told
     return records

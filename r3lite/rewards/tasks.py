@@ -34,8 +34,8 @@ def coding(episode: Episode, shortest: int = 3, longest: int = 60) -> float:
 
 def function_calling(episode: Episode, tools: tuple[str, ...] = ()) -> float:
     """0.3 if the answer is a JSON object, else -0.3; 0.2 more if it has a `name` and `arguments` (an object, or its
-    text), and 0.2 if the name is a known tool's: one of `tools`, or without these one that the question declares as
-    `"name": "..."`. At most 0.7."""
+    text), and 0.2 if the name is a known tool's: one of `tools`, or without these one that the question, or a message
+    before it, declares as `"name": "..."`. At most 0.7."""
     try:
         call = parse(_inside(episode.prediction).strip().removeprefix(CALL))
     except InvalidRecord:
@@ -44,7 +44,8 @@ def function_calling(episode: Episode, tools: tuple[str, ...] = ()) -> float:
         return -0.3
     name = call.get("name")
     complete = isinstance(name, str) and isinstance(call.get("arguments"), (dict, str))
-    known = name in (tools or DECLARED.findall(episode.question.text))
+    given = [*(message["content"] for message in episode.question.earlier), episode.question.text]
+    known = name in (tools or DECLARED.findall("\n".join(given)))
     return round(0.3 + 0.2 * (complete + known), 1)
 
 

@@ -31,6 +31,7 @@ from r3lite.settings.rl import RLSettings
 from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings
 from r3lite.settings.serve import LimitSettings, ModeSettings, ServerSettings
 from r3lite.settings.sft import SftSettings
+from r3lite.settings.sources import SourceSettings
 from r3lite.settings.teacher import TeacherCacheSettings
 from r3lite.settings.training import OptimizerSettings, Schedule, TrackSettings
 from r3lite.settings.tuning import TuningSettings

@@ -21,6 +21,7 @@ from r3lite.settings.rewards import RewardSettings
 from r3lite.settings.rl import Algorithm, RLSettings
 from r3lite.settings.rollout import LengthSettings, SamplingSettings
 from r3lite.settings.sft import SftSettings
+from r3lite.settings.sources import SourceSettings
 from r3lite.settings.training import OptimizerSettings, Schedule, TrackSettings
 
 
@@ -149,12 +150,24 @@ class SftConfig:
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
     data: TrajectorySettings = TrajectorySettings()
+    mixture: SourceSettings = SourceSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     sft: SftSettings = SftSettings()
     schedule: Schedule = Schedule()
     optimizer: OptimizerSettings = OptimizerSettings()
     lora: LoraSettings = LoraSettings()
     tracking: TrackSettings = TrackSettings()
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.sft.batch_size * self.sft.gradient_accumulation
+
+    def length(self, rows: int) -> tuple[int, int | None]:
+        """Optimizer steps of the run, and the number of rows after which it ends (None: --max-steps decides)."""
+        if self.schedule.max_steps is not None:
+            return self.schedule.max_steps, None
+        last = math.ceil(self.schedule.epochs * rows)
+        return math.ceil(last / self.rows_per_step), last
 
 
 @dataclass(frozen=True)
@@ -170,6 +183,7 @@ class PpoConfig:
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
     data: QuestionSettings = QuestionSettings()
+    mixture: SourceSettings = SourceSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     lengths: LengthSettings = LengthSettings()

@@ -22,7 +22,9 @@ class DataSettings(Section):
 class QuestionSettings(DataSettings):
     """Data."""
 
-    data: Annotated[str | None, Required("a question file of any supported format, or name,subset,split")] = None
+    data: Annotated[
+        str | None, Required("a question file of any supported format, or name,subset,split", ("sources",))
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -30,5 +32,5 @@ class TrajectorySettings(DataSettings):
     """Data."""
 
     data: Annotated[
-        str | None, Required("a file of trajectories (see `python -m r3lite.collect`) or conversations")
+        str | None, Required("a file of trajectories (see `python -m r3lite.collect`) or conversations", ("sources",))
     ] = None

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -81,6 +81,17 @@ def with_perplexity(record: dict) -> dict:
             value = math.inf
         record = record | {name.replace("loss", "perplexity"): value}
     return record
+
+
+def means_by_source(
+    metric: str, shares: Mapping[str, torch.Tensor | float], tokens: Mapping[str, int]
+) -> dict[str, float]:
+    """A mean over the tokens of all sources, of which each source adds its share; and as `METRIC/NAME` the mean over
+    the tokens of each source that has a name."""
+    count, found = sum(tokens.values()), {metric: float(sum(shares.values()))}
+    return found | {
+        f"{metric}/{name}": float(share) * count / tokens[name] for name, share in sorted(shares.items()) if name
+    }
 
 
 # How a metric is shown in the progress line, in this order; those that a record lacks are left out.

@@ -1,0 +1,220 @@
+"""What a run learns from: --data, or several [[sources]] with a weight, a type and a step format each.
+
+Rows and questions know the name of their source; it is empty for those of --data.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol as Shape
+
+from r3lite.config import UsageError
+from r3lite.datasets.conversations import LAYOUTS, Conversation, layouts_of, read_conversation
+from r3lite.datasets.mixture import Mixture
+from r3lite.datasets.qa import plain_answers, read_questions
+from r3lite.datasets.rows import converted_rows
+from r3lite.datasets.trajectories import Row, Trajectory, encode_row, encode_rows, read_rows, row_from_json
+from r3lite.episode import Question
+from r3lite.errors import R3LiteError
+from r3lite.protocols.base import Protocol
+from r3lite.protocols.chat import Chat
+from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.transcript import Layout
+from r3lite.records import Record
+from r3lite.settings import DataSettings, ProtocolSettings, SourceSettings
+from r3lite.settings.sources import SourceEntry
+
+CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
+R1 = ("question", "reasoning", "answer")
+
+
+class Sourced(Shape):
+    """A row or a question that knows which source it is from."""
+
+    source: str
+
+
+def entries_of(data: DataSettings, mixture: SourceSettings) -> tuple[SourceEntry, ...]:
+    """The sources; none if there is --data alone. Raises UsageError for both."""
+    if data.data and mixture.sources:
+        raise UsageError("--data and [[sources]] are both given: leave one out (--sources none takes a file's back)")
+    return mixture.sources or ()
+
+
+def has_steps(entry: SourceEntry) -> bool:
+    """Whether a source is of questions that are answered in steps, as far as its type tells."""
+    return entry.get("type", "qa") == "qa"
+
+
+def protocols_of(settings: ProtocolSettings, mixture: SourceSettings) -> dict[str, Protocol]:
+    """The protocol of each source by its name; under the empty name that of --format.
+
+    The prompt files of the settings belong to --format: a source of another one has those that are shipped.
+    """
+    found: dict[str, Protocol] = {"": build_protocol(settings)}
+    for entry in mixture.sources or ():
+        own = entry.get("format", settings.format)
+        if not has_steps(entry):
+            found[entry["name"]] = Chat(settings.system_prompt)
+        elif own == settings.format:
+            found[entry["name"]] = found[""]
+        else:
+            found[entry["name"]] = build_protocol(replace(settings, format=own, init_prompt=None, step_prompt=None))
+    return found
+
+
+def build_mixture(mixture: SourceSettings, items: Sequence[Sourced], seed: str) -> Mixture | None:
+    """How rows or questions are drawn, which are in the order of their sources; None without sources."""
+    if not mixture.sources:
+        return None
+    counts = Counter(item.source for item in items)
+    sizes = [counts[entry["name"]] for entry in mixture.sources]
+    return Mixture(sizes, [entry["weight"] for entry in mixture.sources], seed)
+
+
+def read_rows_of(
+    data: DataSettings, mixture: SourceSettings, protocols: Mapping[str, Protocol]
+) -> dict[str, list[Trajectory | Conversation]]:
+    """The SFT rows of each source, the first --limit of each; bad ones are treated as by `read_rows`."""
+    entries = entries_of(data, mixture)
+    if not entries:
+        return {"": read_rows(data.data, protocols[""], data.limit, data.skip_bad_rows)}
+    return {entry["name"]: _rows(entry, data, protocols[entry["name"]]) for entry in entries}
+
+
+def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Trajectory | Conversation]:
+    def convert(row: Record, id: str) -> Trajectory | Conversation:
+        made = None if "steps" in row and not has_steps(entry) else row_from_json(row, protocol, id)
+        if problem := _misfit(made, entry.get("type")):
+            raise row.error(f"{problem}, and the type of the source is {entry['type']}")
+        return made
+
+    with _named(entry):
+        return _some(converted_rows(entry["file"], convert, data.limit, data.skip_bad_rows), entry)
+
+
+def _misfit(row: Trajectory | Conversation | None, kind: str | None) -> str | None:
+    """Why a row is not of a type, or None; without a type any row is taken."""
+    if row is None:
+        return "it is a trajectory"
+    if kind == "qa" and isinstance(row, Conversation):
+        return "it is a conversation"
+    if kind == "r1" and not any(m["role"] == "assistant" and "</think>" in m["content"] for m in row.messages):
+        return "the assistant does not think between <think> and </think>"
+    return None
+
+
+def encode_rows_of(rows: Mapping[str, list[Trajectory | Conversation]], layouts: Mapping[str, Layout]) -> list[Row]:
+    """The rows of all sources in tokens, source after source; prints how many of each are left out."""
+    if empty := [name for name, some in rows.items() if not some]:
+        raise R3LiteError(
+            f"the source {empty[0]} has nothing left to train on: its rows are held out for validation",
+            "Lower --validation-fraction or --validation-rows, or leave the source out.",
+        )
+    return [
+        replace(row, source=name)
+        for name, some in rows.items()
+        for row in encode_rows(some, layouts[name], f"the source {name}: " if name else "")
+    ]
+
+
+def encode_fitting(rows: Mapping[str, list[Trajectory | Conversation]], layouts: Mapping[str, Layout]) -> list[Row]:
+    """The same, silently, and none if none fits."""
+    pairs = [(name, encode_row(row, layouts[name])) for name, some in rows.items() for row in some]
+    return [replace(row, source=name) for name, row in pairs if row is not None]
+
+
+def read_questions_of(data: DataSettings, mixture: SourceSettings) -> list[Question]:
+    """The questions of all sources, source after source, the first --limit of each; ids are `NAME/ID`."""
+    entries = entries_of(data, mixture)
+    if not entries:
+        return read_questions(data.data, data.limit, data.skip_bad_rows)
+    found = []
+    for entry in entries:
+        name = entry["name"]
+        some = _questions(entry, data)
+        if twice := [id for id, times in Counter(q.id for q in some).items() if times > 1]:
+            raise R3LiteError(f"the source {name}: two rows have the id {twice[0]!r}", "Give each an id of its own.")
+        found += [replace(question, id=f"{name}/{question.id}", source=name) for question in some]
+    return found
+
+
+def _questions(entry: SourceEntry, data: DataSettings) -> list[Question]:
+    kind = entry.get("type", "qa")
+    if kind == "r1":
+        raise UsageError(
+            f"the source {entry['name']} is of type r1, which teaches by example, in SFT: reinforcement learning "
+            "takes its questions and answers as type chat"
+        )
+    with _named(entry):
+        if kind == "qa":
+            return read_questions(entry["file"], data.limit, data.skip_bad_rows)
+
+        def convert(row: Record, id: str) -> Question:
+            return task_from_row(row, kind, id)
+
+        return _some(converted_rows(entry["file"], convert, data.limit, data.skip_bad_rows), entry)
+
+
+def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
+    """What is asked in a row of type chat, coding or function_calling, in its own lines; raises InvalidRecord.
+
+    A conversation asks for its last reply, or for the first that calls a function; the messages before are given. A row
+    of `question` and `answer` is asked as it stands.
+    """
+    id = row.identifier("id", default_id)
+    layouts = [keys for keys in layouts_of(row) if keys != R1]
+    if not layouts:
+        if "question" not in row:
+            known = "; ".join(", ".join(keys) for keys in LAYOUTS if keys != R1)
+            raise row.error(f"it has neither 'question' and 'answer' nor the keys of a conversation ({known})")
+        return Question(id, row.text("question"), plain_answers(row), type=kind)
+    if len(layouts) > 1:
+        raise row.error(f"it has the keys of {' and of '.join(', '.join(keys) for keys in layouts)}: which is meant?")
+    messages = read_conversation(row, id, layouts[0]).messages
+    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if kind == "function_calling":
+        replies = [i for i in replies if messages[i]["content"].lstrip().startswith(CALL)][:1]
+        if not replies:
+            raise row.error(f"no message of the assistant calls a function ({CALL})")
+    *earlier, reply = messages[: replies[-1] + 1]
+    if not earlier or earlier[-1]["role"] != "user":
+        raise row.error("the reply that is asked for does not follow a user's message")
+    *earlier, asked = earlier
+    return Question(id, asked["content"], (reply["content"].strip(),), type=kind, earlier=tuple(earlier))
+
+
+def _some(items: list, entry: SourceEntry) -> list:
+    if not items:
+        raise R3LiteError(f"{entry['file']} holds no usable row", "Name another file, or leave the source out.")
+    return items
+
+
+@contextlib.contextmanager
+def _named(entry: SourceEntry) -> Iterator[None]:
+    """Within the `with` block an error says which source it is about."""
+    try:
+        yield
+    except R3LiteError as error:
+        cause = error.cause.removeprefix("--data ")
+        raise R3LiteError(f"the source {entry['name']}: {cause}", error.remedy) from error
+
+
+def table(mixture: SourceSettings, settings: ProtocolSettings, counts: Mapping[str, int]) -> str:
+    """The sources with their shares of the draws and `counts` of their rows, for --dry-run; nothing without any."""
+    entries = mixture.sources or ()
+    total, width = sum(entry["weight"] for entry in entries), max((len(entry["name"]) for entry in entries), default=0)
+    lines = ["Sources, with their shares of what is drawn"] if entries else []
+    for entry in entries:
+        name, steps = entry["name"], entry.get("format", settings.format) if has_steps(entry) else "chat"
+        share, kind = entry["weight"] / total, entry.get("type", "any")
+        lines.append(f"  {name:<{width}}  {share:6.1%}  {kind:<16}  {steps:<8}  {counts[name]:>7} of {entry['file']}")
+    return "\n".join([*lines, "", ""]) if entries else ""
+
+
+def missing_of(data: DataSettings, mixture: SourceSettings) -> str | None:
+    """The first of the files that is not on this machine, such as a hub string; --data if nothing is named."""
+    files = [entry["file"] for entry in entries_of(data, mixture)] or [data.data]
+    return next((file or "--data" for file in files if not file or not Path(file).exists()), None)

@@ -1,0 +1,170 @@
+"""Several sources: what becomes of the rows of each type, and errors that say which source is wrong."""
+
+import json
+
+import pytest
+
+from r3lite.config import UsageError, with_values
+from r3lite.datasets.conversations import Conversation
+from r3lite.datasets.sources import (
+    build_mixture,
+    encode_rows_of,
+    entries_of,
+    missing_of,
+    protocols_of,
+    read_questions_of,
+    read_rows_of,
+    table,
+)
+from r3lite.episode import ANSWERED, Episode, Step
+from r3lite.errors import R3LiteError
+from r3lite.protocols.chat import Chat
+from r3lite.rewards.tasks import combined
+from r3lite.settings import DataSettings, ProtocolSettings, SftConfig, SourceSettings
+from r3lite.settings.sources import SourceEntry
+
+GLAIVE = {
+    "system": 'SYSTEM: You may call: {"name": "rate", "parameters": {}}',
+    "chat": "USER: Hello\n\n\nASSISTANT: How can I help? <|endoftext|>\n\n\nUSER: Dollars to euros?\n\n\n"
+    'ASSISTANT: <functioncall> {"name": "rate", "arguments": "{}"} <|endoftext|>\n\n\n'
+    'FUNCTION RESPONSE: {"rate": 0.9}\n\n\nASSISTANT: It is 0.9. <|endoftext|>',
+}
+ROWS = {
+    "qa": {"id": 1, "question": "Who  wrote it?", "answer": "Ann Dahl", "task": "bridge"},
+    "chat": {"id": 1, "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]},
+    "coding": {"instruction": "Write it.\n    def f", "output": "def f():\n    pass"},
+    "function_calling": GLAIVE,
+    "r1": {"question": "2 + 2?", "reasoning": "Two and two.", "answer": "4"},
+}
+STEPS = {"question": "Who?", "steps": [{"analysis": "I know.", "answer": "Ann"}]}
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Settings of sources, whose rows it writes into files: name -> (rows, further keys)."""
+
+    def make(**given) -> SourceSettings:
+        entries = []
+        for name, (rows, keys) in given.items():
+            path = tmp_path / f"{name}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            entries.append({"file": str(path)} | keys)
+        return with_values(SftConfig(), {"sources": entries}).mixture
+
+    return make
+
+
+def questions(mixture: SourceSettings, **settings):
+    return read_questions_of(DataSettings(**settings), mixture)
+
+
+def test_questions_of_each_type(sources):
+    """Ids repeat from file to file: each is its source's own."""
+    types = ("qa", "chat", "coding", "function_calling")
+    qa, chat, coding, calling = questions(sources(**{kind: ([ROWS[kind]], {"type": kind}) for kind in types}))
+    assert [q.source for q in (qa, chat, coding, calling)] == list(types)
+    assert (qa.id, qa.text, qa.answers, qa.type) == ("qa/1", "Who wrote it?", ("Ann Dahl",), "bridge")
+    assert (chat.id, chat.text, chat.answers, chat.type) == ("chat/1", "Hi", ("Hello.",), "chat")
+    assert (coding.text, coding.answers) == ("Write it.\n    def f", ("def f():\n    pass",))  # lines stay
+    assert calling.text == "Dollars to euros?" and calling.answers[0].startswith("<functioncall>")
+    assert [m["role"] for m in calling.earlier] == ["system", "user", "assistant"]  # nothing after the call
+
+
+def test_the_type_of_a_source_reaches_the_reward_combined(sources):
+    """The tools of Glaive's rows are declared in the system message, which the reward did not read."""
+    types = ("chat", "coding", "function_calling")
+    asked = questions(sources(**{kind: ([ROWS[kind]], {"type": kind}) for kind in types}))
+
+    def paid(answer: str) -> list[float]:
+        return [combined(Episode(question, [Step(answer=answer)], ANSWERED)) for question in asked]
+
+    assert paid('<functioncall> {"name": "rate", "arguments": "{}"}') == [0.0, -0.3, 0.7]
+    assert paid("Hello.")[0] == 1.0
+    assert paid('{"name": "other", "arguments": "{}"}')[2] == 0.5  # no tool of that name
+
+
+def test_questions_and_answers_as_they_stand_and_the_limit_of_each(sources):
+    rows = [{"question": f"Line\n{i}", "answer": ["a", "b"]} for i in range(3)]
+    found = questions(sources(one=(rows, {"type": "chat"}), two=([ROWS["qa"]] * 1, {})), limit=2)
+    assert [(q.id, q.source) for q in found] == [("one/one-1", "one"), ("one/one-2", "one"), ("two/1", "two")]
+    assert found[0].text == "Line\n0" and found[0].answers == ("a", "b")
+
+
+def test_each_source_has_its_format_and_prompts_are_of_the_one_that_format_names(tmp_path, sources):
+    (tmp_path / "own.txt").write_text("Mine: {question}", encoding="utf-8")
+    settings = ProtocolSettings(init_prompt=str(tmp_path / "own.txt"), system_prompt="Be brief.")
+    given = {"a": {}, "b": {"format": "tags"}, "c": {"type": "chat"}, "d": {"type": "qa", "format": "solution"}}
+    found = protocols_of(settings, sources(**{name: ([], keys) for name, keys in given.items()}))
+    assert found["a"] is found[""] and found["a"].opening("x") == "Mine: x"
+    assert found["b"].searches and "<search>" in found["b"].opening("x") and "Mine" not in found["b"].opening("x")
+    assert found["c"] == Chat("Be brief.") and not found["d"].searches and found["d"].system == "Be brief."
+
+
+def test_rows_of_sft_are_of_the_type_of_their_source(sources):
+    mixture = sources(qa=([STEPS], {"type": "qa"}), r1=([ROWS["r1"]], {"type": "r1"}), any=([STEPS, ROWS["chat"]], {}))
+    found = read_rows_of(DataSettings(), mixture, protocols_of(ProtocolSettings(), mixture))
+    assert [len(rows) for rows in found.values()] == [1, 1, 2]
+    assert isinstance(found["r1"][0], Conversation) and found["qa"][0].steps[0].answer == "Ann"
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "told"),
+    [
+        ("qa", ROWS["chat"], "line 1: it is a conversation, and the type of the source is qa"),
+        ("chat", STEPS, "line 1: it is a trajectory, and the type of the source is chat"),
+        ("r1", ROWS["chat"], "line 1: the assistant does not think between <think> and </think>"),
+        ("coding", {"instruction": "x"}, "line 1: it has neither 'steps'"),
+    ],
+)
+def test_a_row_of_another_type_is_refused_with_its_source(sources, kind, row, told):
+    mixture = sources(mine=([row], {"type": kind}))
+    with pytest.raises(R3LiteError) as error:
+        read_rows_of(DataSettings(), mixture, protocols_of(ProtocolSettings(), mixture))
+    assert error.value.cause.startswith("the source mine: ") and told in error.value.cause
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "told"),
+    [
+        ("qa", [{"question": "x"}], "the source mine: "),
+        ("r1", [ROWS["r1"]], "the source mine is of type r1"),
+        ("chat", [{"text": "x"}], "line 1: it has neither 'question' and 'answer' nor the keys of a conversation"),
+        ("chat", [ROWS["chat"] | ROWS["coding"]], "which is meant?"),
+        ("chat", [{"messages": [{"role": "assistant", "content": "x"}]}], "does not follow a user's message"),
+        ("chat", [ROWS["chat"]] * 2, "the source mine: two rows have the id '1'"),
+        ("chat", [], "holds no usable row"),
+        ("function_calling", [ROWS["chat"]], "line 1: no message of the assistant calls a function"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_refused_with_their_source(sources, kind, rows, told):
+    with pytest.raises((R3LiteError, UsageError)) as error:
+        questions(sources(mine=(rows, {"type": kind})))
+    assert "source mine" in str(error.value) and told in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_told_with_its_source():
+    mixture = SourceSettings((SourceEntry("nowhere.jsonl=2"),))
+    with pytest.raises(R3LiteError, match="the source nowhere: nowhere"):
+        questions(mixture)
+    assert missing_of(DataSettings(), mixture) == "nowhere.jsonl"
+
+
+def test_a_source_that_is_held_out_whole_is_told():
+    """It was told that no row fits into --max-length."""
+    with pytest.raises(R3LiteError, match="the source b has nothing left to train on: its rows are held out"):
+        encode_rows_of({"a": [Conversation("1", ())], "b": []}, {})
+
+
+def test_without_sources_there_is_no_mixture():
+    assert build_mixture(SourceSettings(), [], "0") is None
+
+
+def test_data_beside_sources_are_refused():
+    with pytest.raises(UsageError, match="--data and \\[\\[sources\\]\\] are both given"):
+        entries_of(DataSettings("x.jsonl"), SourceSettings((SourceEntry("a.jsonl"),)))
+
+
+def test_the_table_normalizes_weights():
+    mixture = with_values(SftConfig(), {"sources": "a.jsonl=0.3,b.jsonl=0.3,c.jsonl=0.3"}).mixture
+    assert table(mixture, ProtocolSettings(), {"a": 1, "b": 2, "c": 3}).count(" 33.3% ") == 3
+    assert table(SourceSettings(), ProtocolSettings(), {}) == ""
