@@ -34,7 +34,7 @@ from r3lite.retrieval.index import (
 from r3lite.retrieval.index_size import BLOCK
 from r3lite.retrieval.passages import Passages, write_passages
 from r3lite.retrieval.vectors import add as add_vectors
-from r3lite.retrieval.vectors import empty, open_vectors, write_vectors
+from r3lite.retrieval.vectors import open_vectors, write_vectors
 
 MANY = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
 REMEDY = "Restore the index, or build it again: python -m r3lite.index."
@@ -59,7 +59,7 @@ def add(folder: Path, index: PassageIndex, documents: Iterable[Document]) -> tup
     with tqdm(total=len(fresh), desc="encoding passages", unit="", disable=None) as bar:
         made = [encoded(index.encoder, fresh[i : i + BLOCK], bar) for i in range(0, len(fresh), BLOCK)]
     manifest = read_manifest(folder)
-    waiting = empty("flat", 0, vectors.base.d)
+    waiting = faiss.IndexFlatIP(vectors.base.d)
     if vectors.added:
         add_vectors(waiting, [vectors.added.reconstruct_n(0, vectors.added.ntotal)])
     add_vectors(waiting, made)

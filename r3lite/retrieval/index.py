@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import faiss
 import numpy as np
 from tqdm import tqdm
 
@@ -31,7 +32,7 @@ from r3lite.retrieval.encoder import HASHING, PREFIXES, Encoder, HashingEncoder,
 from r3lite.retrieval.index_size import BLOCK
 from r3lite.retrieval.passages import ENDS, PASSAGES, Passages
 from r3lite.retrieval.search import best, found
-from r3lite.retrieval.vectors import CLASSES, Vectors, add, empty, open_vectors
+from r3lite.retrieval.vectors import CLASSES, Vectors, add, open_vectors
 
 VERSION = 1
 VECTORS, MANIFEST = "index.faiss", "manifest.json"
@@ -77,7 +78,7 @@ class PassageIndex:
 
 def build(encoder: Encoder, documents: list[Document], progress: bool = True) -> PassageIndex:
     """Encodes the passages, a block at a time, into a new flat index in memory."""
-    vectors = empty("flat", len(documents), encoder.dimension)
+    vectors = faiss.IndexFlatIP(encoder.dimension)
     with tqdm(total=len(documents), desc="encoding passages", unit="", disable=None if progress else True) as bar:
         add(vectors, (encoded(encoder, documents[i : i + BLOCK], bar) for i in range(0, len(documents), BLOCK)))
     return PassageIndex(encoder, documents, Vectors(vectors))

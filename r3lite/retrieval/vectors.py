@@ -125,7 +125,7 @@ class VectorFile:
 def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
     """A new index of a kind: trained on a sample, and filled a block at a time."""
     count, d = len(vectors), vectors.dimension
-    index = empty(kind, count, d)
+    index = _empty(kind, count, d)
     if not index.is_trained:
         index.train(vectors.sample(sample_of(kind, count, d)))
     _reserve(index, count)
@@ -133,7 +133,7 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
     return index
 
 
-def empty(kind: str, count: int, d: int) -> faiss.Index:
+def _empty(kind: str, count: int, d: int) -> faiss.Index:
     lists, parts = lists_of(count, d), d // SUBSPACE
     recipe = {
         "flat": "Flat",
