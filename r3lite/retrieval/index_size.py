@@ -76,8 +76,10 @@ def estimate(kind: str, passages: int, dimension: int) -> Estimate:
         "opq-ivf-pq": (4 * rotated * (lists + d + 256), rotated // SUBSPACE + 8),
     }[kind]
     file = trained + round(n * code)
-    sample = 4 * d * sample_of(kind, n, d) * (2 if kind in IVF else 1)  # rotated or normalized copies
-    grown = trained + round(n * code * (GROWTH if kind in IVF else 1))
+    copies = {"opq-ivf-pq": 3, "ivf-sq8": 2}.get(kind, 1)  # that FAISS makes of the sample
+    sample = 4 * d * sample_of(kind, n, d) * copies
+    # Lists and links grow by doubling; what is flat gets its memory at once.
+    grown = trained + round({"hnsw": n * (2 * code - 4 * d)}.get(kind, n * code * (GROWTH if kind in IVF else 1)))
     build = max(sample + trained, grown) + 3 * 4 * d * min(n, BLOCK)
     return Estimate(kind, n, d, file, file + 8 * n, build, n * d * item_bytes(kind))
 

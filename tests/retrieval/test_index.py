@@ -13,7 +13,7 @@ from r3lite.episode import Document
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import building, index
 from r3lite.retrieval.encoder import HashingEncoder, make_encoder
-from r3lite.retrieval.index_size import estimate
+from tests import built_index
 
 DOCUMENTS = [
     Document("a", "Blue Harbor", "Blue Harbor is a film directed by Ann Lee."),
@@ -26,13 +26,8 @@ def made(documents=DOCUMENTS, encoder="hashing", style="auto"):
     return index.build(make_encoder(encoder, style, documents), documents, progress=False)
 
 
-def save(folder, documents=DOCUMENTS, encoder="hashing", style="auto", kind="flat"):
-    """Builds an index on the disk."""
-    with building.gathered(folder, documents) as build:
-        encoder = make_encoder(encoder, style, documents)
-        building.replaces(build, encoder)
-        building.encode(build, encoder, kind, progress=False)
-        building.finish(build, encoder, estimate(kind, len(documents), encoder.dimension))
+def save(folder, documents=DOCUMENTS, **how):
+    built_index.save(folder, documents, **how)
 
 
 def titles(found):
