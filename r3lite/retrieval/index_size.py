@@ -21,6 +21,7 @@ LEAST = 39  # training vectors of a centroid, below which FAISS warns
 BLOCK = 4096  # passages encoded, and vectors added, at a time
 GROWTH = 1.5  # memory of lists that grow by doubling, while they are built, to their content
 CODEWORDS = 256  # of a byte of opq-ivf-pq
+DISTANCES = 4 * 4096 * 1024  # bytes of the inner products that FAISS holds at a time while it finds lists
 IVF = ("ivf-sq8", "opq-ivf-pq")
 
 
@@ -80,7 +81,7 @@ def estimate(kind: str, passages: int, dimension: int) -> Estimate:
     sample = 4 * d * sample_of(kind, n, d) * copies
     # Lists and links grow by doubling; what is flat gets its memory at once.
     grown = trained + round({"hnsw": n * (2 * code - 4 * d)}.get(kind, n * code * (GROWTH if kind in IVF else 1)))
-    build = max(sample + trained, grown) + 3 * 4 * d * min(n, BLOCK)
+    build = max(sample + trained, grown) + 3 * 4 * d * min(n, BLOCK) + (DISTANCES if kind in IVF else 0)
     return Estimate(kind, n, d, file, file + 8 * n, build, n * d * item_bytes(kind))
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from r3lite.episode import Document, Question
 from r3lite.errors import R3LiteError
+from r3lite.retrieval import index
 from r3lite.retrieval.lexical import Lexical
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
-from r3lite.retrieval import index
 from tests.built_index import save
 
 DOCUMENTS = [
