@@ -127,7 +127,7 @@ def page() -> str:
         "",
     ]
     lines += [
-        "Times are of the processor. Memory is of the process above what it had before; predicted in brackets.",
+        "Processor time; memory above what the process had before; predicted in brackets.",
         "",
     ]
     lines += ["| vectors | dimensions | kind | MiB | recall@10 | queries/s | built in | peak MiB of building |"]
