@@ -1,19 +1,24 @@
-"""Builds a FAISS index of a corpus or of a folder of documents, for `--index` of the other commands."""
+"""Builds a FAISS index of corpora or of a folder of documents, for `--index` of the other commands, and changes one."""
 
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite import command
 from r3lite.config import UsageError
 from r3lite.settings import Common, DocumentSettings, IndexSettings
+from r3lite.settings.common import budget_bytes
+
+UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on this machine
 
 
 @dataclass(frozen=True)
 class IndexConfig:
     """Encodes the passages of --documents or --corpus and writes them, their vectors and a manifest into the folder
-    --output. What it left out of --documents is told, and all of it is in skipped.jsonl there.
+    --output. What it left out of --documents is told, and all of it is in skipped.jsonl there. After a kill the same
+    command goes on where it was. --add and --delete change an index that is there.
 
     Other commands search it with --index FOLDER and the same --encoder. Training retrieves on the CPU in any case;
     only here the encoder may use a GPU.
@@ -24,53 +29,141 @@ class IndexConfig:
     chunking: DocumentSettings = DocumentSettings()
 
 
-def build_index(config: IndexConfig) -> None:
+def work(config: IndexConfig) -> None:
     from r3lite.files import sole_writer
-    from r3lite.retrieval.index import check_output
+    from r3lite.retrieval.building import check_output
 
-    if not (config.index.documents or config.index.corpus):
+    settings, output = config.index, config.common.output
+    check(config)
+    if settings.edits:
+        if not output:
+            raise UsageError("--output is missing: the folder of the index to change")
+        with sole_writer(output, folder=False):
+            edit(config, Path(output))
+        return
+    if not (settings.documents or settings.corpus):
         raise UsageError("--documents or --corpus is missing: a folder, or a JSONL file of passages (id, title, text)")
-    output = config.common.output or time.strftime("runs/index-%Y%m%d-%H%M%S")
+    output = output or time.strftime("runs/index-%Y%m%d-%H%M%S")
     check_output(output)  # before the encoding, which may take hours
     with sole_writer(output, folder=False):  # the folder itself is replaced
-        encode(config, output)
+        build(config, output)
 
 
-def encode(config: IndexConfig, output: str) -> None:
-    from r3lite.devices.precision import resolve_device
+def check(config: IndexConfig) -> None:
+    """Raises UsageError if settings of cutting are given with passages that are cut already."""
+    cuts = config.index.documents or (config.index.add and Path(config.index.add).is_dir())
+    if not cuts and (given := [n for n, v in vars(config.chunking).items() if v != vars(DocumentSettings())[n]]):
+        name = given[0].replace("_", "-")
+        raise UsageError(f"--{name} is about --documents; passages of JSONL files are taken as they are: leave it out")
+
+
+def build(config: IndexConfig, output: str) -> None:
     from r3lite.files import write_jsonl
-    from r3lite.retrieval import index
-    from r3lite.retrieval.corpus import read_corpus
+    from r3lite.retrieval import building, corpus, index
     from r3lite.retrieval.documents.folder import read_folder
     from r3lite.retrieval.encoder import make_encoder
+    from r3lite.retrieval.index_size import choose
 
     settings = config.index
     if settings.documents:
         folder = read_folder(settings.documents, config.chunking)
-        documents = folder.documents
+        documents = iter(folder.documents)
         print(folder.told(), flush=True)  # before the encoding, which may take hours
     else:
-        documents = read_corpus(settings.corpus, settings.skip_bad_rows)
-    # Hashing has no use for a device, and a run without a card should not be warned of it.
-    device = "cpu" if settings.encoder == "hashing" else str(resolve_device(settings.device))
-    encoder = make_encoder(settings.encoder, settings.encoder_style, documents, device, settings.batch_size)
-    if index.replaces(output, encoder, documents):
-        print(f"replacing   the index of the same corpus in {output}")
-    start = time.perf_counter()
-    built = index.build(encoder, documents)
-    seconds = time.perf_counter() - start
-    built.save(output)
+        documents = corpus.stream_corpora(settings.corpus, settings.skip_bad_rows)
+    with building.gathered(output, documents) as made:
+        device = device_of(settings)
+        encoder = make_encoder(settings.encoder, settings.encoder_style, made.passages, device, settings.batch_size)
+        if building.replaces(made, encoder):
+            print(f"replacing   the index of the same corpus in {output}")
+        budget, count = budget_bytes(settings.memory_budget), len(made.passages)
+        chosen = choose(settings.index_type, count, encoder.dimension, budget)
+        print(f"index       {chosen.told()}", flush=True)
+        start = time.perf_counter()
+        kept = building.encode(made, encoder, chosen.kind)
+        encoded = time.perf_counter()
+        size = building.finish(made, encoder, chosen)
     if settings.documents:
         write_jsonl(Path(output) / index.SKIPPED, folder.skipped_rows())
     style = f", style {encoder.settings['style']}" if "style" in encoder.settings else ""
-    print(f"passages    {len(documents)}")
+    seconds, before = encoded - start, f"; {kept} had been encoded before" if kept else ""
+    print(f"passages    {count}")
     print(f"encoder     {settings.encoder}{style}, {encoder.dimension} dimensions")
-    print(f"encoded in  {seconds:.1f} s on {device}, {len(documents) / max(seconds, 1e-9):.0f} passages/s")
+    print(f"encoded in  {seconds:.1f} s on {device}, {(count - kept) / max(seconds, 1e-9):.0f} passages/s{before}")
+    print(f"indexed in  {time.perf_counter() - encoded:.1f} s, {size / (1 << 20):.1f} MiB")
     print(f"written to  {output}")
 
 
+def device_of(settings: IndexSettings) -> str:
+    from r3lite.devices.precision import resolve_device
+
+    # Hashing has no use for a device, and a run without a card should not be warned of it.
+    return "cpu" if settings.encoder == "hashing" else str(resolve_device(settings.device))
+
+
+def edit(config: IndexConfig, output: Path) -> None:
+    from r3lite.retrieval import corpus, editing, index
+    from r3lite.retrieval.documents.folder import read_folder
+
+    settings = config.index
+    if settings.delete:
+        print(f"deleted     {editing.delete(output, ids_of(settings.delete))} passages")
+    if settings.add:
+        if Path(settings.add).is_dir():
+            folder = read_folder(settings.add, config.chunking)
+            documents = folder.documents
+            print(folder.told(), flush=True)
+        else:
+            documents = corpus.read_corpus(settings.add, settings.skip_bad_rows)
+        device = device_of(settings)
+        opened = index.load(output, settings.encoder, settings.encoder_style, device, settings.batch_size)
+        added, known = editing.add(output, opened, documents)
+        print(f"added       {added} passages" + (f"; {known} were there already" if known else ""))
+    print(f"passages    {len(index.read_documents(output))} in {output}")
+
+
+def ids_of(named: tuple[str, ...]) -> Iterator[str]:
+    """The ids that are named, and those that stand in a file that is named as @FILE, one a line."""
+    from r3lite.files import read_text
+
+    for name in named:
+        if name.startswith("@"):
+            yield from filter(None, read_text(name[1:], "--delete @FILE names a text file of ids.").splitlines())
+        else:
+            yield name
+
+
+def plan(config: IndexConfig) -> str:
+    """What the index would take, for a dry run, which does not load the encoder."""
+    from r3lite.retrieval.documents.folder import read_folder
+    from r3lite.retrieval.encoder import known_dimension
+    from r3lite.retrieval.index_size import choose
+
+    check(config)
+    settings = config.index
+    if settings.documents:
+        count = len(read_folder(settings.documents, config.chunking).documents)
+    elif settings.corpus:
+        count = sum(count_lines(path) for path in settings.corpus)
+    else:
+        return "Nothing is estimated without --documents or --corpus."
+    dimension = known_dimension(settings.encoder)
+    assumed = "" if dimension else f" ({UNKNOWN} dimensions are assumed: the encoder is not on this machine)"
+    chosen = choose(settings.index_type, count, dimension or UNKNOWN, budget_bytes(settings.memory_budget))
+    return f"Estimate\n  {chosen.told()}{assumed}"
+
+
+def count_lines(path: str) -> int:
+    """Lines of a file that are not blank."""
+    from r3lite.files import open_regular
+    from r3lite.retrieval.corpus import REMEDY
+
+    with open_regular(path, REMEDY) as file:
+        return sum(1 for line in file if line.strip())
+
+
 def main(argv: list[str] | None = None) -> int:
-    return command.run("index", IndexConfig(), build_index, argv)
+    return command.run("index", IndexConfig(), work, argv, plan)
 
 
 if __name__ == "__main__":

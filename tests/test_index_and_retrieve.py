@@ -220,20 +220,22 @@ def test_an_index_that_another_process_builds_is_not_built_a_second_time(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
 
 
-def test_a_full_disk_is_an_error_with_a_remedy_and_leaves_nothing(tmp_path, monkeypatch, capsys):
-    """FAISS raises a bare RuntimeError, which ended in a traceback."""
+def test_a_full_disk_is_an_error_with_a_remedy_and_what_was_encoded_stays(tmp_path, monkeypatch, capsys):
+    """FAISS raises a bare RuntimeError, which ended in a traceback; and hours of encoding were gone with it."""
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": "1", "title": "T", "text": "It is here."}\n')
 
     def full(vectors, path):
         raise RuntimeError("Error in void faiss::WRITEANDCHECK\nwrite error: No space left on device")
 
-    monkeypatch.setattr("faiss.write_index", full)
     arguments = ["--corpus", str(corpus), "--encoder", "hashing", "--output", str(tmp_path / "index")]
-    assert index.main(arguments) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr("faiss.write_index", full)
+        assert index.main(arguments) == 1
     told = capsys.readouterr().err
     assert "cannot be written: write error: No space left on device" in told and "Make room" in told
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+    assert index.main(arguments) == 0 and "1 had been encoded before" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
 
 
 def test_a_folder_of_documents_becomes_an_index_that_all_retrievers_search(tmp_path, capsys):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from r3lite.config import UsageError, flag
+from r3lite.config import flag
 from r3lite.devices.live_tensors import MIB
 from r3lite.errors import R3LiteError
 from r3lite.grant import Memory
@@ -12,21 +12,6 @@ from r3lite.models import logprobs
 from r3lite.models.qwen2 import Qwen2Config
 
 SLACK = 0.02  # of a budget, left free for what the formulas leave out
-
-
-def budget_bytes(text: str) -> int:
-    """Bytes of a budget such as 4GiB, 1300MiB or 3.5 GB."""
-    units = {"GIB": 1 << 30, "MIB": MIB, "GB": 10**9, "MB": 10**6}
-    for unit, size in units.items():
-        number = text.upper().replace(" ", "").removesuffix(unit)
-        if number != text.upper().replace(" ", ""):
-            try:
-                value = float(number) * size
-            except ValueError:
-                break
-            if 0 < value < float("inf"):
-                return int(value)
-    raise UsageError(f"--vram-budget {text} is not an amount of memory: write it as 4GiB or 1300MiB")
 
 
 def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:

@@ -14,6 +14,7 @@ from r3lite.memory.duration import Duration, in_words
 from r3lite.memory.planner import Workload
 from r3lite.memory.workloads import KNOWN, on_card
 from r3lite.settings import MemorySettings, SamplingSettings
+from r3lite.settings.common import budget_bytes
 
 DEFAULT_BUDGET = 4 << 30
 A_DAY = 86400  # seconds
@@ -124,7 +125,7 @@ def _given(settings: MemorySettings, sampling: SamplingSettings | None = None) -
 def _budget(settings: MemorySettings, on_cuda: bool) -> int:
     """Bytes of --vram-budget; by default 4 GiB, or what is free on the card less a margin if that is less."""
     if settings.vram_budget:
-        return choice.budget_bytes(settings.vram_budget)
+        return budget_bytes(settings.vram_budget)
     if on_cuda and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         # What is free no longer has our own context in it, which is in the budget.

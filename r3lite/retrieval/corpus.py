@@ -6,7 +6,7 @@ Owns the spellings of a passage's fields and the fingerprint of a corpus; knows 
 import hashlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from r3lite.episode import Document, Question
@@ -18,31 +18,42 @@ REMEDY = 'Each line is an object such as {"id": "7", "title": "Blue Harbor", "te
 
 
 def read_corpus(path: str | Path, skip_bad_rows: bool = False) -> list[Document]:
-    """The passages of a JSONL file, in its order.
+    """The passages of a JSONL file, as `stream_corpora` gives them."""
+    return list(stream_corpora([path], skip_bad_rows))
+
+
+def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> Iterator[Document]:
+    """The passages of JSONL files, in their order; besides one passage, all ids are in memory, as none may come twice.
 
     A bad line raises R3LiteError with file, line and reason; with `skip_bad_rows` bad lines are left out and their
     number is printed. Besides `id`, `title`, `text`, it reads BEIR's `_id` and Pyserini's `contents`, whose first line
     is the title.
     """
-    documents: dict[str, Document] = {}
+    seen: set[str] = set()
+    for path in paths:
+        before = len(seen)
+        yield from _stream(path, skip_bad_rows, seen)
+        if len(seen) == before:
+            raise R3LiteError(f"{path} holds no passage", REMEDY)
+
+
+def _stream(path: str | Path, skip_bad_rows: bool, seen: set[str]) -> Iterator[Document]:
     bad: list[InvalidRecord] = []
     on_bad = bad.append if skip_bad_rows else None
     for record in read_jsonl(path, f"{REMEDY} --skip-bad-rows leaves bad ones out.", on_bad):
         try:
             document = _document(record)
-            if document.id in documents:
+            if document.id in seen:
                 raise record.error(f"an earlier line has the id {document.id!r}, too")
         except InvalidRecord as error:
             bad.append(error)
             if not skip_bad_rows:
                 raise
             continue
-        documents[document.id] = document
+        seen.add(document.id)
+        yield document
     if bad:
         print(f"{path}: {len(bad)} bad lines skipped; the first: {bad[0].cause}", file=sys.stderr)
-    if not documents:
-        raise R3LiteError(f"{path} holds no passage", REMEDY)
-    return list(documents.values())
 
 
 def _document(record: Record) -> Document:

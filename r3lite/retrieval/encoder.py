@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
@@ -49,9 +50,17 @@ def make_encoder(
     return BertEncoder(name, style_of(name) if style == "auto" else style, device, batch_size)
 
 
-def reopen_encoder(name: str, style: str, folder: Path) -> Encoder:
-    """The encoder for the queries of an index that is kept in `folder`, on the CPU."""
-    return HashingEncoder.load(folder) if name == HASHING else BertEncoder(name, style)
+def reopen_encoder(name: str, style: str, folder: Path, device: str = "cpu", batch_size: int = 32) -> Encoder:
+    """The encoder of an index that is kept in `folder`, for its queries and for passages that are added."""
+    return HashingEncoder.load(folder) if name == HASHING else BertEncoder(name, style, device, batch_size)
+
+
+def known_dimension(name: str) -> int | None:
+    """The dimensions of an encoder that is on this machine, without loading it; None if it is not here."""
+    if name == HASHING:
+        return HashingEncoder.DIMENSION
+    path = Path(name) / "config.json" if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
+    return read_record(Path(path), REMEDY).whole("hidden_size", low=1) if isinstance(path, (str, Path)) else None
 
 
 def style_of(name: str) -> str:

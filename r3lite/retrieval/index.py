@@ -1,16 +1,23 @@
-"""A FAISS index of a corpus: built in batches, kept in a folder with a manifest, refused when it does not match.
+"""A FAISS index of a corpus, kept in a folder with a manifest, searched, and refused when it does not match.
 
-Owns the index folder (`index.faiss`, `passages.jsonl`, `manifest.json`, what the encoder keeps, and of documents
-`skipped.jsonl`); knows no model.
-The index is flat: up to a million passages that is the best answer, exact and 3 KiB a passage at 768 dimensions.
+Owns the index folder and its manifest; `building.py` writes one, `editing.py` changes one. What is in a folder:
+
+passages.jsonl, ends.bin       the passages, and where their lines end (`passages.py`)
+index.faiss or index-N.faiss   their vectors (`vectors.py`)
+added-N.faiss, deleted-N.bin   vectors added since, and the places of what was deleted, after edit N, if there are any
+probes.bin                     some of the vectors as the encoder gave them: an index may keep less
+manifest.json                  what made it, and which of these files belong together; it is replaced last
+words.json, skipped.jsonl      of the hashing encoder; of a folder of documents
+
+An older folder has a flat index and no ends, probes and table of files; it is read as it is.
 """
 
 import hashlib
-import os
-import shutil
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import faiss
 import numpy as np
@@ -18,17 +25,26 @@ from tqdm import tqdm
 
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
-from r3lite.files import check_regular, check_writable, read_record, write_json, write_jsonl
+from r3lite.files import PIECE, PIECES, check_regular, read_record
 from r3lite.records import Record
 from r3lite.retrieval import corpus
 from r3lite.retrieval.encoder import HASHING, PREFIXES, Encoder, HashingEncoder, reopen_encoder
+from r3lite.retrieval.index_size import BLOCK
+from r3lite.retrieval.passages import ENDS, PASSAGES, Passages
 from r3lite.retrieval.search import best, found
+from r3lite.retrieval.vectors import CLASSES, Vectors, add, open_vectors
 
 VERSION = 1
-VECTORS, PASSAGES, MANIFEST = "index.faiss", "passages.jsonl", "manifest.json"
+VECTORS, MANIFEST = "index.faiss", "manifest.json"
+PROBES = "probes.bin"
 SKIPPED = "skipped.jsonl"  # what a folder of documents holds besides; no search needs it
+OWN = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}
+PARTS = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
 FURTHEST = 0.045  # of a vector from what the same encoder makes of its passage: a cosine of 0.999
-BLOCK = 4096  # passages encoded before they are added: bounds the memory beside the index itself
+READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
+COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
+BUILD = "python -m r3lite.index --documents FOLDER (or --corpus FILE.jsonl)"
+T = TypeVar("T")
 
 
 @dataclass
@@ -36,8 +52,8 @@ class PassageIndex:
     """Passages, their vectors, and the encoder that made them."""
 
     encoder: Encoder
-    documents: list[Document]
-    vectors: faiss.Index
+    documents: Sequence[Document]
+    vectors: Vectors
 
     def search(self, queries: list[str], k: int, own: list[tuple[int, ...]] | None = None) -> list[list[Document]]:
         """The `k` nearest passages of each query, nearest first; of the places in `own[i]` only, for query i, if given.
@@ -47,145 +63,98 @@ class PassageIndex:
         """
         if not queries:
             return []
-        vectors = _float32(self.encoder.encode_queries(queries))
+        vectors = float32(self.encoder.encode_queries(queries))
         if own is None:
-            scores, places = self.vectors.search(vectors, min(k, len(self.documents)))
-        else:
-            scores, places = [], []
+            rows = self.vectors.search(vectors, k)
+        else:  # only of an index that was just built, which is flat
+            rows = []
             for vector, mine in zip(vectors, own, strict=True):
-                products = self.vectors.reconstruct_batch(np.array(mine, dtype=np.int64)) @ vector
+                products = self.vectors.base.reconstruct_batch(np.array(mine, dtype=np.int64)) @ vector
                 order = best(products, k)
-                scores.append(products[order])
-                places.append(np.array(mine)[order])
+                rows.append((products[order], np.array(mine)[order]))
         known = vectors.any(axis=1)
-        return [found(self.documents, p, s, "semantic") if any_ else [] for p, s, any_ in zip(places, scores, known)]
-
-    def save(self, folder: str | Path) -> None:
-        """Writes the folder whole or not at all; it may take the place of what `check_output` says."""
-        folder = check_output(folder)
-        replaces(folder, self.encoder, self.documents)
-        temporary, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("part", "old"))
-        try:
-            temporary.mkdir()
-            try:
-                faiss.write_index(self.vectors, str(temporary / VECTORS))
-            except RuntimeError as error:  # what FAISS makes of a full disk
-                reason = str(error).strip().splitlines()[-1]
-                remedy = "Make room, or name another --output."
-                raise R3LiteError(f"the index {folder} cannot be written: {reason}", remedy) from error
-            with open(temporary / VECTORS, "rb+") as file:
-                os.fsync(file.fileno())
-            write_jsonl(temporary / PASSAGES, (d.to_json() for d in self.documents))
-            self.encoder.save(temporary)
-            write_json(temporary / MANIFEST, self.manifest() | {"vectors": _digest(temporary / VECTORS)})
-            if folder.exists():
-                folder.rename(old)
-            temporary.rename(folder)
-        finally:
-            if old.exists() and not folder.exists():
-                old.rename(folder)  # the new one did not come into its place
-            shutil.rmtree(temporary, ignore_errors=True)
-            shutil.rmtree(old, ignore_errors=True)
-
-    def manifest(self) -> dict:
-        counts = {"version": VERSION, "passages": len(self.documents)}
-        return counts | {"fingerprint": corpus.fingerprint(self.documents)} | self.encoder.settings
-
-
-def check_output(folder: str | Path) -> Path:
-    """The full path of the folder, where an index may be written: it is new, empty, or an index and nothing else.
-
-    Makes the folders above it, so that encoding, which may take hours, does not begin where nothing can be written.
-    """
-    remedy = "Name a new or empty folder for --output."
-    try:
-        folder = Path(folder).resolve()
-        check_writable(folder.parent)
-        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
-        raise R3LiteError(f"the index {folder} cannot be written: {error}", remedy) from error
-    if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
-        raise R3LiteError(f"{folder} itself cannot be replaced by an index", "Name a folder in it for --output.")
-    if foreign := names - {VECTORS, PASSAGES, MANIFEST, SKIPPED, HashingEncoder.FILE}:
-        raise R3LiteError(f"{folder} is there and is no index: it holds {min(foreign)}", remedy)
-    if names:
-        try:
-            _read_manifest(folder)
-        except R3LiteError as error:
-            raise R3LiteError(error.cause, remedy) from error
-    return folder
-
-
-def replaces(folder: str | Path, encoder: Encoder, documents: list[Document]) -> bool:
-    """Whether a folder of `check_output` holds an index already; R3LiteError if of another corpus or encoder."""
-    folder, remedy = Path(folder), "Name another --output, or remove that index first."
-    if not (folder / MANIFEST).exists():
-        return False
-    kept = _read_manifest(folder)
-    for key in ("encoder", "style"):
-        if kept.text(key, None) != encoder.settings.get(key):
-            then, now = kept.text(key, None), encoder.settings.get(key)
-            raise R3LiteError(f"{folder} holds an index with {key} {then}, not {now}", remedy)
-    if kept.text("fingerprint") != corpus.fingerprint(documents):
-        raise R3LiteError(f"{folder} holds an index of another corpus, or of this one before it was changed", remedy)
-    return True
+        return [found(self.documents, p, s, "semantic") if any_ else [] for (s, p), any_ in zip(rows, known)]
 
 
 def build(encoder: Encoder, documents: list[Document], progress: bool = True) -> PassageIndex:
-    """Encodes the passages, a block at a time, into a new index."""
+    """Encodes the passages, a block at a time, into a new flat index in memory."""
     vectors = faiss.IndexFlatIP(encoder.dimension)
     with tqdm(total=len(documents), desc="encoding passages", unit="", disable=None if progress else True) as bar:
-        for start in range(0, len(documents), BLOCK):
-            made = _float32(encoder.encode_passages(documents[start : start + BLOCK], bar.update))
-            if not np.isfinite(made).all():
-                raise R3LiteError(
-                    f"the encoder {encoder.settings['encoder']} gives vectors that are not finite",
-                    "Its weights may be damaged: fetch them again, or use another --encoder.",
-                )
-            vectors.add(made)
-    return PassageIndex(encoder, documents, vectors)
+        add(vectors, (encoded(encoder, documents[i : i + BLOCK], bar) for i in range(0, len(documents), BLOCK)))
+    return PassageIndex(encoder, documents, Vectors(vectors))
 
 
-def load(folder: str | Path, encoder_name: str, style: str = "auto") -> PassageIndex:
-    """The index of a folder, for queries on the CPU.
+def encoded(encoder: Encoder, documents: list[Document], bar: tqdm) -> np.ndarray:
+    """Vectors [N, d] of N passages, which are finite."""
+    made = float32(encoder.encode_passages(documents, bar.update))
+    if not np.isfinite(made).all():
+        raise R3LiteError(
+            f"the encoder {encoder.settings['encoder']} gives vectors that are not finite",
+            "Its weights may be damaged: fetch them again, or use another --encoder.",
+        )
+    return made
+
+
+def float32(vectors: np.ndarray) -> np.ndarray:
+    """FAISS raises TypeError at float64 and wants rows that lie one after the other."""
+    return np.ascontiguousarray(vectors, dtype=np.float32)
+
+
+def load(
+    folder: str | Path, encoder_name: str, style: str = "auto", device: str = "cpu", batch_size: int = 32
+) -> PassageIndex:
+    """The index of a folder; its vectors are read as searches need them.
 
     Raises R3LiteError if it was made by another encoder or style than is asked for (style auto takes the index's own),
     or if its parts do not belong together.
     """
     folder = Path(folder)
-    manifest = _read_manifest(folder)
-    rebuild = (
-        f"build the index again: python -m r3lite.index --corpus FILE.jsonl --encoder {encoder_name} --output {folder}"
-    )
+    manifest = read_manifest(folder)
+    rebuild = f"build the index again: {BUILD} --encoder {encoder_name} --output {folder}"
     kept_encoder, kept_style = manifest.text("encoder"), manifest.text("style", "plain")
     # Asked before the encoder is loaded, which may take long.
     if (encoder_name == HASHING) != (kept_encoder == HASHING):
         _refuse(folder, "encoder", kept_encoder, encoder_name, f"Pass --encoder {kept_encoder}, or {rebuild}")
     if style not in ("auto", kept_style) and encoder_name != HASHING:
         _refuse(folder, "style", kept_style, style, f"Leave --encoder-style out, or {rebuild} --encoder-style {style}")
-    encoder = reopen_encoder(encoder_name, kept_style, folder)
+    encoder = reopen_encoder(encoder_name, kept_style, folder, device, batch_size)
     for key, value in encoder.settings.items():
         # The name may be another one of the same model; its vectors tell, below.
         if key != "encoder" and manifest.values.get(key) != value:
             _refuse(folder, key, manifest.values.get(key), value, f"Pass --encoder {kept_encoder}, or {rebuild}")
-    index = PassageIndex(encoder, _read_passages(folder, manifest, rebuild), _read_vectors(folder, manifest, rebuild))
-    _check_vectors(folder, index.vectors, manifest, rebuild)
+    remedy = f"Restore it, or {rebuild}"
+    passages, vectors, probes = consistent(
+        folder, lambda manifest: (read_passages(folder, manifest, remedy), *read_vectors(folder, manifest, remedy))
+    )
     # Some passages' vectors must come out again: this tells other weights of the same shape, and another order.
-    some = sorted({0, len(index.documents) // 2, len(index.documents) - 1})
-    fresh = encoder.encode_passages([index.documents[i] for i in some], lambda n: None)
-    distances = np.linalg.norm(fresh - np.stack([index.vectors.reconstruct(i) for i in some]), axis=1)
+    fresh = encoder.encode_passages([passages.at(place) for place in probes], lambda n: None)
+    distances = np.linalg.norm(fresh - np.stack(list(probes.values())), axis=1)
     if not distances.max() <= FURTHEST:  # nor if it is NaN
         asked = f"{encoder_name} as it is now: the vectors differ"
         _refuse(folder, "encoder", kept_encoder, asked, f"Pass the encoder that it was built with, or {rebuild}")
-    return index
+    return PassageIndex(encoder, passages, vectors)
+
+
+def consistent(folder: Path, read: Callable[[Record], T]) -> T:
+    """What `read` makes of the folder and its manifest. If another process edits the index meanwhile, its files may be
+    gone before they are opened, and all is read again."""
+    manifest = read_manifest(folder)
+    while True:
+        try:
+            return read(manifest)
+        except (R3LiteError, OSError):
+            now = read_manifest(folder)
+            if now.values == manifest.values:
+                raise
+            manifest = now
 
 
 def _refuse(folder: Path, what: str, kept, asked, remedy: str) -> NoReturn:
     raise R3LiteError(f"the index {folder} was built with {what} {kept}, not {asked}", remedy)
 
 
-def _read_manifest(folder: Path) -> Record:
-    remedy = f"Build it: python -m r3lite.index --corpus FILE.jsonl --output {folder}"
+def read_manifest(folder: Path) -> Record:
+    remedy = f"Build it: {BUILD} --output {folder}"
     try:
         manifest = read_record(folder / MANIFEST, remedy)
         if (version := manifest.whole("version")) != VERSION:
@@ -195,70 +164,110 @@ def _read_manifest(folder: Path) -> Record:
         for key in ("dimension", "passages"):
             manifest.whole(key, low=1)
         manifest.choice("style", PREFIXES, "plain")
+        manifest.choice("kind", CLASSES, "flat")
+        for name in parts(manifest):
+            if not PARTS.fullmatch(name):
+                raise manifest.error(f"{name!r} is no file of an index")
     except R3LiteError as error:
         raise R3LiteError(f"{folder} is no index that this version reads: {error.cause}", remedy) from error
     return manifest
 
 
-def read_documents(folder: str | Path) -> list[Document]:
+def parts(manifest: Record) -> dict[str, str | None]:
+    """The files of vectors and of deletions that belong to an index, with their digests; older indexes have none."""
+    if "files" not in manifest:
+        return {VECTORS: manifest.text("vectors", None)}
+    files = manifest.record("files")
+    return {name: files.text(name) for name in files.values}
+
+
+def part(manifest: Record, kind: str) -> str | None:
+    """The name of the file of a manifest that is index, added or deleted; None if there is none."""
+    return next((name for name in parts(manifest) if name.startswith(kind)), None)
+
+
+def read_documents(folder: str | Path) -> Passages:
     """The passages of an index, without its vectors and encoder."""
     folder = Path(folder)
-    rebuild = f"build the index again: python -m r3lite.index --corpus FILE.jsonl --output {folder}"
-    return _read_passages(folder, _read_manifest(folder), rebuild)
+    remedy = f"Restore it, or build the index again: {BUILD} --output {folder}"
+    return consistent(folder, lambda manifest: read_passages(folder, manifest, remedy))
 
 
-def _read_passages(folder: Path, manifest: Record, rebuild: str) -> list[Document]:
-    try:
-        documents = corpus.read_corpus(folder / PASSAGES)
-    except R3LiteError as error:
-        raise R3LiteError(error.cause, f"Restore it, or {rebuild}") from error
-    if len(documents) != (passages := manifest.whole("passages")):
-        raise _unfit(folder, f"{PASSAGES} holds {len(documents)} passages, {passages} were indexed", rebuild)
-    if corpus.fingerprint(documents) != manifest.text("fingerprint"):
-        raise _unfit(folder, f"{PASSAGES} has changed since it was indexed", rebuild)
-    return documents
+def read_passages(folder: Path, manifest: Record, remedy: str) -> Passages:
+    deleted, live = read_deleted(folder, manifest, remedy), manifest.whole("passages")
+    passages = Passages(folder, live + len(deleted), deleted, remedy)
+    if len(passages) <= COMPARED and corpus.fingerprint(passages) != manifest.text("fingerprint"):
+        raise _unfit(folder, f"{PASSAGES} has changed since it was indexed", remedy)
+    return passages
 
 
-def _read_vectors(folder: Path, manifest: Record, rebuild: str) -> faiss.Index:
-    path, remedy = folder / VECTORS, f"Restore it, or {rebuild}"
-    check_regular(path, remedy)  # FAISS would wait for a pipe for ever
-    if "vectors" in manifest and manifest.text("vectors") != _digest(path):  # older indexes have no digest
-        raise R3LiteError(f"{path} has changed since it was written", remedy)
-    try:
-        vectors = faiss.read_index(str(path))
-    except (RuntimeError, MemoryError) as error:
-        raise R3LiteError(f"{path} cannot be read", remedy) from error
-    if not isinstance(vectors, faiss.IndexFlatIP):
-        raise R3LiteError(f"{path} is a {type(vectors).__name__}, not an IndexFlatIP", remedy)
-    return vectors
+def read_deleted(folder: Path, manifest: Record, remedy: str) -> np.ndarray:
+    """The places of deleted passages, sorted."""
+    name = part(manifest, "deleted")
+    if name is None:
+        return np.empty(0, np.int64)
+    _check_digest(folder / name, parts(manifest)[name], remedy)
+    return np.fromfile(folder / name, dtype="<i8")
 
 
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_vectors(folder: Path, vectors: faiss.Index, manifest: Record, rebuild: str) -> None:
-    passages, dimension, problem = manifest.whole("passages"), manifest.whole("dimension"), None
-    if vectors.ntotal != passages:
-        problem = f"holds {vectors.ntotal} vectors for {passages} passages"
-    elif vectors.d != dimension:
-        problem = f"has {vectors.d} dimensions and not {dimension}"
-    elif not _finite(vectors):
+def read_vectors(folder: Path, manifest: Record, remedy: str) -> tuple[Vectors, dict[int, np.ndarray]]:
+    """The vectors of an index, and some of them as the encoder gave them, by their places."""
+    opened = {}
+    for role, kind in (("index", manifest.text("kind", "flat")), ("added", "flat")):
+        if name := part(manifest, role):
+            _check_digest(folder / name, parts(manifest)[name], remedy)
+            opened[role] = open_vectors(folder / name, kind, remedy)
+    vectors = Vectors(opened["index"], opened.get("added"), read_deleted(folder, manifest, remedy))
+    dimension, problem = manifest.whole("dimension"), None
+    passages = vectors.places - len(vectors.deleted)
+    if passages != (indexed := manifest.whole("passages")):
+        problem = f"holds {passages} vectors for {indexed} passages"
+    elif vectors.base.d != dimension:
+        problem = f"has {vectors.base.d} dimensions and not {dimension}"
+    elif None in parts(manifest).values() and not _finite(vectors):  # of an older index
         problem = "holds vectors that are not finite"
     if problem:
-        raise _unfit(folder, f"{VECTORS} {problem}", rebuild)
+        raise _unfit(folder, f"{part(manifest, 'index')} {problem}", remedy)
+    if "probed" in manifest:
+        places = probed(manifest.whole("probed", low=1, high=vectors.places))
+        check_regular(folder / PROBES, remedy)
+        kept = np.fromfile(folder / PROBES, dtype="<f4")
+        if len(kept) != len(places) * dimension:
+            raise _unfit(folder, f"{PROBES} has not {len(places)} vectors", remedy)
+        return vectors, dict(zip(places, kept.reshape(-1, dimension), strict=True))
+    return vectors, {place: vectors.base.reconstruct(place) for place in probed(vectors.base.ntotal)}
 
 
-def _unfit(folder: Path, problem: str, rebuild: str) -> R3LiteError:
-    return R3LiteError(f"the index {folder} does not fit together: {problem}", f"Restore it, or {rebuild}")
+def probed(places: int) -> list[int]:
+    """The places of the passages by which an encoder is known again."""
+    return sorted({0, places // 2, places - 1})
 
 
-def _finite(vectors: faiss.Index) -> bool:
-    starts = range(0, vectors.ntotal, BLOCK)
-    return all(np.isfinite(vectors.reconstruct_n(i, min(BLOCK, vectors.ntotal - i))).all() for i in starts)
+def _check_digest(path: Path, kept: str | None, remedy: str) -> None:
+    check_regular(path, remedy)  # FAISS would wait for a pipe for ever
+    if kept is not None and kept != digest(path):
+        raise R3LiteError(f"{path} has changed since it was written", remedy)
 
 
-def _float32(vectors: np.ndarray) -> np.ndarray:
-    """FAISS raises TypeError at float64 and wants rows that lie one after the other."""
-    return np.ascontiguousarray(vectors, dtype=np.float32)
+def digest(path: Path) -> str:
+    """SHA-256 of a file; of one larger than READ_WHOLE, of its size and pieces that are evenly spaced in it."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if size <= READ_WHOLE:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.sha256(str(size).encode())
+        for i in range(PIECES):
+            file.seek(i * (size - PIECE) // (PIECES - 1))
+            found.update(file.read(PIECE))
+        return found.hexdigest()
+
+
+def _unfit(folder: Path, problem: str, remedy: str) -> R3LiteError:
+    return R3LiteError(f"the index {folder} does not fit together: {problem}", remedy)
+
+
+def _finite(vectors: Vectors) -> bool:
+    """Whether the vectors of a flat index are numbers."""
+    base = vectors.base
+    starts = range(0, base.ntotal, BLOCK)
+    return all(np.isfinite(base.reconstruct_n(i, min(BLOCK, base.ntotal - i))).all() for i in starts)

@@ -4,6 +4,8 @@ It finds names that an encoder has never seen, and needs no model. 100,000 passa
 index, so nothing is kept on disk.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from r3lite.episode import Document, Retrieve
@@ -22,7 +24,7 @@ def build(setup: Setup, top_k: int) -> Retrieve:
 class Lexical:
     """Passages under BM25 in Lucene's variant (k1 1.5, b 0.75), without stop words, stemmed by Snowball."""
 
-    def __init__(self, documents: list[Document]):
+    def __init__(self, documents: Sequence[Document]):
         try:
             import bm25s
             import Stemmer

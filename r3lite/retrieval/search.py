@@ -1,6 +1,6 @@
 """What all retrievers that search have in common: passages are ranked by scores, equal queries are asked once."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -45,6 +45,6 @@ def best(scores: np.ndarray, k: int) -> np.ndarray:
     return candidates[np.argsort(-scores[candidates], kind="stable")][:k]
 
 
-def found(documents: list[Document], places: Iterable[int], scores: Iterable[float], source: str) -> list[Document]:
+def found(documents: Sequence[Document], places: Iterable[int], scores: Iterable[float], source: str) -> list[Document]:
     """The documents at `places`, with their scores and the retriever that gave them."""
     return [replace(documents[i], score=float(s), source=source) for i, s in zip(places, scores, strict=True)]

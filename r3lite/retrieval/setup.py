@@ -1,5 +1,6 @@
 """What a retriever is built from: the settings, the questions, and the corpus or index that these choose."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +22,7 @@ class Setup:
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
 
     @cached_property
-    def documents(self) -> list[Document]:
+    def documents(self) -> Sequence[Document]:
         """The passages of --index or --corpus, or the paragraphs that come with the questions."""
         settings = self.settings
         if settings.index:
@@ -53,7 +54,7 @@ class Setup:
         encoder = make_encoder(settings.encoder, settings.encoder_style, self.documents)
         return index.build(encoder, self.documents, self.progress)
 
-    def _checked(self, documents: list[Document]) -> list[Document]:
+    def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages of the index, refused if another corpus than theirs is named beside it."""
         settings = self.settings
         if settings.corpus:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from r3lite.config import Bounds, Free, Section
+from r3lite.config import Bounds, Free, Section, UsageError
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,18 @@ def problem_of_address(address: str) -> str | None:
     if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\x00-\x1f\\]", address):
         return "is not an address of http or https"
     return None
+
+
+def budget_bytes(text: str, setting: str = "--vram-budget") -> int:
+    """Bytes of a budget such as 4GiB, 1300MiB or 3.5 GB."""
+    units = {"GIB": 1 << 30, "MIB": 1 << 20, "GB": 10**9, "MB": 10**6}
+    for unit, size in units.items():
+        number = text.upper().replace(" ", "").removesuffix(unit)
+        if number != text.upper().replace(" ", ""):
+            try:
+                value = float(number) * size
+            except ValueError:
+                break
+            if 0 < value < float("inf"):
+                return int(value)
+    raise UsageError(f"{setting} {text} is not an amount of memory: write it as 4GiB or 1300MiB")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from r3lite.config import Bounds, Fraction, Section, UsageError
 from r3lite.errors import nearest
-from r3lite.settings.common import problem_of_address
+from r3lite.settings.common import budget_bytes, problem_of_address
 
 RETRIEVERS = ("semantic", "lexical", "hybrid", "golden", "none")
 
@@ -72,8 +72,19 @@ class IndexSettings(Section):
 
     documents: str | None = None
     """folder of your own documents: text, Markdown, HTML, PDF (extra documents), JSON, JSONL, CSV, TSV, Python"""
-    corpus: str | None = None
-    """passages (id, title, text) as JSONL, in place of --documents"""
+    corpus: tuple[str, ...] | None = None
+    """passages (id, title, text) as JSONL, in place of --documents; several files, A.jsonl,B.jsonl, become one index"""
+    add: str | None = None
+    """adds the passages of a JSONL file, or of a folder of documents, to the index in --output; without building it
+    again, and what it has already is passed over"""
+    delete: tuple[str, ...] | None = None
+    """deletes the passages of these ids, A,B, from the index in --output, before --add; @FILE has one id a line"""
+    index_type: Literal["auto", "flat", "sq8", "hnsw", "ivf-sq8", "opq-ivf-pq"] = "auto"
+    """flat: exact; sq8: 8 bits a dimension; hnsw: a graph, fast and large; ivf-sq8, opq-ivf-pq: a query reads a part,
+    the last is the smallest; auto: the first of flat, sq8, ivf-sq8, opq-ivf-pq that --memory-budget has room for,
+    without the first two above a million passages"""
+    memory_budget: str = "4GiB"
+    """most memory of the index, such as 4GiB or 900MiB, when it is searched or built; the encoder's is not in it"""
     encoder: str = "intfloat/e5-base-v2"
     """BERT encoder: folder or hub id; or hashing (TF-IDF on hashed words, no download)"""
     encoder_style: Literal["auto", "e5", "plain"] = "auto"
@@ -85,9 +96,18 @@ class IndexSettings(Section):
     skip_bad_rows: bool = False
     """count malformed passages of --corpus and go on, instead of stopping at the first"""
 
+    @property
+    def edits(self) -> bool:
+        """Whether an index is changed and none is built."""
+        return bool(self.add or self.delete)
+
     def check(self) -> None:
         if self.documents and self.corpus:
             raise UsageError("--documents and --corpus are two sources of passages: leave one out")
+        if self.edits and (self.documents or self.corpus):
+            given = "--documents" if self.documents else "--corpus"
+            raise UsageError(f"--add and --delete change an index that is there: leave {given} out")
+        budget_bytes(self.memory_budget, "--memory-budget")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from r3lite.errors import R3LiteError
 from r3lite.files import write_jsonl
 from r3lite.grant import Memory
 from r3lite.memory import planner
-from r3lite.memory.choice import budget_bytes, choose
+from r3lite.memory.choice import choose
 from r3lite.memory.planner import Workload, peak
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.models import lora
@@ -26,6 +26,7 @@ from r3lite.models.kv_cache import KVCache
 from r3lite.models.weights import load_qwen2, resolve_folder
 from r3lite.protocols.transcript import Layout
 from r3lite.settings import LoraSettings
+from r3lite.settings.common import budget_bytes
 
 TARGETS = LoraSettings().lora_targets
 LAYERS = 6

@@ -7,12 +7,11 @@ import pytest
 from r3lite.config import UsageError
 from r3lite.episode import Document, Failure, Question
 from r3lite.errors import R3LiteError
-from r3lite.retrieval import index
-from r3lite.retrieval.encoder import make_encoder
 from r3lite.retrieval.retriever import GIVE_UP, RETRIEVERS, Tolerant, build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
 from r3lite.settings.retrieval import RETRIEVERS as NAMES
+from tests.built_index import save
 
 HARBOR = Document("q1/0", "Blue Harbor", "Blue Harbor is a film directed by Ann Lee.")
 LEE = Document("q1/1", "Ann Lee", "Ann Lee was born in Oslo.")
@@ -45,7 +44,7 @@ def test_a_corpus_and_an_index(corpus, tmp_path):
     found = retriever(corpus=corpus)(asked)
     assert found == [[HARBOR], [OSLO]]
     documents = [HARBOR, OSLO]
-    index.build(make_encoder("hashing", "auto", documents), documents, progress=False).save(tmp_path / "i")
+    save(tmp_path / "i", documents)
     assert retriever(index=str(tmp_path / "i"))(asked) == found
     assert retriever(index=str(tmp_path / "i"), corpus=corpus)(asked) == found
     (tmp_path / "corpus.jsonl").write_text(json.dumps(LEE.to_json()))
@@ -63,7 +62,7 @@ def test_bad_lines_of_a_corpus_are_skipped_on_demand(corpus, tmp_path):
     retrieve = build_retriever(Setup(settings, [ONE], progress=False, skip_bad_rows=True))
     assert retrieve([(ONE, "capital of Norway")]) == [[OSLO]]
     documents = [HARBOR, OSLO]
-    index.build(make_encoder("hashing", "auto", documents), documents, progress=False).save(tmp_path / "i")
+    save(tmp_path / "i", documents)
     settings = RetrievalSettings(**(vars(settings) | {"index": str(tmp_path / "i")}))
     assert build_retriever(Setup(settings, [ONE], skip_bad_rows=True))([(ONE, "capital of Norway")]) == [[OSLO]]
 

@@ -1,0 +1,183 @@
+"""Builds an index folder of a corpus that need not fit into memory, and goes on after a kill.
+
+The work is in `.<name>.build` beside the folder: the passages are written there, then their vectors, a block at a time;
+of these the index is made, and the whole takes the folder's place. A block that is on the disk is not encoded again.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from r3lite.episode import Document
+from r3lite.errors import R3LiteError
+from r3lite.files import check_writable, names_in, read_record, write_json
+from r3lite.retrieval.encoder import Encoder
+from r3lite.retrieval.index import (
+    FURTHEST,
+    MANIFEST,
+    OWN,
+    PARTS,
+    PROBES,
+    VECTORS,
+    VERSION,
+    digest,
+    encoded,
+    probed,
+    read_manifest,
+)
+from r3lite.retrieval.index_size import BLOCK, Estimate
+from r3lite.retrieval.passages import Passages, write_passages
+from r3lite.retrieval.vectors import VectorFile, build_vectors, write_vectors
+
+WAITING, PLAN = "vectors.bin", "build.json"  # vectors that wait for their index; what they are the vectors of
+NO_PLACES = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The passages of an index that is being built."""
+
+    folder: Path  # that the index will be
+    work: Path
+    passages: Passages
+    fingerprint: str
+
+
+def check_output(folder: str | Path) -> Path:
+    """The full path of the folder, where an index may be written: it is new, empty, or an index and nothing else.
+
+    Makes the folders above it, so that encoding, which may take hours, does not begin where nothing can be written.
+    """
+    remedy = "Name a new or empty folder for --output."
+    try:
+        folder = Path(folder).resolve()
+        check_writable(folder.parent)
+        if _old(folder).exists() and not folder.exists():
+            _old(folder).rename(folder)  # a kill came before the new index was in its place
+        names = names_in(folder)
+    except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
+        raise R3LiteError(f"the index {folder} cannot be written: {error}", remedy) from error
+    if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
+        raise R3LiteError(f"{folder} itself cannot be replaced by an index", "Name a folder in it for --output.")
+    if foreign := {n for n in names - OWN - {WAITING, PLAN} if not PARTS.fullmatch(n)}:
+        raise R3LiteError(f"{folder} is there and is no index: it holds {min(foreign)}", remedy)
+    if names:
+        try:
+            read_manifest(folder)
+        except R3LiteError as error:
+            raise R3LiteError(error.cause, remedy) from error
+    return folder
+
+
+def _work(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.build")
+
+
+def _old(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+@contextlib.contextmanager
+def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gathered]:
+    """The passages, written one at a time where the index of `folder` is built.
+
+    What is there stays at an error if it has vectors, which cost time: the next start goes on with them.
+    """
+    folder = check_output(folder)
+    work = _work(folder)
+    work.mkdir(exist_ok=True)
+    try:
+        fingerprint = write_passages(work, documents)
+        passages = Passages(work, None, NO_PLACES, "")
+        try:
+            yield Gathered(folder, work, passages, fingerprint)
+        finally:
+            passages.close()
+    finally:
+        if not (work / WAITING).exists():
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def replaces(build: Gathered, encoder: Encoder) -> bool:
+    """Whether the folder holds an index already; R3LiteError if of another corpus or encoder."""
+    folder, remedy = build.folder, "Name another --output, or remove that index first."
+    if not (folder / MANIFEST).exists():
+        return False
+    kept = read_manifest(folder)
+    for key in ("encoder", "style"):
+        if kept.text(key, None) != encoder.settings.get(key):
+            then, now = kept.text(key, None), encoder.settings.get(key)
+            raise R3LiteError(f"{folder} holds an index with {key} {then}, not {now}", remedy)
+    if kept.text("fingerprint") != build.fingerprint:
+        raise R3LiteError(f"{folder} holds an index of another corpus, or of this one before it was changed", remedy)
+    return True
+
+
+def encode(build: Gathered, encoder: Encoder, kind: str, progress: bool = True) -> int:
+    """Writes the vectors that are not on the disk yet; returns how many there were.
+
+    Blocks are the same after a kill as without one, and so are their bytes. R3LiteError if the vectors that are there
+    are of other passages or another encoder.
+    """
+    waiting = VectorFile(build.work / WAITING, encoder.dimension, kind)
+    kept = _kept(build, encoder, waiting)
+    passages, n = build.passages, len(build.passages)
+    with tqdm(total=n, initial=kept, desc="encoding passages", unit="", disable=None if progress else True) as bar:
+        for start in range(kept, n, BLOCK):
+            waiting.append(encoded(encoder, passages[start : start + BLOCK], bar))
+    return kept
+
+
+def _kept(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
+    """Vectors of an earlier start of the same build that are used; what is behind their last whole block is cut off."""
+    plan = {"fingerprint": build.fingerprint, "numbers": waiting.type.name} | encoder.settings
+    path = build.work / PLAN
+    if not len(waiting) or not path.exists():
+        waiting.path.unlink(missing_ok=True)
+        write_json(path, plan)
+        return 0
+    remedy = f"Give the command as it was, name another --output, or remove {build.work} to begin anew."
+    then = read_record(path, remedy).values
+    if changed := [key for key in {**then, **plan} if then.get(key) != plan.get(key)]:
+        what = {"fingerprint": "corpus", "numbers": "--index-type"}.get(changed[0], changed[0])
+        raise R3LiteError(f"{build.work} holds a build of {build.folder} that was begun with another {what}", remedy)
+    n = len(build.passages)
+    rows = len(waiting) if len(waiting) == n else len(waiting) // BLOCK * BLOCK
+    waiting.cut(rows)
+    if 0 < rows < n:
+        fresh = encoder.encode_passages([build.passages[rows - 1]], lambda count: None)
+        if not np.linalg.norm(fresh - waiting.read(rows - 1, 1)) <= FURTHEST:
+            name = encoder.settings["encoder"]
+            raise R3LiteError(f"{build.work} was begun with another {name}: the vectors differ", remedy)
+    return rows
+
+
+def finish(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
+    """Makes the index of the vectors and puts it into its place; returns the bytes of its file."""
+    folder, work, old = build.folder, build.work, _old(build.folder)
+    waiting, n = VectorFile(work / WAITING, encoder.dimension, estimate.kind), len(build.passages)
+    write_vectors(build_vectors(estimate.kind, waiting), work / VECTORS)
+    (work / PROBES).write_bytes(np.concatenate([waiting.read(i, 1) for i in probed(n)]).astype("<f4").tobytes())
+    encoder.save(work)
+    manifest = {"version": VERSION, "passages": n, "fingerprint": build.fingerprint, "kind": estimate.kind}
+    manifest |= {"probed": n, "files": {VECTORS: digest(work / VECTORS)}} | encoder.settings
+    write_json(work / MANIFEST, manifest)
+    build.passages.close()
+    shutil.rmtree(old, ignore_errors=True)
+    try:
+        if folder.exists():
+            folder.rename(old)
+        work.rename(folder)
+    finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)  # the new one did not come into its place
+        shutil.rmtree(old, ignore_errors=True)
+    for name in (WAITING, PLAN):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+    return (folder / VECTORS).stat().st_size

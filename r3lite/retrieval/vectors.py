@@ -1,0 +1,201 @@
+"""The vectors of an index, by FAISS: built of a file of vectors, opened memory-mapped, searched without deleted ones.
+
+Owns what each kind is in FAISS and its parameters; knows no passages and no folder's layout. Similarity is the inner
+product. Shapes: `Q` queries, `k` results, `d` dimensions.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import faiss
+import numpy as np
+
+from r3lite.errors import R3LiteError
+from r3lite.retrieval.index_size import BLOCK, CODEWORDS, LEAST, LINKS, SUBSPACE, item_bytes, lists_of, sample_of
+
+CLASSES = {
+    "flat": "IndexFlatIP",
+    "sq8": "IndexScalarQuantizer",
+    "hnsw": "IndexHNSWFlat",
+    "ivf-sq8": "IndexIVFScalarQuantizer",
+    "opq-ivf-pq": "IndexPreTransform",
+}
+CONSTRUCTION, SEARCH = 80, 96  # candidates of hnsw that are kept for a vector's links, and for a query
+PROBES = 32  # a query reads one list of so many, but 16 at the least
+ROUNDS = 4  # of OPQ: rotation and codewords in turns
+
+
+@dataclass
+class Vectors:
+    """An index, vectors that were added to it since it was built, and the places of those that were deleted."""
+
+    base: faiss.Index
+    added: faiss.IndexFlatIP | None = None
+    deleted: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # sorted
+
+    @property
+    def places(self) -> int:
+        """Number of vectors, the deleted ones among them."""
+        return self.base.ntotal + (self.added.ntotal if self.added else 0)
+
+    def search(self, queries: np.ndarray, k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each of `queries` [Q, d] the scores and numbers of the `k` nearest, nearest first; numbers count what is
+        not deleted. Fewer than `k` if there are not so many, or if the lists that are read hold fewer."""
+        k = max(1, min(k, self.places - len(self.deleted)))
+        bits = np.packbits(self._live(), bitorder="little") if len(self.deleted) else None
+        scores, places = self._searched(self.base, queries, k, bits)
+        if self.added:
+            behind = None if bits is None else np.packbits(self._live()[self.base.ntotal :], bitorder="little")
+            more, added = self._searched(self.added, queries, k, behind)
+            scores = np.hstack([scores, more])
+            places = np.hstack([places, np.where(added < 0, -1, added + self.base.ntotal)])
+            order = np.argsort(np.where(places < 0, np.inf, -scores), axis=1, kind="stable")[:, :k]
+            scores, places = np.take_along_axis(scores, order, 1), np.take_along_axis(places, order, 1)
+        found = [(row[p >= 0], p[p >= 0]) for row, p in zip(scores, places, strict=True)]
+        return [(row, p - np.searchsorted(self.deleted, p)) for row, p in found]
+
+    def _live(self) -> np.ndarray:
+        live = np.ones(self.places, dtype=bool)
+        live[self.deleted] = False
+        return live
+
+    @staticmethod
+    def _searched(index: faiss.Index, queries: np.ndarray, k: int, bits: np.ndarray | None):
+        """Scores and places [Q, k], place -1 where there is none. `bits`, if given, is 1 for each live vector."""
+        if bits is None:
+            return index.search(queries, k)
+        keep = faiss.IDSelectorBitmap(bits)
+        if isinstance(index, faiss.IndexHNSW):
+            given = faiss.SearchParametersHNSW(sel=keep, efSearch=index.hnsw.efSearch)
+        elif isinstance(index, faiss.IndexIVF):
+            given = faiss.SearchParametersIVF(sel=keep, nprobe=index.nprobe)
+        elif isinstance(index, faiss.IndexPreTransform):
+            inner = faiss.SearchParametersIVF(sel=keep, nprobe=faiss.extract_index_ivf(index).nprobe)
+            given = faiss.SearchParametersPreTransform(index_params=inner)
+        else:
+            given = faiss.SearchParameters(sel=keep)
+        return index.search(queries, k, params=given)
+
+
+class VectorFile:
+    """Vectors that wait on the disk for their index: rows of fp32 or fp16, one after the other, no header."""
+
+    def __init__(self, path: Path, dimension: int, kind: str):
+        self.path, self.dimension = path, dimension
+        self.type = np.dtype("<f4" if item_bytes(kind) == 4 else "<f2")
+        self.row = dimension * self.type.itemsize
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size // self.row if self.path.exists() else 0
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Rows [count, d], fewer at the end, as fp32."""
+        rows = np.fromfile(self.path, dtype=self.type, count=count * self.dimension, offset=start * self.row)
+        return rows.reshape(-1, self.dimension).astype(np.float32)
+
+    def cut(self, rows: int) -> None:
+        """Keeps the first rows only."""
+        if self.path.exists():
+            os.truncate(self.path, rows * self.row)
+
+    def append(self, vectors: np.ndarray) -> None:
+        """Adds rows and waits until they are on the disk."""
+        with open(self.path, "ab") as file:
+            file.write(np.ascontiguousarray(vectors, dtype=self.type).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        return (self.read(start, BLOCK) for start in range(0, len(self), BLOCK))
+
+    def sample(self, count: int) -> np.ndarray:
+        """`count` rows, the same ones of the same file always, in their order. Only they are in memory."""
+        n = len(self)
+        chosen = np.sort(np.random.default_rng(0).choice(n, count, replace=False)) if count < n else np.arange(n)
+        out = np.empty((len(chosen), self.dimension), dtype=np.float32)
+        for start in range(0, n, BLOCK):
+            low, high = np.searchsorted(chosen, (start, start + BLOCK))
+            if high > low:
+                out[low:high] = self.read(start, BLOCK)[chosen[low:high] - start]
+        return out
+
+
+def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
+    """A new index of a kind: trained on a sample, and filled a block at a time."""
+    count, d = len(vectors), vectors.dimension
+    index = _empty(kind, count, d)
+    if not index.is_trained:
+        index.train(vectors.sample(sample_of(kind, count, d)))
+    _reserve(index, count)
+    add(index, vectors.blocks())
+    return index
+
+
+def _empty(kind: str, count: int, d: int) -> faiss.Index:
+    lists, parts = lists_of(count, d), d // SUBSPACE
+    recipe = {
+        "flat": "Flat",
+        "sq8": "SQ8",
+        "hnsw": f"HNSW{LINKS},Flat",
+        "ivf-sq8": f"IVF{lists},SQ8",
+        "opq-ivf-pq": f"OPQ{parts}_{parts * SUBSPACE},IVF{lists},PQ{parts}",
+    }[kind]
+    index = faiss.index_factory(d, recipe, faiss.METRIC_INNER_PRODUCT)
+    if kind == "hnsw":
+        index.hnsw.efConstruction, index.hnsw.efSearch = CONSTRUCTION, SEARCH
+    if kind in ("ivf-sq8", "opq-ivf-pq"):
+        ivf = faiss.downcast_index(faiss.extract_index_ivf(index))
+        ivf.nprobe = min(lists, max(16, lists // PROBES))
+    if kind == "opq-ivf-pq":
+        # FAISS's own numbers (50 rounds, 65,536 vectors) would take hours on one core at 768 dimensions.
+        rotation = faiss.downcast_VectorTransform(index.chain.at(0))
+        rotation.niter, rotation.niter_pq_0 = ROUNDS, 10
+        rotation.max_train_points = CODEWORDS * (LEAST + 1)
+        ivf.pq.cp.niter, ivf.pq.cp.max_points_per_centroid = 10, LEAST + 1
+    return index
+
+
+def _reserve(index: faiss.Index, count: int) -> None:
+    """Takes memory for all vectors at once: an array that doubles holds three times its content at the worst."""
+    store = faiss.downcast_index(index.storage) if isinstance(index, faiss.IndexHNSW) else index
+    if isinstance(store, (faiss.IndexFlat, faiss.IndexScalarQuantizer)):
+        store.codes.resize(count * store.code_size)
+        store.codes.resize(0)  # which keeps the memory
+
+
+def add(index: faiss.Index, blocks: Iterable[np.ndarray]) -> None:
+    """Adds vectors. One thread builds a graph: with several, its links and bytes depend on which is faster."""
+    threads = faiss.omp_get_max_threads()
+    if isinstance(index, faiss.IndexHNSW):
+        faiss.omp_set_num_threads(1)
+    try:
+        for block in blocks:
+            index.add(block)
+    finally:
+        faiss.omp_set_num_threads(threads)
+
+
+def write_vectors(index: faiss.Index, path: Path) -> None:
+    """Writes an index and waits until it is on the disk."""
+    try:
+        faiss.write_index(index, str(path))
+    except RuntimeError as error:  # what FAISS makes of a full disk
+        reason = str(error).strip().splitlines()[-1]
+        remedy = "Make room and give the same command again: it goes on from there. Or name another --output."
+        raise R3LiteError(f"{path} cannot be written: {reason}", remedy) from error
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def open_vectors(path: Path, kind: str, remedy: str, mapped: bool = True) -> faiss.Index:
+    """The index of a file. It is mapped into memory and read as it is needed where FAISS can do so: not on Windows."""
+    flags = faiss.IO_FLAG_MMAP_IFC if mapped and os.name != "nt" else 0
+    try:
+        index = faiss.read_index(str(path), flags)
+    except (RuntimeError, MemoryError) as error:
+        raise R3LiteError(f"{path} cannot be read", remedy) from error
+    if type(index).__name__ != CLASSES[kind] or index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise R3LiteError(f"{path} is a {type(index).__name__}, not an {CLASSES[kind]} of inner products", remedy)
+    return index
