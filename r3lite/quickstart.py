@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # for rewards to teach. With flawless trajectories and 160 steps, SFT alone answers 0.93 of the questions.
 TRAJECTORIES = 300
 HURRIED = 0.5
+# The preset's opening prompt, whose words the tiny model knows, is for its own format only unless it is named.
+OWN_PROMPT = ["--init-prompt", "prompts/tiny/init_prompt.txt"]
 ROOM = {"dag": ["--max-new-tokens", "128"]}  # a plan of four searches is longer than the preset's turns
 
 
@@ -103,7 +105,7 @@ def run_all_stages(config: QuickstartConfig) -> None:
     out = output_of(config)
     world = shipped("data", "world")
     shared = ["--preset", common.preset, "--seed", str(common.seed)]
-    spoken = ["--format", settings.format]
+    spoken = ["--format", settings.format, *OWN_PROMPT] if settings.format != "r3" else []
     retrieves = settings.format != "solution"
     search = [*spoken, *(["--index", str(out / "index")] if retrieves else ["--retriever", "none"])]
     samples = [*search, *ROOM.get(settings.format, [])]
@@ -221,9 +223,9 @@ def spoken_to(out: Path, config: QuickstartConfig) -> list[str]:
         case "r3":
             return ["--index", str(out / "index")]
         case "solution":
-            return ["--format", "solution", "--retriever", "none"]
+            return ["--format", "solution", *OWN_PROMPT, "--retriever", "none"]
         case other:
-            return ["--format", other, *ROOM.get(other, []), "--index", str(out / "index")]
+            return ["--format", other, *OWN_PROMPT, *ROOM.get(other, []), "--index", str(out / "index")]
 
 
 def asking(out: Path, config: QuickstartConfig) -> str:

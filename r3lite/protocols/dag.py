@@ -80,15 +80,18 @@ class Dag(Protocol):
         return "\n".join(filter(None, (step.analysis, step.answer and f"{ANSWER} {step.answer}")))
 
     def observation(self, steps: Sequence[Step]) -> str:
-        """The documents of each node of a level, under its query, and what is to be written next."""
+        """The documents of each node of a level, then the queries whose answers are to be written next."""
         levels, parts = self._plan(steps).levels, []
         nodes, first = levels[len(steps) - 1], 1
         for node, search in zip(nodes, steps[-1].searches, strict=True):
             found = render_documents(search.documents, first)
-            parts.append(f"{DOCUMENTS} {node.name}, {one_line(search.query)}\n{found}")
+            parts.append(f"{DOCUMENTS} {node.name}:\n{found}")
             first += len(search.documents)
-        names = " and ".join(node.name for node in nodes)
-        request = f"Write the answer of {names}" + (", then the final answer." if len(levels) == len(steps) else ".")
+        asked = [
+            f"{node.name}: {one_line(search.query)}" for node, search in zip(nodes, steps[-1].searches, strict=True)
+        ]
+        last = ", then the final answer" * (len(levels) == len(steps))
+        request = "\n".join([f"Write the answer of each node{last}:", *asked])  # queries next to where answers belong
         filled = {"documents": "\n".join(parts), "request": request}
         return re.sub(r"\{(documents|request)\}", lambda m: filled[m[1]], self.step_prompt)
 

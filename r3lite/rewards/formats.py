@@ -29,3 +29,8 @@ def tag_share(episode: Episode, query: bool = True, documents: bool = False) -> 
 def all_tags(episode: Episode, query: bool = True, documents: bool = False) -> float:
     """1 if the episode has blocks of all these kinds, else 0 (R-Search, arXiv 2506.08352, with `documents`)."""
     return float(tag_share(episode, query, documents) == 1.0)
+
+
+def valid_plan(episode: Episode) -> float:
+    """1 if the episode opens with a plan that could be run, else 0 (R-Search, arXiv 2506.08352); for `--format dag`."""
+    return float(any(search.source for step in episode.steps[:1] for search in step.searches))

@@ -38,7 +38,7 @@ REWARDS: dict[str, RewardFunction] = {
     for function in (
         answers.exact_match, answers.answer_f1, answers.contains_gold, answers.rouge_l, answers.rouge_l_levels,
         answers.hop_weighted,
-        formats.strict_format, formats.approximate_format, formats.all_tags, formats.tag_share,
+        formats.strict_format, formats.approximate_format, formats.all_tags, formats.tag_share, formats.valid_plan,
         *SEARCHING,
         judged.judged_answer, judged.coherence,
         texts.length_penalty, texts.language_penalty, texts.keyword_overlap, texts.logical_connectors,

@@ -57,11 +57,13 @@ def test_a_query_that_was_asked_before_is_a_fault():
     assert (step.queries, step.faults) == (("who",), ("repeated_query",))
 
 
-def test_documents_stand_under_their_nodes_and_the_request_names_them():
+def test_documents_stand_under_their_nodes_and_the_queries_after_them():
     step = SIDES.with_documents([[Document("1", "T", "x\nB: y")], []])
-    expected = f"The retrieval documents of B, {LEFT}\n[1] T: x B: y\nThe retrieval documents of C, {RIGHT}\n"
-    assert DAG.observation([PLANNED, step]) == f"{expected}(nothing was found)\n\nWrite the answer of B and C."
-    assert DAG.observation([PLANNED, SIDES, LAST]).endswith("Write the answer of D, then the final answer.")
+    documents = "The retrieval documents of B:\n[1] T: x B: y\nThe retrieval documents of C:\n(nothing was found)"
+    request = f"Write the answer of each node:\nB: {LEFT}\nC: {RIGHT}"
+    assert DAG.observation([PLANNED, step]) == f"{documents}\n\n{request}"
+    last = "\n\nWrite the answer of each node, then the final answer:\nD: Who ruled Oslo in 1900?"
+    assert DAG.observation([PLANNED, SIDES, LAST]).endswith(last)
 
 
 @pytest.mark.parametrize("question", ["Who {A} is {0}?", "why " * 60, "???", "Who (the film)?"])

@@ -2,7 +2,7 @@ import pytest
 
 from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Episode, Step
 from r3lite.protocols.registry import build_protocol
-from r3lite.rewards.formats import all_tags, approximate_format, strict_format, tag_share
+from r3lite.rewards.formats import all_tags, approximate_format, strict_format, tag_share, valid_plan
 from r3lite.settings import ProtocolSettings
 from tests.rewards.episodes import GOLD, QUESTION, answer, answered, search
 
@@ -44,3 +44,11 @@ def test_tags_as_a_protocol_reads_them():
     assert paid("Well, " + whole) == (0, 1, 1)
     assert paid("<SOLUTION> Ada </SOLUTION>") == (0, 1, 1 / 2)
     assert paid(whole + "<SOLUTION> Bob </SOLUTION>") == (0, 0, 1 / 2)  # it is not clear which of the two is meant
+
+
+def test_a_valid_plan_as_its_protocol_reads_it():
+    dag = build_protocol(ProtocolSettings(format="dag"))
+    plan = "Nodes:\nA: Who? (General)\nEdges: none"
+    for text, paid in ((plan, 1), (plan.replace("General", "Web"), 0), (dag.forced_prefix(1) + " Ada", 0)):
+        assert valid_plan(Episode(QUESTION, [dag.parse(text, [])], CUT_OFF)) == paid
+    assert valid_plan(Episode(QUESTION, [], CUT_OFF)) == 0 == valid_plan(answered("Ada", search()))
