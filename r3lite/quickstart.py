@@ -28,6 +28,7 @@ HURRIED = 0.5
 # The preset's opening prompt, whose words the tiny model knows, is for its own format only unless it is named.
 OWN_PROMPT = ["--init-prompt", "prompts/tiny/init_prompt.txt"]
 ROOM = {"dag": ["--max-new-tokens", "128"]}  # a plan of four searches is longer than the preset's turns
+LESSONS = {"dag": ["--max-steps", "250"]}  # and harder to learn: after the preset's 100 steps few are answered right
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ def run_all_stages(config: QuickstartConfig) -> None:
     title = f"collect trajectories for the cold start; {HURRIED:.0%} of them, on purpose, answer one hop too early"
     run_stage(title, collect.main, "collect", arguments)
     stages = [evaluated("base", None, 0.0)]
-    arguments = [*shared, *spoken, "--data", str(trajectories), "--output", str(out / "sft"), *quick["sft"]]
+    arguments = [*shared, *spoken, "--data", str(trajectories), "--output", str(out / "sft")]
+    arguments += [*LESSONS.get(settings.format, []), *quick["sft"]]
     minutes = run_stage("SFT: learn the step format and to copy what was read", sft.main, "sft", arguments)
     stages.append(evaluated("SFT", out / "sft", minutes))
     name, teacher_of_failures = settings.algorithm, []
@@ -152,7 +154,8 @@ def run_all_stages(config: QuickstartConfig) -> None:
         arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(flawless)]
         arguments += ["--limit", str(TRAJECTORIES), *quick["collect"]]
         run_stage("collect flawless trajectories for a teacher", collect.main, "collect", arguments)
-        arguments = [*shared, *spoken, "--data", str(flawless), "--output", str(adapter), *quick["sft"]]
+        arguments = [*shared, *spoken, "--data", str(flawless), "--output", str(adapter)]
+        arguments += [*LESSONS.get(settings.format, []), *quick["sft"]]
         run_stage("SFT of the teacher, another adapter of the same model", sft.main, "sft", arguments)
         teacher_of_failures = ["--teacher", "tiny", "--teacher-adapter", str(adapter), "--teacher-quantize", "none"]
     arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
