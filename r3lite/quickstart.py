@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 # for rewards to teach. With flawless trajectories and 160 steps, SFT alone answers 0.93 of the questions.
 TRAJECTORIES = 300
 HURRIED = 0.5
+# What --quick makes of each stage.
+FEW = {
+    "collect": ["--limit", "40"],
+    "sft": ["--max-steps", "3"],
+    "ppo": ["--max-steps", "2"],
+    "evaluate": ["--limit", "16"],
+}
 # The preset's opening prompt, whose words the tiny model knows, is for its own format only unless it is named.
 OWN_PROMPT = ["--init-prompt", "prompts/tiny/init_prompt.txt"]
 ROOM = {"dag": ["--max-new-tokens", "128"]}  # a plan of four searches is longer than the preset's turns
@@ -110,30 +117,21 @@ def run_all_stages(config: QuickstartConfig) -> None:
     retrieves = settings.format != "solution"
     search = [*spoken, *(["--index", str(out / "index")] if retrieves else ["--retriever", "none"])]
     samples = [*search, *ROOM.get(settings.format, [])]
-    few = {
-        "collect": ["--limit", "40"],
-        "sft": ["--max-steps", "3"],
-        "ppo": ["--max-steps", "2"],
-        "evaluate": ["--limit", "16"],
-    }
-    quick = {name: arguments if settings.quick else [] for name, arguments in few.items()}
+    quick = {name: arguments if settings.quick else [] for name, arguments in FEW.items()}
 
     def evaluated(name: str, adapter: Path | None, minutes: float) -> Stage:
         folder = out / f"evaluate-{name.lower()}"
-        arguments = [
-            *shared,
-            "--data",
-            str(world / "test.jsonl"),
-            *samples,
-            "--output",
-            str(folder),
-            *quick["evaluate"],
-        ]
+        arguments = [*shared, "--data", str(world / "test.jsonl"), *samples, "--output", str(folder)]
+        arguments += quick["evaluate"]
         arguments += ["--adapter", str(adapter)] if adapter else []
         run_stage(
             f"evaluate the {name} model on questions about entities it never saw", evaluate.main, "evaluate", arguments
         )
         return Stage(name, folder, minutes)
+
+    def taught(title: str, data: Path, adapter: Path) -> float:
+        arguments = [*shared, *spoken, "--data", str(data), "--output", str(adapter)]
+        return run_stage(title, sft.main, "sft", [*arguments, *LESSONS.get(settings.format, []), *quick["sft"]])
 
     if retrieves:
         passages = ["--corpus", str(world / "corpus.jsonl")]
@@ -144,9 +142,7 @@ def run_all_stages(config: QuickstartConfig) -> None:
     title = f"collect trajectories for the cold start; {HURRIED:.0%} of them, on purpose, answer one hop too early"
     run_stage(title, collect.main, "collect", arguments)
     stages = [evaluated("base", None, 0.0)]
-    arguments = [*shared, *spoken, "--data", str(trajectories), "--output", str(out / "sft")]
-    arguments += [*LESSONS.get(settings.format, []), *quick["sft"]]
-    minutes = run_stage("SFT: learn the step format and to copy what was read", sft.main, "sft", arguments)
+    minutes = taught("SFT: learn the step format and to copy what was read", trajectories, out / "sft")
     stages.append(evaluated("SFT", out / "sft", minutes))
     name, teacher_of_failures = settings.algorithm, []
     if ALGORITHMS[name].has_teacher:
@@ -154,9 +150,7 @@ def run_all_stages(config: QuickstartConfig) -> None:
         arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(flawless)]
         arguments += ["--limit", str(TRAJECTORIES), *quick["collect"]]
         run_stage("collect flawless trajectories for a teacher", collect.main, "collect", arguments)
-        arguments = [*shared, *spoken, "--data", str(flawless), "--output", str(adapter)]
-        arguments += [*LESSONS.get(settings.format, []), *quick["sft"]]
-        run_stage("SFT of the teacher, another adapter of the same model", sft.main, "sft", arguments)
+        taught("SFT of the teacher, another adapter of the same model", flawless, adapter)
         teacher_of_failures = ["--teacher", "tiny", "--teacher-adapter", str(adapter), "--teacher-quantize", "none"]
     arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
     if ALGORITHMS[name].has_traces:  # the hasty ones among them are paid too little, and fall out
