@@ -35,6 +35,8 @@ FEW = {
 # The preset's opening prompt, whose words the tiny model knows, is for its own format only unless it is named.
 OWN_PROMPT = ["--init-prompt", "prompts/tiny/init_prompt.txt"]
 ROOM = {"dag": ["--max-new-tokens", "128"]}  # a plan of four searches is longer than the preset's turns
+# The base was trained on r3's words alone: of the tokens of other formats it stays unsure, and would stumble over them.
+SAMPLING = ["--temperature", "0.5"]
 LESSONS = {"dag": ["--max-steps", "250"]}  # and harder to learn: after the preset's 100 steps few are answered right
 
 
@@ -156,6 +158,7 @@ def run_all_stages(config: QuickstartConfig) -> None:
     if ALGORITHMS[name].has_traces:  # the hasty ones among them are paid too little, and fall out
         arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]  # of questions that may have one
     arguments += [*samples, "--output", str(out / name), *teacher_of_failures, *quick["ppo"]]
+    arguments += SAMPLING if settings.format != "r3" else []
     minutes = run_stage(
         f"{name.upper()}: learn from rewards, with questions and answers only", ppo.main, "ppo", arguments
     )

@@ -20,7 +20,7 @@ from r3lite.episode import Search, Step
 from r3lite.protocols import plan
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
 from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
-from r3lite.protocols.r3 import ANSWER, render_documents
+from r3lite.protocols.r3 import Headings, render_documents
 from r3lite.protocols.templates import read_template
 from r3lite.settings import ProtocolSettings
 
@@ -34,6 +34,7 @@ FAULTS = {
     "no_final_answer": "does not give the final answer after the last node",
     **LAYOUT_FAULTS,
 }
+ANSWER = Headings().answer
 DOCUMENTS = "The retrieval documents of"
 GIVEN_UP = "No further retrieval is possible."
 FORCED = f"{GIVEN_UP}\n{ANSWER}"

@@ -21,7 +21,7 @@ from functools import cached_property
 
 from r3lite.episode import Document, Search, Step
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
-from r3lite.protocols.templates import read_template
+from r3lite.protocols.templates import check_placeholders, read_prompt
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -44,26 +44,34 @@ FAULTS = {
     "wrote_documents": "writes retrieval documents itself",
     **LAYOUT_FAULTS,
 }
-STEP = re.compile(r"\s*Step[ \t]+(\d+)[ \t]*:[ \t]*\n?")
-ANALYSIS, QUERY, QUERIES, DOCUMENTS, VERIFICATION, ANSWER = (
-    "The problem analysis:",
-    "The retrieval query:",
-    "The retrieval queries:",
-    "The retrieval documents:",
-    "The verification:",
-    "The final answer:",
-)
+
+
+@dataclass(frozen=True)
+class Headings:
+    """What the parts of a step begin with, and `step` the step itself, before its number and a colon; and the analysis
+    that stands before an answer that is forced."""
+
+    step: str = "Step"
+    analysis: str = "The problem analysis:"
+    query: str = "The retrieval query:"
+    queries: str = "The retrieval queries:"
+    documents: str = "The retrieval documents:"
+    verification: str = "The verification:"
+    answer: str = "The final answer:"
+    forced: str = "No further retrieval is possible."
+
+
 NUMBERED = re.compile(r"[ \t]*(\d+)\.(.*)")
 # What the opening prompt has for {queries_note} and {verification_note} if the options are on.
 QUERIES_NOTE = """Up to {most} questions that do not wait for each other's answers can be asked at once:
-Step k:
-The problem analysis: what is known so far and what has to be found next
-The retrieval queries:
+{h.step} k:
+{h.analysis} what is known so far and what has to be found next
+{h.queries}
 1. one short question
 2. another short question
 
 """
-VERIFICATION_NOTE = "The verification: which documents show each fact that the answer rests on\n"
+VERIFICATION_NOTE = "{h.verification} which documents show each fact that the answer rests on\n"
 
 
 @dataclass(frozen=True)
@@ -75,47 +83,61 @@ class R3(Protocol):
     system: str | None = None
     most_queries: int = 1  # of a step
     verifies: bool = False
+    names: Headings = Headings()
 
     faults = FAULTS
-    # A model that goes on past its query would invent the documents; its turn is over when it starts to.
-    stop_strings = (DOCUMENTS,)
     user_turns = True
     answer_request = "No further retrieval is possible. Give the final answer."
 
     @staticmethod
     def load(settings: ProtocolSettings) -> "R3":
         """With the prompt files that the settings name; a relative path is looked up here, then among the shipped."""
+        init = read_prompt(settings.init_prompt or "prompts/init_prompt.txt")
+        return R3.made(settings, init, read_prompt(settings.step_prompt or "prompts/step_prompt.txt"))
+
+    @staticmethod
+    def made(settings: ProtocolSettings, init: str, step: str, headings: Headings = Headings()) -> "R3":
+        """With these prompts, whose placeholders are checked."""
         most, verifies = settings.queries_per_step, settings.verification
         notes = {
-            "queries_note": QUERIES_NOTE.format(most=most) if most > 1 else "",
-            "verification_note": VERIFICATION_NOTE if verifies else "",
+            "queries_note": QUERIES_NOTE.format(most=most, h=headings) if most > 1 else "",
+            "verification_note": VERIFICATION_NOTE.format(h=headings) if verifies else "",
         }
-        init = read_template(settings.init_prompt or "prompts/init_prompt.txt", "question", tuple(notes))
+        check_placeholders("the opening prompt", init, "question", tuple(notes))
+        check_placeholders("the prompt with documents", step, "documents", ("step",))
         for name, note in notes.items():
             init = init.replace(f"{{{name}}}", note)
-        step = read_template(settings.step_prompt or "prompts/step_prompt.txt", "documents", ("step",))
-        return R3(init, step, settings.system_prompt, most, verifies)
+        return R3(init, step, settings.system_prompt, most, verifies, headings)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """A model that goes on past its query would invent the documents; its turn is over when it starts to."""
+        return (self.names.documents,)
+
+    @cached_property
+    def _step(self) -> re.Pattern:
+        return re.compile(rf"\s*{re.escape(self.names.step)}[ \t]+(\d+)[ \t]*:[ \t]*\n?")
 
     @cached_property
     def heading(self) -> re.Pattern:
         """A heading of a step at the beginning of a line; those of options that are off are plain text."""
-        optional = [QUERIES] * (self.most_queries > 1) + [VERIFICATION] * self.verifies
-        names = "|".join(map(re.escape, (ANALYSIS, QUERY, DOCUMENTS, ANSWER, *optional)))
-        return re.compile(rf"^[ \t]*({names})", re.MULTILINE)
+        optional = [self.names.queries] * (self.most_queries > 1) + [self.names.verification] * self.verifies
+        known = (self.names.analysis, self.names.query, self.names.documents, self.names.answer, *optional)
+        return re.compile(rf"^[ \t]*({'|'.join(map(re.escape, known))})", re.MULTILINE)
 
     def opening(self, question: str) -> str:
         return self.init_prompt.replace("{question}", question)
 
     def render(self, step: Step, number: int) -> str:
-        parts = [f"Step {number}:", f"{ANALYSIS} {step.analysis}"]
+        parts = [f"{self.names.step} {number}:", f"{self.names.analysis} {step.analysis}"]
         if len(step.searches) > 1:
-            parts += [QUERIES, *(f"{i}. {query}" for i, query in enumerate(step.queries, 1))]
+            parts += [self.names.queries, *(f"{i}. {query}" for i, query in enumerate(step.queries, 1))]
         elif step.searches:
-            parts.append(f"{QUERY} {step.queries[0]}")
+            parts.append(f"{self.names.query} {step.queries[0]}")
         if step.verification:
-            parts.append(f"{VERIFICATION} {step.verification}")
+            parts.append(f"{self.names.verification} {step.verification}")
         if step.answer is not None:
-            parts.append(f"{ANSWER} {step.answer}")
+            parts.append(f"{self.names.answer} {step.answer}")
         return "\n".join(parts)
 
     def observation(self, steps: Sequence[Step]) -> str:
@@ -124,14 +146,14 @@ class R3(Protocol):
         return re.sub(r"\{(documents|step)\}", lambda m: filled[m[1]], self.step_prompt)
 
     def forced_prefix(self, number: int) -> str:
-        checked = f"{VERIFICATION} Nothing more can be looked up.\n" * self.verifies
-        return f"Step {number}:\n{ANALYSIS} No further retrieval is possible.\n{checked}{ANSWER}"
+        checked = f"{self.names.verification} Nothing more can be looked up.\n" * self.verifies
+        return f"{self.names.step} {number}:\n{self.names.analysis} {self.names.forced}\n{checked}{self.names.answer}"
 
     def step_request(self, number: int) -> str:
-        return f"Write Step {number} now, and nothing else."
+        return f"Write {self.names.step} {number} now, and nothing else."
 
     def first_turn(self, reply: str) -> str:
-        return reply.partition(DOCUMENTS)[0]
+        return reply.partition(self.names.documents)[0]
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         """Reads a turn strictly; whatever is wrong with it is named in `faults`.
@@ -140,7 +162,7 @@ class R3(Protocol):
         can go on and be rewarded for what is right in it. With both at once, or two answers, neither is usable.
         """
         faults = []
-        opening = STEP.match(text)
+        opening = self._step.match(text)
         if opening is None:
             faults.append("no_step_heading")
         elif int(opening[1]) != len(earlier) + 1:
@@ -155,35 +177,35 @@ class R3(Protocol):
                 faults.append("repeated_heading")
                 continue
             sections[mark[1]] = body[mark.end() : following.start() if following else len(body)].strip()
-        if DOCUMENTS in sections:
+        if self.names.documents in sections:
             faults.append("wrote_documents")
-        if not sections.get(ANALYSIS):
+        if not sections.get(self.names.analysis):
             faults.append("no_analysis")
         queries = self._queries(sections, faults)
-        answer = _line(sections.get(ANSWER), "answer", faults)
+        answer = _line(sections.get(self.names.answer), "answer", faults)
         verification = self._verification(sections, faults)
-        asks = QUERY in sections or QUERIES in sections
-        if asks and ANSWER in sections:
+        asks = self.names.query in sections or self.names.queries in sections
+        if asks and self.names.answer in sections:
             faults.append("query_and_answer")
             queries, answer = [], None
-        elif sum(mark[1] == ANSWER for mark in marks) > 1:
+        elif sum(mark[1] == self.names.answer for mark in marks) > 1:
             answer = None  # it is not clear which of the two is meant
-        elif not asks and ANSWER not in sections:
+        elif not asks and self.names.answer not in sections:
             faults.append("no_query_or_answer")
         searches = tuple(map(Search, queries))
         if any(asked_before(query, [*earlier, Step(searches=searches[:i])]) for i, query in enumerate(queries)):
             faults.append("repeated_query")
-        return Step(sections.get(ANALYSIS, ""), searches, answer, tuple(dict.fromkeys(faults)), verification)
+        return Step(sections.get(self.names.analysis, ""), searches, answer, tuple(dict.fromkeys(faults)), verification)
 
     def _queries(self, sections: dict[str, str], faults: list[str]) -> list[str]:
         """The usable queries of a step. Adds to `faults`."""
-        query = _line(sections.get(QUERY), "query", faults)
-        if QUERIES not in sections:
+        query = _line(sections.get(self.names.query), "query", faults)
+        if self.names.queries not in sections:
             return [query] if query else []
-        if QUERY in sections:
+        if self.names.query in sections:
             faults.append("query_and_queries")
             return []
-        lines = [line for line in sections[QUERIES].splitlines() if line.strip()]
+        lines = [line for line in sections[self.names.queries].splitlines() if line.strip()]
         numbered = [NUMBERED.fullmatch(line) for line in lines]
         if [found and found[1] for found in numbered] != [str(i) for i in range(1, len(lines) + 1)]:
             faults.append("unnumbered_query")
@@ -196,10 +218,14 @@ class R3(Protocol):
 
     def _verification(self, sections: dict[str, str], faults: list[str]) -> str:
         """What a step verifies. Adds to `faults`."""
-        order, checked = list(sections), sections.get(VERIFICATION, "")
-        if self.verifies and ANSWER in sections and (not checked or order.index(VERIFICATION) > order.index(ANSWER)):
+        order, checked = list(sections), sections.get(self.names.verification, "")
+        if (
+            self.verifies
+            and self.names.answer in sections
+            and (not checked or order.index(self.names.verification) > order.index(self.names.answer))
+        ):
             faults.append("no_verification")
-        if VERIFICATION in sections and ANSWER not in sections:
+        if self.names.verification in sections and self.names.answer not in sections:
             faults.append("idle_verification")
         return checked
 

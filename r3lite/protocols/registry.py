@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.dag import Dag
+from r3lite.protocols.own import load_own
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tags import load_solution, load_tags
 from r3lite.settings import ProtocolSettings
@@ -18,4 +19,4 @@ PROTOCOLS: dict[str, Callable[[ProtocolSettings], Protocol]] = {
 
 def build_protocol(settings: ProtocolSettings) -> Protocol:
     """The protocol of --format, with the prompt files of the settings."""
-    return PROTOCOLS[settings.format](settings)
+    return load_own(settings) if settings.is_own else PROTOCOLS[settings.format](settings)

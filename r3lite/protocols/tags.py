@@ -57,6 +57,7 @@ class Tags(Protocol):
     information: Tag | None = Tag("<information>", "</information>")
     lenient: bool = False
     system: str | None = None
+    forced: str = "I answer with what I know."  # the thought before an answer that is forced
 
     faults = FAULTS
     user_turns = False
@@ -102,7 +103,7 @@ class Tags(Protocol):
 
     def forced_prefix(self, number: int) -> str:
         """It has a thought already: an answer whose thinking was cut short by us is not at fault for that."""
-        return self.think.around("I answer with what I know.") + self.answer.opening
+        return self.think.around(self.forced) + self.answer.opening
 
     def step_request(self, number: int) -> str:
         last = " or ".join(tag.opening for tag in (self.search, self.answer) if tag)

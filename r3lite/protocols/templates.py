@@ -11,16 +11,21 @@ from r3lite.errors import R3LiteError
 def read_template(name: str, placeholder: str, optional: tuple[str, ...] = ()) -> str:
     """The text of a prompt file that has `placeholder` once and no other but the `optional` ones."""
     text = read_prompt(name)
+    check_placeholders(f"prompt file {place_of(name)}", text, placeholder, optional)
+    return text
+
+
+def check_placeholders(what: str, text: str, placeholder: str, optional: tuple[str, ...] = ()) -> None:
+    """Raises R3LiteError unless a prompt has `placeholder` once and no other but the `optional` ones."""
     found = placeholders(text)
     if found.count(placeholder) != 1 or set(found) - {placeholder, *optional}:
         allowed = ", ".join(f"{{{other}}}" for other in optional)
         raise R3LiteError(
-            f"prompt file {place_of(name)} has the placeholders {found or 'none'}",
+            f"{what} has the placeholders {found or 'none'}",
             f"It must hold {{{placeholder}}} exactly once"
             + (f", may hold {allowed}," if allowed else "")
             + " and no other word in braces.",
         )
-    return text
 
 
 def place_of(name: str) -> Path:

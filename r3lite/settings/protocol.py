@@ -1,21 +1,23 @@
 """Settings of the step format and the prompts."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from r3lite.config import Bounds, Section, UsageError
+from r3lite.errors import nearest
 
 Format = Literal["r3", "tags", "solution", "dag"]
+FORMATS = get_args(Format)
 
 
 @dataclass(frozen=True)
 class ProtocolSettings(Section):
     """Step format and prompts."""
 
-    format: Format = "r3"
+    format: str = "r3"
     """r3: numbered steps of analysis and query or answer (arXiv 2505.23794); tags: think, search and answer in tags,
     in one assistant turn (arXiv 2503.09516); solution: working-out and solution in tags, without search; dag: a plan of
-    searches as a graph, then its nodes (after arXiv 2506.08352)"""
+    searches as a graph, then its nodes (after arXiv 2506.08352); or a file of your own, FILE.toml (docs/formats.md)"""
     init_prompt: str | None = None
     """file that opens an episode, with {question} [as shipped prompts/init_prompt.txt for r3, else
     prompts/FORMAT/init_prompt.txt]"""
@@ -40,7 +42,15 @@ class ProtocolSettings(Section):
     system_prompt: str | None = None
     """system message; default: the one of the model's chat markup"""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the format is a user's file."""
+        return self.format.endswith(".toml")
+
     def check(self) -> None:
-        if self.format != "r3" and (self.queries_per_step > 1 or self.verification):
+        if not self.is_own and self.format not in FORMATS:
+            known = f"choose from {', '.join(FORMATS)}, or name a file that ends in .toml"
+            raise UsageError(f"--format is {self.format!r}{nearest(self.format, FORMATS)}; {known}")
+        if self.format != "r3" and not self.is_own and (self.queries_per_step > 1 or self.verification):
             flag = "--verification" if self.verification else "--queries-per-step"
             raise UsageError(f"{flag} belongs to --format r3, not to {self.format}: leave it out")

@@ -4,14 +4,13 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from r3lite.config import MOST, Section, UsageError
 from r3lite.errors import nearest
-from r3lite.settings.protocol import ProtocolSettings
+from r3lite.settings.protocol import FORMATS
 
 TYPES = ("qa", "chat", "coding", "function_calling", "r1")
-FORMATS = get_args(ProtocolSettings.__annotations__["format"])
 KEYS = ("file", "weight", "name", "type", "format")
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import typing
 
 import pytest
 
@@ -13,6 +12,7 @@ from r3lite.protocols.markup import Tag
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN, SOLUTION, WORKING_OUT, Tags
 from r3lite.settings import ProtocolSettings
+from r3lite.settings.protocol import FORMATS
 
 STRICT, LENIENT = (Tags("{question}", lenient=lenient) for lenient in (False, True))
 SOLVE, SOLVE_LENIENT = (
@@ -214,7 +214,7 @@ def load(**settings):
 
 
 def test_every_format_of_the_settings_is_a_protocol():
-    assert set(typing.get_args(typing.get_type_hints(ProtocolSettings)["format"])) == set(PROTOCOLS)
+    assert set(FORMATS) == set(PROTOCOLS)
 
 
 @pytest.mark.parametrize("ends", [("<r>", "</r>"), ("<context>", "<end_context>"), ("<start>", "<start>")])

@@ -67,7 +67,10 @@ def test_the_command_line_names_files_with_weights():
         ('weight = "2"', "the source rows has the weight '2'"),
         ('type = "coding2"', "the source rows has the type 'coding2'; choose from qa, chat, coding"),
         ("type = 3", "the source rows has the type 3"),
-        ('format = "r4"', "the source rows has the format 'r4'; choose from r3, tags, solution (did you mean r3?)"),
+        (
+            'format = "r4"',
+            "the source rows has the format 'r4'; choose from r3, tags, solution, dag (did you mean r3?)",
+        ),
         ('type = "chat"\nformat = "r3"', "the source rows is of type chat, which has no steps: leave its format out"),
         ("wieght = 2", "the source rows.jsonl has no key 'wieght' (did you mean weight?)"),
         ('name = "a/b"', "the source of rows.jsonl is named 'a/b'; a name is of letters"),

@@ -1,0 +1,107 @@
+"""Formats of a user's own file."""
+
+from pathlib import Path
+
+import pytest
+
+from r3lite.config import UsageError
+from r3lite.episode import Document, Step
+from r3lite.errors import R3LiteError
+from r3lite.protocols.registry import build_protocol
+from r3lite.settings import ProtocolSettings
+
+DATA = Path(__file__).parent.parent / "data"
+TAGS, HEADINGS = (DATA / name for name in ("own_tags.toml", "own_headings.toml"))
+ASK, ANSWER = Step.asking("I need it.", "Who?"), Step("It is so.", answer="Ada")
+
+
+def own(path: Path, **settings):
+    return build_protocol(ProtocolSettings(format=str(path), **settings))
+
+
+def test_tags_of_ones_own():
+    protocol = own(TAGS)
+    assert protocol.render(ASK, 1) == "<reason> I need it. </reason><ask> Who? </ask>"
+    assert protocol.stop_strings == ("</ask>", "</result>")
+    found = [ASK.with_documents([[Document("1", "T", "x <end_found> </FOUND>")]])]
+    assert protocol.observation(found) == "\n\n<found>Doc 1(Title: T) x \u2039end_found> </FOUND><end_found>\n\n"
+    assert protocol.parse(protocol.forced_prefix(2) + " Ada </result>", [ASK]) == Step("Enough.", answer="Ada")
+    assert protocol.opening("Who?") == "Reason, then ask or answer.\n\nWho?"
+
+
+def test_headings_of_ones_own():
+    protocol = own(HEADINGS)
+    assert protocol.render(ASK, 1) == "Round 1:\nThought: I need it.\nLook up: Who?"
+    assert protocol.stop_strings == ("Found:",)
+    found = [ASK.with_documents([[Document("1", "T", "x\nResult: y")]])]
+    assert protocol.observation(found) == "Found:\n[1] T: x Result: y\n\nNow Round 2."
+    forced = protocol.forced_prefix(2)
+    assert forced == "Round 2:\nThought: Enough.\nResult:"
+    assert protocol.parse(forced + " Ada", [ASK]) == Step("Enough.", answer="Ada")
+    step = Step("Both.", (*ASK.searches, *Step.asking("", "When?").searches))
+    several = own(HEADINGS, queries_per_step=2)
+    assert "Look these up:\n1. Who?\n2. When?" in several.render(step, 1)
+    assert several.parse(several.render(step, 1), []) == step
+
+
+@pytest.mark.parametrize("path", [TAGS, HEADINGS])
+def test_what_is_written_is_read(path):
+    protocol = own(path)
+    for step in (ASK, ANSWER):
+        assert protocol.parse(protocol.render(step, 2), [Step("x")]) == step
+
+
+def test_without_search_a_format_is_one_turn(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('kind = "tags"\nthink = ["<a>", "</a>"]\nanswer = ["<b>", "</b>"]\nprompt = "{question}"')
+    protocol = own(path)
+    assert not protocol.searches and protocol.render(ANSWER, 1) == "<a> It is so. </a><b> Ada </b>"
+
+
+def test_prompts_of_the_settings_come_first(tmp_path):
+    (tmp_path / "prompt.txt").write_text("Mine: {question}")
+    assert own(TAGS, init_prompt=str(tmp_path / "prompt.txt")).opening("Who?") == "Mine: Who?"
+    with pytest.raises(R3LiteError, match="--step-prompt gives documents in a user turn"):
+        own(TAGS, step_prompt=str(tmp_path / "prompt.txt"))
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "message"),
+    [
+        (TAGS, 'kind = "tags"', "", "has the kind None; it must be headings or tags"),
+        (TAGS, 'kind = "tags"', 'kind = "tag"', "has the kind 'tag'"),
+        (TAGS, "think =", "thinks =", r"has the unknown key 'thinks' \(did you mean think\?\)"),
+        (TAGS, 'answer = ["<result>", "</result>"]', "", "lacks answer"),
+        (TAGS, '["<ask>", "</ask>"]', '"<ask>"', "has search = '<ask>'; it must be an opening and a closing tag"),
+        (TAGS, '"</ask>"', '"/ask"', "has search = "),
+        (TAGS, '"</ask>"', '"<REASON>"', "has <reason> twice"),
+        (TAGS, 'search = ["<ask>", "</ask>"]', "", "has only one of search and documents"),
+        (TAGS, "{question}", "", "the opening prompt has the placeholders none"),
+        (TAGS, "{question}", "{question} {context}", "the opening prompt has the placeholders"),
+        (TAGS, 'forced = "Enough."', "forced = 1", "has no text as forced"),
+        (HEADINGS, '"Round"', '""', "has step = ''; it must be text on a line"),
+        (HEADINGS, '"Found:"', '"Found:\\nx"', "has documents = .*; it must be text on a line"),
+        (HEADINGS, '"Look up:"', '"Look"', "has queries = 'Look these up:', which begins as query does"),
+        (HEADINGS, '"Result:"', '"Thought:"', "which begins as"),
+        (HEADINGS, "{documents}", "", "the prompt with documents has the placeholders"),
+        (HEADINGS, "documents_prompt", "document_prompt", "has the unknown key 'document_prompt'"),
+    ],
+)
+def test_what_a_file_cannot_mean_is_told(tmp_path, path, old, new, message):
+    text = path.read_text()
+    assert old in text
+    (tmp_path / "mine.toml").write_text(text.replace(old, new, 1) if old != '"Found:"' else text.replace(old, new))
+    with pytest.raises(R3LiteError, match=message):
+        own(tmp_path / "mine.toml")
+
+
+def test_files_that_cannot_be_read_and_names_that_are_not_known(tmp_path):
+    with pytest.raises(UsageError, match=r"nowhere\.toml"):
+        own(tmp_path / "nowhere.toml")
+    (tmp_path / "mine.toml").write_text("kind =")
+    with pytest.raises(UsageError, match=r"mine\.toml cannot be read"):
+        own(tmp_path / "mine.toml")
+    with pytest.raises(UsageError, match=r"--format is 'tag' \(did you mean tags\?\); choose from r3, tags"):
+        ProtocolSettings(format="tag").check()
+    with pytest.raises(UsageError, match="--verification is for headings"):
+        own(TAGS, verification=True)
