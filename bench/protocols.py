@@ -32,8 +32,9 @@ entities that training never saw, greedy, with real retrieval. SFT learns from 3
 half of which end one hop too early on purpose; then {algorithm}. Formats other than
 `r3` are sampled at temperature 0.5, as the base, which knows the words of `r3` alone, stays unsure of their tokens; and
 `dag` has `--max-new-tokens 128` and 250 steps of SFT in place of 100: its plans are longer than the preset's turns, and
-harder to learn. So the rows do not compare formats under equal conditions. `solution` does without retrieval: of entities that it has
-never seen it can know nothing. In brackets intervals of 95 %, by bootstrap over the questions; seeds differ by more."""
+harder to learn. So the rows do not compare formats under equal conditions. `solution` does without retrieval: of
+entities that it has never seen it can know nothing. In brackets intervals of 95 %, by bootstrap over the questions;
+seeds differ by more."""
 
 
 def measure(name: str, seed: int, folder: Path) -> dict:

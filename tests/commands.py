@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import r3lite.settings as settings
 from r3lite.ask import AskConfig
+from r3lite.check_format import CheckFormatConfig
 from r3lite.collect import CollectConfig
 from r3lite.doctor import DoctorConfig
 from r3lite.evaluate import EvaluateConfig
@@ -44,6 +45,7 @@ CONFIGS = {
     "retrieve": (RetrieveConfig(), "retrieve"),
     "doctor": (DoctorConfig(), "doctor"),
     "tune_prompt": (TunePromptConfig(), "tune_prompt"),
+    "check_format": (CheckFormatConfig(), "check_format"),
     "quickstart": (QuickstartConfig(), "quickstart"),
     "plan": (PlanSftConfig(), "sft"),
     "plan of RL": (PlanRlConfig(), "ppo"),

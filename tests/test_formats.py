@@ -1,6 +1,7 @@
 """Every format from data to scores, by the commands, on the tiny checkpoint: a step of each, with noise for a model."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from r3lite.config import shipped
 WORLD = shipped("data", "world")
 
 
-@pytest.mark.parametrize("name", ["tags", "solution"])
+@pytest.mark.parametrize("name", ["tags", "solution", "dag", str(Path(__file__).parent / "data" / "own_tags.toml")])
 def test_a_format_goes_through_all_commands(tmp_path, name):
     rows, trained = str(tmp_path / "rows.jsonl"), str(tmp_path / "sft")
     short = ["--preset", "tiny", "--format", name, "--init-prompt", "prompts/tiny/init_prompt.txt", "--limit", "4"]

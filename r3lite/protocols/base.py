@@ -51,6 +51,7 @@ class Protocol(ABC):
     system: str | None  # the system message; None: the default of the model's chat markup
     searches: bool = True  # whether a step can ask; if not, an episode is one turn
     plans: bool = False  # whether the first step is a plan of all searches
+    verifies: bool = False  # whether an answer has to be verified before it is given
     answer_request: str  # the observation before a turn in which only the answer is left to write
 
     @abstractmethod

@@ -7,6 +7,7 @@ resumed run may change it, whether it pays what only a judge can say, whether it
 from r3lite.settings.commands import (
     AskSettings,
     CardSettings,
+    CheckFormatSettings,
     CollectSettings,
     DoctorSettings,
     EvaluateSettings,

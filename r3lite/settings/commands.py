@@ -100,6 +100,16 @@ class RetrieveSettings(Section):
 
 
 @dataclass(frozen=True)
+class CheckFormatSettings(Section):
+    """Check of a format."""
+
+    turn: str | None = None
+    """text file with one turn of the model, to be read; without it a sample episode is written and read"""
+    step: Annotated[int, Bounds(low=1, high=3)] = 1
+    """which step --turn is; those before it are the sample's"""
+
+
+@dataclass(frozen=True)
 class PlanSettings(Section):
     """Plan."""
 

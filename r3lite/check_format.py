@@ -1,0 +1,95 @@
+"""Shows how a format is written and how a turn in it is read: a check for a format of one's own."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from r3lite import command
+from r3lite.episode import Document, Search, Step
+from r3lite.errors import R3LiteError
+from r3lite.settings import CheckFormatSettings, Common, ProtocolSettings
+
+if TYPE_CHECKING:
+    from r3lite.protocols.base import Protocol
+
+QUESTION = "Where was the director of Brenn born?"
+FOUND = (
+    Document("1", "Brenn", "Brenn is a film by Ann Dahl."),
+    Document("2", "Ann Dahl", "Ann Dahl was born in Oslo."),
+)
+
+
+@dataclass(frozen=True)
+class CheckFormatConfig:
+    """Shows a sample episode as --format writes it, what of it the model writes and what is given to it, and how each
+    turn is read; or, with --turn, how a turn of your own is read and what is wrong with it. Needs no model.
+    """
+
+    common: Common = Common()
+    check: CheckFormatSettings = CheckFormatSettings()
+    protocol: ProtocolSettings = ProtocolSettings()
+
+
+def check(config: CheckFormatConfig) -> None:
+    from r3lite.protocols.registry import build_protocol
+
+    protocol = build_protocol(config.protocol)
+    if config.check.turn is None:
+        show_sample(protocol)
+        return
+    path = Path(config.check.turn)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise R3LiteError(f"--turn {path} cannot be read: {error}", "Name a UTF-8 text file with one turn.") from error
+    earlier = sample(protocol)[: config.check.step - 1]
+    show(protocol, protocol.parse(protocol.first_turn(text), earlier))
+
+
+def sample(protocol: "Protocol") -> list[Step]:
+    """The steps of an episode in a format."""
+    answer = Step("Where was Ann Dahl born? Oslo.", answer="Oslo", verification="[2] says so." * protocol.verifies)
+    if protocol.plans:
+        first = Search("Who directed Brenn?", FOUND[:1], "General")
+        plan = "Nodes:\nA: Who directed Brenn? (General)\nB: Where was {A} born? (General)\nEdges: A -> B"
+        then = Step("A: Ann Dahl", (Search("Where was Ann Dahl born?", FOUND[1:], "General"),))
+        return [Step(plan, (first,)), then, Step("B: Oslo", answer="Oslo")]
+    return [Step.asking("Who directed Brenn?", "Who directed Brenn?", FOUND)] * protocol.searches + [answer]
+
+
+def show_sample(protocol: "Protocol") -> None:
+    """Prints the sample episode, each part under who writes it, and how each turn is read."""
+    print(f"-- the opening\n{protocol.opening(protocol.quoted(QUESTION))}")
+    steps = sample(protocol)
+    for number, step in enumerate(steps, 1):
+        text = protocol.render(step, number)
+        print(f"\n-- the model, turn {number}\n{text}\n\n-- is read as")
+        show(protocol, protocol.parse(text, steps[: number - 1]))
+        if step.searches:
+            print(f"\n-- is given then\n{protocol.observation(steps[:number])}")
+    print(f"\n-- a forced answer begins with\n{protocol.forced_prefix(len(steps))}")
+    print(f"\n-- a turn ends at\n{' or '.join(map(repr, protocol.stop_strings))} or the end of the chat's turn")
+
+
+def show(protocol: "Protocol", step: Step) -> None:
+    """Prints what a step was understood to be, and its faults."""
+    print(f"analysis: {step.analysis}")
+    for search in step.searches:
+        print(f"query: {search.query}" + (f" ({search.source})" if search.source else ""))
+    if step.verification:
+        print(f"verification: {step.verification}")
+    if step.answer is not None:
+        print(f"answer: {step.answer}")
+    if not step.searches and step.answer is None:
+        print("neither query nor answer: the episode ends as malformed")
+    for fault in step.faults:
+        print(f"fault {fault}: it {protocol.faults.get(fault, fault)}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return command.run("check_format", CheckFormatConfig(), check, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
