@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite import command
-from r3lite.episode import Document, Search, Step
+from r3lite.episode import Document, Step
 from r3lite.errors import R3LiteError
 from r3lite.settings import CheckFormatSettings, Common, ProtocolSettings
 
@@ -48,14 +48,8 @@ def check(config: CheckFormatConfig) -> None:
 
 
 def sample(protocol: "Protocol") -> list[Step]:
-    """The steps of an episode in a format."""
-    answer = Step("Where was Ann Dahl born? Oslo.", answer="Oslo", verification="[2] says so." * protocol.verifies)
-    if protocol.plans:
-        first = Search("Who directed Brenn?", FOUND[:1], "General")
-        plan = "Nodes:\nA: Who directed Brenn? (General)\nB: Where was {A} born? (General)\nEdges: A -> B"
-        then = Step("A: Ann Dahl", (Search("Where was Ann Dahl born?", FOUND[1:], "General"),))
-        return [Step(plan, (first,)), then, Step("B: Oslo", answer="Oslo")]
-    return [Step.asking("Who directed Brenn?", "Who directed Brenn?", FOUND)] * protocol.searches + [answer]
+    """The steps of the format's example, with documents."""
+    return [step.with_documents([FOUND] * len(step.searches)) for step in protocol.example()]
 
 
 def show_sample(protocol: "Protocol") -> None:

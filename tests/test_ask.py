@@ -171,7 +171,7 @@ def test_a_question_that_is_too_long_leaves_the_prompt_usable(arguments, capsys,
         (["who?"], 2, "--index is missing"),
         (["who?", "--retriever", "golden"], 2, "for questions of --data"),
         (["who?", "--retriever", "none", "--output", "x"], 2, "no file is written"),
-        (["who?", "--index", "no-such-folder"], 1, "python -m r3lite.index --corpus"),
+        (["who?", "--index", "no-such-folder"], 1, "python -m r3lite.index --documents FOLDER (or --corpus"),
         (["who", "is", "it?"], 2, "unknown argument is"),
     ],
 )

@@ -20,8 +20,9 @@ def test_the_sample_of_a_format_is_without_faults(capsys, name, more):
         return
     assert check_format.main(["--format", name, *more]) == 0
     shown = capsys.readouterr().out
-    assert "fault" not in shown and "answer: Oslo" in shown
-    assert ("query: Who directed Brenn?" in shown) == (name != "solution")
+    assert "fault" not in shown and "answer: the answer in a few words" in shown
+    assert ("query: one short question" in shown) == (name != "solution")
+    assert ("verification: which documents" in shown) == bool(more)
 
 
 def test_a_turn_of_ones_own_is_read_and_its_faults_are_told(tmp_path, capsys):

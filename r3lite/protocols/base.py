@@ -92,6 +92,13 @@ class Protocol(ABC):
         """A first step whose query is the question itself, `quoted` already."""
         return Step.asking(f"I need to find out: {question}", question)
 
+    def example(self) -> list[Step]:
+        """The steps of an episode that tell in words what belongs into their parts."""
+        ask = Step.asking("what is known so far and what has to be found next", "one short question")
+        checked = "which documents show each fact that the answer rests on" * self.verifies
+        last = Step("why the question can be answered now", answer="the answer in a few words", verification=checked)
+        return [ask, last] if self.searches else [last]
+
     @abstractmethod
     def first_turn(self, reply: str) -> str:
         """The part of a reply that is a turn: what a model that is not stopped at a stop string adds is left out."""

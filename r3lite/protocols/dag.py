@@ -107,6 +107,15 @@ class Dag(Protocol):
         only = Plan((Node("A", re.sub(r"[{}]", "", question)),))
         return Step(only.text(), (Search(question, source=only.nodes[0].source),))
 
+    def example(self) -> list[Step]:
+        first, second = Node("A", "one short question"), Node("B", "another one, which uses the answer {A}")
+        said = "the answer of A in a few words"
+        return [
+            Step(Plan((first, second), (("A", "B"),)).text(), (Search(first.query, source=first.source),)),
+            Step(f"A: {said}", (Search(second.filled({"A": said}), source=second.source),)),
+            Step("B: the answer of B in a few words", answer="the answer in a few words"),
+        ]
+
     def first_turn(self, reply: str) -> str:
         return reply.partition(DOCUMENTS)[0]
 

@@ -6,10 +6,10 @@ against it. Knows no network (see llm/client.py), no scores and no files.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from r3lite.episode import Episode, Step
+from r3lite.episode import Episode
 from r3lite.llm.episodes import described
 from r3lite.llm.replies import Request
 from r3lite.protocols.base import Protocol
@@ -51,9 +51,6 @@ ROLES = {
     "init_prompt": "the text that opens each episode",
     "step_prompt": "the text that gives the model the documents of each of its queries",
 }
-EXAMPLE = Step.asking("what is known so far and what has to be found next", "one short question")
-LAST = Step("why the question can be answered now", answer="the answer in a few words")
-CHECKED = replace(LAST, verification="which documents show each fact that the answer rests on")
 
 
 @dataclass(frozen=True)
@@ -81,12 +78,8 @@ class Critic:
 
     @property
     def form(self) -> list[str]:
-        """How a step that asks and the last step are written."""
-        # A protocol may ask for a verification, and takes no answer without one then.
-        render, parse = self.protocol.render, self.protocol.parse
-        last = next(step for step in (LAST, CHECKED) if not parse(render(step, 1), ()).faults)
-        steps = [EXAMPLE, last] if self.protocol.searches else [last]
-        return [render(step, number) for number, step in enumerate(steps, 1)]
+        """How steps are written, those that ask and the last one."""
+        return [self.protocol.render(step, number) for number, step in enumerate(self.protocol.example(), 1)]
 
     def shown(self, episode: Episode) -> dict:
         data = described(episode)

@@ -165,7 +165,7 @@ def test_what_the_thread_of_the_fetcher_makes_is_missed():
     with LiveTensors() as counter, Fetcher(retrieve) as fetcher:
         fetcher.ask(sequence)
         fetcher.send(idle=True)
-        ((_, (document,)),) = fetcher.collect(idle=True)
+        ((_, ((document,),)),) = fetcher.collect(idle=True)
         assert len(made) == 1 and document.text != str(threading.get_ident())
         assert counter.live == 0
 

@@ -25,11 +25,11 @@ def failed(text="Where?"):
 @pytest.mark.parametrize(("name", "more"), [*((name, {}) for name in PROTOCOLS), ("r3", {"verification": True})])
 def test_the_form_is_what_the_protocol_reads(name, more):
     made = Critic("init_prompt", build_protocol(ProtocolSettings(format=name, **more)))
-    forms = made.form
+    forms, read = made.form, []
     for number, form in enumerate(forms):
-        step = made.protocol.parse(form, [Step.asking("", str(i)) for i in range(number)])
-        assert not step.faults and (step.answer is not None) == (number == len(forms) - 1)
-    assert len(forms) == 1 + made.protocol.searches
+        read.append(made.protocol.parse(form, read))
+        assert not read[-1].faults and (read[-1].answer is not None) == (number == len(forms) - 1)
+    assert len(forms) == 1 + made.protocol.searches + made.protocol.plans
 
 
 def test_failures_are_shown_with_their_faults_and_are_data():
