@@ -23,7 +23,7 @@ RESULTS = ROOT / "bench" / "results"
 SCORES = {
     "em": "EM",
     "f1": "F1",
-    "format_adherence": "format",
+    "format_adherence": "well-formed",
     "retrieval_recall": "recall",
     "mean_searches": "searches",
 }
@@ -57,9 +57,9 @@ def page(runs: list[dict]) -> str:
     rows, by_hops = [], []
     for run in runs:
         for stage, scores in run["stages"].items():
-            row = {"format": f"`{run['section']}`", "seed": run["seed"], "stage": stage}
+            row = {"--format": f"`{run['section']}`", "seed": run["seed"], "stage": stage}
             rows.append(row | {title: _value(scores[key]) for key, title in SCORES.items()})
-        row = {"format": f"`{run['section']}`", "seed": run["seed"]}
+        row = {"--format": f"`{run['section']}`", "seed": run["seed"]}
         for hops, group in run["stages"]["RL"]["hops"].items():
             row |= {f"EM, {hops} hops": _value(group["em"]), f"searches, {hops} hops": _value(group["mean_searches"])}
         by_hops.append(row | {"minutes": run["minutes"], "commit": run["commit"][:7], "precision": run["precision"]})
