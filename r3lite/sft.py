@@ -84,13 +84,13 @@ class SFTTrainer:
     def loss(self, rows: "list[Row]") -> "Tensor":
         """Summed cross-entropy of the rows' trained tokens, each predicted by the hidden state before it."""
         from r3lite.models.logprobs import cross_entropy, token_loss
-        from r3lite.models.packing import Pack
+        from r3lite.models.packing import Pack, states_at
 
         model = self.policy.model
         with self.policy.precision.autocast():
             pack = Pack.of([row.tokens for row in rows], model.head_weight.device, model.head_weight.dtype)
             states, targets = pack.predicted([row.loss_mask for row in rows])
-            hidden = model(pack.tokens, pack)[0, states]  # [N, C]
+            hidden = states_at(model(pack.tokens, pack), states)  # [N, C]
             head = model.head_weight[: self.vocabulary]  # [V, C]
             chunk = self.policy.grant.memory.loss_chunk
             loss, _ = token_loss(hidden, head, targets, cross_entropy, chunk=chunk)

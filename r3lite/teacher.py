@@ -35,7 +35,7 @@ from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import read_workload
 from r3lite.models import activation_checkpointing, lora, weights
 from r3lite.models.logprobs import TopTokens, top_logprobs
-from r3lite.models.packing import Pack, groups
+from r3lite.models.packing import Pack, groups, states_at
 from r3lite.models.qwen2 import Qwen2
 from r3lite.policy import check_base, check_lengths, load_frozen, load_policy
 from r3lite.protocols.registry import build_protocol
@@ -86,7 +86,7 @@ class Reader:
             with self.precision.autocast():
                 pack = Pack.of([rows[i].tokens for i in group], head.device, head.dtype)
                 states, _ = pack.predicted([rows[i].loss_mask for i in group])
-                hidden = self.model(pack.tokens, pack)[0, states]
+                hidden = states_at(self.model(pack.tokens, pack), states)
                 top = top_logprobs(hidden, head, min(self.top, self.vocabulary), memory.loss_chunk)
             said = TopTokens(top.ids.cpu(), top.logprobs.cpu())
             for i, of_row in zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True):

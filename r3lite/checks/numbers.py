@@ -29,7 +29,7 @@ from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
 from r3lite.models.logprobs import cross_entropy, token_loss
 from r3lite.models.lora import adapter_parameters
 from r3lite.models.offload import Offload
-from r3lite.models.packing import Pack
+from r3lite.models.packing import Pack, states_at
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.weights import resolve_folder
@@ -250,7 +250,7 @@ def _gradients(precision: Precision, offloaded: bool) -> Tensor:
     with precision.autocast():
         pack = Pack.of(rows, precision.device, precision.dtype)
         states, targets = pack.predicted([[True] * len(row) for row in rows])
-        hidden = model(pack.tokens, pack)[0, states]
+        hidden = states_at(model(pack.tokens, pack), states)
         loss, _ = token_loss(hidden, model.head_weight, targets, cross_entropy)
     (loss / len(targets)).backward()
     return torch.cat([p.grad.flatten().cpu() for p in adapter_parameters(model, "policy").values()])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.models.attention import causal_masks, grouped_attention
@@ -97,6 +98,13 @@ class Pack:
         found = torch.tensor(pairs, dtype=torch.long).view(-1, 2).to(self.tokens.device, non_blocking=True)
         before, own = found.unbind(1)
         return before, self.tokens[0, own]
+
+
+def states_at(hidden: Tensor, places: Tensor) -> Tensor:
+    """The hidden states [n, C] at `places` [n] of a pack's, which are [1, N, C]; a place may come several times."""
+    # Not hidden[0, places]: several CPU threads add up the gradient of indexing in the order in which they come to it,
+    # so that two equal runs would differ in the last digits. An embedding's has a fixed order, and is faster.
+    return F.embedding(places, hidden[0])
 
 
 def groups(rows: Sequence[Sequence[int]], tokens: int, most: int) -> list[list[int]]:

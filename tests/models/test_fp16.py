@@ -14,7 +14,7 @@ from r3lite.models import activation_checkpointing, lora
 from r3lite.models.hooks import ActivationWatch
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.logprobs import cross_entropy, token_logprobs, token_loss
-from r3lite.models.packing import Pack
+from r3lite.models.packing import Pack, states_at
 from r3lite.models.qwen2 import Qwen2, RMSNorm
 
 CPU = torch.device("cpu")
@@ -99,6 +99,7 @@ def gradients(model: Qwen2, precision: Precision, recomputed: int) -> torch.Tens
     with precision.autocast():
         pack = Pack.of(ROWS, CPU, precision.dtype)
         states, targets = pack.predicted([[True] * len(row) for row in ROWS])
-        loss, _ = token_loss(model(pack.tokens, pack)[0, states], model.head_weight, targets, cross_entropy)
+        hidden = states_at(model(pack.tokens, pack), states)
+        loss, _ = token_loss(hidden, model.head_weight, targets, cross_entropy)
     precision.backward(loss / len(targets))
     return torch.cat([p.grad.flatten() for p in lora.adapter_parameters(model, "policy").values()])

@@ -8,7 +8,7 @@ import torch
 
 from r3lite.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, lora
-from r3lite.models.packing import GRANULE, Pack, groups
+from r3lite.models.packing import GRANULE, Pack, groups, states_at
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -97,6 +97,33 @@ def test_predicted_tokens_come_in_the_order_of_the_rows():
 def test_nothing_is_predicted_without_a_choice():
     states, ids = pack(ROWS).predicted([[False] * len(row) for row in ROWS])
     assert states.shape == ids.shape == (0,) and states.dtype == ids.dtype == torch.long
+
+
+def test_states_and_their_gradients_are_those_of_indexing():
+    hidden = torch.randn(1, 9, 5, dtype=torch.float64, requires_grad=True)
+    places = torch.tensor([3, 0, 3, 8, 3])
+    assert torch.equal(states_at(hidden, places), hidden[0, places])
+    weight = torch.randn(5, 5, dtype=torch.float64)
+    found, expected = (
+        torch.autograd.grad((states * weight).sum(), hidden)[0]
+        for states in (states_at(hidden, places), hidden[0, places])
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_gradients_of_states_are_the_same_to_the_bit_however_threads_run():
+    threads = torch.get_num_threads()
+    hidden, places, weight = (
+        torch.randn(1, 400, 256, requires_grad=True),
+        torch.randint(400, (400,)),
+        torch.randn(400, 256),
+    )
+    torch.set_num_threads(4)  # more than most machines of tests have to itself
+    try:
+        found = [torch.autograd.grad(states_at(hidden, places), hidden, weight)[0] for _ in range(100)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(grad, found[0]) for grad in found)
 
 
 @pytest.mark.parametrize("most", [1, 3, 8])
