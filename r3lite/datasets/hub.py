@@ -1,13 +1,21 @@
-"""The files that `--data` names: paths as they are, hub strings by download.
+"""The files that `--data` names: paths as they are, data sets known by name and hub strings by download.
 
-Never unpickles and never runs a data set's own loading script: only JSON, JSON lines and parquet files are used.
+Never unpickles and never runs a data set's own loading script: only JSON, JSON lines and parquet files are used. What
+was downloaded has the checksum that the hub says, or is refused.
 """
 
 import contextlib
+import hashlib
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from r3lite.errors import R3LiteError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import DatasetInfo
 
 KINDS = (".jsonl", ".json", ".parquet")  # in order of preference: parquet needs an extra
 TIMEOUT = 10.0  # seconds for the hub's answer to a listing
@@ -15,19 +23,51 @@ TIMEOUT = 10.0  # seconds for the hub's answer to a listing
 CONVERTED = "refs/convert/parquet"
 
 
+class Named(NamedTuple):
+    """A data set of the hub that has a short name."""
+
+    repository: str
+    subset: str
+    validation: str  # what it calls its validation split; all call the other one train
+
+
+NAMED = {
+    "hotpotqa": Named("hotpotqa/hotpot_qa", "distractor", "validation"),
+    "2wiki": Named("xanhho/2WikiMultihopQA", "", "dev"),
+    "musique": Named("dgslibisey/MuSiQue", "musique_ans", "dev"),
+}
+NAME_DATA = (
+    f"Name a data file; {', '.join(NAMED)} with ,train or ,validation after it; or a hub string name,subset,split."
+)
+
+
 def files_of(data: str) -> list[Path]:
-    """The files behind a path or a hub string `name,subset,split` (subset may be empty: `name,,split`)."""
+    """The files behind a path, a short name `hotpotqa,train`, or a hub string `name,subset,split`.
+
+    A short name alone is the training split. The subset of a hub string may be empty: `name,,split`.
+    """
     path = Path(data)
     if path.exists() and not path.is_dir():
         return [path]
-    parts = [p.strip() for p in data.split(",")]
-    if len(parts) == 3 and parts[0] and parts[2]:
+    parts = hub_string(data)
+    if parts:
         return _download(*parts)
     if path.is_dir():
         raise R3LiteError(f"--data {data} is a folder", "Name one file in it.")
-    raise R3LiteError(
-        f"--data {data}: there is no such file", "Name a question file, or a hub string name,subset,split."
-    )
+    raise R3LiteError(f"--data {data}: there is no such file", NAME_DATA)
+
+
+def hub_string(data: str) -> tuple[str, str, str] | None:
+    """Repository, subset and split of a short name or hub string; None if it is neither."""
+    name, *rest = (part.strip() for part in data.split(","))
+    if name in NAMED and len(rest) < 2:
+        known, split = NAMED[name], rest[0] if rest else "train"
+        if split not in ("train", "validation", known.validation):
+            raise R3LiteError(
+                f"--data {data}: {name} has no split {split!r} with answers", f"Name {name},train or {name},validation."
+            )
+        return known.repository, known.subset, "train" if split == "train" else known.validation
+    return (name, *rest) if name and len(rest) == 2 and rest[1] else None
 
 
 def _download(name: str, subset: str, split: str) -> list[Path]:
@@ -36,13 +76,15 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
     # The errors of the HTTP client, which is another one in other versions of the hub library.
     client_error = errors.HfHubHTTPError.__bases__[0]
     try:
-        revision, files = None, _data_files(HfApi(), name, None)
-        if not files:
+        info = _info(HfApi(), name, None)
+        if not _data_files(info):
             with contextlib.suppress(errors.RevisionNotFoundError):
-                revision, files = CONVERTED, _data_files(HfApi(), name, CONVERTED)
-        chosen = pick(files, name, subset, split)
-        kind = {"repo_type": "dataset", "revision": revision, "etag_timeout": TIMEOUT}
-        return [Path(hf_hub_download(name, file, **kind)) for file in chosen]
+                info = _info(HfApi(), name, CONVERTED)
+        files = _data_files(info)
+        chosen = on_card(info.card_data, list(files), subset, split) or pick(list(files), name, subset, split)
+        # The commit whose files were listed, though another may arrive between two downloads.
+        kind = {"repo_type": "dataset", "revision": info.sha, "etag_timeout": TIMEOUT}
+        return [_checked(Path(hf_hub_download(name, file, **kind)), files[file]) for file in chosen]
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise R3LiteError(
             f"the hub has no data set {name!r} that can be read", "Check the name; a private one needs a login."
@@ -56,9 +98,42 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
         ) from error
 
 
-def _data_files(api, name: str, revision: str | None) -> list[str]:
-    info = api.dataset_info(name, revision=revision, timeout=TIMEOUT)
-    return sorted(s.rfilename for s in info.siblings or [] if s.rfilename.endswith(KINDS))
+def _info(api: "HfApi", name: str, revision: str | None) -> "DatasetInfo":
+    return api.dataset_info(name, revision=revision, timeout=TIMEOUT, files_metadata=True)
+
+
+def _data_files(info: "DatasetInfo") -> dict[str, str | None]:
+    """Path and SHA-256 of each file that can be read; small files in git itself have none."""
+    found = sorted(info.siblings or [], key=lambda file: file.rfilename)
+    return {s.rfilename: s.lfs.sha256 if s.lfs else None for s in found if s.rfilename.endswith(KINDS)}
+
+
+def _checked(path: Path, sha256: str | None) -> Path:
+    if sha256 is not None:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise R3LiteError(f"{path} is not the file that the hub has: its SHA-256 differs", f"Delete {path}.")
+    return path
+
+
+def on_card(card: Any, files: list[str], subset: str, split: str) -> list[str]:
+    """The files that a data set's card names for a subset and split, in its order; none if it names none.
+
+    See https://huggingface.co/docs/hub/datasets-manual-configuration: `configs` is a list of subsets (`config_name`),
+    each with `data_files`: a pattern, a list of them (train), or a list of splits with their patterns (`path`).
+    """
+    configs = card.get("configs") if card else None
+    configs = [c for c in configs if isinstance(c, dict)] if isinstance(configs, list) else []
+    named = [c for c in configs if c.get("config_name") == (subset or "default")]
+    for config in named or (configs if len(configs) == 1 and not subset else []):
+        entries = config.get("data_files")
+        entries = entries if isinstance(entries, list) else [entries]
+        for entry in entries if all(isinstance(e, dict) for e in entries) else [{"split": "train", "path": entries}]:
+            if entry.get("split") == split:
+                paths = entry.get("path")
+                patterns = [p for p in (paths if isinstance(paths, list) else [paths]) if isinstance(p, str)]
+                return [f for pattern in patterns for f in files if fnmatchcase(f, pattern)]
+    return []
 
 
 def pick(files: list[str], name: str, subset: str, split: str) -> list[str]:

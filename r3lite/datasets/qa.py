@@ -6,8 +6,10 @@ data set lacks, `rows.py` makes rows of files.
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from r3lite.datasets import hops
 from r3lite.datasets.rows import converted_rows
@@ -15,17 +17,26 @@ from r3lite.episode import Document, Hop, Question
 from r3lite.errors import R3LiteError
 from r3lite.records import WHOLE, InvalidRecord, Record, parse
 
+Item = TypeVar("Item")
+
 
 def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bool = False) -> list[Question]:
-    """The first `limit` questions of a file (JSON array, JSON lines or parquet) or of a hub string `name,subset,split`.
+    """The first `limit` questions of a file (JSON array, JSON lines or parquet) or of a data set of the hub.
 
     A bad row raises R3LiteError with file, line (or row) and reason; with `skip_bad_rows` bad rows are left out and
     their number is printed. MuSiQue's unanswerable questions are left out too, and counted.
     """
+    return read_with_rows(data, lambda question, _: question, limit, skip_bad_rows)
+
+
+def read_with_rows(
+    data: str | Path, make: Callable[[Question, Record], Item], limit: int | None, skip_bad_rows: bool
+) -> list[Item]:
+    """What `make` makes of each question and its row, of those that `read_questions` reads."""
     unanswerable = 0
     ids: dict[str, str] = {}
 
-    def convert(row: Record, default_id: str) -> Question | None:
+    def convert(row: Record, default_id: str) -> Item | None:
         nonlocal unanswerable
         if not row.flag("answerable", True):
             unanswerable += 1
@@ -34,7 +45,7 @@ def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bo
         where = row.source.where
         if ids.setdefault(question.id, where) != where:
             raise row.error(f"its id {question.id!r} is that of {ids[question.id]}, too")
-        return question
+        return make(question, row)
 
     questions = converted_rows(data, convert, limit, skip_bad_rows)
     if unanswerable:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from tqdm import tqdm
+
 from r3lite.datasets import hub
 from r3lite.errors import R3LiteError
 from r3lite.files import open_regular, read_jsonl
 from r3lite.records import InvalidRecord, Record, Source, end_of, parse_at
 
 MEND = "Mend or remove the row, or pass --skip-bad-rows."
-NAME_DATA = "Name a data file, or a hub string name,subset,split."
 
 Item = TypeVar("Item")
 
@@ -31,7 +32,7 @@ def converted_rows(
     bad: list[InvalidRecord] = []
     on_bad = bad.append if skip_bad_rows else None
     rows = ((path, row) for path in hub.files_of(str(data)) for row in file_rows(path, on_bad))
-    for path, row in rows:
+    for path, row in tqdm(rows, f"reading {data}", unit=" rows", delay=2, leave=False, disable=None):
         try:
             made = convert(row, f"{path.stem}-{row.source.where.split()[-1]}")
         except InvalidRecord as error:
@@ -52,7 +53,7 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None] | None = None)
 
     A syntax error in an array raises in any case: nothing after it can be read.
     """
-    with open_regular(path, NAME_DATA) as file:
+    with open_regular(path, hub.NAME_DATA) as file:
         head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
     if head.startswith(b"PAR1"):
         yield from _parquet_rows(path)

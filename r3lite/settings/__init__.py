@@ -13,6 +13,7 @@ from r3lite.settings.commands import (
     EvaluateSettings,
     PlanSettings,
     PpoConfig,
+    PrepareSettings,
     QuickstartSettings,
     ReportSettings,
     RetrieveSettings,

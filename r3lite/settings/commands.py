@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from r3lite.config import Bounds, Fraction, Required, Section, Trait
+from r3lite.config import Bounds, Count, Fraction, Required, Section, Trait
 from r3lite.settings.common import Common
 from r3lite.settings.data import QuestionSettings, TrajectorySettings
 from r3lite.settings.guard import GuardSettings, ValidationSettings
@@ -23,6 +23,21 @@ from r3lite.settings.rollout import LengthSettings, SamplingSettings
 from r3lite.settings.sft import SftSettings
 from r3lite.settings.sources import SourceSettings
 from r3lite.settings.training import OptimizerSettings, Schedule, TrackSettings
+
+
+@dataclass(frozen=True)
+class PrepareSettings(Section):
+    """Preparing."""
+
+    held_out: str | None = None
+    """what --dev-size and --test-size are drawn from, named like --data; by default the validation split of a data set
+    known by name, and of anything else --data itself"""
+    train_size: Count | None = None
+    """questions to train on, drawn by --seed; none: all that there are"""
+    dev_size: Count = 300
+    """questions to choose by while training, as for --eval-data"""
+    test_size: Count = 500
+    """questions that are looked at once, at the end"""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ class DataSettings(Section):
     """Data."""
 
     data: str | None = None
-    """trajectory file, question file of any supported format, or a hub string name,subset,split"""
+    """trajectory file or question file of any supported format; hotpotqa, 2wiki or musique with ,train or ,validation
+    after it; or a hub string name,subset,split"""
     limit: Count | None = None
     """only the first N questions or rows"""
     skip_bad_rows: bool = False

@@ -1,5 +1,6 @@
 """Data sets of the hub: which files a split has, without a network and with a fake one."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -39,26 +40,109 @@ def test_a_split_in_several_subsets_or_in_none_is_refused():
         hub.pick([], "name", "a", "test")
 
 
-@pytest.mark.parametrize("revision", [None, hub.CONVERTED])
-def test_a_hub_string_downloads_and_reads(tmp_path, monkeypatch, revision):
+CARD = {
+    "configs": [
+        {"config_name": "one", "data_files": [{"split": "train", "path": ["a/*.json", "b.jsonl"]},
+                                              {"split": "dev", "path": "dev-*.json"}]},
+        {"config_name": "two", "data_files": "two.json"},
+        {"config_name": "default", "data_files": ["c.json", "d.json"]},
+    ],
+}  # fmt: skip
+FILES = ["a/1.json", "a/2.json", "b.jsonl", "c.json", "d.json", "dev-0.json", "two.json"]
+
+
+@pytest.mark.parametrize(
+    ("subset", "split", "named"),
+    [
+        ("one", "train", ["a/1.json", "a/2.json", "b.jsonl"]),
+        ("one", "dev", ["dev-0.json"]),
+        ("one", "test", []),
+        ("two", "train", ["two.json"]),
+        ("two", "dev", []),
+        ("", "train", ["c.json", "d.json"]),
+        ("three", "train", []),
+    ],
+)
+def test_files_that_a_card_names(subset, split, named):
+    assert hub.on_card(CARD, FILES, subset, split) == named
+
+
+def test_a_card_with_one_subset_is_meant_when_none_is_named():
+    assert hub.on_card({"configs": CARD["configs"][:1]}, FILES, "", "dev") == ["dev-0.json"]
+    assert hub.on_card({"configs": CARD["configs"][:2]}, FILES, "", "dev") == []
+
+
+@pytest.mark.parametrize("card", [None, {}, {"configs": "x"}, {"configs": [1, {}]}, {"configs": [{"data_files": [3]}]}])
+def test_a_card_that_names_nothing_is_no_error(card):
+    assert hub.on_card(card, FILES, "", "train") == []
+
+
+@pytest.mark.parametrize(
+    ("data", "meant"),
+    [
+        ("hotpotqa", ("hotpotqa/hotpot_qa", "distractor", "train")),
+        ("hotpotqa,validation", ("hotpotqa/hotpot_qa", "distractor", "validation")),
+        ("2wiki, validation", ("xanhho/2WikiMultihopQA", "", "dev")),
+        ("musique,dev", ("dgslibisey/MuSiQue", "musique_ans", "dev")),
+        ("musique,,dev", ("musique", "", "dev")),
+        ("owner/set,sub,train", ("owner/set", "sub", "train")),
+        ("owner/set,train", None),
+        ("owner/set", None),
+    ],
+)
+def test_names_of_data_sets(data, meant):
+    assert hub.hub_string(data) == meant
+
+
+def test_a_split_without_answers_is_refused():
+    with pytest.raises(R3LiteError, match="no split 'test' with answers"):
+        hub.files_of("2wiki,test")
+
+
+def test_a_file_may_be_called_like_a_data_set(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hotpotqa").touch()
+    assert [str(path) for path in hub.files_of("hotpotqa")] == ["hotpotqa"]
+
+
+@pytest.fixture
+def fake_hub(tmp_path, monkeypatch):
+    """A hub with one readable file of one question, perhaps on the branch of converted files; what it was asked for."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     write(tmp_path / "train.jsonl", [HOTPOT])
-    asked = []
+    fake = types.SimpleNamespace(
+        asked=[], branch=None, sha256=hashlib.sha256((tmp_path / "train.jsonl").read_bytes()).hexdigest()
+    )
 
-    def dataset_info(self, repo_id, revision=None, timeout=None):
+    def dataset_info(self, repo_id, revision=None, timeout=None, files_metadata=False):
+        assert files_metadata
         names = ["README.md", "evil.pkl", "load.py"]
-        names += ["sub/train.jsonl", "sub/test.jsonl"] if revision == wanted else []
-        return types.SimpleNamespace(siblings=[types.SimpleNamespace(rfilename=n) for n in names])
+        names += ["sub/train.jsonl", "sub/test.jsonl"] if revision == fake.branch else []
+        lfs = types.SimpleNamespace(sha256=fake.sha256)
+        files = [types.SimpleNamespace(rfilename=name, lfs=lfs) for name in names]
+        return types.SimpleNamespace(siblings=files, card_data=None, sha=f"commit of {revision}")
 
     def download(repo_id, filename, repo_type, revision, etag_timeout):
-        asked.append((repo_id, filename, repo_type, revision))
+        fake.asked.append((repo_id, filename, repo_type, revision))
         return str(tmp_path / "train.jsonl")
 
-    wanted = revision
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return fake
+
+
+@pytest.mark.parametrize("branch", [None, hub.CONVERTED])
+def test_a_hub_string_downloads_and_reads(fake_hub, branch):
+    fake_hub.branch = branch
     assert [q.id for q in read_questions("owner/set,sub,train")] == ["h1"]
-    assert asked == [("owner/set", "sub/train.jsonl", "dataset", revision)]
+    assert fake_hub.asked == [("owner/set", "sub/train.jsonl", "dataset", f"commit of {branch}")]
+
+
+def test_a_damaged_download_is_refused(fake_hub):
+    fake_hub.sha256 = "0" * 64
+    with pytest.raises(R3LiteError, match="its SHA-256 differs") as error:
+        read_questions("owner/set,sub,train")
+    assert "Delete" in str(error.value)
 
 
 def test_a_hub_string_without_a_network_says_what_to_put_where():

@@ -1,0 +1,115 @@
+"""Preparing a data set: who gets which question, that it can be repeated, and that nothing is written over."""
+
+import hashlib
+import json
+from itertools import chain
+
+import pytest
+
+from r3lite import prepare
+from r3lite.datasets.qa import read_questions
+from r3lite.files import read_jsonl
+
+BOOKS = [f"Who wrote book {i}?" for i in range(50)]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    """Sixty questions, the last ten of which repeat earlier ones; odd ones have ids."""
+    rows = [
+        {"question": BOOKS[i % 50], "answer": f"author {i}"} | ({"id": f"q{i}"} if i % 2 else {}) for i in range(60)
+    ]
+    return write(tmp_path / "questions.jsonl", rows)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def run(data, output, *more):
+    return prepare.main(["--data", str(data), "--output", str(output), "--dev-size", "5", "--test-size", "7", *more])
+
+
+def parts(folder):
+    return {name: [row.values for row in read_jsonl(folder / f"{name}.jsonl", "")] for name in ("train", "dev", "test")}
+
+
+def test_no_question_is_in_two_parts_and_none_is_lost(questions, tmp_path):
+    assert run(questions, tmp_path / "out") == 0
+    found = parts(tmp_path / "out")
+    assert {name: len(rows) for name, rows in found.items()} == {"train": 38, "dev": 5, "test": 7}
+    places = {name: [BOOKS.index(row["question"]) for row in rows] for name, rows in found.items()}
+    assert sorted(chain(*places.values())) == list(range(50))
+    assert all(own == sorted(own) for own in places.values())  # in the order of the source
+
+
+def test_rows_keep_their_fields_and_ids(questions, tmp_path):
+    run(questions, tmp_path / "out")
+    before = {q.text: q for q in read_questions(questions)[:50]}
+    for name in ("train", "dev", "test"):
+        for question in read_questions(tmp_path / "out" / f"{name}.jsonl"):
+            assert question.id == before[question.text].id and question.answers == before[question.text].answers
+
+
+def test_a_seed_draws_the_same_and_another_seed_others(questions, tmp_path):
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        run(questions, tmp_path / name, "--seed", seed, "--train-size", "9")
+    a, b, c = (parts(tmp_path / name) for name in "abc")
+    assert a == b != c and len(a["train"]) == 9
+
+
+def test_held_out_questions_come_from_their_own_file_and_are_not_trained_on(questions, tmp_path, capsys):
+    names = [f"Who wrote book {i}?" for i in range(45, 60)]
+    other = write(tmp_path / "other.jsonl", [{"question": name, "answer": "x"} for name in names])
+    assert run(questions, tmp_path / "out", "--held-out", str(other)) == 0
+    found = {name: {row["question"] for row in rows} for name, rows in parts(tmp_path / "out").items()}
+    held = found["dev"] | found["test"]
+    assert len(held) == 12 and held <= set(names)
+    assert found["train"] == set(BOOKS) - held
+    assert f"{len(held & set(BOOKS))} questions of --data are held out" in capsys.readouterr().err
+
+
+def test_the_manifest_says_what_was_drawn_and_from_what(questions, tmp_path):
+    run(questions, tmp_path / "out", "--seed", "3")
+    assert "seed = 3" in (tmp_path / "out/config.toml").read_text(encoding="utf-8")
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text(encoding="utf-8"))
+    assert manifest["rows"] == {"train": 38, "dev": 5, "test": 7}
+    assert manifest["files"] == {str(questions): hashlib.sha256(questions.read_bytes()).hexdigest()}
+
+
+def test_once_is_enough_and_other_sizes_are_refused(questions, tmp_path, capsys):
+    run(questions, tmp_path / "out")
+    before = parts(tmp_path / "out")
+    questions.unlink()
+    assert run(questions, tmp_path / "out") == 0
+    assert "is prepared already" in capsys.readouterr().out
+    assert run(questions, tmp_path / "out", "--train-size", "3") == 1
+    assert "train_size (was None, is 3)" in capsys.readouterr().err
+    assert parts(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--test-size", "46"], "--dev-size and --test-size want 51 questions, and there are 50"),
+        (["--test-size", "45"], "no question is left to train on"),
+        (["--train-size", "39"], "--train-size wants 39 questions, and there are 38"),
+    ],
+)
+def test_more_than_there_is_is_refused_and_nothing_written(questions, tmp_path, capsys, more, said):
+    assert run(questions, tmp_path / "out", *more) == 1
+    assert said in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+def test_a_data_set_known_by_name_has_held_out_questions_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert prepare.held_out("hotpotqa", None) == "hotpotqa,validation"
+    assert prepare.held_out("musique,train", None) == "musique,validation"
+    assert prepare.held_out("2wiki,validation", None) is None
+    assert prepare.held_out("mine.jsonl", None) is None
+    assert prepare.held_out("mine.jsonl", "mine.jsonl") is None
+    assert prepare.held_out("hotpotqa", "mine.jsonl") == "mine.jsonl"
+    (tmp_path / "hotpotqa").touch()
+    assert prepare.held_out("hotpotqa", None) is None
