@@ -94,12 +94,12 @@ def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plan
     [
         ("ppo", ["--dtype", "bf16"]),
         ("grpo", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
-        ("dr-grpo", ["--dtype", "bf16"]),
+        pytest.param("dr-grpo", ["--dtype", "bf16"], marks=pytest.mark.slow),  # these learn as GRPO does
         ("dapo", ["--dtype", "bf16", "--refill-limit", "0"]),  # all are paid alike, and shall be learned from
-        ("gspo", ["--dtype", "bf16"]),
+        pytest.param("gspo", ["--dtype", "bf16"], marks=pytest.mark.slow),
         ("gspo", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
         ("rloo", ["--dtype", "bf16", "--old-logprobs", "trainer", "--importance-cap", "2"]),
-        ("reinforce++", ["--dtype", "bf16"]),
+        pytest.param("reinforce++", ["--dtype", "bf16"], marks=pytest.mark.slow),
         ("luffy", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
         ("dgpo", ["--dtype", "fp32", "--teacher", "tiny"]),
     ],
