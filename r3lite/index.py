@@ -5,11 +5,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.config import UsageError
 from r3lite.settings import Common, DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
+from r3lite.settings.retrieval import collection_server
+
+if TYPE_CHECKING:
+    from r3lite.episode import Document
+    from r3lite.retrieval.documents.folder import Folder
 
 UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on this machine
 
@@ -18,7 +24,8 @@ UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on 
 class IndexConfig:
     """Encodes the passages of --documents or --corpus and writes them, their vectors and a manifest into the folder
     --output. What it left out of --documents is told, and all of it is in skipped.jsonl there. After a kill the same
-    command goes on where it was. --add and --delete change an index that is there.
+    command goes on where it was. --add and --delete change an index that is there. With --output
+    qdrant://host:6333/collection they are written into that collection of a Qdrant server (extra qdrant).
 
     Other commands search it with --index FOLDER and the same --encoder. Training retrieves on the CPU in any case;
     only here the encoder may use a GPU.
@@ -43,6 +50,9 @@ def work(config: IndexConfig) -> None:
         return
     if not (settings.documents or settings.corpus):
         raise UsageError("--documents or --corpus is missing: a folder, or a JSONL file of passages (id, title, text)")
+    if collection_server(output or ""):
+        fill(config, output)
+        return
     output = output or time.strftime("runs/index-%Y%m%d-%H%M%S")
     check_output(output)  # before the encoding, which may take hours
     with sole_writer(output, folder=False):  # the folder itself is replaced
@@ -59,18 +69,12 @@ def check(config: IndexConfig) -> None:
 
 def build(config: IndexConfig, output: str) -> None:
     from r3lite.files import write_jsonl
-    from r3lite.retrieval import building, corpus, index
-    from r3lite.retrieval.documents.folder import read_folder
+    from r3lite.retrieval import building, index
     from r3lite.retrieval.encoder import make_encoder
     from r3lite.retrieval.index_size import choose
 
     settings = config.index
-    if settings.documents:
-        folder = read_folder(settings.documents, config.chunking)
-        documents = iter(folder.documents)
-        print(folder.told(), flush=True)  # before the encoding, which may take hours
-    else:
-        documents = corpus.stream_corpora(settings.corpus, settings.skip_bad_rows)
+    documents, folder = passages_of(config)
     with building.gathered(output, documents) as made:
         device = device_of(settings)
         encoder = make_encoder(settings.encoder, settings.encoder_style, made.passages, device, settings.batch_size)
@@ -83,7 +87,7 @@ def build(config: IndexConfig, output: str) -> None:
         kept = building.encode(made, encoder, chosen.kind)
         encoded = time.perf_counter()
         size = building.finish(made, encoder, chosen)
-    if settings.documents:
+    if folder:
         write_jsonl(Path(output) / index.SKIPPED, folder.skipped_rows())
     style = f", style {encoder.settings['style']}" if "style" in encoder.settings else ""
     seconds, before = encoded - start, f"; {kept} had been encoded before" if kept else ""
@@ -92,6 +96,39 @@ def build(config: IndexConfig, output: str) -> None:
     print(f"encoded in  {seconds:.1f} s on {device}, {(count - kept) / max(seconds, 1e-9):.0f} passages/s{before}")
     print(f"indexed in  {time.perf_counter() - encoded:.1f} s, {size / (1 << 20):.1f} MiB")
     print(f"written to  {output}")
+
+
+def fill(config: IndexConfig, address: str) -> None:
+    """Writes the passages into a Qdrant collection, in place of an index folder."""
+    from r3lite.retrieval import qdrant
+    from r3lite.retrieval.encoder import make_encoder
+
+    settings, defaults = config.index, IndexSettings()
+    if settings.encoder == "hashing":
+        raise UsageError("--encoder hashing weighs words by the corpus, which will be on the server: name a BERT")
+    if (settings.index_type, settings.memory_budget) != (defaults.index_type, defaults.memory_budget):
+        raise UsageError(f"{address} keeps vectors in its own way: leave --index-type and --memory-budget out")
+    documents, _ = passages_of(config)
+    device = device_of(settings)
+    encoder = make_encoder(settings.encoder, settings.encoder_style, [], device, settings.batch_size)
+    start = time.perf_counter()
+    encoded, count = qdrant.fill(address, documents, encoder)
+    seconds = time.perf_counter() - start
+    print(f"written     {encoded} passages in {seconds:.1f} s, encoded on {device}")
+    print(f"passages    {count} in {address}")
+
+
+def passages_of(config: IndexConfig) -> "tuple[Iterator[Document], Folder | None]":
+    """The passages of --documents, with the folder that was read, or those of --corpus."""
+    from r3lite.retrieval import corpus
+    from r3lite.retrieval.documents.folder import read_folder
+
+    settings = config.index
+    if not settings.documents:
+        return corpus.stream_corpora(settings.corpus, settings.skip_bad_rows), None
+    folder = read_folder(settings.documents, config.chunking)
+    print(folder.told(), flush=True)  # before the encoding, which may take hours
+    return iter(folder.documents), folder
 
 
 def device_of(settings: IndexSettings) -> str:

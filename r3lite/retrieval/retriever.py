@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from r3lite.episode import Document, Failure, Question, Retrieve
 from r3lite.errors import R3LiteError
-from r3lite.retrieval import golden, hybrid, lexical, remote, semantic
+from r3lite.retrieval import golden, hybrid, lexical, qdrant, remote, semantic
 from r3lite.retrieval.setup import Setup
 
 GIVE_UP = 100  # queries that fail in a row, after which a run stops: it would learn nothing
@@ -18,7 +18,7 @@ def _none(setup: Setup, top_k: int) -> Retrieve:
     return lambda pairs: [[] for _ in pairs]
 
 
-# By the values of --retriever: how each is built, given how many documents a query shall bring. (An address: `remote`.)
+# By the values of --retriever that are no addresses: how each is built, given how many documents a query shall bring.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
     "semantic": semantic.build,
     "lexical": lexical.build,
@@ -31,7 +31,10 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
 def build_retriever(setup: Setup) -> Retrieve:
     """The retriever of the settings. It works on the CPU."""
     settings = setup.settings
-    build = remote.build if settings.is_remote else RETRIEVERS[settings.retriever]
+    if settings.is_remote:
+        build = qdrant.build if settings.is_collection else remote.build
+    else:
+        build = RETRIEVERS[settings.retriever]
     if settings.rerank is None:
         return Tolerant(build(setup, settings.top_k))
     from r3lite.retrieval.reranker import CANDIDATES, CrossEncoder, Reranked

@@ -10,13 +10,22 @@ from r3lite.settings.common import budget_bytes, problem_of_address
 RETRIEVERS = ("semantic", "lexical", "hybrid", "golden", "none")
 
 
+def collection_server(address: str) -> str | None:
+    """The HTTP address behind a Qdrant collection's, qdrant://... or qdrant+https://...; None if it is not one."""
+    for scheme, http in (("qdrant://", "http://"), ("qdrant+https://", "https://")):
+        if address.startswith(scheme):
+            return http + address.removeprefix(scheme)
+    return None
+
+
 @dataclass(frozen=True)
 class RetrievalSettings(Section):
     """Retrieval."""
 
     retriever: str = "semantic"
     """semantic: nearest passages by embedding; lexical: BM25 (extra retrieval); hybrid: both, fused; golden: the
-    question's own gold paragraphs, whatever is asked; none; or the address of a server's /retrieve, http://..."""
+    question's own gold paragraphs, whatever is asked; none; the address of a server's /retrieve, http://...; or of a
+    Qdrant collection, qdrant://host:6333/collection (extra qdrant)"""
     context: Literal["corpus", "question"] = "corpus"
     """what is searched; corpus: all passages; question: only the paragraphs that come with the question"""
     corpus: str | None = None
@@ -49,10 +58,20 @@ class RetrievalSettings(Section):
         """Whether documents come from a server."""
         return "://" in self.retriever
 
+    @property
+    def is_collection(self) -> bool:
+        """Whether documents come from a Qdrant collection, for whose queries there is an encoder here."""
+        return collection_server(self.retriever) is not None
+
     def check(self) -> None:
         if self.is_remote:
-            if problem := problem_of_address(self.retriever):
-                raise UsageError(f"the address of --retriever {problem}; pass one such as http://host:8000/retrieve")
+            if problem := problem_of_address(collection_server(self.retriever) or self.retriever):
+                raise UsageError(
+                    f"the address of --retriever {problem}; pass one such as http://host:8000/retrieve or "
+                    "qdrant://host:6333/collection"
+                )
+            if self.is_collection and self.encoder == "hashing":
+                raise UsageError("--encoder hashing weighs words by the corpus, which is on the server: name a BERT")
             own = {"--corpus": self.corpus, "--index": self.index, "--context": self.context == "question"}
             if given := [name for name, value in own.items() if value]:
                 raise UsageError(f"--retriever {self.retriever} has its own passages: leave {given[0]} out")

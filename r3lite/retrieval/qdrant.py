@@ -1,0 +1,195 @@
+"""Passages in a collection of a Qdrant server, for those whose index outgrows one machine: filled, and searched.
+
+The server holds vectors and passages; queries are encoded here. Needs the extra `qdrant`.
+"""
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from tqdm import tqdm
+
+from r3lite.episode import Document, Retrieve
+from r3lite.errors import R3LiteError
+from r3lite.records import InvalidRecord, Record, Source
+from r3lite.retrieval.encoder import Encoder, make_encoder
+from r3lite.retrieval.search import Search
+from r3lite.retrieval.setup import Setup
+
+if TYPE_CHECKING:
+    from qdrant_client import QdrantClient
+
+KEY = "QDRANT_API_KEY"
+TIMEOUT = 60  # seconds of a request
+QUERIES, PASSAGES = 64, 256  # of a request
+DISTANCES = ("Cosine", "Dot")  # of vectors of length 1 these are the same
+POINTS = uuid.UUID("6f3d5c0e-6c8c-5d0a-9f0e-7a3f1f0c2b11")  # the namespace of the points' ids
+REMEDY = "See that the server runs, that --retriever names it and the collection, and that QDRANT_API_KEY is its key."
+
+
+def build(setup: Setup, top_k: int) -> Retrieve:
+    """The retriever of the collection that the settings name."""
+    settings = setup.settings
+    collection = Collection(settings.retriever)
+    encoder = make_encoder(settings.encoder, settings.encoder_style, [])
+    collection.check(encoder)
+    return Search(Stored(collection, encoder), top_k, lambda questions: None)
+
+
+def connect(address: str) -> tuple["QdrantClient", str]:
+    """A client of the server of qdrant://host:port/collection, or of qdrant+https://..., and the collection's name."""
+    try:
+        from qdrant_client import QdrantClient
+    except ImportError as error:
+        told = f"{address} needs the package {error.name}, which is not installed"
+        raise R3LiteError(told, "Install it with: pip install 'r3lite[qdrant]'") from error
+    parts = urlsplit(address)
+    name = parts.path.strip("/")
+    if not parts.hostname or not name or "/" in name:
+        raise R3LiteError(f"{address} is not the address of a collection", "Write it as qdrant://host:6333/collection.")
+    encrypted = parts.scheme == "qdrant+https"
+    key = os.environ.get(KEY)
+    if key and not encrypted and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
+        told = f"{KEY} would go to {parts.hostname} without encryption"
+        raise R3LiteError(told, "Write the address as qdrant+https://..., or unset the key.")
+    return QdrantClient(
+        host=parts.hostname,
+        port=parts.port or 6333,
+        https=encrypted,
+        api_key=key,
+        timeout=TIMEOUT,
+        check_compatibility=False,  # it warns on stderr, and refuses nothing
+    ), name
+
+
+class Collection:
+    """A collection: points whose payload is a passage (id, title, text) and whose vector an encoder has made."""
+
+    def __init__(self, address: str):
+        self.address = address
+        self.client, self.name = connect(address)
+
+    def exists(self) -> bool:
+        with self.told():
+            return self.client.collection_exists(self.name)
+
+    def check(self, encoder: Encoder) -> None:
+        """Raises R3LiteError unless its vectors may be compared with those of the encoder."""
+        with self.told():
+            config = self.client.get_collection(self.name).config
+        vectors, made = config.params.vectors, (config.metadata or {}).get("r3lite")
+        if isinstance(vectors, dict) or vectors is None:
+            raise R3LiteError(f"{self.address} has several vectors a point, by names", "Use one with a single vector.")
+        if vectors.distance not in DISTANCES or vectors.size != encoder.dimension:
+            raise R3LiteError(
+                f"{self.address} holds vectors of {vectors.size} dimensions compared by {vectors.distance}, and the "
+                f"encoder {encoder.settings['encoder']} makes {encoder.dimension}, of length 1",
+                "Name the --encoder that it was filled with.",
+            )
+        if made is not None and made != encoder.settings:
+            others = ", ".join(f"{k} {v}" for k, v in made.items() if encoder.settings.get(k) != v)
+            raise R3LiteError(f"{self.address} was filled with another encoder: {others}", "Name that one.")
+
+    def create(self, encoder: Encoder) -> None:
+        from qdrant_client import models
+
+        size = models.VectorParams(size=encoder.dimension, distance=models.Distance.COSINE)
+        with self.told():
+            self.client.create_collection(self.name, vectors_config=size, metadata={"r3lite": encoder.settings})
+
+    def missing(self, passages: Iterable[Document]) -> list[Document]:
+        """Those of the passages that it does not have, or has with another title or text."""
+        wanted = {point_id(passage): passage for passage in passages}
+        with self.told():
+            points = self.client.retrieve(self.name, list(wanted), with_payload=True)
+        there = {str(point.id): point.payload for point in points}
+        return [passage for id, passage in wanted.items() if there.get(id) != payload(passage)]
+
+    def write(self, passages: list[Document], encoder: Encoder) -> None:
+        from qdrant_client import models
+
+        vectors = encoder.encode_passages(passages, lambda count: None)
+        points = [
+            models.PointStruct(id=point_id(passage), vector=vector.tolist(), payload=payload(passage))
+            for passage, vector in zip(passages, vectors, strict=True)
+        ]
+        with self.told():
+            self.client.upsert(self.name, points, wait=True)
+
+    def count(self) -> int:
+        with self.told():
+            return self.client.count(self.name, exact=True).count
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Whatever goes wrong with the server, as R3LiteError."""
+        from qdrant_client.http.exceptions import ApiException
+
+        try:
+            yield
+        except (ApiException, ValueError) as error:  # ValueError: of the embedded server
+            raise R3LiteError(f"{self.address}: {' '.join(str(error).split())[:300]}", REMEDY) from error
+
+
+class Stored:
+    """A collection's ranking of passages."""
+
+    def __init__(self, collection: Collection, encoder: Encoder):
+        self.collection, self.encoder = collection, encoder
+
+    def search(self, queries: list[str], k: int, own: None = None) -> list[list[Document]]:
+        """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
+        from qdrant_client import models
+
+        assert own is None, "a collection knows nothing of a question's own paragraphs"
+        found = []
+        vectors = self.encoder.encode_queries(queries).tolist()
+        for start in range(0, len(vectors), QUERIES):
+            batch = vectors[start : start + QUERIES]
+            requests = [models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in batch]
+            with self.collection.told():
+                found += self.collection.client.query_batch_points(self.collection.name, requests)
+        return [[self._document(point) for point in reply.points] for reply in found]
+
+    def _document(self, point) -> Document:
+        address = self.collection.address
+        try:
+            record = Record(
+                point.payload or {}, Source(f"{address}, point {point.id}", "Its payload must have a text.")
+            )
+            title, text = record.text("title", "", blank=True), record.text("text", blank=True)
+            return Document(record.identifier("id", str(point.id)), title, text, score=point.score, source=address)
+        except InvalidRecord as error:
+            raise R3LiteError(error.cause, error.remedy) from error
+
+
+def payload(passage: Document) -> dict[str, str]:
+    return {"id": passage.id, "title": passage.title, "text": passage.text}
+
+
+def point_id(passage: Document) -> str:
+    """The same for the same passage, so that filling again writes over and does not double."""
+    return str(uuid.uuid5(POINTS, passage.id))
+
+
+def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[int, int]:
+    """Writes passages with their vectors into a collection, made if it is not there; returns how many were encoded and
+    how many it holds. What it has already is passed over, so that after a kill the same call goes on."""
+    collection = Collection(address)
+    if collection.exists():
+        collection.check(encoder)
+    else:
+        collection.create(encoder)
+    encoded, left = 0, iter(passages)
+    with tqdm(desc="passages", unit="", disable=None) as bar:
+        while block := list(islice(left, PASSAGES)):
+            new = collection.missing(block)
+            if new:
+                collection.write(new, encoder)
+            encoded += len(new)
+            bar.update(len(block))
+    return encoded, collection.count()

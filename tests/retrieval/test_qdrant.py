@@ -1,0 +1,168 @@
+"""A Qdrant collection, by the client's embedded server: filled, searched, and every way in which it is refused."""
+
+import sys
+
+import pytest
+
+from r3lite import index as recipe
+from r3lite.config import UsageError
+from r3lite.episode import Document, Failure, Question
+from r3lite.errors import R3LiteError
+from r3lite.files import write_jsonl
+from r3lite.retrieval import index, qdrant
+from r3lite.retrieval.encoder import BertEncoder
+from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
+from r3lite.settings import RetrievalSettings
+
+ADDRESS = "qdrant://127.0.0.1:6333/towns"
+PASSAGES = [Document(f"p{i}", f"Town {i}", f"Town {i} lies by the river {'abc'[i % 3] * 4}.") for i in range(30)]
+QUERIES = ["Where is Town 7?", "the river cccc", "Town 21"]
+
+
+@pytest.fixture(scope="module")
+def encoder(minilm):
+    return BertEncoder(str(minilm), "plain")
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """An embedded server, which every address leads to."""
+    client = pytest.importorskip("qdrant_client").QdrantClient(":memory:")
+    monkeypatch.setattr(qdrant, "connect", lambda address: (client, address.rpartition("/")[2]))
+    return client
+
+
+@pytest.fixture
+def settings(minilm):
+    return RetrievalSettings(retriever=ADDRESS, encoder=str(minilm), encoder_style="plain", top_k=4)
+
+
+def ask(settings, queries=QUERIES):
+    retrieve = build_retriever(Setup(settings, []))
+    return retrieve([(Question("q", "x", ("x",)), query) for query in queries])
+
+
+def test_what_it_finds_is_what_an_exact_index_finds(server, encoder, settings):
+    qdrant.fill(ADDRESS, PASSAGES, encoder)
+    expected = index.build(encoder, PASSAGES, progress=False).search(QUERIES, 4)
+    for ours, theirs in zip(ask(settings), expected, strict=True):
+        assert [(d.id, d.title, d.text) for d in ours] == [(d.id, d.title, d.text) for d in theirs]
+        assert [d.score for d in ours] == pytest.approx([d.score for d in theirs], abs=1e-5)
+        assert {d.source for d in ours} == {ADDRESS}
+
+
+def test_many_queries_are_several_requests(server, encoder, settings, monkeypatch):
+    qdrant.fill(ADDRESS, PASSAGES, encoder)
+    together = ask(settings)
+    monkeypatch.setattr(qdrant, "QUERIES", 2)
+    assert ask(settings) == together
+
+
+def test_filling_again_encodes_what_is_new_or_changed(server, encoder, monkeypatch):
+    monkeypatch.setattr(qdrant, "PASSAGES", 7)
+    assert qdrant.fill(ADDRESS, PASSAGES[:20], encoder) == (20, 20)
+    changed = Document("p3", "Town 3", "It has moved.")
+    assert qdrant.fill(ADDRESS, [*PASSAGES[:3], changed, *PASSAGES[4:]], encoder) == (11, 30)
+    assert qdrant.fill(ADDRESS, PASSAGES[4:], encoder) == (0, 30)
+    held, _ = server.scroll("towns", limit=50)
+    assert [p.payload["text"] for p in held if p.payload["id"] == "p3"] == ["It has moved."]
+
+
+def test_the_command_fills_a_collection(server, minilm, tmp_path, settings, capsys):
+    write_jsonl(tmp_path / "c.jsonl", (d.to_json() for d in PASSAGES))
+    given = ["--corpus", str(tmp_path / "c.jsonl"), "--output", ADDRESS]
+    assert recipe.main([*given, "--encoder", str(minilm), "--device", "cpu"]) == 0
+    assert "written     30 passages" in capsys.readouterr().out
+    assert [found[0].id for found in ask(settings)][::2] == ["p7", "p21"]
+    assert recipe.main([*given, "--encoder", "hashing"]) == 2
+    assert "name a BERT" in capsys.readouterr().err
+    assert recipe.main([*given, "--encoder", str(minilm), "--index-type", "hnsw"]) == 2
+    assert "leave --index-type and --memory-budget out" in capsys.readouterr().err
+
+
+def test_a_collection_of_another_encoder_is_refused(server, encoder, settings):
+    from qdrant_client import models
+
+    vectors = models.VectorParams(size=encoder.dimension, distance=models.Distance.COSINE)
+    server.create_collection("towns", vectors, metadata={"r3lite": encoder.settings | {"style": "e5"}})
+    with pytest.raises(R3LiteError, match="filled with another encoder: style e5"):
+        ask(settings)
+    with pytest.raises(R3LiteError, match="filled with another encoder: style e5"):
+        qdrant.fill(ADDRESS, PASSAGES, encoder)
+
+
+@pytest.mark.parametrize(("size", "distance"), [(7, "Cosine"), (384, "Euclid")])
+def test_vectors_that_cannot_be_compared_are_refused(server, settings, size, distance):
+    from qdrant_client import models
+
+    server.create_collection("towns", models.VectorParams(size=size, distance=models.Distance(distance)))
+    with pytest.raises(R3LiteError, match=f"vectors of {size} dimensions compared by {distance}"):
+        ask(settings)
+
+
+def test_a_collection_of_others_needs_a_text_in_its_payload(server, encoder, settings):
+    from qdrant_client import models
+
+    vectors = models.VectorParams(size=encoder.dimension, distance=models.Distance.DOT)
+    server.create_collection("towns", vectors)
+    point = encoder.encode_queries(["Town 7"])[0].tolist()
+    server.upsert("towns", [models.PointStruct(id=5, vector=point, payload={"text": "Town 7 is here."})])
+    assert [(d.id, d.title, d.text) for d in ask(settings)[0]] == [("5", "", "Town 7 is here.")]
+    server.upsert("towns", [models.PointStruct(id=5, vector=point, payload={"title": "Town 7"})])
+    (failed,) = ask(settings, ["Town 7"])
+    assert isinstance(failed, Failure) and "point 5: text is missing" in failed.reason
+
+
+def test_one_without_a_collection_or_with_several_vectors_is_refused(server, settings):
+    from qdrant_client import models
+
+    with pytest.raises(R3LiteError, match="towns"):
+        ask(settings)
+    server.create_collection("towns", {"a": models.VectorParams(size=384, distance=models.Distance.COSINE)})
+    with pytest.raises(R3LiteError, match="several vectors a point"):
+        ask(settings)
+
+
+def test_a_server_that_is_not_there_is_told(settings):
+    pytest.importorskip("qdrant_client")
+    with pytest.raises(R3LiteError, match=r"qdrant://127\.0\.0\.1:9/towns: .*refused"):
+        qdrant.Collection("qdrant://127.0.0.1:9/towns").exists()
+
+
+@pytest.mark.parametrize("address", ["qdrant://here:6333", "qdrant://here/a/b", "qdrant:///a"])
+def test_an_address_without_a_collection_is_refused(address):
+    pytest.importorskip("qdrant_client")
+    with pytest.raises(R3LiteError, match="is not the address of a collection"):
+        qdrant.connect(address)
+
+
+def test_a_key_goes_nowhere_without_encryption(monkeypatch):
+    pytest.importorskip("qdrant_client")
+    monkeypatch.setenv(qdrant.KEY, "secret")
+    with pytest.raises(R3LiteError, match=r"would go to far\.example without encryption") as error:
+        qdrant.connect("qdrant://far.example/towns")
+    assert "secret" not in str(error.value)
+    for address in ("qdrant+https://far.example/towns", "qdrant://localhost/towns"):
+        assert qdrant.connect(address)[1] == "towns"
+
+
+def test_without_its_package_it_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "qdrant_client", None)
+    with pytest.raises(R3LiteError, match="needs the package qdrant_client, which is not installed") as error:
+        qdrant.connect(ADDRESS)
+    assert "pip install 'r3lite[qdrant]'" in error.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"encoder": "hashing"}, "name a BERT"),
+        ({"corpus": "c.jsonl"}, "has its own passages: leave --corpus out"),
+        ({"retriever": "qdrant://user:password@here/towns"}, "holds a user or a password"),
+        ({"retriever": "qdrant+http://here/towns"}, "is not an address of http or https"),
+    ],
+)
+def test_settings_that_contradict_it_are_refused(given, said):
+    with pytest.raises(UsageError, match=said):
+        RetrievalSettings(**{"retriever": ADDRESS} | given).check()
