@@ -36,8 +36,12 @@ class Validation:
         self.questions, self.retrieve, self.at_once = questions, retrieve, at_once
         self.engine = replace(engine, sampler=Sampler(temperature=0.0), value_head=None)
 
-    def measure(self) -> tuple[dict, list[float]]:
-        """The metrics, without those that are unknown, and the F1 of each question."""
+    def measure(self) -> tuple[dict, list[float] | None]:
+        """The metrics, without those that are unknown, and the F1 of each question.
+
+        Questions at which the retriever failed are left out of the metrics, which count them. There are no F1s then:
+        those of the others are not to be compared with another validation's.
+        """
         episodes = [
             sequence.episode()
             for block in self._blocks()
@@ -45,11 +49,16 @@ class Validation:
                 "sample", self.engine.run, block, ["greedy"] * len(block), self.retrieve
             )
         ]
-        marks = [Marks.of(episode) for episode in episodes]
+        whole = [episode for episode in episodes if not episode.failure]
+        failed = {"retrieval_failures": len(episodes) - len(whole)} if len(whole) < len(episodes) else {}
+        if not whole:
+            return failed, None
+        marks = [Marks.of(episode) for episode in whole]
         found = scores(marks)
         metrics = {name: found[score]["value"] for name, score in METRICS.items() if found[score]["value"] is not None}
-        unfinished = sum(episode.finish in (CUT_OFF, MALFORMED) for episode in episodes)
-        return metrics | {"unfinished_ratio": unfinished / len(episodes)}, [m.f1 for m in marks]
+        unfinished = sum(episode.finish in (CUT_OFF, MALFORMED) for episode in whole)
+        metrics |= {"unfinished_ratio": unfinished / len(whole)} | failed
+        return metrics, None if failed else [m.f1 for m in marks]
 
     def _blocks(self) -> Iterator[list[Question]]:
         for start in range(0, len(self.questions), self.at_once):

@@ -12,6 +12,7 @@ import torch
 
 from r3lite import ppo, sft
 from r3lite.rl.learner import Learner
+from r3lite.rollout.engine import Engine
 from r3lite.training import checkpoint
 from tests.cold_start import adapter, logged, same
 
@@ -142,6 +143,29 @@ def test_weights_that_are_nan_are_rolled_back(world, tmp_path, nan_after_two, ca
     assert "back to step 0 (validation F1 0.667), the learning rate is multiplied by 0.25" in told
     assert records[4]["guard/rollbacks"] == 1 and records[4]["eval/f1"] is not None
     assert all(torch.isfinite(t).all() for t in adapter(tmp_path / "run").values())
+
+
+def test_a_validation_that_could_not_retrieve_chooses_no_checkpoint(world, tmp_path, monkeypatch, capsys):
+    """Its questions without documents once counted as answered badly, and the run as collapsing."""
+    answer, validations = Engine.run, []
+
+    def failing(self, questions, seeds, retrieve):
+        sequences = answer(self, questions, seeds, retrieve)
+        if seeds[0] == "greedy":
+            validations.append(len(sequences))
+            for sequence in sequences[: {2: 12, 3: 3}.get(len(validations), 0)]:
+                sequence.failure = "no reply"
+        return sequences
+
+    monkeypatch.setattr(Engine, "run", failing)
+    assert run(world, tmp_path / "run") == 0
+    records = rounds(tmp_path / "run")
+    assert "eval/retrieval_failures" not in records[0] and records[0]["eval/f1"] == pytest.approx(8 / 12)
+    assert records[2]["eval/retrieval_failures"] == 12 and "eval/f1" not in records[2]
+    assert records[4]["eval/retrieval_failures"] == 3 and 0 < records[4]["eval/f1"] <= 1
+    assert json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))["adapter_step"] == 0
+    told = capsys.readouterr().err
+    assert "step 2: the retriever failed at 12 questions of the validation; it chooses no checkpoint" in told
 
 
 def test_without_validation_weights_that_are_nan_end_the_run(world, tmp_path, nan_after_two, capsys):

@@ -25,8 +25,11 @@ class Collapse(R3LiteError):
 class Validation(Protocol):
     """What a recipe hands in to have its model measured on questions that it is not trained on."""
 
-    def measure(self) -> tuple[dict, list[float]]:
-        """The metrics, and the F1 of each question in an order that never changes."""
+    def measure(self) -> tuple[dict, list[float] | None]:
+        """The metrics, and the F1 of each question in an order that never changes.
+
+        None if some are unknown as the retriever failed, at so many as the metric `retrieval_failures` says.
+        """
         ...
 
 
@@ -57,8 +60,9 @@ class Oversight:
             self.guard.best = None
         if self.validation is None or done or self.best is not None:
             return None
-        found, each = self._validate()
-        self.guard.validated(0, each)
+        found, each = self._validate(0)
+        if each is not None:
+            self.guard.validated(0, each)
         return {"step": 0, **found}
 
     @property
@@ -75,7 +79,7 @@ class Oversight:
         found, each = {}, None
         if failure is None and self.validation and (step % self.settings.eval_every == 0 or step == self.total):
             try:
-                found, each = self._validate()
+                found, each = self._validate(step)
             except NotFinite as error:
                 failure = error
         if failure is None:
@@ -110,9 +114,12 @@ class Oversight:
             told += f"; the last one: {self.run.output / f'checkpoint-{self.total}' / checkpoint.ADAPTER}"
         return told
 
-    def _validate(self) -> tuple[dict, list[float]]:
+    def _validate(self, step: int) -> tuple[dict, list[float] | None]:
         start = time.perf_counter()
         found, each = self.validation.measure()
+        if each is None:
+            failed = f"the retriever failed at {found['retrieval_failures']} questions of the validation"
+            _say(f"warning: step {step}: {failed}; it chooses no checkpoint and raises no alarm")
         return {f"eval/{name}": value for name, value in found.items()} | {
             "time/validate": time.perf_counter() - start
         }, each
