@@ -136,7 +136,13 @@ def variant(cold: Path, output: Path, name: str, *more: str) -> list[str]:
     return arguments(cold, output, "--algorithm", name, *SHORT.split(), *VARIANTS[name].split(), *traces, *more)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+# A run's state is the same with these as with others, or they are killed and resumed by a test of their own below.
+LIKE_OTHERS = ("dr-grpo", "rloo", "reinforce++", "gspo", "exgrpo", "hybrid")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LIKE_OTHERS else n for n in ALGORITHMS]
+)
 def test_every_algorithm_stopped_and_resumed_equals_uninterrupted(cold, tmp_path, name):
     whole, parts = variant(cold, tmp_path / "whole", name), variant(cold, tmp_path / "parts", name)
     assert ppo.main(whole) == 0
