@@ -14,6 +14,7 @@ from r3lite import command
 from r3lite.config import UsageError, flag, flat
 from r3lite.errors import R3LiteError
 from r3lite.settings import PpoConfig
+from r3lite.spans import Spans, build_spans
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from r3lite.rl.learner import Learner
@@ -42,9 +43,11 @@ class RLTrainer:
         guard: "Guard",
         episodes_file: Path,
         teacher: "CachedTeacher | TeacherInTurns | None" = None,
+        spans: Spans | None = None,
     ):
         self.config, self.total, self.sampler, self.learner, self.state = config, rounds, sampler, learner, state
         self.guard, self.episodes_file, self.teacher = guard, episodes_file, teacher
+        self.spans = spans
 
     def step(self, number: int) -> tuple[dict, int]:
         """One round; its metrics, and how many tokens its episodes have."""
@@ -52,17 +55,19 @@ class RLTrainer:
         from r3lite.rl.batch import Batch
         from r3lite.training.metrics import Stopwatch
 
-        watch = Stopwatch()
+        watch = Stopwatch(self.spans)
         sampled = self.sampler.sample(number, watch)
         append_jsonl(self.episodes_file, sampled.records(number))
         metrics = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale
         if rollouts := sampled.rollouts(self.config.rl.failed_below):
-            batch = self.teacher.batch(rollouts, sampled.questions) if self.teacher else Batch.of(rollouts)
             if self.teacher:
-                watch.lap("teacher")
-            metrics |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
-        watch.lap("update")
+                with watch.stage("teacher"):
+                    batch = self.teacher.batch(rollouts, sampled.questions)
+            else:
+                batch = Batch.of(rollouts)
+            with watch.stage("update"):
+                metrics |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
         judge = self.sampler.judge
         return metrics | (judge.counts() if judge else {}) | watch.laps, sampled.tokens
 
@@ -101,22 +106,25 @@ def train(config: PpoConfig) -> None:
         asking = [question for question in questions if protocols[question.source].searches] or questions
         setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
         retrieve = build_retriever(setup)
-        judge = build_judge(config.judge, run.output, config.reward, client_maker(config.model, config.memory))
+        spans = build_spans(config.tracking)
+        make_client = client_maker(config.model, config.memory)
+        judge = build_judge(config.judge, run.output, config.reward, make_client, spans)
         torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
         guard, held_out = Guard(config.guard, config.episodes_of_round), read_held_out(config, questions)
         traces, replay = rl_guidance.read(config), rl_guidance.build_buffer(config)
         parts = {"guard": guard} | ({"replay": replay} if replay else {})
-        engine, learner, state = rl_setup.build(config, questions, held_out, traces, **parts)
+        engine, learner, state = rl_setup.build(config, questions, held_out, traces, spans, **parts)
         validation = build_validation(config, held_out, engine, retrieve)
         found = rl_guidance.usable(traces, config, questions, engine.layout, judge) if traces else {}
         guidance = Guidance(config, questions, found, replay, learner.mean_entropies) if found or replay else None
         taught_by = teacher.build(config, learner, engine.layout.tokenizer, questions)
         sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance)
         rounds = config.rounds(len(questions))
-        trainer = RLTrainer(config, rounds, sampler, learner, state, guard, run.output / EPISODES, taught_by)
-        oversight = Oversight(run, state, guard, config.validation, trainer.total, validation)
-        if loop.train(run, trainer, oversight):
-            told = f"done: {run.output / 'adapter'}{oversight.note()}; what it said: {run.output / EPISODES}"
+        file = run.output / EPISODES
+        trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
+        oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
+        if loop.train(run, trainer, oversight, spans):
+            told = f"done: {run.output / 'adapter'}{oversight.note()}; what it said: {file}"
             print(told + note_on(judge))
 
 

@@ -130,22 +130,22 @@ class RoundSampler:
         replayed = self.guidance.replayed(number) if self.guidance else []
         if self.guidance:
             questions = self.guidance.with_replayed(questions, replayed)
-        sequences = self._run((questions, seeds))
-        watch.lap("rollout")
+        with watch.stage("rollout"):
+            sequences = self._run((questions, seeds))
         groups = [i // rl.num_generations for i in range(len(sequences))]
-        sampled = Round(sequences, self.score(sequences), groups)
-        watch.lap("score")
+        with watch.stage("score"):
+            sampled = Round(sequences, self.score(sequences), groups)
         if self.guidance:
             ids = [question.id for question in questions[:: rl.num_generations]]
-            joined, told = self.guidance.join(number, ids, sampled.paid(), replayed)
+            with watch.stage("guide"):
+                joined, told = self.guidance.join(number, ids, sampled.paid(), replayed)
             sampled = replace(sampled, joined=joined, told=told)
-            watch.lap("guide")
         if rl.expand_limit:
-            sampled = self._expanded(number, sampled)
-            watch.lap("expand")
+            with watch.stage("expand"):
+                sampled = self._expanded(number, sampled)
         if rl.refill_limit:
-            sampled = self._refilled(number, sampled)
-            watch.lap("refill")
+            with watch.stage("refill"):
+                sampled = self._refilled(number, sampled)
         return sampled
 
     def score(self, sequences: Many[Sequence]) -> list[Scored | None]:

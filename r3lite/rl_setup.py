@@ -25,6 +25,7 @@ from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import PpoConfig
+from r3lite.spans import Spans
 from r3lite.training.earlier_run import sft_epochs
 from r3lite.training.state import Stateful, TrainState
 
@@ -34,6 +35,7 @@ def build(
     questions: list[Question],
     held_out: Sequence[Question] = (),
     traces: Sequence[Trajectory] = (),
+    spans: Spans | None = None,
     **parts: Stateful,
 ) -> tuple[Engine, Learner, TrainState]:
     """The engine that samples, the learner and what a checkpoint holds, with further `parts` of it.
@@ -66,7 +68,7 @@ def build(
     state = policy.train_state(config.optimizer, config.model.model, data, facts, **adapted, **parts)
     model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
     layout = Layouts(tokenizer, config.lengths, layouts) if config.mixture.sources else layouts[""]
-    engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast)
+    engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast, spans)
     learner = Learner(
         model, tokenizer.size, temperature, rl, algorithm, policy.reference, precision, state.update, grant, critic
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.settings import LengthSettings, SftConfig
+from r3lite.spans import build_spans, span
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from torch import Tensor
@@ -40,6 +41,7 @@ class SFTTrainer:
 
         self.config, self.policy, self.vocabulary, self.rows, self.held_out = config, policy, vocabulary, rows, held_out
         self.total, self.last_row = config.length(len(rows))
+        self.spans = build_spans(config.tracking)
         self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
         facts = {
             "rows": len(rows),
@@ -61,13 +63,15 @@ class SFTTrainer:
         chosen = rows_of_step(number, len(self.rows), per_step, seed, self.last_row, self.mixture)
         rows = [self.rows[i] for i in chosen]
         self.policy.model.train()
-        with cast_once(self.policy.model, self.policy.precision.dtype):
-            shares = self.policy.grant.attempt("update", self.add_gradients, rows)
-        norm, _ = self.state.update()
+        with span(self.spans, "update", rows=len(rows)):
+            with cast_once(self.policy.model, self.policy.precision.dtype):
+                shares = self.policy.grant.attempt("update", self.add_gradients, rows)
+            norm, _ = self.state.update()
         epoch = ((number - 1) * per_step + len(rows)) / len(self.rows)
         record = means_by_source("loss", shares, tokens_of(rows)) | {"grad_norm": norm, "epoch": epoch}
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
-            record |= self.policy.grant.attempt("update", self.validation_losses)
+            with span(self.spans, "validate", rows=len(self.held_out)):
+                record |= self.policy.grant.attempt("update", self.validation_losses)
         return with_perplexity(record), sum(len(row.tokens) for row in rows)
 
     def add_gradients(self, rows: "list[Row]") -> "dict[str, Tensor]":
@@ -141,7 +145,8 @@ def train(config: SftConfig) -> None:
 
     with RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S")) as run:
         torch.manual_seed(config.common.seed)  # of dropout; all else has streams of its own
-        if loop.train(run, build_trainer(config, *data)):
+        trainer = build_trainer(config, *data)
+        if loop.train(run, trainer, spans=trainer.spans):
             print(f"the adapter is in {run.output / 'adapter'}")
 
 

@@ -20,6 +20,7 @@ from r3lite.records import Record, Source, shown
 from r3lite.rewards.reward import needs_verdict
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import JudgeSettings, RewardSettings
+from r3lite.spans import Spans, span
 
 if TYPE_CHECKING:  # its libraries take long to load
     from r3lite.llm.client import Client
@@ -143,8 +144,8 @@ class Judge:
     A call that failed is a missing verdict, and the run goes on; it stops if that is the rule and not the exception.
     """
 
-    def __init__(self, client: "Client"):
-        self.client = client
+    def __init__(self, client: "Client", spans: Spans | None = None):
+        self.client, self.spans = client, spans
         self.missing = 0  # verdicts
         # Without those from the cache.
         self._replies = self._failed = 0
@@ -158,7 +159,8 @@ class Judge:
         """
         # An episode without a query or an answer has nothing to judge, and costs no call.
         asked = [i for i, e in enumerate(episodes) if e.prediction or e.searches]
-        replies = self.client.generate_all([request_for(episodes[i]) for i in asked], progress, self._watch)
+        with span(self.spans, "judge", episodes=len(asked)):
+            replies = self.client.generate_all([request_for(episodes[i]) for i in asked], progress, self._watch)
         if replies and not self._has_succeeded:
             raise self._failing()
         verdicts: list[Verdict | None] = [Verdict(False, (StepVerdict(0.0, 0.0),) * len(e.steps)) for e in episodes]
@@ -215,6 +217,7 @@ def build_judge(
     output: str | Path,
     reward: RewardSettings | None = None,
     make_client: "Callable[[JudgeSettings, Path], Client] | None" = None,
+    spans: Spans | None = None,
 ) -> Judge | None:
     """The judge that the settings ask for, or None; its cache is in the run folder `output` unless they name another.
 
@@ -232,4 +235,4 @@ def build_judge(
         from r3lite.llm.client import Client as make_client
 
     cache = Path(settings.judge_cache) if settings.judge_cache else Path(output) / "judge-cache"
-    return Judge(make_client(settings, cache))
+    return Judge(make_client(settings, cache), spans)

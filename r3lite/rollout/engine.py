@@ -6,7 +6,7 @@ imports no retriever. The weights are those of the model it is given, with whate
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
@@ -26,8 +26,9 @@ from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.fetcher import Fetcher
-from r3lite.rollout.scheduler import Scheduler
+from r3lite.rollout.scheduler import Scheduler, passes
 from r3lite.rollout.sequence import Listener, Sequence
+from r3lite.spans import Spans
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Engine:
     grant: Grant
     value_head: nn.Module | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
+    spans: Spans | None = None
 
     def run(
         self,
@@ -57,7 +59,8 @@ class Engine:
         Questions may repeat (with different seeds). `progress` names a progress bar. `listeners`, one per question,
         are told of the episodes while they are sampled.
         """
-        sequences = [Sequence(q, stream=random.Random(seed)) for q, seed in zip(questions, seeds, strict=True)]
+        drawn = enumerate(zip(questions, seeds, strict=True))
+        sequences = [Sequence(q, stream=random.Random(seed), place=place) for place, (q, seed) in drawn]
         for sequence, listener in zip(sequences, listeners or [None] * len(sequences), strict=True):
             sequence.listener = listener
             self.layout.open(sequence)
@@ -79,7 +82,7 @@ class Engine:
         self.model.eval()  # no dropout: the policy that samples is the policy that is trained
         bar = tqdm(total=len(sequences), desc=progress, unit="episode", disable=None if progress else True)
         try:
-            with self.autocast(), Fetcher(retrieve) as fetcher, bar:
+            with self.autocast(), Fetcher(retrieve, self.spans) as fetcher, bar:
                 if pending := [s for s in sequences if s.pending]:  # a baseline's
                     for sequence, documents in fetcher.fetch(pending):
                         self._splice(sequence, documents)
@@ -113,6 +116,9 @@ class Engine:
             if sequence.finish is not None:  # there was no room for documents, nor for an answer
                 scheduler.release(sequence)
                 over()
+        if self.spans:
+            for sequence in scheduler.at_work:
+                sequence.begin_turn(self.spans)
         self._prefill(scheduler)
         self._decode(scheduler, decoder)
         for sequence in scheduler.at_work:
@@ -121,6 +127,8 @@ class Engine:
                 sequence.listener.hear(self.layout.readable(sequence, ended), ended)
             if not ended:
                 continue
+            if self.spans:
+                sequence.record_turn(self.spans)
             self.layout.close_turn(sequence)
             if sequence.listener and not sequence.pending:
                 sequence.listener.step(sequence)
@@ -145,25 +153,12 @@ class Engine:
 
     def _prefill(self, scheduler: Scheduler) -> None:
         """Runs the given tokens of the rows at work, except the last one of each, which `_decode` runs."""
-        for given in self._passes([s.tokens[s.cached : -1] for s in scheduler.at_work]):
+        pending = [s.tokens[s.cached : -1] for s in scheduler.at_work]
+        for given in passes(pending, self.grant.memory.micro_batch_tokens):
             prefill = Prefill(scheduler.cache, given)
             self.model(prefill.tokens, prefill)
             for row, tokens in given:
                 scheduler.rows[row].cached += len(tokens)
-
-    def _passes(self, pending: list[list[int]]) -> Iterator[list[tuple[int, list[int]]]]:
-        """Rows and the tokens of them that are prefilled together: at most `micro_batch_tokens` of the grant."""
-        limit = self.grant.memory.micro_batch_tokens
-        given, room = [], limit
-        for row, tokens in enumerate(pending):
-            while tokens:
-                given.append((row, tokens[:room]))
-                room, tokens = room - len(given[-1][1]), tokens[room:]
-                if not room:
-                    yield given
-                    given, room = [], limit
-        if given:
-            yield given
 
     def _decode(self, scheduler: Scheduler, decoder: Decoder) -> None:
         """Runs the last token of each row at work and samples the next one."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from r3lite.episode import Document, Failure, Retrieve
 from r3lite.rollout.sequence import Sequence
+from r3lite.spans import Spans
 
 GATHER = 8  # iterations for which queries are gathered, so that few are encoded together
 PATIENCE = 16  # iterations after which documents are taken, waiting for them if need be
@@ -19,8 +20,8 @@ Fetched = tuple[Sequence, list[list[Document]]]  # a sequence and the documents 
 class Fetcher:
     """The queries of sequences that wait for documents, all of a sequence's in the same call of `retrieve`."""
 
-    def __init__(self, retrieve: Retrieve):
-        self.retrieve = retrieve
+    def __init__(self, retrieve: Retrieve, spans: Spans | None = None):
+        self.retrieve, self.spans = retrieve, spans
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retrieve")
         self.iteration = 0
         self.asking: list[Sequence] = []
@@ -39,7 +40,10 @@ class Fetcher:
         A query that failed has none, and its sequence says why.
         """
         pairs = [(s.question, query) for s in sequences for query in s.pending]
+        start = self.spans.now() if self.spans else 0
         found = self.retrieve(pairs)
+        if self.spans:
+            self.spans.add("retrieve", "retriever", start, queries=len(pairs))
         assert len(found) == len(pairs), "one list of documents per query"
         of_query, fetched = iter(found), []
         for sequence in sequences:

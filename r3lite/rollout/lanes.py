@@ -18,7 +18,7 @@ from r3lite.models.lora import cast_once, use_adapter
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sampling import Sampler
-from r3lite.rollout.scheduler import Scheduler
+from r3lite.rollout.scheduler import Scheduler, passes
 from r3lite.rollout.sequence import Sequence
 
 
@@ -45,7 +45,8 @@ class LaneEngine(Engine):
 
     def _prefill(self, scheduler: Scheduler) -> None:
         """As an engine does, but each pass is filled up in a free row, if there is one."""
-        for given in self._passes([s.tokens[s.cached : -1] for s in scheduler.at_work]):
+        pending = [s.tokens[s.cached : -1] for s in scheduler.at_work]
+        for given in passes(pending, self.grant.memory.micro_batch_tokens):
             count, free = sum(len(tokens) for _, tokens in given), len(scheduler.rows)
             filler = [(free, [0] * (rounded_up(count) - count))] if free < len(scheduler.cache.lengths) else []
             prefill = Prefill(scheduler.cache, [(row, tokens) for row, tokens in [*given, *filler] if tokens])

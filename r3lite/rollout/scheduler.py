@@ -95,6 +95,20 @@ class Scheduler:
         self.rows[i], self.rows[j] = self.rows[j], self.rows[i]
 
 
+def passes(pending: list[list[int]], limit: int) -> Iterator[list[tuple[int, list[int]]]]:
+    """Rows and the tokens of them that are prefilled together: at most `limit`."""
+    given, room = [], limit
+    for row, tokens in enumerate(pending):
+        while tokens:
+            given.append((row, tokens[:room]))
+            room, tokens = room - len(given[-1][1]), tokens[room:]
+            if not room:
+                yield given
+                given, room = [], limit
+    if given:
+        yield given
+
+
 def _shared(sequence: Sequence, other: Sequence) -> int:
     """Length of the common prefix of two sequences; the last token of each does not count.
 

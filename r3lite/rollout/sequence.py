@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from r3lite.protocols.transcript import Transcript
+from r3lite.spans import Spans
 
 
 @dataclass
@@ -37,6 +38,20 @@ class Sequence(Transcript):
     values: list[float] = field(default_factory=list)  # of the state before the token; 0 without a critic
     cached: int = 0  # tokens that the KV cache holds
     listener: Listener | None = None
+    place: int = 0  # among those that are sampled together
+    turn_began: int = 0  # when the current turn did, if spans are recorded
+
+    def begin_turn(self, spans: Spans) -> None:
+        """Notes the time, if nothing of the current turn has been sampled."""
+        if len(self.tokens) == self.turn_start:
+            self.turn_began = spans.now()
+
+    def record_turn(self, spans: Spans) -> None:
+        """Records the generation of the current turn, whose last token was just sampled."""
+        spans.add(
+            "generation", f"episode {self.place + 1}", self.turn_began, question=self.question.id,
+            turn=len(self.steps) + 1, prompt_tokens=self.turn_start, new_tokens=len(self.tokens) - self.turn_start,
+        )  # fmt: skip
 
     def restarted(self, steps: int, stream: random.Random) -> "Sequence":
         """A sequence that stands where this one stood after so many steps, with the documents of the last of them.
@@ -55,4 +70,5 @@ class Sequence(Transcript):
             stream=stream,
             logprobs=self.logprobs[:sampled],
             values=self.values[:sampled],
+            place=self.place,
         )

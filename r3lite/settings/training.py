@@ -37,6 +37,9 @@ class TrackSettings(Section):
     """project of Weights & Biases"""
     track_name: Free[str | None] = None
     """name of the run there; by default that of the run folder"""
+    track_spans: Free[Literal["none", "chrome", "opentelemetry"]] = "none"
+    """also write when each part of a step began and ended: chrome: trace.json, for chrome://tracing and Perfetto;
+    opentelemetry: spans.jsonl, which its collector reads"""
 
     def check(self) -> None:
         if self.track != "none" and importlib.util.find_spec(self.track) is None:

@@ -11,11 +11,13 @@ from typing import Protocol
 from r3lite.command import Terminated
 from r3lite.devices.precision import NonFiniteGradients
 from r3lite.errors import NotFinite, R3LiteError
+from r3lite.spans import Spans, span
 from r3lite.training import metrics, optim
 from r3lite.training.interrupts import Interrupts
 from r3lite.training.oversight import Collapse, Oversight
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
+from r3lite.training.trace import SpanLog
 from r3lite.training.tracking import build_tracker
 
 
@@ -37,16 +39,18 @@ class Trainer(Protocol):
         ...
 
 
-def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None) -> bool:
+def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, spans: Spans | None = None) -> bool:
     """Takes all steps, or as many as --stop-after says; returns whether the run is complete.
 
-    `oversight` validates between steps, and may change weights and learning rates there.
+    `oversight` validates between steps, and may change weights and learning rates there. What the trainer records in
+    `spans` is written as --track-spans says.
     """
     state, total = trainer.state, trainer.total
     done = run.begin(state)
     last = min(total, done + (run.settings["stop_after"] or total))
     every = run.settings["save_every"]
     log = metrics.MetricsLog(run.output, done, total, run.command, build_tracker(run.settings, run.output, done))
+    span_log = SpanLog(spans, run.settings, run.output, run.command, done)
     try:
         with Interrupts(state.precision) as interrupts:
             if oversight and (before := oversight.begin(done)):
@@ -54,21 +58,15 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None) 
                 log.sync()
                 run.write(state, 0)
                 oversight.saved(0)
+                span_log.write(0)
             for number in range(done + 1, last + 1):
                 interrupts.leave_if_asked()
-                must_save, failure = False, None
-                try:
-                    record = _step(run, trainer, number, interrupts, log, oversight)
-                except NotFinite as error:
-                    if not (oversight and oversight.can_go_back):
-                        raise
-                    record, failure = {"step": number}, error
-                if oversight:
-                    more, must_save = oversight.after(number, record, failure)
-                    record |= more
-                log.write(record)
-                if must_save or number == last or interrupts.pending or (every and number % every == 0):
-                    _save(run, state, number, log)
+                with span_log.step(number):
+                    record, must_save = _overseen(run, trainer, number, interrupts, log, oversight)
+                    log.write(record)
+                    if must_save or number == last or interrupts.pending or (every and number % every == 0):
+                        with span(spans, "checkpoint"):
+                            _save(run, state, number, log)
                 if oversight:
                     oversight.saved(number)
             interrupts.leave_if_asked()
@@ -84,6 +82,26 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None) 
     run.save(state, total)  # unless it is there: a finished run may be resumed into another folder
     run.finish(state, total)
     return True
+
+
+def _overseen(
+    run: RunFolder,
+    trainer: Trainer,
+    number: int,
+    interrupts: Interrupts,
+    log: metrics.MetricsLog,
+    oversight: Oversight | None,
+) -> tuple[dict, bool]:
+    """Takes one step and looks after it: its record, and whether a checkpoint must be written."""
+    failure = None
+    try:
+        record = _step(run, trainer, number, interrupts, log, oversight)
+    except NotFinite as error:
+        if not (oversight and oversight.can_go_back):
+            raise
+        record, failure = {"step": number}, error
+    more, must_save = oversight.after(number, record, failure) if oversight else ({}, False)
+    return record | more, must_save
 
 
 def _save(run: RunFolder, state: TrainState, step: int, log: metrics.MetricsLog) -> None:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from r3lite.devices.live_tensors import MIB
 from r3lite.errors import R3LiteError
 from r3lite.files import own_records
+from r3lite.spans import Spans, span
 from r3lite.training.tracking import Tracker
 
 FILE = "metrics.jsonl"
@@ -217,13 +218,15 @@ def up_to(path: Path, step: int) -> list[dict]:
 
 
 class Stopwatch:
-    """Seconds of each stage of a step, as `time/<stage>`."""
+    """Seconds of each stage of a step, as `time/<stage>`; each is a span as well, if spans are recorded."""
 
-    def __init__(self):
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
+    def __init__(self, spans: Spans | None = None):
+        self.spans, self.laps = spans, {}
 
-    def lap(self, stage: str) -> None:
-        """Ends a stage."""
-        now = time.perf_counter()
-        self.laps[f"time/{stage}"], self._last = now - self._last, now
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times the block."""
+        start = time.perf_counter()
+        with span(self.spans, name):
+            yield
+        self.laps[f"time/{name}"] = time.perf_counter() - start

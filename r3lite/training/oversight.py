@@ -12,6 +12,7 @@ from tqdm import tqdm
 from r3lite.config import flag
 from r3lite.errors import NotFinite, R3LiteError
 from r3lite.settings import ValidationSettings
+from r3lite.spans import Spans, span
 from r3lite.training import checkpoint
 from r3lite.training.guard import Alarm, Guard
 from r3lite.training.run_folder import RunFolder
@@ -38,10 +39,10 @@ class Oversight:
 
     def __init__(
         self, run: RunFolder, state: TrainState, guard: Guard, settings: ValidationSettings, total: int,
-        validation: Validation | None,
+        validation: Validation | None, spans: Spans | None = None,
     ):  # fmt: skip
         self.run, self.state, self.guard, self.settings = run, state, guard, settings
-        self.total, self.validation = total, validation
+        self.total, self.validation, self.spans = total, validation, spans
         self.collapse: Collapse | None = None  # why the run must end
 
     @property
@@ -116,7 +117,8 @@ class Oversight:
 
     def _validate(self, step: int) -> tuple[dict, list[float] | None]:
         start = time.perf_counter()
-        found, each = self.validation.measure()
+        with span(self.spans, "validate"):
+            found, each = self.validation.measure()
         if each is None:
             failed = f"the retriever failed at {found['retrieval_failures']} questions of the validation"
             _say(f"warning: step {step}: {failed}; it chooses no checkpoint and raises no alarm")

@@ -9,6 +9,7 @@ from r3lite.rewards.judge import Judge, build_judge, request_for
 from r3lite.rewards.reward import StepVerdict, Verdict, score
 from r3lite.settings import JudgeSettings, RewardSettings
 from r3lite.settings.rewards import RewardEntry
+from r3lite.spans import Spans
 
 GOLD = Document("1", "Ada", "Ada Byron wrote the first program. " + "x" * 1000)
 STEPS = [Step.asking("Who was it?", "first programmer", (GOLD,)), Step("It was Ada.", answer="Lady Lovelace")]
@@ -244,3 +245,13 @@ def test_build_judge(gemini, monkeypatch, tmp_path):
     monkeypatch.delenv("GOOGLE_API_KEY")
     with pytest.raises(R3LiteError, match="no key"):
         build_judge(JudgeSettings(judge="gemini"), tmp_path)
+
+
+def test_a_judges_calls_are_one_span(gemini, judge, answers):
+    spans = Spans()
+    asking = judge()
+    asking.spans = spans
+    gemini.script = [answers.said(grade())]
+    asking.verdicts([episode(), episode(steps=[], finish=CUT_OFF)])  # the second has nothing to judge
+    (one,) = spans.take()
+    assert (one.name, one.attributes) == ("judge", {"episodes": 1}) and one.start < one.end

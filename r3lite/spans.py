@@ -1,0 +1,77 @@
+"""When parts of a run began and ended, and inside of which others: what `--track-spans` writes.
+
+Code that is handed no `Spans` reads no clock for them.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+from r3lite.settings import TrackSettings
+
+MAIN = "run"  # the track of what encloses other spans
+
+Attributes = dict[str, int | float | str]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a run. Spans of one track either enclose each other or do not overlap."""
+
+    name: str
+    track: str
+    start: int  # nanoseconds since 1970
+    end: int
+    trace: str  # 32 hexadecimal digits, as in OpenTelemetry: spans that belong together
+    id: str  # 16 hexadecimal digits
+    parent: str | None  # id of the span around it
+    attributes: Attributes = field(default_factory=dict)
+
+
+class Spans:
+    """Records spans in one process. Those of `MAIN` are opened and closed by one thread, inside of each other; all
+    others belong to the innermost one that is open."""
+
+    def __init__(self):
+        # The wall clock is read once, because it may be set while a run goes on.
+        self._origin = time.time_ns() - time.perf_counter_ns()
+        self._open: list[tuple[str, str]] = []  # traces and ids
+        self._finished: list[Span] = []
+
+    def now(self) -> int:
+        """Nanoseconds since 1970."""
+        return self._origin + time.perf_counter_ns()
+
+    @contextmanager
+    def span(self, name: str, **attributes: int | float | str) -> Iterator[Attributes]:
+        """Records what is done inside of the block; yields the attributes, to which it may add."""
+        trace, parent = self._open[-1] if self._open else (secrets.token_hex(16), None)
+        start, id = self.now(), secrets.token_hex(8)
+        self._open.append((trace, id))
+        try:
+            yield attributes
+        finally:
+            self._open.pop()
+            self._finished.append(Span(name, MAIN, start, self.now(), trace, id, parent, attributes))
+
+    def add(self, name: str, track: str, start: int, **attributes: int | float | str) -> None:
+        """Records what began at `start` and ends now, on a track of its own; any thread may call it."""
+        trace, parent = self._open[-1]
+        self._finished.append(Span(name, track, start, self.now(), trace, secrets.token_hex(8), parent, attributes))
+
+    def take(self) -> list[Span]:
+        """The spans that ended since this was last called, in the order of their ends."""
+        finished, self._finished = self._finished, []
+        return finished
+
+
+def build_spans(settings: TrackSettings) -> Spans | None:
+    """What --track-spans asks for; None: nothing."""
+    return None if settings.track_spans == "none" else Spans()
+
+
+def span(spans: Spans | None, name: str, **attributes: int | float | str) -> AbstractContextManager:
+    """`Spans.span`, or nothing if none are recorded."""
+    return spans.span(name, **attributes) if spans else nullcontext(attributes)
