@@ -16,7 +16,9 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
     from r3lite.models.qwen2 import Qwen2
     from r3lite.protocols.base import Protocol
 
-GGUF, CARD, MODELFILE = "model.gguf", "README.md", "Modelfile"
+GGUF, ADAPTER, CARD, MODELFILE = "model.gguf", "adapter.gguf", "README.md", "Modelfile"
+
+FILES = {"folder": None, "gguf": GGUF, "gguf-adapter": ADAPTER}  # None: the folder itself
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class ExportConfig:
 
     python -m r3lite.export --adapter runs/ppo --output my-model
     python -m r3lite.export --adapter runs/ppo --form gguf --weights q8_0 --output my-gguf
+    python -m r3lite.export --adapter runs/ppo --form gguf-adapter --weights fp16 --output my-adapter
 
     The merge is in fp32, and takes 4 bytes a weight of memory. What was written is read back and compared: after
     --prompts prompts, the logits of both, and whether the likeliest next token is the same. The folder has a model card
@@ -43,7 +46,7 @@ def export(config: ExportConfig) -> None:
     settings = config.export
     if config.common.output is None:
         raise UsageError("--output is missing: the folder to write")
-    if settings.form == "gguf":
+    if settings.form != "folder":
         from r3lite.exporting import gguf
 
         gguf.check()  # before the merge
@@ -83,17 +86,21 @@ def write(config: ExportConfig, protocol: "Protocol", scores: dict, output: Path
     lora.load_adapter(model, "trained", settings.adapter, trainable=False)
     lora.set_adapter(model, "trained")
     before = parity.next_logits(model, prompts, tokenizer.size, "before") if prompts else None
-    lora.merge_adapter(model, "trained")
+    file, name = FILES[settings.form], Path(settings.adapter).name
+    written = output / file if file else output
+    if settings.form != "gguf-adapter":
+        lora.merge_adapter(model, "trained")
     if settings.form == "gguf":
-        gguf.write(model, folder, output / GGUF, settings.weights, Path(settings.adapter).name)
-        written = output / GGUF
+        gguf.write(model, folder, written, settings.weights, name)
         gguf.fill(model, written)
         write_text(output / MODELFILE, modelfile(GGUF, protocol))
+    elif settings.form == "gguf-adapter":
+        gguf.write_adapter(model, "trained", written, settings.weights, name)
+        gguf.fill_adapter(model, "trained", written)
     else:
-        written = output
-        model = in_folder(model, folder, output, settings.weights)
-    file = GGUF if settings.form == "gguf" else None
-    facts = Facts(settings.model, settings.weights, file, run_of(settings.adapter), settings.license, scores)
+        model = in_folder(model, folder, output, settings)
+    merged, run = settings.form != "gguf-adapter", run_of(settings.adapter)
+    facts = Facts(settings.model, settings.weights, file, merged, run, settings.license, scores)
     write_text(output / CARD, card(facts, protocol, config.protocol.format))
     size = sum(path.stat().st_size for path in output.iterdir())
     print(f"written to  {written}, {size / (1 << 20):,.0f} MiB in all, with a card in {output / CARD}")
@@ -101,7 +108,7 @@ def write(config: ExportConfig, protocol: "Protocol", scores: dict, output: Path
         print(parity.compare(before, parity.next_logits(model, prompts, tokenizer.size, "after")).told())
 
 
-def in_folder(model: "Qwen2", source: Path, output: Path, kind: str) -> "Qwen2":
+def in_folder(model: "Qwen2", source: Path, output: Path, settings: ExportSettings) -> "Qwen2":
     """Writes the model as a folder and returns it as it is read back."""
     import tempfile
 
@@ -109,9 +116,12 @@ def in_folder(model: "Qwen2", source: Path, output: Path, kind: str) -> "Qwen2":
 
     from r3lite.devices.precision import DTYPES
     from r3lite.models import weights
+    from r3lite.settings.common import budget_bytes
 
+    kind = settings.weights
     if kind != "nf4":
-        weights.save_merged(model.to(DTYPES[kind]), source, output)
+        most = budget_bytes(settings.max_shard_size, "--max-shard-size")
+        weights.save_merged(model.to(DTYPES[kind]), source, output, most)
         return weights.load_qwen2(output, DTYPES[kind], "cpu")
     with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as parent:
         dense = Path(parent) / "dense"  # as weights are quantized while they are read

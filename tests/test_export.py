@@ -14,6 +14,7 @@ from r3lite.exporting.card import modelfile
 from r3lite.exporting.parity import compare
 from r3lite.files import read_record
 from r3lite.models import lora
+from r3lite.models.tensor_files import shards_of
 from r3lite.models.weights import load_qwen2, resolve_folder
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
@@ -85,6 +86,64 @@ def test_the_folder_says_in_transformers_what_base_and_adapter_say(exported, exp
     assert (by_transformers(exported("folder", "bf16")) - expected).abs().max() <= 0.5
     config = read_record(exported("folder", "bf16") / "config.json", "")
     assert config.text("torch_dtype") == "bfloat16"
+
+
+def test_shards_are_read_by_transformers(run, expected, tmp_path):
+    flags = [*TINY, "--adapter", str(run), "--weights", "fp32", "--prompts", "3", "--max-shard-size", "2MB"]
+    assert export.main([*flags, "--output", str(tmp_path / "x")]) == 0
+    index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    files = sorted((tmp_path / "x").glob("*.safetensors"))
+    assert len(files) > 2 and {f.name for f in files} == set(index["weight_map"].values())
+    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    assert all(f.stat().st_size < 2e6 + 1e4 for f in files)  # and a header
+    one = load_qwen2(tmp_path / "x", torch.float32, "cpu")
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in one.parameters())
+    assert (by_transformers(tmp_path / "x") - expected).abs().max() <= 1e-4
+
+
+def test_parts_of_a_file_by_hand():
+    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in zip("abcde", (3, 2, 9, 1, 4), strict=True)}
+    assert [list(part) for part in shards_of(tensors, 5)] == [["a", "b"], ["c"], ["d", "e"]]
+
+
+@pytest.mark.parametrize(("weights", "rslora"), [("fp32", False), ("fp32", True), ("fp16", False), ("bf16", False)])
+def test_the_gguf_adapter_is_that_of_llama_cpps_converter(run, tmp_path, weights, rslora):
+    """Names, keys and shapes as convert_lora_to_gguf writes them; what llama.cpp computes from them, by its formula, is
+    what peft adds to a weight."""
+    gguf, peft = pytest.importorskip("gguf"), pytest.importorskip("peft")
+    import shutil
+
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run" / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_rslora": rslora}))
+    flags = [*TINY, "--adapter", str(tmp_path / "run"), "--form", "gguf-adapter", "--weights", weights]
+    assert export.main([*flags, "--prompts", "3", "--output", str(tmp_path / "x")]) == 0
+    assert {p.name for p in (tmp_path / "x").iterdir()} == {"adapter.gguf", "README.md"}
+    card = (tmp_path / "x" / "README.md").read_text(encoding="utf-8")
+    assert "--lora adapter.gguf" in card and "A LoRA adapter of tiny" in card
+    reader = gguf.GGUFReader(tmp_path / "x" / "adapter.gguf")
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.type"] == "adapter" and fields["general.architecture"] == "qwen2"
+    assert fields["adapter.type"] == "lora"
+    found = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    kinds = {t.tensor_type.name for t in reader.tensors}
+    assert kinds == {{"fp32": "F32", "fp16": "F16", "bf16": "BF16"}[weights]}
+    assert len(found) == 4 * 7 * 2  # layers, projections, A and B
+    assert {"blk.0.attn_q.weight.lora_a", "blk.3.ffn_down.weight.lora_b"} <= found.keys()
+    base = AutoModelForCausalLM.from_pretrained(resolve_folder("tiny"), dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
+    for name, module in {
+        "attn_q": "self_attn.q_proj",
+        "ffn_down": "mlp.down_proj",
+        "attn_output": "self_attn.o_proj",
+    }.items():
+        layer = theirs.base_model.model.model.layers[2].get_submodule(module)
+        a, b = (torch.tensor(found[f"blk.2.{name}.weight.lora_{side}"]) for side in "ab")
+        delta = fields["adapter.lora.alpha"] / b.shape[1] * (b @ a)  # llama.cpp: alpha over the columns of B
+        wanted, close = layer.get_delta_weight("default"), 1e-6 if weights == "fp32" else 0.01
+        assert (delta - wanted).norm() <= close * wanted.norm()
 
 
 def test_nf4_is_read_back_by_r3lite(exported, expected):
@@ -191,6 +250,8 @@ def test_the_modelfile_is_the_prompt_of_an_episode():
         (["--adapter", "RUN"], 2, "--output is missing"),
         (["--adapter", "RUN", "--output", "x", "--weights", "q8_0"], 2, "q8_0 is for --form gguf"),
         (["--adapter", "RUN", "--output", "x", "--weights", "nf4", "--form", "gguf"], 2, "nf4 is for --form folder"),
+        (["--adapter", "RUN", "--output", "x", "--weights", "q8_0", "--form", "gguf-adapter"], 2, "q8_0 is for --form"),
+        (["--adapter", "RUN", "--output", "x", "--max-shard-size", "5"], 2, "--max-shard-size 5 is not an amount"),
         (["--adapter", "nowhere", "--output", "x"], 1, "nowhere"),
         (["--adapter", "RUN", "--output", "TAKEN"], 1, "is there already"),
         (["--adapter", "RUN", "--output", "x", "--evaluation", "nowhere"], 1, "Name the folder of an evaluation"),

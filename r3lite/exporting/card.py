@@ -18,6 +18,7 @@ class Facts:
     base: str
     weights: str
     file: str | None  # the GGUF file; None: a folder
+    merged: bool  # into the base, or the adapter alone
     run: Mapping[str, object]  # the settings of the adapter's run, if they are known
     license: str | None = None
     scores: Mapping[str, dict] = field(default_factory=dict)
@@ -26,17 +27,18 @@ class Facts:
 def card(facts: Facts, protocol: Protocol, format: str) -> str:
     """README.md of an export, with the header that the Hugging Face hub reads."""
     system = [f"system: {protocol.system}"] if protocol.system else []
+    what = f"A LoRA adapter merged into {facts.base}" if facts.merged else f"A LoRA adapter of {facts.base}"
     parts = [
         _head(facts),
         f"# {facts.base}, trained with r3lite",
-        f"A LoRA adapter merged into {facts.base}, weights in {facts.weights}. It answers questions in steps, each of "
+        f"{what}, weights in {facts.weights}. It answers questions in steps, each of "
         "which reasons and then asks a retriever or answers.",
         _run(facts.run),
         _scores(facts.scores),
         f"## Prompt\n\nThe step format is `{format}`. An episode opens with:",
         "\n".join(["```text", *system, protocol.opening("{question}"), "```"]),
         "## Use",
-        _transformers(protocol) if facts.file is None else _llama(facts.file),
+        _use(facts, protocol),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -61,6 +63,12 @@ def _scores(scores: Mapping[str, dict]) -> str:
     lines += ["| score | value | from | to |", "|---|---|---|---|"]
     lines += [f"| {SCORES[n]} | {e['value']:.3f} | {e['low']:.3f} | {e['high']:.3f} |" for n, e in known.items()]
     return "\n".join(lines)
+
+
+def _use(facts: Facts, protocol: Protocol) -> str:
+    if facts.file is None:
+        return _transformers(protocol)
+    return _llama(facts.file) if facts.merged else _llama_with_adapter(facts.file)
 
 
 def _transformers(protocol: Protocol) -> str:
@@ -94,6 +102,14 @@ llama-cli -m {file} -cnv              # llama.cpp; give the prompt above yoursel
 ```
 
 Neither retrieves: the model writes its first query, and you give it the documents."""
+
+
+def _llama_with_adapter(file: str) -> str:
+    return f"""```
+llama-cli -m BASE.gguf --lora {file} -cnv   # llama.cpp; BASE.gguf is the base, and you give it the prompt above
+```
+
+It does not retrieve: the model writes its first query, and you give it the documents."""
 
 
 def modelfile(file: str, protocol: Protocol) -> str:

@@ -3,25 +3,33 @@
 Names and keys are those that llama.cpp's own converter writes for Qwen2. Norms and biases stay in fp32, as there.
 """
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from r3lite.errors import R3LiteError
 from r3lite.files import PART, read_record, read_text
+from r3lite.models import lora
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.weights import checkpoint_tensors
 from r3lite.records import Record
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 # The pre-tokenizer that llama.cpp calls qwen2.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 REMEDY = "Use a Qwen2 tokenizer, or --form folder."
+ENDINGS = {"lora_A": "lora_a", "lora_B": "lora_b"}  # PEFT's and GGUF's
 TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
 
 
@@ -30,11 +38,52 @@ def check() -> None:
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise R3LiteError("--form gguf needs the package gguf", "pip install 'r3lite[gguf]'") from error
+        raise R3LiteError("a GGUF file needs the package gguf", "pip install 'r3lite[gguf]'") from error
 
 
 def write(model: Qwen2, folder: Path, path: Path, weights: str, name: str) -> None:
     """Writes a model without adapters, with the tokenizer of `folder`; the file appears whole or not at all."""
+    import gguf
+
+    with _writer(path) as writer:
+        _add_sizes(writer, model, name)
+        _add_tokenizer(writer, folder, model.config.vocab_size)
+        _add_tensors(writer, model, gguf.GGMLQuantizationType[TYPES[weights]])
+
+
+def write_adapter(model: Qwen2, adapter: str, path: Path, weights: str, name: str) -> None:
+    """Writes one adapter of a model, with the keys and names of llama.cpp's convert_lora_to_gguf.
+
+    llama.cpp multiplies by alpha / r: that of rank-stabilized LoRA, which divides by the root of r, is scaled to this.
+    """
+    import gguf
+
+    kind, config = gguf.GGMLQuantizationType[TYPES[weights]], lora.switch_of(model).configs[adapter]
+    with _writer(path) as writer:
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, config.scale * config.r)
+        writer.add_name(name)
+        for ours, parameter in _adapter_names(model, adapter).items():
+            numbers = gguf.quants.quantize(parameter.detach().float().numpy(), kind)
+            writer.add_tensor(ours, numbers, raw_dtype=kind)
+
+
+def _adapter_names(model: Qwen2, adapter: str) -> dict[str, nn.Parameter]:
+    """The parameters of an adapter under GGUF's names."""
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
+    found = {}
+    for name, parameter in lora.adapter_parameters(model, adapter).items():
+        path, side, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
+        found[f"{names.get_name(path)}.weight.{ENDINGS[side]}"] = parameter
+    return found
+
+
+@contextlib.contextmanager
+def _writer(path: Path) -> Iterator["GGUFWriter"]:
+    """What a GGUF file is added to, which is written at the end of the block."""
     import gguf
 
     folder_of_all = path.parent.absolute()  # made last, so that a failure leaves nothing
@@ -42,9 +91,7 @@ def write(model: Qwen2, folder: Path, path: Path, weights: str, name: str) -> No
     temporary.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(temporary, "qwen2")
     try:
-        _add_sizes(writer, model, name)
-        _add_tokenizer(writer, folder, model.config.vocab_size)
-        _add_tensors(writer, model, gguf.GGMLQuantizationType[TYPES[weights]])
+        yield writer
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -141,3 +188,11 @@ def fill(model: Qwen2, path: Path) -> None:
     found = read_tensors(path)
     for name, tensor in checkpoint_tensors(model).items():
         tensor.copy_(found[names.get_name(name, (".weight", ".bias"))].view(tensor.shape))
+
+
+@torch.no_grad()
+def fill_adapter(model: Qwen2, adapter: str, path: Path) -> None:
+    """Puts the weights of a file of `write_adapter` into an adapter of the same shape."""
+    found = read_tensors(path)
+    for name, parameter in _adapter_names(model, adapter).items():
+        parameter.copy_(found[name].view(parameter.shape))

@@ -61,7 +61,8 @@ def _check_supported(record: Record, rope: list[Record]) -> None:
         (
             quantization not in ({}, nf4.LAYOUT),
             f"quantization_config is {shown(quantization)}",
-            "Use the model's unquantized checkpoint; of quantized ones only those are read that r3lite writes.",
+            "Use the model's unquantized checkpoint, with --quantize nf4 if it is to be in NF4 as by bitsandbytes; of "
+            "quantized ones only those are read that r3lite writes.",
         ),
         (
             sliding,

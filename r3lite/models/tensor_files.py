@@ -52,6 +52,19 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
         temporary.unlink(missing_ok=True)
 
 
+def shards_of(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    """The tensors in their order, in parts of at most `limit` bytes; a tensor that is larger is a part by itself."""
+    parts: list[dict[str, Tensor]] = [{}]
+    room = limit
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and parts[-1]:
+            parts.append({})
+            room = limit
+        parts[-1][name] = tensor
+        room -= tensor.nbytes
+    return parts
+
+
 def _sort_metadata(path: Path) -> None:
     """Puts a file's metadata, which safetensors writes in random order, in the order of their names."""
     with open(path, "rb+") as file:

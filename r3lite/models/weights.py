@@ -23,7 +23,7 @@ from r3lite.models.projections import Nf4Linear
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.qwen2_config import SIZES, config_record, is_nf4, read_config
 from r3lite.models.stacks import stacked, stacks
-from r3lite.models.tensor_files import opened, write_tensors
+from r3lite.models.tensor_files import opened, shards_of, write_tensors
 from r3lite.records import shown
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
@@ -272,16 +272,35 @@ def _base_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def save_merged(model: Qwen2, source_folder: str | Path, out_folder: str | Path) -> None:
+def save_merged(model: Qwen2, source_folder: str | Path, out_folder: str | Path, max_shard: int | None = None) -> None:
     """Writes the base weights as a checkpoint that transformers reads, with config and tokenizer files of the source.
 
     An adapter to be included is merged before (`lora.merge_adapter`); those still attached are left out. NF4 weights
-    are written dense. `config.json` names the dtype that is written, under the source's key. The folder appears whole
-    or not at all. Raises R3LiteError if it exists and is not empty.
+    are written dense. `config.json` names the dtype that is written, under the source's key. With `max_shard` there
+    are several files, of at most so many bytes unless one tensor is larger. The folder appears whole or not at all.
+    Raises R3LiteError if it exists and is not empty.
     """
     key = "dtype" if "dtype" in config_record(Path(source_folder)).values else "torch_dtype"
     dtype = {key: str(model.head_weight.dtype).removeprefix("torch.")}
-    _write_folder(Path(source_folder), Path(out_folder), lambda: checkpoint_tensors(model), dtype, {})
+
+    def write(folder: Path) -> None:
+        write_weights(folder, checkpoint_tensors(model), max_shard)
+
+    _write_folder(Path(source_folder), Path(out_folder), write, dtype)
+
+
+def write_weights(folder: Path, tensors: dict[str, Tensor], max_shard: int | None) -> None:
+    """Writes tensors as one file, or as several and an index, under the names that transformers gives them."""
+    parts = shards_of(tensors, max_shard) if max_shard else [tensors]
+    if len(parts) == 1:
+        return write_tensors(folder / SINGLE, tensors)
+    places = {}
+    for number, part in enumerate(parts, 1):
+        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        write_tensors(folder / name, part)
+        places |= dict.fromkeys(part, name)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
 def save_nf4(model: Qwen2, source_folder: str | Path, out_folder: str | Path) -> None:
@@ -292,13 +311,15 @@ def save_nf4(model: Qwen2, source_folder: str | Path, out_folder: str | Path) ->
     assert not _layer_linears(model), "a layer has dense linears"
     extra, base = {"quantization_config": nf4.LAYOUT}, fingerprint(source_folder)
     metadata = {FINGERPRINT: base} if base else {}
-    _write_folder(Path(source_folder), Path(out_folder), lambda: _base_tensors(model.state_dict()), extra, metadata)
+
+    def write(folder: Path) -> None:
+        write_tensors(folder / SINGLE, _base_tensors(model.state_dict()), metadata)
+
+    _write_folder(Path(source_folder), Path(out_folder), write, extra)
 
 
-def _write_folder(
-    source: Path, out: Path, tensors: Callable[[], dict[str, Tensor]], extra: dict, metadata: dict[str, str]
-) -> None:
-    """Writes a model folder: the source's files, and the tensors.
+def _write_folder(source: Path, out: Path, write: Callable[[Path], None], extra: dict) -> None:
+    """Writes a model folder: the source's files, and what `write` puts there.
 
     In `config.json` the keys of `extra` take the place of the source's quantization.
     """
@@ -315,7 +336,7 @@ def _write_folder(
         wanted = {key: value for key, value in config.items() if key != "quantization_config"} | extra
         if wanted != config:
             write_json(temporary / "config.json", wanted)
-        write_tensors(temporary / SINGLE, tensors(), metadata)
+        write(temporary)
         if out.exists():
             out.rmdir()  # empty; Windows renames onto nothing
         temporary.rename(out)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from r3lite.config import Required, Section, UsageError, Whole
+from r3lite.settings.common import budget_bytes
 
 
 @dataclass(frozen=True)
@@ -14,10 +15,13 @@ class ExportSettings(Section):
     """the base: folder, hub id, or tiny"""
     adapter: Annotated[str | None, Required("a run folder or its adapter/; it is merged into --model")] = None
     """LoRA adapter that is merged into the base: a run folder or its adapter/"""
-    form: Literal["folder", "gguf"] = "folder"
-    """folder: as transformers and vLLM read it; gguf: as llama.cpp and Ollama read it (extra gguf)"""
+    form: Literal["folder", "gguf", "gguf-adapter"] = "folder"
+    """folder: as transformers and vLLM read it; gguf: as llama.cpp and Ollama read it; gguf-adapter: the adapter alone,
+    for llama.cpp's --lora beside the base as a GGUF file (both: extra gguf)"""
     weights: Literal["fp32", "bf16", "fp16", "q8_0", "nf4"] = "bf16"
     """numbers of the weights; q8_0 in a gguf file only, nf4 in a folder for r3lite only"""
+    max_shard_size: str = "5GB"
+    """most of one file of a folder, such as 5GB or 900MiB; beyond it there are several and an index (not in nf4)"""
     questions: str | None = None
     """question file whose prompts are compared before and after; default: the sample world's test questions"""
     prompts: Whole = 200
@@ -30,5 +34,8 @@ class ExportSettings(Section):
     def check(self) -> None:
         if self.form == "folder" and self.weights == "q8_0":
             raise UsageError("--weights q8_0 is for --form gguf; a folder has fp32, bf16, fp16 or nf4")
-        if self.form == "gguf" and self.weights == "nf4":
+        if self.form == "gguf-adapter" and self.weights == "q8_0":
+            raise UsageError("--weights q8_0 is for --form gguf; the ranks of an adapter are too small for its blocks")
+        if self.form != "folder" and self.weights == "nf4":
             raise UsageError("--weights nf4 is for --form folder; a gguf file has fp32, bf16, fp16 or q8_0")
+        budget_bytes(self.max_shard_size, "--max-shard-size")
