@@ -27,6 +27,7 @@ class ExportConfig:
 
     python -m r3lite.export --adapter runs/ppo --output my-model
     python -m r3lite.export --adapter runs/ppo --form gguf --weights q8_0 --output my-gguf
+    python -m r3lite.export --adapter runs/ppo --output my-model --push me/my-model --yes
     python -m r3lite.export --adapter runs/ppo --form gguf-adapter --weights fp16 --output my-adapter
 
     The merge is in fp32, and takes 4 bytes a weight of memory. What was written is read back and compared: after
@@ -40,6 +41,7 @@ class ExportConfig:
 
 
 def export(config: ExportConfig) -> None:
+    from r3lite.exporting import hub
     from r3lite.files import names_in, sole_writer
     from r3lite.protocols.registry import build_protocol
 
@@ -50,13 +52,31 @@ def export(config: ExportConfig) -> None:
         from r3lite.exporting import gguf
 
         gguf.check()  # before the merge
+    if settings.yes:
+        hub.token()  # before the merge, too
     protocol = build_protocol(config.protocol)
     scores = read_scores(settings.evaluation)
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
-        if names_in(output) if output.is_dir() else output.exists():
+        if settings.push and (output / CARD).is_file():
+            print(f"{output} was written before, and stays as it is")
+        elif names_in(output) if output.is_dir() else output.exists():
             raise R3LiteError(f"--output {output} is there already", "Name a new folder.")
-        write(config, protocol, scores, output)
+        else:
+            write(config, protocol, scores, output)
+        if settings.push:
+            upload(settings, output)
+
+
+def upload(settings: ExportSettings, folder: Path) -> None:
+    """Says what --push uploads, and with --yes does it."""
+    from r3lite.exporting import hub
+
+    print(hub.summary(folder, settings.push, settings.push_as))
+    if settings.yes:
+        print(f"uploaded    {hub.push(folder, settings.push, settings.push_as)}")
+    else:
+        print("nothing was uploaded: look at the folder, then give the same command with --yes")
 
 
 def read_scores(folder: str | None) -> dict:

@@ -1,5 +1,6 @@
 """Settings of an export."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -31,6 +32,14 @@ class ExportSettings(Section):
     license: str | None = None
     """licence of the result for the model card; the base's holds, too"""
 
+    push: str | None = None
+    """repository of the Hugging Face hub, OWNER/NAME, that --output is uploaded to, with the token in HF_TOKEN; a
+    folder that was exported before is uploaded as it is"""
+    push_as: Literal["private", "pull-request"] = "private"
+    """private: a private repository, made if there is none; pull-request: one to a repository that is there"""
+    yes: bool = False
+    """upload; without it, --push prints what would be uploaded"""
+
     def check(self) -> None:
         if self.form == "folder" and self.weights == "q8_0":
             raise UsageError("--weights q8_0 is for --form gguf; a folder has fp32, bf16, fp16 or nf4")
@@ -38,4 +47,8 @@ class ExportSettings(Section):
             raise UsageError("--weights q8_0 is for --form gguf; the ranks of an adapter are too small for its blocks")
         if self.form != "folder" and self.weights == "nf4":
             raise UsageError("--weights nf4 is for --form folder; a gguf file has fp32, bf16, fp16 or q8_0")
+        if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
+            raise UsageError(f"--push {self.push} is not the name of a repository: write it as OWNER/NAME")
+        if self.yes and self.push is None:
+            raise UsageError("--yes uploads, and --push is missing: the repository")
         budget_bytes(self.max_shard_size, "--max-shard-size")

@@ -1,0 +1,62 @@
+"""Uploads an exported folder to the Hugging Face hub, in one commit: a private repository, or a pull request."""
+
+import os
+from pathlib import Path
+
+from r3lite.errors import R3LiteError
+
+TOKEN = "HF_TOKEN"
+
+
+def token() -> str:
+    """The token of the hub, from the environment alone."""
+    if found := os.environ.get(TOKEN, "").strip():
+        return found
+    raise R3LiteError(
+        f"{TOKEN} is not set: the hub takes no upload without a token",
+        f"Make one that may write at https://huggingface.co/settings/tokens, and export {TOKEN}=...",
+    )
+
+
+def files_of(folder: Path) -> list[Path]:
+    """What is uploaded of a folder: its own files, without hidden ones and links."""
+    found = (p for p in folder.iterdir() if p.is_file() and not p.is_symlink() and not p.name.startswith("."))
+    return sorted(found)
+
+
+def summary(folder: Path, repository: str, kind: str) -> str:
+    """What an upload would do."""
+    files = files_of(folder)
+    where = "a pull request to" if kind == "pull-request" else "the private repository"
+    width = max(len(path.name) for path in files)
+    lines = [f"upload      {folder} to {where} {repository}: {len(files)} files"]
+    lines += [f"  {path.name:<{width}}  {path.stat().st_size / (1 << 20):>9,.2f} MiB" for path in files]
+    return "\n".join(lines)
+
+
+def push(folder: Path, repository: str, kind: str) -> str:
+    """Uploads a folder and returns the address of what came of it.
+
+    A private repository is made if there is none of that name; one that is public is refused.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.errors import HTTPError  # that of the HTTP library which it uses
+
+    api, as_request = HfApi(token=token()), kind == "pull-request"
+    try:
+        if not as_request:
+            api.create_repo(repository, private=True, exist_ok=True)
+            if not api.model_info(repository).private:
+                raise R3LiteError(
+                    f"{repository} is public, and nothing was uploaded",
+                    "Name another repository, make it private, or pass --push-as pull-request.",
+                )
+        added = [CommitOperationAdd(path.name, str(path)) for path in files_of(folder)]
+        done = api.create_commit(repository, added, commit_message="Exported by r3lite", create_pr=as_request)
+    except (HTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise R3LiteError(
+            f"{repository} did not take the upload: {reason}",
+            f"Check the name, what the token in {TOKEN} may do, and the connection; the same command tries again.",
+        ) from error
+    return done.pr_url if as_request else f"{api.endpoint}/{repository}"
