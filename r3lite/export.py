@@ -58,7 +58,7 @@ def export(config: ExportConfig) -> None:
     scores = read_scores(settings.evaluation)
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
-        if settings.push and (output / CARD).is_file():
+        if settings.push and is_export(output):
             print(f"{output} was written before, and stays as it is")
         elif names_in(output) if output.is_dir() else output.exists():
             raise R3LiteError(f"--output {output} is there already", "Name a new folder.")
@@ -66,6 +66,12 @@ def export(config: ExportConfig) -> None:
             write(config, protocol, scores, output)
         if settings.push:
             upload(settings, output)
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder is what this command writes: one with a card, whose weights are beside it."""
+    weights = ("model.safetensors", "model.safetensors.index.json", GGUF, ADAPTER)
+    return (folder / CARD).is_file() and any((folder / name).is_file() for name in weights)
 
 
 def upload(settings: ExportSettings, folder: Path) -> None:

@@ -170,3 +170,10 @@ def test_refusals_have_a_remedy(hub, folder):
     assert done.returncode == 1 and "me/model did not take the upload" in done.stderr and not hub.files
     assert export(hub, folder, "--yes").returncode == 2
     assert export(hub, folder, "--push", "model").returncode == 2
+
+
+def test_a_folder_that_is_no_export_is_not_uploaded(hub, folder):
+    """A project folder has a README.md too."""
+    (folder / "model.safetensors").rename(folder / "notes.txt")
+    done = export(hub, folder, "--push", "me/model", "--yes")
+    assert done.returncode == 1 and "is there already" in done.stderr and hub.requests == []
