@@ -92,8 +92,9 @@ def open_retriever(config: Answering) -> Retrieve:
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
 
-    settings = config.retrieval
-    if not build_protocol(config.protocol).searches:
+    settings, protocol = config.retrieval, build_protocol(config.protocol)
+    settings.check_sources(protocol.plans)
+    if not protocol.searches:
         settings = replace(settings, retriever="none", rerank=None)
     if settings.retriever == "golden" or settings.context == "question":
         raise UsageError("--retriever golden and --context question are for questions of --data, with paragraphs")

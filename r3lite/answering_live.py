@@ -15,7 +15,7 @@ from typing import Protocol
 from r3lite import policy
 from r3lite.answering import Answering, warn_of_other_format, why_no_answer
 from r3lite.config import UsageError
-from r3lite.episode import Document, Failure, Question, Retrieve
+from r3lite.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.errors import R3LiteError
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import evaluate_workload
@@ -204,6 +204,8 @@ def load_adapters(folder: Path, config: Serving, folders: dict[str, str | None],
 
 def tolerant(retrieve: Retrieve) -> Retrieve:
     """The same retriever, but an error that would end a run, such as a hundred failures in a row, fails its queries."""
+    if isinstance(retrieve, Routes):
+        return retrieve.each(tolerant)
 
     def found(pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
         try:

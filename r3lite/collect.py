@@ -14,7 +14,7 @@ from pathlib import Path
 
 from r3lite import command
 from r3lite.config import UsageError, to_toml
-from r3lite.episode import Document, Failure, Question, Retrieve, Step
+from r3lite.episode import Document, Failure, Question, Retrieve, Search, Step, retrieve_all
 from r3lite.errors import R3LiteError
 from r3lite.files import append_jsonl, check_writable, recover_jsonl, sole_writer, write_jsonl, write_text
 from r3lite.protocols.base import Protocol
@@ -134,6 +134,7 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
 
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     protocol = build_protocol(config.protocol)
+    config.retrieval.check_sources(protocol.plans)
     setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     retrieve = build_retriever(setup)
     if config.collect.source == "gold":
@@ -185,11 +186,11 @@ def gold(
 
     For a protocol without search nothing is retrieved.
     """
-    from r3lite.datasets.gold import obstacle, planned, planned_queries, queries, steps, with_gold, without_search
+    from r3lite.datasets.gold import obstacle, planned, planned_searches, queries, steps, with_gold, without_search
     from r3lite.datasets.teacher import WITHOUT_SEARCH
     from r3lite.datasets.trajectories import Trajectory, check_steps
 
-    asked = planned_queries if protocol.plans else queries
+    asked = planned_searches if protocol.plans else lambda question: list(map(Search, queries(question)))
 
     def demonstration(question: Question, documents: Sequence[Sequence[Document]], hurried: bool) -> tuple[Step, ...]:
         if protocol.plans:
@@ -212,7 +213,7 @@ def gold(
     for hop in range(max((len(q.hops) for q in usable), default=0) if protocol.searches else 0):
         # One batch for the first queries of all questions, then one for the second queries, ...
         asking = [i for i, q in enumerate(usable) if hop < len(q.hops)]
-        answers = retrieve([(usable[i], asked(usable[i])[hop]) for i in asking])
+        answers = retrieve_all(retrieve, [(usable[i], asked(usable[i])[hop]) for i in asking])
         for i, outcome in zip(asking, answers, strict=True):
             if isinstance(outcome, Failure):
                 failed.add(i)

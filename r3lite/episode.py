@@ -3,7 +3,7 @@
 Knows no text format, no tokens and no model.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -262,3 +262,36 @@ class Failure:
 
 # From pairs of a question and a query about it to the documents of each query, best first, or why it has none.
 Retrieve = Callable[[list[tuple[Question, str]]], list[list[Document] | Failure]]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Retrievers by the kind of source that a search is meant for. Called as a retriever, it is the one of all others.
+
+    One that fails fails the searches that are meant for it alone.
+    """
+
+    default: Retrieve
+    of_source: Mapping[str, Retrieve]
+
+    def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
+        return self.default(pairs)
+
+    def each(self, change: Callable[[Retrieve], Retrieve]) -> "Routes":
+        """The same with every retriever changed."""
+        return Routes(change(self.default), {name: change(retrieve) for name, retrieve in self.of_source.items()})
+
+
+def retrieve_all(retrieve: Retrieve, asked: Sequence[tuple[Question, Search]]) -> list[list[Document] | Failure]:
+    """What each search brings; those that the same retriever answers are one call of it, in the order of `asked`."""
+    routes = retrieve if isinstance(retrieve, Routes) else Routes(retrieve, {})
+    groups: dict[str, list[int]] = {}
+    for i, (_, search) in enumerate(asked):
+        groups.setdefault(search.source if search.source in routes.of_source else "", []).append(i)
+    outcomes: dict[int, list[Document] | Failure] = {}
+    for source, places in groups.items():
+        pairs = [(asked[i][0], asked[i][1].query) for i in places]
+        found = routes.of_source.get(source, routes.default)(pairs)
+        assert len(found) == len(pairs), "one list of documents per query"
+        outcomes |= zip(places, found)
+    return [outcomes[i] for i in range(len(asked))]

@@ -68,6 +68,7 @@ def evaluate(config: EvaluateConfig) -> None:
         return
     if not config.data.data:
         raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
+    config.retrieval.check_sources(build_protocol(config.protocol).plans)
     output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
     if config.evaluate.baseline == "single-retrieval":
         if config.retrieval.retriever == "none":

@@ -36,6 +36,7 @@ class RetrieveConfig:
 
 
 def retrieve(config: RetrieveConfig) -> None:
+    config.retrieval.check_sources(plans=False)
     if config.retrieve.serve:
         answer_queries(config)
     elif config.retrieve.query:

@@ -160,6 +160,7 @@ def read_pools(config: TunePromptConfig) -> "tuple[Pool, Pool]":
     """The questions of --data, and those of --eval-data that are drawn, each with what retrieves for them."""
     from r3lite.datasets.qa import read_questions
     from r3lite.prompt_tuner import Pool
+    from r3lite.protocols.registry import build_protocol
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
 
@@ -172,6 +173,7 @@ def read_pools(config: TunePromptConfig) -> "tuple[Pool, Pool]":
     if shared := sum(question.text in known for question in scored):
         told = f"{shared} of {len(scored)} questions of --eval-data are in --data as well: critiques may tell of them"
         print(f"warning: {told}", file=sys.stderr)
+    config.retrieval.check_sources(build_protocol(config.protocol).plans)
     retrieve = build_retriever(Setup(config.retrieval, sampled, seed, skip_bad_rows=skip))
     if not config.retrieval.from_questions:
         return Pool(sampled, retrieve), Pool(scored, retrieve)

@@ -70,10 +70,10 @@ def plan_of(question: Question, hops: int | None = None) -> Plan:
     return Plan(tuple(nodes), tuple(edges))
 
 
-def planned_queries(question: Question) -> list[str]:
-    """The queries of the plan's nodes, with the gold answers of others filled in."""
+def planned_searches(question: Question) -> list[Search]:
+    """The searches of the plan's nodes, with the gold answers of others filled in."""
     plan, answers = plan_of(question), _answers(question)
-    return [node.filled(answers) for node in plan.nodes]
+    return [Search(node.filled(answers), source=node.source) for node in plan.nodes]
 
 
 def planned(question: Question, documents: Sequence[Sequence[Document]], hurried: bool = False) -> tuple[Step, ...]:

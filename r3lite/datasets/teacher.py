@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from r3lite.answer_match import exact_match, f1, rule_of
-from r3lite.episode import Failure, Question, Retrieve, Step
+from r3lite.episode import Failure, Question, Retrieve, Step, retrieve_all
 from r3lite.llm.replies import Reply, Request
 from r3lite.protocols.base import Protocol
 from r3lite.settings import CollectSettings
@@ -56,8 +56,8 @@ class Teacher:
             for this, reply in zip(live, self.client.generate_all(requests), strict=True):
                 self.add_step(this, reply)
             searching = [t for t in live if t.goes_on]
-            pairs = [(t.question, query) for t in searching for query in t.steps[-1].queries]
-            found = iter(self.retrieve(pairs) if pairs else [])
+            asked = [(t.question, search) for t in searching for search in t.steps[-1].searches]
+            found = iter(retrieve_all(self.retrieve, asked))
             for this in searching:
                 outcomes = [next(found) for _ in this.steps[-1].queries]
                 if failed := next((o for o in outcomes if isinstance(o, Failure)), None):

@@ -13,8 +13,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from r3lite.settings.retrieval import SOURCES
+
 NODES, EDGES = "Nodes:", "Edges:"
-SOURCES = ("General", "News", "Academic")
 ALSO = {"academy": "Academic"}  # other names of sources; all are read in any letter case
 NONE = "none"  # the edges of a plan that has none
 

@@ -8,7 +8,7 @@ a model or a trajectory, is the caller's. Nothing is decoded and tokenized again
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
+from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Search, Step
 from r3lite.errors import R3LiteError
 from r3lite.protocols import base
 from r3lite.protocols.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ class Transcript:
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
     forced_prefix: str = ""  # given text that the current turn begins with; its tokens are before `turn_start`
-    pending: tuple[str, ...] = ()  # queries of the last step that wait for their documents
+    pending: tuple[Search, ...] = ()  # those of the last step, which wait for their documents
     failure: str | None = None  # why the retriever failed, if it did at a query of the episode
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -110,7 +110,7 @@ class Layout:
             step = self.protocol.first_search(self.protocol.quoted(question.text))
             transcript.observe(self.tokenizer.encode(self.protocol.render(step, 1)))
             transcript.add_step(step)
-            transcript.pending = step.queries
+            transcript.pending = step.searches
         elif self.opening.forces_answer:
             self._begin_answer(transcript, [])
 
@@ -181,7 +181,7 @@ class Layout:
         transcript.add_step(step)
         if transcript.finish is None:
             if step.searches:
-                transcript.pending = step.queries
+                transcript.pending = step.searches
             else:
                 self._force_answer(transcript)
 

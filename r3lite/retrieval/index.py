@@ -101,10 +101,16 @@ def float32(vectors: np.ndarray) -> np.ndarray:
 
 
 def load(
-    folder: str | Path, encoder_name: str, style: str = "auto", device: str = "cpu", batch_size: int = 32
+    folder: str | Path,
+    encoder_name: str,
+    style: str = "auto",
+    device: str = "cpu",
+    batch_size: int = 32,
+    known: PassageIndex | None = None,
 ) -> PassageIndex:
     """The index of a folder; its vectors are read as searches need them.
 
+    The encoder of `known`, which is of the same name, is not loaded again if it was made with the same settings.
     Raises R3LiteError if it was made by another encoder or style than is asked for (style auto takes the index's own),
     or if its parts do not belong together.
     """
@@ -117,7 +123,10 @@ def load(
         _refuse(folder, "encoder", kept_encoder, encoder_name, f"Pass --encoder {kept_encoder}, or {rebuild}")
     if style not in ("auto", kept_style) and encoder_name != HASHING:
         _refuse(folder, "style", kept_style, style, f"Leave --encoder-style out, or {rebuild} --encoder-style {style}")
-    encoder = reopen_encoder(encoder_name, kept_style, folder, device, batch_size)
+    if known and encoder_name != HASHING and known.encoder.settings.get("style") == kept_style:
+        encoder = known.encoder
+    else:
+        encoder = reopen_encoder(encoder_name, kept_style, folder, device, batch_size)
     for key, value in encoder.settings.items():
         # The name may be another one of the same model; its vectors tell, below.
         if key != "encoder" and manifest.values.get(key) != value:

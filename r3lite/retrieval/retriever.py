@@ -5,8 +5,9 @@ A retriever is a function from pairs of a question and a query about it to the d
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
-from r3lite.episode import Document, Failure, Question, Retrieve
+from r3lite.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import golden, hybrid, lexical, qdrant, remote, semantic
 from r3lite.retrieval.setup import Setup
@@ -29,7 +30,14 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
 
 
 def build_retriever(setup: Setup) -> Retrieve:
-    """The retriever of the settings. It works on the CPU."""
+    """The retriever of the settings, or those of several kinds of sources. They work on the CPU."""
+    default, own = _built(setup), setup.settings.of_sources
+    if not own:
+        return default
+    return Routes(default, {name: _built(replace(setup, settings=given, like=setup)) for name, given in own.items()})
+
+
+def _built(setup: Setup) -> Retrieve:
     settings = setup.settings
     if settings.is_remote:
         build = qdrant.build if settings.is_collection else remote.build

@@ -20,6 +20,7 @@ class Setup:
     seed: int = 0  # of what is drawn
     progress: bool = True  # a bar while an index is built
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
+    like: "Setup | None" = None  # whose encoder is used again, if its index is of the same one
 
     @cached_property
     def documents(self) -> Sequence[Document]:
@@ -48,7 +49,9 @@ class Setup:
         """The index of --index; else one built now."""
         settings = self.settings
         if settings.index:
-            opened = index.load(settings.index, settings.encoder, settings.encoder_style)
+            # Only a retriever with vectors has read its own by then.
+            known = self.like.__dict__.get("index") if self.like else None
+            opened = index.load(settings.index, settings.encoder, settings.encoder_style, known=known)
             self._checked(opened.documents)
             return opened
         encoder = make_encoder(settings.encoder, settings.encoder_style, self.documents)

@@ -7,7 +7,7 @@ episodes are decoded together, and so the last bit of every number, is the same 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from r3lite.episode import Document, Failure, Retrieve
+from r3lite.episode import Document, Failure, Retrieve, retrieve_all
 from r3lite.rollout.sequence import Sequence
 from r3lite.spans import Spans
 
@@ -18,7 +18,7 @@ Fetched = tuple[Sequence, list[list[Document]]]  # a sequence and the documents 
 
 
 class Fetcher:
-    """The queries of sequences that wait for documents, all of a sequence's in the same call of `retrieve`."""
+    """The queries of sequences that wait for documents, all of a sequence's at the same time."""
 
     def __init__(self, retrieve: Retrieve, spans: Spans | None = None):
         self.retrieve, self.spans = retrieve, spans
@@ -35,17 +35,16 @@ class Fetcher:
         self.worker.shutdown(cancel_futures=True)
 
     def fetch(self, sequences: list[Sequence]) -> list[Fetched]:
-        """Each sequence with the documents of each of its pending queries, by one call of `retrieve`.
+        """Each sequence with the documents of each of its pending queries, by one call of each retriever.
 
         A query that failed has none, and its sequence says why.
         """
-        pairs = [(s.question, query) for s in sequences for query in s.pending]
+        asked = [(s.question, search) for s in sequences for search in s.pending]
         start = self.spans.now() if self.spans else 0
-        found = self.retrieve(pairs)
+        of_query = iter(retrieve_all(self.retrieve, asked))
         if self.spans:
-            self.spans.add("retrieve", "retriever", start, queries=len(pairs))
-        assert len(found) == len(pairs), "one list of documents per query"
-        of_query, fetched = iter(found), []
+            self.spans.add("retrieve", "retriever", start, queries=len(asked))
+        fetched = []
         for sequence in sequences:
             outcomes = [next(of_query) for _ in sequence.pending]
             for failed in (outcome for outcome in outcomes if isinstance(outcome, Failure)):

@@ -1,12 +1,13 @@
 """Settings of the retriever, and of building an index for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from r3lite.config import Bounds, Fraction, Section, UsageError
 from r3lite.errors import nearest
 from r3lite.settings.common import budget_bytes, problem_of_address
 
+SOURCES = ("General", "News", "Academic")  # kinds that a plan knows
 RETRIEVERS = ("semantic", "lexical", "hybrid", "golden", "none")
 
 
@@ -45,6 +46,9 @@ class RetrievalSettings(Section):
     rerank: str | None = None
     """BERT cross-encoder that picks --top-k of 3 times as many passages: folder or hub id; auto:
     cross-encoder/ms-marco-MiniLM-L-6-v2"""
+    source_index: tuple[str, ...] | None = None
+    """where searches of a plan look that are meant for one kind of source, by --format dag: News=news-index and more,
+    each an index folder or an address as --retriever takes it; General, News, Academic; others look as all do"""
     noise_rate: Fraction = 0.0
     """share of the question's other paragraphs that join its gold ones, in a random order (golden)"""
 
@@ -63,7 +67,20 @@ class RetrievalSettings(Section):
         """Whether documents come from a Qdrant collection, for whose queries there is an encoder here."""
         return collection_server(self.retriever) is not None
 
+    @property
+    def of_sources(self) -> "dict[str, RetrievalSettings]":
+        """The settings of the retriever of each kind of source that has one of its own."""
+        own = {}
+        for entry in self.source_index or ():
+            name, _, place = (part.strip() for part in entry.partition("="))
+            named = {"retriever": place} if "://" in place else {"index": place}
+            if "://" not in place and self.is_remote:
+                named["retriever"] = "semantic"
+            own[name] = replace(self, **{"corpus": None, "index": None, "source_index": None} | named)
+        return own
+
     def check(self) -> None:
+        self._check_sources()
         if self.is_remote:
             if problem := problem_of_address(collection_server(self.retriever) or self.retriever):
                 raise UsageError(
@@ -83,6 +100,24 @@ class RetrievalSettings(Section):
             raise UsageError(f"--context question searches the question's own paragraphs: leave {given} out")
         if self.rerank and self.retriever in ("golden", "none"):
             raise UsageError(f"--rerank orders what a search brings, and --retriever {self.retriever} does not search")
+
+    def check_sources(self, plans: bool) -> None:
+        """Raises UsageError if sources have retrievers of their own though no format `plans`: only plans name them."""
+        if self.source_index and not plans:
+            raise UsageError("--source-index is for plans, whose searches name a kind of source: pass --format dag")
+
+    def _check_sources(self) -> None:
+        for entry in self.source_index or ():
+            name, _, place = (part.strip() for part in entry.partition("="))
+            if name not in SOURCES or not place:
+                raise UsageError(f"--source-index {entry}: write it as News=FOLDER; known are {', '.join(SOURCES)}")
+        if self.source_index:
+            if len(self.of_sources) < len(self.source_index):
+                raise UsageError("--source-index names a kind of source twice")
+            if self.context == "question" or self.retriever in ("golden", "none"):
+                raise UsageError("--source-index chooses where to search; leave out what does not search a corpus")
+            for settings in self.of_sources.values():
+                settings.check()
 
 
 @dataclass(frozen=True)

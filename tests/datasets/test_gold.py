@@ -6,7 +6,7 @@ import pytest
 
 from r3lite.datasets import gold
 from r3lite.datasets.trajectories import check_steps
-from r3lite.episode import Document, Hop, Question
+from r3lite.episode import Document, Hop, Question, Search
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import ProtocolSettings
 
@@ -139,4 +139,4 @@ def test_a_demonstration_that_plans_is_well_formed(hurried):
     assert [s.queries for s in steps] == [("Who made it?", "When?"), *[("Who ruled Ann in 1900?",)] * (not hurried), ()]
     assert [list(s.documents) for s in steps[0].searches] == [[FILM], [PERSON]]
     assert steps[-1].answer == ("1900" if hurried else question.answers[0])
-    assert gold.planned_queries(question)[2] == "Who ruled Ann in 1900?"
+    assert gold.planned_searches(question)[2] == Search("Who ruled Ann in 1900?", source="General")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from r3lite.devices.live_tensors import GRAIN, LiveTensors
-from r3lite.episode import Document, Question
+from r3lite.episode import Document, Question, Search
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sequence import Sequence
 
@@ -161,7 +161,7 @@ def test_what_the_thread_of_the_fetcher_makes_is_missed():
         made.append(torch.zeros(KIB))
         return [[Document("1", "t", str(threading.get_ident()))] for _ in pairs]
 
-    made, sequence = [], Sequence(Question("q", "q", ()), stream=None, pending=("a query",))
+    made, sequence = [], Sequence(Question("q", "q", ()), stream=None, pending=(Search("a query"),))
     with LiveTensors() as counter, Fetcher(retrieve) as fetcher:
         fetcher.ask(sequence)
         fetcher.send(idle=True)

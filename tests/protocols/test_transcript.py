@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
+from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Search, Step
 from r3lite.errors import R3LiteError
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
@@ -64,7 +64,9 @@ def test_an_episode_grows_by_turns_and_documents(layout, protocol):
     transcript = opened(layout)
     assert transcript.tokens == layout.prompt("Where?") and not any(transcript.action_mask)
     ask(layout, transcript)
-    assert transcript.pending == ("what is where",) and transcript.finish is None and transcript.steps == [QUERY]
+    assert (
+        transcript.pending == (Search("what is where"),) and transcript.finish is None and transcript.steps == [QUERY]
+    )
     layout.splice(transcript, [SHORT])
     assert transcript.pending == () and transcript.turn == [] and transcript.steps[0].documents == tuple(SHORT)
     assert protocol.observation([Step.asking("a", "q", SHORT)]) in given(layout, transcript)
@@ -109,7 +111,7 @@ def test_an_assistant_turn_that_the_model_has_ended_is_opened_again(tokenizer):
     layout = Layout(tokenizer, Tags("Q: {question}", lenient=True), LengthSettings(max_length=1000))
     transcript = opened(layout)
     speak(layout, transcript, "<search> what is where")
-    assert transcript.pending == ("what is where",)
+    assert transcript.pending == (Search("what is where"),)
     layout.splice(transcript, [SHORT])
     end, *given = transcript.tokens[transcript.step_ends[0] :]
     assert end == tokenizer.stop_id and given[1] == tokenizer.open_id and given.count(tokenizer.open_id) == 1
@@ -211,4 +213,6 @@ def test_an_episode_may_end_at_a_repeated_query(tokenizer, protocol):
         layout.splice(transcript, [SHORT])
         ask(layout, transcript, query="What is WHERE?")
         assert transcript.steps[-1].queries == ("What is WHERE?",) and "repeated_query" in transcript.steps[-1].faults
-        assert (transcript.finish, transcript.pending) == ((MALFORMED, ()) if ends else (None, ("What is WHERE?",)))
+        assert (transcript.finish, transcript.pending) == (
+            (MALFORMED, ()) if ends else (None, (Search("What is WHERE?"),))
+        )

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from r3lite.config import UsageError
-from r3lite.episode import Document, Failure, Question
+from r3lite.episode import Document, Failure, Question, Search, retrieve_all
 from r3lite.errors import R3LiteError
+from r3lite.retrieval import index
 from r3lite.retrieval.retriever import GIVE_UP, RETRIEVERS, Tolerant, build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
@@ -50,6 +51,54 @@ def test_a_corpus_and_an_index(corpus, tmp_path):
     (tmp_path / "corpus.jsonl").write_text(json.dumps(LEE.to_json()))
     with pytest.raises(R3LiteError, match="was not built of the corpus"):
         retriever(index=str(tmp_path / "i"), corpus=corpus)
+
+
+def test_kinds_of_sources_have_indexes_of_their_own(corpus, tmp_path):
+    save(tmp_path / "news", [LEE])
+    routes = retriever(corpus=corpus, source_index=(f"News={tmp_path / 'news'}",))
+    pair = (ONE, "Oslo")
+    assert routes([pair]) == [[OSLO]] and routes.of_source["News"]([pair]) == [[LEE]]
+    asked = [(ONE, Search(pair[1], source=source)) for source in ("News", "General", "", "News")]
+    assert retrieve_all(routes, asked) == [[LEE], [OSLO], [OSLO], [LEE]]
+
+
+def test_one_encoder_serves_the_indexes_of_all_sources(minilm, tmp_path, monkeypatch):
+    loaded = []
+    for name, documents in (("all", [HARBOR, OSLO]), ("news", [LEE])):
+        save(tmp_path / name, documents, str(minilm), "plain")
+    reopen = index.reopen_encoder
+    monkeypatch.setattr(index, "reopen_encoder", lambda *given: loaded.append(given) or reopen(*given))
+    given = {"encoder": str(minilm), "index": str(tmp_path / "all"), "source_index": (f"News={tmp_path / 'news'}",)}
+    routes = retriever(**given)
+    assert len(loaded) == 1
+    assert routes.of_source["News"]([(ONE, "Ann Lee")]) == [[LEE]] and routes([(ONE, "Oslo")]) == [[OSLO]]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"source_index": ("Sport=x",)}, "write it as News=FOLDER; known are General, News, Academic"),
+        ({"source_index": ("News=",)}, "write it as News=FOLDER"),
+        ({"source_index": ("News=x", "News=y")}, "names a kind of source twice"),
+        ({"source_index": ("News=x",), "context": "question"}, "chooses where to search"),
+        ({"source_index": ("News=x",), "retriever": "golden"}, "chooses where to search"),
+        ({"source_index": ("News=ftp://x",)}, "is not an address of http or https"),
+    ],
+)
+def test_sources_that_contradict_are_refused(given, said):
+    with pytest.raises(UsageError, match=said):
+        RetrievalSettings(**given).check()
+
+
+def test_only_formats_that_plan_have_sources():
+    settings = RetrievalSettings(source_index=("News=x", "Academic=http://host/retrieve"))
+    settings.check()
+    settings.check_sources(plans=True)
+    with pytest.raises(UsageError, match="pass --format dag"):
+        settings.check_sources(plans=False)
+    own = settings.of_sources
+    assert (own["News"].index, own["News"].retriever) == ("x", "semantic")
+    assert (own["Academic"].index, own["Academic"].retriever) == (None, "http://host/retrieve")
 
 
 def test_bad_lines_of_a_corpus_are_skipped_on_demand(corpus, tmp_path):

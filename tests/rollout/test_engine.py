@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
+from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Routes
 from r3lite.errors import R3LiteError
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import build_protocol
@@ -232,3 +232,21 @@ def test_a_diamond_of_searches_takes_three_batches_and_fills_its_queries(scripte
     # What SFT would be shown of these steps is what was sampled.
     laid_out = engine.layout.lay_out(sequence.question, episode.steps, 160)
     assert (laid_out.tokens, laid_out.action_mask) == (sequence.tokens, sequence.action_mask)
+
+
+def test_nodes_of_a_plan_are_searched_where_their_kind_of_source_is(scripted):
+    script = [DIAMOND, "A: Ann Dahl", "B: 1900\nC: Oslo", "D: Olav\nThe final answer: Olav"]
+    engine = scripted({"0": script}, protocol=build_protocol(ProtocolSettings(format="dag")), lengths=LengthSettings())
+
+    def named(name):
+        return lambda pairs: [[Document(f"{name}: {query}", "T", query)] for _, query in pairs]
+
+    routes = Routes(named("all"), {"News": named("news")})
+    (sequence,) = engine.run([Question("0", "Who ruled?", ("Olav",))], ["0"], routes)
+    found = [d.id for step in sequence.episode().steps for s in step.searches for d in s.documents]
+    assert found == [
+        "all: Who made Brenn?",
+        "news: When was Ann Dahl born?",
+        "all: Where was Ann Dahl born?",
+        "all: Who ruled Oslo in 1900?",
+    ]

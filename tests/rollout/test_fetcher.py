@@ -2,13 +2,13 @@
 
 import random
 
-from r3lite.episode import Document, Failure, Question
+from r3lite.episode import Document, Failure, Question, Routes, Search
 from r3lite.rollout.fetcher import GATHER, PATIENCE, Fetcher
 from r3lite.rollout.sequence import Sequence
 
 
 def waiting(id, *queries):
-    return Sequence(Question(id, "?", ("a",)), stream=random.Random(0), pending=queries)
+    return Sequence(Question(id, "?", ("a",)), stream=random.Random(0), pending=tuple(map(Search, queries)))
 
 
 def documents(queries):
@@ -61,3 +61,37 @@ def test_nothing_is_waited_for_if_no_sequence_is_at_work():
         fetcher.ask(waiting("1", "a"))
         fetcher.send(idle=True)
         assert [found for _, found in fetcher.collect(idle=True)] == [[documents(["a"])]]
+
+
+def test_each_kind_of_source_is_one_call_of_its_own_retriever():
+    calls = []
+
+    def named(name):
+        def retrieve(pairs):
+            calls.append((name, [(question.id, query) for question, query in pairs]))
+            return [documents([f"{name} {query}"]) for _, query in pairs]
+
+        return retrieve
+
+    one, two = waiting("1"), waiting("2")
+    one.pending = (Search("a", source="News"), Search("b", source="General"), Search("c", source="News"))
+    two.pending = (Search("d", source="Academic"), Search("e"), Search("f", source="News"))
+    routes = Routes(named("all"), {"News": named("news"), "Academic": named("papers")})
+    with Fetcher(routes) as fetcher:
+        fetched = fetcher.fetch([one, two])
+    assert sorted(calls) == [
+        ("all", [("1", "b"), ("2", "e")]),
+        ("news", [("1", "a"), ("1", "c"), ("2", "f")]),
+        ("papers", [("2", "d")]),
+    ]
+    assert [[d.id for d in found] for found in fetched[0][1]] == [["news a"], ["all b"], ["news c"]]
+    assert [[d.id for d in found] for found in fetched[1][1]] == [["papers d"], ["all e"], ["news f"]]
+
+
+def test_a_source_that_fails_fails_its_own_searches_only():
+    one, two = waiting("1"), waiting("2")
+    one.pending, two.pending = (Search("a", source="News"), Search("b")), (Search("c", source="General"),)
+    failing = {"News": lambda pairs: [Failure("no reply")] * len(pairs)}
+    with Fetcher(Routes(lambda pairs: [documents([query]) for _, query in pairs], failing)) as fetcher:
+        assert fetcher.fetch([one, two]) == [(one, [[], documents(["b"])]), (two, [documents(["c"])])]
+    assert (one.failure, two.failure) == ("no reply", None)
