@@ -52,10 +52,13 @@ class RLTrainer:
     def step(self, number: int) -> tuple[dict, int]:
         """One round; its metrics, and how many tokens its episodes have."""
         from r3lite.files import append_jsonl
+        from r3lite.rewards import curriculum
         from r3lite.rl.batch import Batch
         from r3lite.training.metrics import Stopwatch
 
         watch = Stopwatch(self.spans)
+        if curriculum.changes_at(self.config.reward, number):
+            self.guard.forget_rewards()
         sampled = self.sampler.sample(number, watch)
         append_jsonl(self.episodes_file, sampled.records(number))
         metrics = sampled.metrics()

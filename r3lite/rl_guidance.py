@@ -16,6 +16,7 @@ from r3lite.episode import ANSWERED, Episode, Question
 from r3lite.errors import R3LiteError
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
+from r3lite.rewards import curriculum
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.reward import Scored, most_for_answer, outcome_share, score_all
 from r3lite.rl.algorithms import ALGORITHMS
@@ -32,6 +33,11 @@ def check(config: PpoConfig) -> None:
         raise UsageError(
             f"--traces is missing: {rl.algorithm} learns from a teacher's traces; pass a file of trajectories, as "
             "`python -m r3lite.collect` writes them"
+        )
+    if (algorithm.has_traces or algorithm.has_replay) and curriculum.changing_weights(config.reward, 1):
+        raise UsageError(
+            f"{rl.algorithm} learns from episodes that were paid in other rounds, and the weights of --rewards change: "
+            "pass --curriculum-rounds 0, or take an algorithm without traces and replays"
         )
     if (algorithm.has_traces or algorithm.has_replay) and not most_for_answer(config.reward):
         raise UsageError(

@@ -9,6 +9,7 @@ from itertools import groupby
 from r3lite.datasets.order import questions_of_refill, questions_of_round
 from r3lite.datasets.sources import build_mixture
 from r3lite.episode import CUT_OFF, Episode, Question, Retrieve
+from r3lite.rewards import curriculum
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.reward import Scored, score_all
 from r3lite.rewards.rounds import episode_records, round_metrics, turns_of
@@ -134,12 +135,13 @@ class RoundSampler:
             sequences = self._run((questions, seeds))
         groups = [i // rl.num_generations for i in range(len(sequences))]
         with watch.stage("score"):
-            sampled = Round(sequences, self.score(sequences), groups)
+            told = curriculum.changing_weights(self.config.reward, number)
+            sampled = Round(sequences, self.score(number, sequences), groups, told=told)
         if self.guidance:
             ids = [question.id for question in questions[:: rl.num_generations]]
             with watch.stage("guide"):
                 joined, told = self.guidance.join(number, ids, sampled.paid(), replayed)
-            sampled = replace(sampled, joined=joined, told=told)
+            sampled = replace(sampled, joined=joined, told=sampled.told | told)
         if rl.expand_limit:
             with watch.stage("expand"):
                 sampled = self._expanded(number, sampled)
@@ -148,9 +150,10 @@ class RoundSampler:
                 sampled = self._refilled(number, sampled)
         return sampled
 
-    def score(self, sequences: Many[Sequence]) -> list[Scored | None]:
-        """What each episode is paid; see `score_all`."""
-        return score_all([sequence.episode() for sequence in sequences], self.config.reward, self.judge)
+    def score(self, number: int, sequences: Many[Sequence]) -> list[Scored | None]:
+        """What each episode of round `number` is paid; see `score_all`."""
+        settings = curriculum.of_round(self.config.reward, number)
+        return score_all([sequence.episode() for sequence in sequences], settings, self.judge)
 
     def _run(self, drawn: tuple[list[Question], list[str]]) -> list[Sequence]:
         questions, seeds = drawn
@@ -162,7 +165,7 @@ class RoundSampler:
         begun = [(first.sequences[origin.place], origin.steps) for origin in chosen]
         seeds = [f"{self.config.common.seed}/expand {number}/{origin.place}" for origin in chosen]
         added = begun and self.engine.grant.attempt("sample", self.engine.run_on, begun, seeds, self.retrieve)
-        scored, many = self.score(added), len(first.sequences)
+        scored, many = self.score(number, added), len(first.sequences)
         done = replace(
             first,
             sequences=[*first.sequences, *added],
@@ -191,7 +194,7 @@ class RoundSampler:
             drawn = questions_of_refill(self.questions, number, attempt, count, many, seed, used, self.mixture)
             added, start = self._run(drawn), max(groups) + 1
             used.update(s.question.id for s in added)
-            new = Round(added, self.score(added), [start + i // many for i in range(len(added))])
+            new = Round(added, self.score(number, added), [start + i // many for i in range(len(added))])
             for all_of_round, ours in ((sequences, new.sequences), (scored, new.scored), (groups, new.groups)):
                 all_of_round.extend(ours)
             return new.rewards()

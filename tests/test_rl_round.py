@@ -165,3 +165,13 @@ def test_the_streams_follow_from_seed_round_and_episode(number):
     engine = Scripted({"0": ["no", "no"], "1": ["no", "no"]}, ["no"] * 4)
     sampled(engine, number=number, expand_limit=4)
     assert sorted(engine.asked[0][1]) == [f"7/expand {number}/{i}" for i in range(4)]
+
+
+def test_each_round_is_paid_by_its_own_weights_its_expanded_episodes_too():
+    entry = {"name": "approximate_format", "weight": 1.0, "first_weight": 3.0}
+    curriculum = {"rewards": [entry], "curriculum_rounds": 5, "outcome_em": 0.0, "format_reward": 0.0}
+    for number, weight in ((5, 3.0), (6, 1.0)):
+        engine = Scripted({"0": ["yes", "no"], "1": ["no", "no"]}, ["yes"] * 3)
+        found = sampled(engine, number=number, expand_limit=3, **curriculum)
+        assert len(found.scored) == 7 and {paid.total for paid in found.scored} == {weight}
+        assert found.metrics()["rewards/approximate_format/weight"] == weight

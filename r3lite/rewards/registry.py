@@ -25,7 +25,7 @@ from r3lite.records import shown
 from r3lite.rewards import answers, formats, judged, searching, tasks, texts
 from r3lite.rewards.verdict import Verdict
 from r3lite.settings import RewardSettings
-from r3lite.settings.rewards import RewardEntry
+from r3lite.settings.rewards import FIRST_WEIGHT, RewardEntry
 
 RewardFunction = Callable[..., float | list[float] | None]
 # Those that a format without searches leaves nothing to pay for.
@@ -107,7 +107,7 @@ def _named(entry: RewardEntry) -> NamedReward:
     settable = {p.name: p.default for p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     judged = VERDICT in settable
     settable.pop(VERDICT, None)
-    parameters = {key: value for key, value in entry.items() if key not in ("name", "weight")}
+    parameters = {key: value for key, value in entry.items() if key not in ("name", "weight", FIRST_WEIGHT)}
     for key, value in parameters.items():
         if key not in settable:
             known = f"it has {', '.join(settable)}" if settable else "it has none"

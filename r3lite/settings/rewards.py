@@ -3,19 +3,21 @@
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from r3lite.config import MOST, Bounds, Judged, NonNegative, Section, UsageError
 
 Factor = Annotated[float, Bounds(low=-1000, high=1000)]
+FIRST_WEIGHT = "first_weight"
 NAME = re.compile(r"\w+|\w+(\.\w+)*:\w+")  # a built-in reward, or package.module:function
 
 
 class RewardEntry(dict):
     """NAME=WEIGHT, or a table of a name, a weight and the parameters of the reward, whose numbers are finite
 
-    Has `name`, `weight` (1 unless given) and the parameters under their own names: a dict, as files keep settings as
-    JSON and TOML. Which rewards there are and what they take, `rewards/registry.py` knows.
+    Has `name`, `weight` (1 unless given), perhaps `first_weight`, that of a curriculum's first rounds, and the
+    parameters under their own names: a dict, as files keep settings as JSON and TOML. Which rewards there are and what
+    they take, `rewards/registry.py` knows.
     """
 
     def __init__(self, given: Any):
@@ -24,7 +26,8 @@ class RewardEntry(dict):
             given = {"name": name.strip(), "weight": float(weight)} if equals else {"name": given}
         super().__init__({"name": "", "weight": 1.0} | given)
         values = [x for value in self.values() for x in (value if isinstance(value, list) else [value])]
-        if type(self["weight"]) not in (int, float) or not all(map(_is_plain, values)):
+        weights = [self["weight"], self.get(FIRST_WEIGHT, 0.0)]
+        if any(type(weight) not in (int, float) for weight in weights) or not all(map(_is_plain, values)):
             raise ValueError
         if not isinstance(self["name"], str) or not NAME.fullmatch(self["name"]):
             raise ValueError
@@ -70,7 +73,11 @@ class RewardSettings(Section):
     rewards: tuple[RewardEntry, ...] | None = None
     """what is paid beside the above: NAME=WEIGHT,... of docs/rewards.md, or package.module:function=WEIGHT, which
     imports your own code from this folder; weights may be negative; in a file a table of name, weight and parameters
-    each"""
+    each, and perhaps first_weight"""
+    curriculum_rounds: Annotated[int, Bounds(low=0, high=1 << 30)] = 30
+    """how many rounds the first_weight of rewards lasts that have one; 0: it is not used"""
+    curriculum_switch: Literal["hard", "linear"] = "hard"
+    """from first_weight to weight; hard: at once, after these rounds; linear: in equal parts at each of them"""
 
     def __post_init__(self):
         for name, times in Counter(entry["name"] for entry in self.rewards or ()).items():

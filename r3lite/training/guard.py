@@ -195,6 +195,13 @@ class Guard:
         """Begins to count anew."""
         self.recent, self.beyond = [], {}
 
+    def forget_rewards(self) -> None:
+        """Called before a round that is paid by other weights: rewards before and after are not to be compared."""
+        self.recent = [numbers | {"reward": None} for numbers in self.recent]
+        self.peak = self.best_reward = None
+        if self.best is not None:
+            self.best.reward = None
+
     def _crossed_in_round(self, now: Numbers) -> dict[str, str | None]:
         """By limit, what is beyond it in this round, or None; quantities that this round lacks are left out."""
         found: dict[str, str | None] = {}

@@ -218,6 +218,7 @@ PRESETS = {
     # 0.6 of 1.6 is relevance with R3's factor, 1 the judged answer, 0.1 three well-formed steps.
     "r3-rag": 1.6 * (0.5 + 0.1) + 1 + 0.1,
     "r-search": 0.5 + 0.25,
+    "r-search-dag": 0.5 + 0.25,  # its searches name no source: there was no plan
     # Half for `Ada` in the answer, a tenth for having searched, two for `because`, a tenth for the form.
     "search-bonus": 0.5 + 0.1 + 0.2 + 0.1,
     # F1 2/3, both paragraphs found, two hops.

@@ -251,3 +251,19 @@ def test_a_state_that_is_none_is_refused(broken, told):
     guard.look(1, HEALTHY, RIGHT)
     with pytest.raises(R3LiteError, match=told):
         Guard(USUAL, 64).load_state_dict(json.loads(json.dumps(guard.state_dict())) | broken)
+
+
+def test_rewards_of_other_weights_are_not_compared():
+    """At a curriculum's switch the reward fell by half: that all of it is learned was told as a loss of variance."""
+    learned = {"frac_reward_zero_std": 1.0, "reward": 0.4}
+    for forgets, found in ((False, 11), (True, None)):
+        guard = Guard(USUAL, 64)
+        each = {}
+        for step, changes in enumerate([{}] * 5 + [learned] * 6, 1):
+            if step == 6 and forgets:
+                guard.validated(5, RIGHT)
+                guard.forget_rewards()
+                assert guard.best.reward is guard.best_reward is guard.peak is None
+            alarm = guard.look(step, HEALTHY | changes)
+            each |= {step: alarm.limit} if alarm else {}
+        assert each == ({found: "guard_variance"} if found else {})
