@@ -19,7 +19,7 @@ from r3lite.datasets.trajectories import Row, Trajectory, encode_row, encode_row
 from r3lite.episode import Question
 from r3lite.errors import R3LiteError
 from r3lite.protocols.base import Protocol
-from r3lite.protocols.chat import Chat
+from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
 from r3lite.records import Record
@@ -57,7 +57,8 @@ def protocols_of(settings: ProtocolSettings, mixture: SourceSettings) -> dict[st
     for entry in mixture.sources or ():
         own = entry.get("format", settings.format)
         if not has_steps(entry):
-            found[entry["name"]] = Chat(settings.system_prompt)
+            chat = ThinkingChat if entry["type"] == "r1" else Chat
+            found[entry["name"]] = chat(settings.system_prompt)
         elif own == settings.format:
             found[entry["name"]] = found[""]
         else:
@@ -143,11 +144,6 @@ def read_questions_of(data: DataSettings, mixture: SourceSettings) -> list[Quest
 
 def _questions(entry: SourceEntry, data: DataSettings) -> list[Question]:
     kind = entry.get("type", "qa")
-    if kind == "r1":
-        raise UsageError(
-            f"the source {entry['name']} is of type r1, which teaches by example, in SFT: reinforcement learning "
-            "takes its questions and answers as type chat"
-        )
     with _named(entry):
         if kind == "qa":
             return read_questions(entry["file"], data.limit, data.skip_bad_rows)
@@ -159,10 +155,10 @@ def _questions(entry: SourceEntry, data: DataSettings) -> list[Question]:
 
 
 def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
-    """What is asked in a row of type chat, coding or function_calling, in its own lines; raises InvalidRecord.
+    """What is asked in a row of type chat, coding, function_calling or r1, in its own lines; raises InvalidRecord.
 
-    A conversation asks for its last reply, or for the first that calls a function; the messages before are given. A row
-    of `question` and `answer` is asked as it stands.
+    A conversation asks for its last reply, or for the first that calls a function; the messages before are given. Of a
+    reply of type r1 what follows the thought is the gold answer. A row of `question` and `answer` is asked as it is.
     """
     id = row.identifier("id", default_id)
     layouts = [keys for keys in layouts_of(row) if keys != R1]
@@ -183,7 +179,12 @@ def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
     if not earlier or earlier[-1]["role"] != "user":
         raise row.error("the reply that is asked for does not follow a user's message")
     *earlier, asked = earlier
-    return Question(id, asked["content"], (reply["content"].strip(),), type=kind, earlier=tuple(earlier))
+    answer = reply["content"]
+    if kind == "r1":
+        _, thought, answer = answer.rpartition("</think>")
+        if not thought or not answer.strip():
+            raise row.error("the reply that is asked for has no answer after a thought that ends with </think>")
+    return Question(id, asked["content"], (answer.strip(),), type=kind, earlier=tuple(earlier))
 
 
 def _some(items: list, entry: SourceEntry) -> list:

@@ -1,4 +1,5 @@
-"""A plain chat, without steps and search: the question is a user turn as it stands, and the model's turn is the answer.
+"""A plain chat, without steps and search: the question is a user turn as it stands, and the model's turn is the answer,
+perhaps after a thought.
 
 No format of --format, as it has no steps. `serve` speaks it in its mode chat.
 """
@@ -10,6 +11,11 @@ from r3lite.episode import Step
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol
 
 FAULTS = {"blank_answer": "answers nothing", **LAYOUT_FAULTS}
+THOUGHT_FAULTS = {
+    "no_thought": "does not begin with a thought between <think> and </think>",
+    "repeated_thought": "has a <think> or </think> beside those of its thought",
+    **FAULTS,
+}
 
 
 @dataclass(frozen=True)
@@ -48,3 +54,26 @@ class Chat(Protocol):
 
     def first_turn(self, reply: str) -> str:
         return reply
+
+
+@dataclass(frozen=True)
+class ThinkingChat(Chat):
+    """A chat whose turn is a thought between <think> and </think>, then the answer (DeepSeek-R1, arXiv 2501.12948).
+
+    Without </think> there is no answer: nothing tells it from the thought.
+    """
+
+    faults = THOUGHT_FAULTS
+
+    def parse(self, text: str, earlier: Sequence[Step]) -> Step:
+        thought, closed, answer = (part.strip() for part in text.partition("</think>"))
+        begun, thought = thought.startswith("<think>"), thought.removeprefix("<think>").strip()
+        wrong = {
+            "no_thought": not (begun and thought and closed),
+            "repeated_thought": any("think>" in part for part in (thought, answer)),
+            "blank_answer": not answer,
+        }
+        return Step(thought, answer=answer or None, faults=tuple(fault for fault, found in wrong.items() if found))
+
+    def render(self, step: Step, number: int) -> str:
+        return f"<think>\n{step.analysis}\n</think>\n\n{step.answer or ''}"

@@ -18,7 +18,7 @@ from r3lite.datasets.sources import (
 )
 from r3lite.episode import ANSWERED, Episode, Step
 from r3lite.errors import R3LiteError
-from r3lite.protocols.chat import Chat
+from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.rewards.tasks import combined
 from r3lite.settings import DataSettings, ProtocolSettings, SftConfig, SourceSettings
 from r3lite.settings.sources import SourceEntry
@@ -36,6 +36,12 @@ ROWS = {
     "function_calling": GLAIVE,
     "r1": {"question": "2 + 2?", "reasoning": "Two and two.", "answer": "4"},
 }
+
+
+def thinks(content: str) -> dict:
+    return {"id": 1, "messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "content": content}]}
+
+
 STEPS = {"question": "Who?", "steps": [{"analysis": "I know.", "answer": "Ann"}]}
 
 
@@ -68,6 +74,16 @@ def test_questions_of_each_type(sources):
     assert (coding.text, coding.answers) == ("Write it.\n    def f", ("def f():\n    pass",))  # lines stay
     assert calling.text == "Dollars to euros?" and calling.answers[0].startswith("<functioncall>")
     assert [m["role"] for m in calling.earlier] == ["system", "user", "assistant"]  # nothing after the call
+
+
+def test_a_trace_asks_for_what_follows_its_thought(sources):
+    """Reasoning is neither given nor gold. Such sources were refused in RL."""
+    rows = {"plain": ROWS["r1"], "talk": thinks("<think>\nTwo.\n</think>\n\n2")}
+    mixture = sources(**{name: ([row], {"type": "r1"}) for name, row in rows.items()})
+    assert [(q.text, q.answers, q.type, q.earlier) for q in questions(mixture)] == [
+        ("2 + 2?", ("4",), "r1", ()), ("2?", ("2",), "r1", ()),
+    ]  # fmt: skip
+    assert protocols_of(ProtocolSettings(system_prompt="Think."), mixture)["talk"] == ThinkingChat("Think.")
 
 
 def test_the_type_of_a_source_reaches_the_reward_combined(sources):
@@ -127,7 +143,8 @@ def test_a_row_of_another_type_is_refused_with_its_source(sources, kind, row, to
     ("kind", "rows", "told"),
     [
         ("qa", [{"question": "x"}], "the source mine: "),
-        ("r1", [ROWS["r1"]], "the source mine is of type r1"),
+        ("r1", [ROWS["chat"]], "line 1: the reply that is asked for has no answer after a thought"),
+        ("r1", [thinks("Two.</think> ")], "line 1: the reply that is asked for has no answer after a thought"),
         ("chat", [{"text": "x"}], "line 1: it has neither 'question' and 'answer' nor the keys of a conversation"),
         ("chat", [ROWS["chat"] | ROWS["coding"]], "which is meant?"),
         ("chat", [{"messages": [{"role": "assistant", "content": "x"}]}], "does not follow a user's message"),

@@ -2,10 +2,12 @@
 
 import pytest
 
+from r3lite.datasets.conversations import r1
 from r3lite.episode import Question, Step
-from r3lite.protocols.chat import Chat
+from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.transcript import Layout, Transcript
+from r3lite.records import Record, Source
 from r3lite.settings import LengthSettings
 
 EARLIER = ({"role": "user", "content": "first\n\nquestion"}, {"role": "assistant", "content": "its <|im_end|> answer"})
@@ -37,3 +39,30 @@ def test_any_turn_is_an_answer(text):
 
 def test_a_blank_turn_is_none():
     assert Chat().parse(" \n", []) == Step(faults=("blank_answer",))
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "answer", "faults"),
+    [
+        ("<think>\nTwo and two.\n</think>\n\n4", "Two and two.", "4", ()),
+        ("<think>a</think>b\n\nc", "a", "b\n\nc", ()),
+        ("<think></think>4", "", "4", ("no_thought",)),
+        ("Two.</think>4", "Two.", "4", ("no_thought",)),
+        ("Well. <think>Two.</think>4", "Well. <think>Two.", "4", ("no_thought", "repeated_thought")),
+        ("<think>a</think>4 <think>b</think>5", "a", "4 <think>b</think>5", ("repeated_thought",)),
+        ("<think>Two.</think> ", "Two.", None, ("blank_answer",)),
+        ("<think>The final answer: 4", "The final answer: 4", None, ("no_thought", "blank_answer")),
+        ("4", "4", None, ("no_thought", "blank_answer")),
+    ],
+)
+def test_what_follows_a_thought_is_the_answer(text, thought, answer, faults):
+    assert ThinkingChat().parse(f" {text}\n", []) == Step(thought, answer=answer, faults=faults)
+    assert set(faults) <= ThinkingChat.faults.keys()
+
+
+def test_a_thought_is_rendered_as_the_rows_of_sft_have_it():
+    step = Step("Two and two.", answer="4")
+    text = ThinkingChat().render(step, 1)
+    assert ThinkingChat().parse(text, []) == step
+    row = Record({"question": "2 + 2?", "reasoning": step.analysis, "answer": step.answer}, Source("a test"))
+    assert r1.read(row)[-1]["content"] == text
