@@ -147,14 +147,21 @@ def record(episode: Episode, trace: str) -> dict:
 
 
 def evidence(sequence: "Sequence") -> str:
-    """What the query of the last step brought, in lines that are set in; empty if the step has none."""
-    step = sequence.steps[-1]
-    if not step.searches:
-        return ""
-    told = [shown(document) for document in step.documents]
-    if not told and sequence.failure:
-        told = [f"  no documents: the retriever failed: {sequence.failure}"]
-    return "\n".join(told or ["  (nothing was found)"]) + "\n"
+    """What the queries of the last step brought, in lines that are set in; empty if the step has none.
+
+    The queries of a plan's nodes stand before their documents: answers of other nodes were filled in, and each was
+    asked at its kind of source.
+    """
+    step, told = sequence.steps[-1], []
+    for search in step.searches:
+        if search.source:
+            told.append(textwrap.fill(printable(f"{search.query} ({search.source}):"), WIDE))
+        told += [shown(document) for document in search.documents]
+        if not search.documents and not sequence.failure:
+            told.append("  (nothing was found)")
+    if step.searches and sequence.failure:
+        told.append(f"  no documents: the retriever failed: {sequence.failure}")
+    return "".join(f"{line}\n" for line in told)
 
 
 def shown(document: Document) -> str:

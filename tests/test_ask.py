@@ -5,6 +5,7 @@ import io
 import json
 import shlex
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from r3lite import ask, quickstart
 from r3lite.command import COMMANDS
 from r3lite.config import resolve
-from r3lite.episode import CUT_OFF, Document, Episode, Question, Step
+from r3lite.episode import CUT_OFF, Document, Episode, Question, Search, Step
 from r3lite.errors import R3LiteError
 from r3lite.files import write_jsonl
 from r3lite.protocols.r3 import FAULTS
@@ -204,3 +205,16 @@ def test_the_command_that_quickstart_names_is_understood(tmp_path):
     assert config.ask.question == "Who is married to the composer of Jelsan Janli?"
     assert config.model.adapter == str(tmp_path / "my runs" / "reinforce++-baseline") and config.common.preset == "tiny"
     assert config.retrieval.index == str(tmp_path / "my runs" / "index")
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"), [(None, "  (nothing was found)"), ("gone", "  no documents: the retriever failed: gone")]
+)
+def test_the_nodes_of_a_plan_are_shown_with_their_sources(failure, said):
+    """The queries of later nodes are not what the model wrote: answers are filled in."""
+    found = Document("1", "Oslo", "A city.")
+    step = Step("A: Ann", (Search("Where was Ann born?", (found,), "News"), Search("Her film?", (), "General")))
+    sequence = SimpleNamespace(steps=[step], failure=failure)
+    lines = ["Where was Ann born? (News):", "  [1] Oslo: A city.", "Her film? (General):", said]
+    assert ask.evidence(sequence) == "".join(f"{line}\n" for line in lines)
+    assert ask.evidence(SimpleNamespace(steps=[Step("I know.", answer="x")], failure=None)) == ""

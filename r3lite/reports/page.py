@@ -222,7 +222,9 @@ def _step(number: int, step: Record, gold: set[str]) -> str:
     parts = [f"<b>{number}</b> {escape(step.text('analysis', '', blank=True))}"]
     searches = searches_of(step)
     for search in searches:
-        parts.append(f"\n<b>query</b> {escape(search.text('query', blank=True))}")
+        source = search.text("source", "", blank=True)
+        told = search.text("query", blank=True) + (f" ({source})" if source else "")
+        parts.append(f"\n<b>query</b> {escape(told)}")
     if (answer := step.text("answer", None, blank=True)) is not None:
         parts.append(f"\n<b>answer</b> {escape(answer)}")
     if faults := step.texts("faults", ()):

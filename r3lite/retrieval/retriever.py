@@ -10,6 +10,7 @@ from dataclasses import replace
 from r3lite.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import golden, hybrid, lexical, qdrant, remote, semantic
+from r3lite.retrieval.reranker import CANDIDATES, Reranked
 from r3lite.retrieval.setup import Setup
 
 GIVE_UP = 100  # queries that fail in a row, after which a run stops: it would learn nothing
@@ -45,9 +46,7 @@ def _built(setup: Setup) -> Retrieve:
         build = RETRIEVERS[settings.retriever]
     if settings.rerank is None:
         return Tolerant(build(setup, settings.top_k))
-    from r3lite.retrieval.reranker import CANDIDATES, CrossEncoder, Reranked
-
-    reranker = CrossEncoder(settings.rerank)  # before an index is built: what is wrong with it is told at once
+    reranker = setup.reranker  # before an index is built: what is wrong with it is told at once
     return Tolerant(Reranked(build(setup, CANDIDATES * settings.top_k), reranker, settings.top_k))
 
 

@@ -8,6 +8,7 @@ from r3lite.episode import Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import corpus, index
 from r3lite.retrieval.encoder import make_encoder
+from r3lite.retrieval.reranker import CrossEncoder
 from r3lite.settings import RetrievalSettings
 
 
@@ -20,7 +21,7 @@ class Setup:
     seed: int = 0  # of what is drawn
     progress: bool = True  # a bar while an index is built
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
-    like: "Setup | None" = None  # whose encoder is used again, if its index is of the same one
+    like: "Setup | None" = None  # whose reranker is used again, and whose encoder if its index is of the same one
 
     @cached_property
     def documents(self) -> Sequence[Document]:
@@ -56,6 +57,11 @@ class Setup:
             return opened
         encoder = make_encoder(settings.encoder, settings.encoder_style, self.documents)
         return index.build(encoder, self.documents, self.progress)
+
+    @cached_property
+    def reranker(self) -> CrossEncoder:
+        """The cross-encoder of --rerank."""
+        return self.like.reranker if self.like else CrossEncoder(self.settings.rerank)
 
     def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages of the index, refused if another corpus than theirs is named beside it."""

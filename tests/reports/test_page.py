@@ -70,6 +70,13 @@ def test_gold_documents_and_rewards_are_shown(run_folder):
     assert '<div class="document"><b>Rome</b> [d1] Rome' in plain
 
 
+def test_the_queries_of_a_plan_are_shown_with_their_sources(run_folder):
+    nodes = [{"query": "Rome <1>", "documents": [], "source": "News"}, {"query": "Oslo", "documents": []}]
+    run = run_folder("a", metrics=[{"step": 1}], episodes=[episode(steps=[{"analysis": "Nodes:", "searches": nodes}])])
+    told = page_of(run)
+    assert "<b>query</b> Rome &lt;1&gt; (News)\n" in told and "<b>query</b> Oslo</div>" in told
+
+
 def test_a_run_of_nothing_and_one_of_nan_say_so(run_folder):
     empty = page_of(run_folder("empty"))
     assert "nothing was logged yet" in empty and "<svg" not in empty

@@ -7,7 +7,7 @@ import pytest
 from r3lite.config import UsageError
 from r3lite.episode import Document, Failure, Question, Search, retrieve_all
 from r3lite.errors import R3LiteError
-from r3lite.retrieval import index
+from r3lite.retrieval import index, setup
 from r3lite.retrieval.retriever import GIVE_UP, RETRIEVERS, Tolerant, build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
@@ -60,6 +60,16 @@ def test_kinds_of_sources_have_indexes_of_their_own(corpus, tmp_path):
     assert routes([pair]) == [[OSLO]] and routes.of_source["News"]([pair]) == [[LEE]]
     asked = [(ONE, Search(pair[1], source=source)) for source in ("News", "General", "", "News")]
     assert retrieve_all(routes, asked) == [[LEE], [OSLO], [OSLO], [LEE]]
+
+
+def test_one_reranker_serves_all_sources(corpus, tmp_path, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(setup, "CrossEncoder", loaded.append)
+    for name in ("news", "papers"):
+        save(tmp_path / name, [LEE])
+    sources = (f"News={tmp_path / 'news'}", f"Academic={tmp_path / 'papers'}")
+    retriever(corpus=corpus, rerank="mine", source_index=sources)
+    assert loaded == ["mine"]
 
 
 def test_one_encoder_serves_the_indexes_of_all_sources(minilm, tmp_path, monkeypatch):
