@@ -27,7 +27,7 @@ from r3lite.settings import (
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from r3lite.episode import Episode
     from r3lite.evaluation.scores import Marks
-    from r3lite.retrieval.encoder import BertEncoder
+    from r3lite.retrieval.bert_encoder import BertEncoder
     from r3lite.rewards.verdict import Verdict
 
 CONFIG, PREDICTIONS, SCORES, COMPARISON = "config.toml", "predictions.jsonl", "scores.json", "comparison.json"
@@ -104,7 +104,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     from r3lite.evaluation.tables import scores_table
     from r3lite.files import write_json, write_jsonl, write_text
     from r3lite.local_client import client_maker
-    from r3lite.retrieval.encoder import BertEncoder
+    from r3lite.retrieval.bert_encoder import BertEncoder
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
     from r3lite.rewards.judge import build_judge

@@ -18,6 +18,10 @@ from r3lite.files import read_record
 from r3lite.models.qwen2_config import SIZES
 from r3lite.models.tensor_files import read_tensors
 
+# By the `model_type` of config.json. The others are BERT with other tokens and positions (RoBERTa, arXiv 1907.11692;
+# XLM-R, arXiv 1911.02116).
+MODEL_TYPES = ("bert", "roberta", "xlm-roberta")
+
 
 @dataclass(frozen=True)
 class BertConfig:
@@ -31,6 +35,7 @@ class BertConfig:
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
+    first_position: int = 0  # RoBERTa and XLM-R count from the place after padding's
 
 
 class Embeddings(nn.Module):
@@ -42,11 +47,12 @@ class Embeddings(nn.Module):
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.first = config.first_position
 
     def forward(self, input_ids: Tensor, segments: Tensor | None) -> Tensor:
         """[B, T] -> [B, T, C]. `segments` [B, T] is 0 at the first text and 1 at the second; None: all 0."""
         of_segment = self.token_type_embeddings.weight[0] if segments is None else self.token_type_embeddings(segments)
-        places = self.position_embeddings.weight[: input_ids.shape[1]] + of_segment
+        places = self.position_embeddings.weight[self.first : self.first + input_ids.shape[1]] + of_segment
         return self.LayerNorm(self.word_embeddings(input_ids) + places)
 
 
@@ -128,23 +134,27 @@ class BertScorer(nn.Module):
         return self.classifier(torch.tanh(self.pooler["dense"](first)))[:, 0]
 
 
-def read_bert_config(folder: str | Path) -> BertConfig:
+def read_bert_config(folder: str | Path, types: tuple[str, ...] = MODEL_TYPES) -> BertConfig:
     """Sizes from a folder's `config.json`; R3LiteError names what is unsupported."""
     record = read_record(Path(folder) / "config.json", "Copy config.json from the model's source.")
-    for key, supported in (("model_type", "bert"), ("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
-        found = record.text(key, supported) if key != "model_type" else record.text(key)
-        if found != supported:
+    kind = record.text("model_type")
+    given = {"hidden_act": "gelu", "position_embedding_type": "absolute"}
+    found = {"model_type": (kind, types)} | {key: (record.text(key, only), (only,)) for key, only in given.items()}
+    for key, (value, supported) in found.items():
+        if value not in supported:
             raise R3LiteError(
-                f"{record.source.where}: {key} is {found!r}; only {supported!r} is supported",
+                f"{record.source.where}: {key} is {value!r}; only {' and '.join(map(repr, supported))} is supported",
                 "Use a BERT: an encoder such as intfloat/e5-base-v2, or a cross-encoder to rerank with.",
             )
+    first = 0 if kind == "bert" else record.whole("pad_token_id", 1, high=1 << 20) + 1
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     config = BertConfig(
         **{name: record.whole(name, low=1, high=SIZES[name]) for name in sizes},
         # [CLS], a word and [SEP] are the shortest text.
-        max_position_embeddings=record.whole("max_position_embeddings", 512, low=3, high=1 << 20),
+        max_position_embeddings=record.whole("max_position_embeddings", 512, low=3 + first, high=1 << 20),
         type_vocab_size=record.whole("type_vocab_size", 2, low=1, high=1 << 20),
         layer_norm_eps=record.number("layer_norm_eps", 1e-12, low=0, high=1, above=True),
+        first_position=first,
     )
     if config.hidden_size % config.num_attention_heads:
         raise record.error("hidden_size is not a multiple of num_attention_heads")
@@ -158,7 +168,7 @@ def load_bert(folder: str | Path, dtype: torch.dtype = torch.float32, device: st
     """
     with torch.device("meta"):
         model = Bert(read_bert_config(folder))
-    return _filled(model, Path(folder), ("pooler.", "cls."), dtype, device)
+    return _filled(model, Path(folder), ("pooler.", "cls.", "lm_head."), dtype, device)
 
 
 def load_bert_scorer(
@@ -166,7 +176,7 @@ def load_bert_scorer(
 ) -> BertScorer:
     """The cross-encoder of a model folder, frozen, in `dtype` on `device`. Raises R3LiteError as `load_bert` does."""
     with torch.device("meta"):
-        model = BertScorer(read_bert_config(folder))
+        model = BertScorer(read_bert_config(folder, MODEL_TYPES[:1]))  # the others have another head
     return _filled(model, Path(folder), ("cls.",), dtype, device)
 
 
@@ -204,5 +214,5 @@ def _filled(
 
 def _plain(name: str) -> str:
     """A tensor's name without the prefix and the old spellings that some checkpoints have."""
-    name = name.removeprefix("bert.")
+    name = name.removeprefix("bert.").removeprefix("roberta.")
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

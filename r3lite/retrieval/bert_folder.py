@@ -39,8 +39,8 @@ def optional(path: Path) -> Record:
     return read_record(path, REMEDY) if path.exists() else Record({}, Source(str(path), REMEDY))
 
 
-def wordpiece(path: Path, max_length: int, rows: int) -> Tokenizer:
-    """The WordPiece tokenizer of a folder, cutting at `max_length` tokens, [CLS] and [SEP] among them.
+def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
+    """The tokenizer of a folder, cutting at `max_length` tokens, [CLS] and [SEP] (or <s> and </s>) among them.
 
     Of a pair of texts it cuts the longer one. Its ids have `rows` in the embedding.
     """

@@ -28,7 +28,9 @@ from r3lite.errors import R3LiteError
 from r3lite.files import PIECE, PIECES, check_regular, read_record
 from r3lite.records import Record
 from r3lite.retrieval import corpus
-from r3lite.retrieval.encoder import HASHING, PREFIXES, Encoder, HashingEncoder, reopen_encoder
+from r3lite.retrieval.conventions import STYLES
+from r3lite.retrieval.encoder import Encoder, reopen_encoder
+from r3lite.retrieval.hashing import HASHING, HashingEncoder
 from r3lite.retrieval.index_size import BLOCK
 from r3lite.retrieval.passages import ENDS, PASSAGES, Passages
 from r3lite.retrieval.search import best, found
@@ -172,7 +174,7 @@ def read_manifest(folder: Path) -> Record:
             manifest.text(key)
         for key in ("dimension", "passages"):
             manifest.whole(key, low=1)
-        manifest.choice("style", PREFIXES, "plain")
+        manifest.choice("style", STYLES, "plain")
         manifest.choice("kind", CLASSES, "flat")
         for name in parts(manifest):
             if not PARTS.fullmatch(name):

@@ -10,7 +10,7 @@ import numpy as np
 
 from r3lite.episode import Document, Retrieve
 from r3lite.errors import R3LiteError
-from r3lite.retrieval.encoder import passage_text
+from r3lite.retrieval.conventions import passage_text
 from r3lite.retrieval.search import Search, best, found
 from r3lite.retrieval.setup import Setup
 

@@ -34,9 +34,11 @@ class RetrievalSettings(Section):
     index: str | None = None
     """index folder built by `python -m r3lite.index`"""
     encoder: str = "intfloat/e5-base-v2"
-    """BERT encoder: folder or hub id; or hashing (TF-IDF on hashed words, no download)"""
-    encoder_style: Literal["auto", "e5", "plain"] = "auto"
-    """e5: query/passage prefixes; plain: none; auto: e5 if the encoder's name says so"""
+    """BERT, RoBERTa or XLM-R encoder: folder or hub id; another network of sentence-transformers (extra encoders); or
+    hashing (TF-IDF on hashed words, no download)"""
+    encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
+    """own: the prompts that the encoder's files name; e5: query/passage prefixes; plain: none; auto: own if there are
+    any, else e5 if the encoder's name says so"""
     top_k: Annotated[int, Bounds(low=1, high=1000)] = 5
     """passages per query; golden has its own number"""
     fusion: Literal["rrf", "weighted"] = "rrf"
@@ -140,9 +142,11 @@ class IndexSettings(Section):
     memory_budget: str = "4GiB"
     """most memory of the index, such as 4GiB or 900MiB, when it is searched or built; the encoder's is not in it"""
     encoder: str = "intfloat/e5-base-v2"
-    """BERT encoder: folder or hub id; or hashing (TF-IDF on hashed words, no download)"""
-    encoder_style: Literal["auto", "e5", "plain"] = "auto"
-    """e5: query/passage prefixes; plain: none; auto: e5 if the encoder's name says so"""
+    """BERT, RoBERTa or XLM-R encoder: folder or hub id; another network of sentence-transformers (extra encoders); or
+    hashing (TF-IDF on hashed words, no download)"""
+    encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
+    """own: the prompts that the encoder's files name; e5: query/passage prefixes; plain: none; auto: own if there are
+    any, else e5 if the encoder's name says so"""
     batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] = 64
     """passages encoded together"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

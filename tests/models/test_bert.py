@@ -49,6 +49,27 @@ def test_hidden_states_equal_those_of_transformers_with_padding(folder):
     assert (ours(ids[1:2, :5]) - ours(ids, real)[1:2, :5]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("padding", [1, 4])
+@torch.no_grad()
+def test_roberta_counts_positions_from_the_place_after_padding(tmp_path, padding):
+    from transformers import RobertaConfig, RobertaModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = RobertaConfig(**sizes, intermediate_size=80, max_position_embeddings=40, pad_token_id=padding)
+    theirs = RobertaModel(config).eval()
+    theirs.save_pretrained(tmp_path)
+    change_weights(tmp_path, lambda tensors: {f"roberta.{k}": v for k, v in tensors.items()})
+    ids = torch.randint(10, 100, (2, 39 - padding))  # as many as there are positions
+    ids[1, 20:] = padding
+    real = ids != padding
+    ours = load_bert(tmp_path)(ids, real)
+    expected = theirs(ids, real.long()).last_hidden_state
+    assert (ours - expected)[real].abs().max() < 1e-5
+    with pytest.raises(R3LiteError, match="model_type is 'roberta'; only 'bert' is supported"):
+        load_bert_scorer(tmp_path)
+
+
 @torch.no_grad()
 def test_other_spellings_of_checkpoints(folder):
     """Names with the prefix `bert.`, norms named gamma and beta, position numbers and pretraining heads."""
@@ -70,7 +91,7 @@ def test_other_spellings_of_checkpoints(folder):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "xlm-roberta"}, "model_type is 'xlm-roberta'"),
+        ({"model_type": "modernbert"}, "model_type is 'modernbert'; only 'bert' and 'roberta' and 'xlm-roberta'"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
         ({"hidden_size": 47}, "not a multiple"),

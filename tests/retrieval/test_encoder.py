@@ -10,7 +10,10 @@ import torch
 
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
-from r3lite.retrieval.encoder import BertEncoder, HashingEncoder, make_encoder, style_of
+from r3lite.retrieval.bert_encoder import BertEncoder
+from r3lite.retrieval.conventions import style_of
+from r3lite.retrieval.encoder import make_encoder
+from r3lite.retrieval.hashing import HashingEncoder
 
 TEXTS = ["Blue Harbor is a film.", "x", "", "Ünïcode: 東京 ist groß — isn't it?", "a long one " * 300]
 
@@ -20,8 +23,8 @@ def encoder(minilm):
     return BertEncoder(str(minilm), "plain", batch_size=2)
 
 
-def reference(folder, texts, max_length):
-    """The pipeline of the model's card: tokenizer and model of transformers, masked mean, L2 norm."""
+def reference(folder, texts, max_length, pooling="mean"):
+    """The pipeline of the model's card: tokenizer and model of transformers, pooling, L2 norm."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
@@ -29,7 +32,13 @@ def reference(folder, texts, max_length):
     with torch.no_grad():
         hidden = model(**batch).last_hidden_state
     mask = batch["attention_mask"][..., None].float()
-    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1).numpy()
+    lengths = batch["attention_mask"].sum(1)
+    pooled = {
+        "mean": (hidden * mask).sum(1) / mask.sum(1),
+        "cls": hidden[:, 0],
+        "last": torch.stack([states[length - 1] for states, length in zip(hidden, lengths)]),
+    }
+    return torch.nn.functional.normalize(pooled[pooling], dim=-1).numpy()
 
 
 def documents(texts, title=""):
@@ -83,17 +92,41 @@ def test_style_follows_the_name(name, style):
     assert style_of(name) == style
 
 
-def test_an_encoder_that_pools_otherwise_is_refused(minilm, tmp_path):
-    folder = tmp_path / "cls"
-    shutil.copytree(minilm, folder)
-    for pooling in (
-        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
-        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},  # both, side by side
-        {"pooling_mode": "cls"},
-    ):
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-        with pytest.raises(R3LiteError, match="does not average its tokens"):
-            BertEncoder(str(folder), "plain")
+POOLING = {  # files of a Pooling module, and what they ask for; None: what r3lite does not compute
+    '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}': "cls",
+    '{"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true}': "last",
+    '{"pooling_mode": "cls"}': "cls",
+    '{"pooling_mode": "lasttoken", "include_prompt": true}': "last",
+    '{"pooling_mode": "mean"}': "mean",
+    '{"word_embedding_dimension": 384}': "mean",
+    '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}': None,  # both, side by side
+    '{"pooling_mode_cls_token": true}': None,  # the mean is on unless it is off
+    '{"pooling_mode": "max"}': None,
+    '{"pooling_mode": "mean", "include_prompt": false}': None,
+}
+
+
+@pytest.fixture(scope="module")
+def pooled(minilm, tmp_path_factory):
+    """A copy of the encoder whose file of Pooling each test writes."""
+    return shutil.copytree(minilm, tmp_path_factory.mktemp("pooled") / "copy")
+
+
+@pytest.mark.parametrize("file", POOLING)
+def test_tokens_are_pooled_as_the_folder_says(pooled, file):
+    (pooled / "1_Pooling" / "config.json").write_text(file)
+    if POOLING[file] is None:
+        with pytest.raises(R3LiteError, match=r"not of a kind that r3lite computes itself: it (pools|leaves)"):
+            BertEncoder(str(pooled), "plain")
+        return
+    ours = BertEncoder(str(pooled), "plain", batch_size=2)
+    assert ours.settings.get("pooling", "mean") == POOLING[file]
+    vectors = ours.encode_queries(TEXTS)
+    assert (vectors * reference(pooled, TEXTS, 256, POOLING[file])).sum(1).min() >= 0.99999
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(minilm, tmp_path):
+    folder = copied(minilm, tmp_path)
     shutil.rmtree(folder / "1_Pooling")
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(R3LiteError, match=r"tokenizer\.json: not JSON"):
@@ -171,12 +204,13 @@ def copied(minilm, tmp_path):
         ("modules.json", {}, "modules is .*, not a list"),
         ("modules.json", ["Pooling"], r"modules\[0\] is 'Pooling', not a JSON object"),
         ("modules.json", [{"type": 7}], r"modules\[0\]\.type is 7"),
-        ("modules.json", [{"type": "sentence_transformers.models.Dense", "path": "2"}], "type is Dense, not one of"),
         ("modules.json", [{"type": "a.Transformer", "path": "0_BERT"}], "must be in the folder itself"),
         ("modules.json", [{"type": "a.Pooling", "path": "../1_Pooling"}], "is not in the encoder's"),
         ("modules.json", [{"type": "a.Pooling", "path": ".."}], "is not in the encoder's"),
         ("modules.json", [{"type": "a.Pooling", "path": ""}], r"modules\[0\]\.path is blank"),
         ("config.json", {"model_type": 7}, "model_type is 7"),
+        ("config_sentence_transformers.json", {"prompts": []}, "prompts is \\[\\], not a JSON object"),
+        ("config_sentence_transformers.json", {"prompts": {"query": 7}}, "query is 7, not text"),
     ],
 )
 def test_files_of_sentence_transformers_with_wrong_values_are_refused(minilm, tmp_path, name, value, words):
@@ -216,8 +250,12 @@ def test_a_pooling_folder_of_another_name_is_read(minilm, tmp_path):
     (folder / "modules.json").write_text(json.dumps([{"type": "a.b.Pooling", "path": "pool"}]))
     (folder / "1_Pooling").rename(folder / "pool")
     BertEncoder(str(folder), "plain")
+    (folder / "modules.json").write_text(json.dumps([{"type": "models.Dense", "path": "2"}]))
+    with pytest.raises(R3LiteError, match="computes itself: it has a module Dense"):
+        BertEncoder(str(folder), "plain")
+    (folder / "modules.json").write_text(json.dumps([{"type": "a.b.Pooling", "path": "pool"}]))
     (folder / "pool" / "config.json").write_text('{"pooling_mode": "max"}')
-    with pytest.raises(R3LiteError, match="does not average its tokens"):
+    with pytest.raises(R3LiteError, match="it pools its tokens by max"):
         BertEncoder(str(folder), "plain")
 
 

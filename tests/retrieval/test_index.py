@@ -12,7 +12,8 @@ import pytest
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import building, index
-from r3lite.retrieval.encoder import HashingEncoder, make_encoder
+from r3lite.retrieval.encoder import make_encoder
+from r3lite.retrieval.hashing import HashingEncoder
 from tests import built_index
 
 DOCUMENTS = [

@@ -1,0 +1,119 @@
+"""How an encoder's vectors are made of its last hidden states, as the files of sentence-transformers in its folder say:
+pooling, prefixes, lengths. Computes nothing.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from r3lite.episode import Document
+from r3lite.errors import R3LiteError
+from r3lite.files import read_record, read_text, within
+from r3lite.models.bert import MODEL_TYPES
+from r3lite.records import Record, Source
+from r3lite.retrieval.bert_folder import LONGEST, REMEDY, SHORTEST, optional
+
+MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, which BertEncoder computes
+POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}  # which it computes, by their names there
+FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"}
+# The names of prompts, of which the first that is there is taken, as `encode_query` and `encode_document` do.
+QUERY, PASSAGE = ("query",), ("document", "passage", "corpus")
+# Prefixes of queries and passages: those that E5 was trained with (arXiv 2212.03533), none, or those of the folder.
+PREFIXES = {"e5": ("query: ", "passage: "), "plain": ("", "")}
+OWN = "own"
+STYLES = (*PREFIXES, OWN)
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """Of one folder."""
+
+    pooling: str  # mean: over all tokens; cls: the first; last: the last one
+    prefixes: tuple[str, str] | None  # of queries and of passages; None: the folder names none
+    max_length: int
+    lower: bool
+    other: str | None  # why BertEncoder does not compute these vectors; None if it does
+
+    def styled(self, style: str, name: str) -> tuple[str, tuple[str, str]]:
+        """The style and its prefixes; auto: own if the folder names prompts, else e5 if the encoder's name says so."""
+        if style == "auto":
+            style = OWN if self.prefixes else style_of(name)
+        if style != OWN:
+            return style, PREFIXES[style]
+        if self.prefixes is None:
+            raise R3LiteError(
+                f"the encoder {name} names no prompts of queries and passages (config_sentence_transformers.json)",
+                "Pass --encoder-style e5 or plain, or leave it out.",
+            )
+        return style, self.prefixes
+
+
+def style_of(name: str) -> str:
+    """e5 for intfloat/e5-base-v2, multilingual-e5-small, ./my_e5/ and their kind; plain otherwise."""
+    return "e5" if "e5" in re.split(r"[^a-z0-9]+", Path(name).name.lower()) else "plain"
+
+
+def passage_text(document: Document) -> str:
+    """A passage as encoders, rerankers and BM25 read it."""
+    return f"{document.title} {document.text}" if document.title else document.text
+
+
+def read_conventions(folder: Path) -> Conventions:
+    """The conventions of an encoder's folder. What it does not say is as sentence-transformers takes it.
+
+    Raises R3LiteError if a file is not of the form that it has.
+    """
+    foreign, place = _modules(folder)
+    pooling = optional(folder / place / "config.json")
+    mode = _pooling(pooling)
+    config = optional(folder / "sentence_bert_config.json")
+    model = read_record(folder / "config.json", REMEDY).text("model_type", "none")
+    reasons = [f"its network is of type {model}"] * (model not in MODEL_TYPES)
+    reasons += [f"it has a module {kind}" for kind in foreign]
+    reasons += [f"it pools its tokens by {mode}"] * (mode not in POOLINGS)
+    reasons += ["it leaves its prompts out when it pools"] * (not pooling.flag("include_prompt", True))
+    return Conventions(
+        POOLINGS.get(mode, mode),
+        _prefixes(optional(folder / "config_sentence_transformers.json")),
+        min(config.whole("max_seq_length", LONGEST, low=SHORTEST), LONGEST),
+        config.flag("do_lower_case", False),
+        reasons[0] if reasons else None,
+    )
+
+
+def _modules(folder: Path) -> tuple[list[str], str]:
+    """The kinds of modules that are not among MODULES, and the folder of Pooling."""
+    path, pooling, foreign = folder / "modules.json", "1_Pooling", []
+    if not path.exists():
+        return foreign, pooling
+    listed = Record({"modules": within(path, REMEDY, read_text(path, REMEDY))}, Source(str(path), REMEDY))
+    for module in listed.records("modules"):
+        kind = module.text("type").rpartition(".")[2]
+        foreign += [kind] * (kind not in MODULES)
+        if kind == "Transformer" and (place := module.text("path", "", blank=True)):
+            raise module.error(f"{module.path}path is {place}; the Transformer must be in the folder itself")
+        pooling = module.text("path") if kind == "Pooling" else pooling
+    if Path(pooling).name != pooling or pooling == "..":
+        raise listed.error(f"the folder {pooling} of Pooling is not in the encoder's")
+    return foreign, pooling
+
+
+def _pooling(config: Record) -> str:
+    """How tokens are pooled: a name, or in older files a flag for each kind, of which all that are set count."""
+    if "pooling_mode" in config:
+        return config.text("pooling_mode")
+    kinds = [key for key in config.values if key.startswith("pooling_mode_") and config.flag(key, False)]
+    if config.flag("pooling_mode_mean_tokens", True) and "pooling_mode_mean_tokens" not in kinds:
+        kinds.append("pooling_mode_mean_tokens")
+    return " and ".join(FLAGS.get(kind, kind.removeprefix("pooling_mode_")) for kind in kinds) or "nothing"
+
+
+def _prefixes(config: Record) -> tuple[str, str] | None:
+    """The prompts of queries and passages; without one of its own each gets the default one, if there is any."""
+    if "prompts" not in config:
+        return None
+    prompts = config.record("prompts")
+    default = config.text("default_prompt_name", None) if config.values.get("default_prompt_name") else None
+    chosen = [next((n for n in names if n in prompts), default) for names in (QUERY, PASSAGE)]
+    query, passage = (prompts.text(name, blank=True) if name else "" for name in chosen)
+    return (query, passage) if query or passage else None

@@ -1,0 +1,70 @@
+"""Encoders of other networks, by the package sentence-transformers (extra encoders), such as ModernBERT and
+Qwen3-Embedding. Vectors are float32 [N, dimension] of length 1.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from r3lite.episode import Document
+from r3lite.errors import R3LiteError
+from r3lite.retrieval.bert_folder import LONGEST, model_folder
+from r3lite.retrieval.conventions import OWN, passage_text, read_conventions
+
+BLOCK = 16  # batches between two words on how far it is
+
+
+class SentenceEncoder:
+    """A model of sentence-transformers, in float32, with the interface of our own encoders.
+
+    The code that a model folder brings along is never run, and weights are read from safetensors.
+    """
+
+    def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32):
+        folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
+        found = read_conventions(folder)
+        try:
+            from sentence_transformers import SentenceTransformer
+        except ImportError as error:
+            raise R3LiteError(
+                f"the encoder {name} needs the package sentence-transformers, which is not installed: {found.other}",
+                "Install it with: pip install 'r3lite[encoders]'. Or use a BERT, such as intfloat/e5-base-v2.",
+            ) from error
+        how = {"use_safetensors": True, "dtype": "float32"}
+        try:
+            self.model = SentenceTransformer(str(folder), device=device, local_files_only=True, model_kwargs=how)
+        except Exception as error:  # whatever a library and a folder of a stranger come to
+            told = (str(error).strip().splitlines() or [""])[0]
+            raise R3LiteError(
+                f"sentence-transformers cannot load the encoder {name}: {type(error).__name__}: {told}",
+                "See that all files of the model are there, its weights as safetensors.",
+            ) from error
+        self.batch_size = batch_size
+        style, self.prefixes = found.styled(style, name)
+        length = min(self.model.max_seq_length or LONGEST, LONGEST)
+        self.model.max_seq_length = length
+        self.dimension = self.model.get_embedding_dimension()
+        self.settings = {"encoder": name, "style": style, "max_length": length, "dimension": self.dimension}
+        if style == OWN:
+            self.settings |= dict(zip(("query_prefix", "passage_prefix"), self.prefixes, strict=True))
+
+    def encode_queries(self, queries: list[str]) -> np.ndarray:
+        return self._encode(queries, self.prefixes[0], lambda n: None)
+
+    def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
+        return self._encode([passage_text(document) for document in documents], self.prefixes[1], advance)
+
+    def save(self, folder: Path) -> None:
+        pass
+
+    def _encode(self, texts: list[str], prefix: str, advance: Callable[[int], object]) -> np.ndarray:
+        """Vectors [N, C] of N texts."""
+        out, size = np.zeros((len(texts), self.dimension), dtype=np.float32), BLOCK * self.batch_size
+        for start in range(0, len(texts), size):
+            block = texts[start : start + size]
+            out[start : start + size] = self.model.encode(
+                block, prompt=prefix, batch_size=self.batch_size, normalize_embeddings=True, show_progress_bar=False
+            )
+            advance(len(block))
+        return out
