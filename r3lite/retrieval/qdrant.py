@@ -16,7 +16,7 @@ from tqdm import tqdm
 from r3lite.episode import Document, Retrieve
 from r3lite.errors import R3LiteError
 from r3lite.records import InvalidRecord, Record, Source
-from r3lite.retrieval.encoder import Encoder, make_encoder
+from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
 
@@ -35,9 +35,8 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     """The retriever of the collection that the settings name."""
     settings = setup.settings
     collection = Collection(settings.retriever)
-    encoder = make_encoder(settings.encoder, settings.encoder_style, [])
-    collection.check(encoder)
-    return Search(Stored(collection, encoder), top_k, lambda questions: None)
+    collection.check(setup.encoder)
+    return Search(Stored(collection, setup.encoder), top_k, lambda questions: None)
 
 
 def connect(address: str) -> tuple["QdrantClient", str]:

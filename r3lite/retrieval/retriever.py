@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from r3lite.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.errors import R3LiteError
-from r3lite.retrieval import golden, hybrid, lexical, qdrant, remote, semantic
+from r3lite.retrieval import golden, hybrid, lexical, qdrant, remote, semantic, web
 from r3lite.retrieval.reranker import CANDIDATES, Reranked
 from r3lite.retrieval.setup import Setup
 
@@ -20,7 +20,8 @@ def _none(setup: Setup, top_k: int) -> Retrieve:
     return lambda pairs: [[] for _ in pairs]
 
 
-# By the values of --retriever that are no addresses: how each is built, given how many documents a query shall bring.
+# By the values of --retriever that are no addresses and no services of the web: how each is built, given how many
+# documents a query shall bring.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
     "semantic": semantic.build,
     "lexical": lexical.build,
@@ -32,15 +33,21 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
 
 def build_retriever(setup: Setup) -> Retrieve:
     """The retriever of the settings, or those of several kinds of sources. They work on the CPU."""
-    default, own = _built(setup), setup.settings.of_sources
+    settings = setup.settings
+    kinds = web.SERVICES[settings.retriever].kinds if settings.is_web else ()
+    own = {name: settings for name in kinds if name != setup.kind} | settings.of_sources
+    default = _built(setup)
     if not own:
         return default
-    return Routes(default, {name: _built(replace(setup, settings=given, like=setup)) for name, given in own.items()})
+    built = {name: _built(replace(setup, settings=its, kind=name, like=setup)) for name, its in own.items()}
+    return Routes(default, built)
 
 
 def _built(setup: Setup) -> Retrieve:
     settings = setup.settings
-    if settings.is_remote:
+    if settings.is_web:
+        build = web.build
+    elif settings.is_remote:
         build = qdrant.build if settings.is_collection else remote.build
     else:
         build = RETRIEVERS[settings.retriever]

@@ -7,9 +7,11 @@ from functools import cached_property
 from r3lite.episode import Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import corpus, index
-from r3lite.retrieval.encoder import make_encoder
+from r3lite.retrieval.encoder import Encoder, make_encoder
+from r3lite.retrieval.hashing import HASHING
 from r3lite.retrieval.reranker import CrossEncoder
 from r3lite.settings import RetrievalSettings
+from r3lite.settings.retrieval import SOURCES
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Setup:
     seed: int = 0  # of what is drawn
     progress: bool = True  # a bar while an index is built
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
-    like: "Setup | None" = None  # whose reranker is used again, and whose encoder if its index is of the same one
+    kind: str = SOURCES[0]  # of sources, that a web service is asked for
+    like: "Setup | None" = None  # whose reranker and encoder are used again; that of an index, if it is the same one
 
     @cached_property
     def documents(self) -> Sequence[Document]:
@@ -57,6 +60,14 @@ class Setup:
             return opened
         encoder = make_encoder(settings.encoder, settings.encoder_style, self.documents)
         return index.build(encoder, self.documents, self.progress)
+
+    @cached_property
+    def encoder(self) -> Encoder | None:
+        """The encoder of queries to what is not indexed here; None for hashing, which is made for a corpus."""
+        settings = self.settings
+        if settings.encoder == HASHING:
+            return None
+        return self.like.encoder if self.like else make_encoder(settings.encoder, settings.encoder_style, [])
 
     @cached_property
     def reranker(self) -> CrossEncoder:

@@ -9,6 +9,7 @@ from r3lite.settings.common import budget_bytes, problem_of_address
 
 SOURCES = ("General", "News", "Academic")  # kinds that a plan knows
 RETRIEVERS = ("semantic", "lexical", "hybrid", "golden", "none")
+SERVICES = ("exa", "duckduckgo")  # that search the web
 
 
 def collection_server(address: str) -> str | None:
@@ -25,8 +26,8 @@ class RetrievalSettings(Section):
 
     retriever: str = "semantic"
     """semantic: nearest passages by embedding; lexical: BM25 (extra retrieval); hybrid: both, fused; golden: the
-    question's own gold paragraphs, whatever is asked; none; the address of a server's /retrieve, http://...; or of a
-    Qdrant collection, qdrant://host:6333/collection (extra qdrant)"""
+    question's own gold paragraphs, whatever is asked; none; exa, duckduckgo (extra web): the web; the address of a
+    server's /retrieve, http://...; or of a Qdrant collection, qdrant://host:6333/collection (extra qdrant)"""
     context: Literal["corpus", "question"] = "corpus"
     """what is searched; corpus: all passages; question: only the paragraphs that come with the question"""
     corpus: str | None = None
@@ -50,19 +51,33 @@ class RetrievalSettings(Section):
     cross-encoder/ms-marco-MiniLM-L-6-v2"""
     source_index: tuple[str, ...] | None = None
     """where searches of a plan look that are meant for one kind of source, by --format dag: News=news-index and more,
-    each an index folder or an address as --retriever takes it; General, News, Academic; others look as all do"""
+    each an index folder, or an address or service as --retriever takes it; General, News, Academic; others look as
+    all do"""
+    web_results: Annotated[int, Bounds(low=1, high=100)] = 20
+    """pages of a search of the web, of whose nearest sentences --top-k passages are made"""
+    web_rpm: Annotated[int, Bounds(low=1, high=100_000)] = 60
+    """searches of the web in a minute at the most"""
+    web_cache: str = "~/.cache/r3lite/web"
+    """folder in which answers of the web are recorded; a query that is there is not asked again"""
+    web_replay: bool = False
+    """answers of the web from --web-cache alone: the same documents again, and no network"""
     noise_rate: Fraction = 0.0
     """share of the question's other paragraphs that join its gold ones, in a random order (golden)"""
 
     @property
     def from_questions(self) -> bool:
         """Whether documents come from the paragraphs of the questions and not from a corpus of their own."""
-        return self.retriever == "golden" or not (self.corpus or self.index or self.is_remote)
+        return self.retriever == "golden" or not (self.corpus or self.index or self.is_remote or self.is_web)
 
     @property
     def is_remote(self) -> bool:
         """Whether documents come from a server."""
         return "://" in self.retriever
+
+    @property
+    def is_web(self) -> bool:
+        """Whether documents come from a search of the web."""
+        return self.retriever in SERVICES
 
     @property
     def is_collection(self) -> bool:
@@ -75,8 +90,8 @@ class RetrievalSettings(Section):
         own = {}
         for entry in self.source_index or ():
             name, _, place = (part.strip() for part in entry.partition("="))
-            named = {"retriever": place} if "://" in place else {"index": place}
-            if "://" not in place and self.is_remote:
+            named = {"retriever": place} if "://" in place or place in SERVICES else {"index": place}
+            if "index" in named and (self.is_remote or self.is_web):
                 named["retriever"] = "semantic"
             own[name] = replace(self, **{"corpus": None, "index": None, "source_index": None} | named)
         return own
@@ -91,12 +106,15 @@ class RetrievalSettings(Section):
                 )
             if self.is_collection and self.encoder == "hashing":
                 raise UsageError("--encoder hashing weighs words by the corpus, which is on the server: name a BERT")
-            own = {"--corpus": self.corpus, "--index": self.index, "--context": self.context == "question"}
-            if given := [name for name, value in own.items() if value]:
-                raise UsageError(f"--retriever {self.retriever} has its own passages: leave {given[0]} out")
-        elif self.retriever not in RETRIEVERS:
-            known = f"choose from {', '.join(RETRIEVERS)}, or pass the address of a server"
-            raise UsageError(f"retriever is {self.retriever!r}; {known}{nearest(self.retriever, RETRIEVERS)}")
+        elif self.is_web and self.top_k > self.web_results:
+            raise UsageError(f"--top-k is {self.top_k}, and --web-results {self.web_results} brings fewer")
+        elif self.retriever not in (*RETRIEVERS, *SERVICES):
+            names = (*RETRIEVERS, *SERVICES)
+            known = f"choose from {', '.join(names)}, or pass the address of a server"
+            raise UsageError(f"retriever is {self.retriever!r}; {known}{nearest(self.retriever, names)}")
+        own = {"--corpus": self.corpus, "--index": self.index, "--context": self.context == "question"}
+        if (self.is_remote or self.is_web) and (given := [name for name, value in own.items() if value]):
+            raise UsageError(f"--retriever {self.retriever} has its own passages: leave {given[0]} out")
         if self.context == "question" and (self.corpus or self.index):
             given = "--index" if self.index else "--corpus"
             raise UsageError(f"--context question searches the question's own paragraphs: leave {given} out")

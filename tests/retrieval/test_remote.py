@@ -1,13 +1,10 @@
 """Retrieval over HTTP: our server and our client together, other servers, and every way in which one can fail."""
 
-import contextlib
 import json
-import threading
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 
@@ -15,11 +12,12 @@ from r3lite import retrieve as command
 from r3lite.config import UsageError
 from r3lite.episode import Document, Failure, Question
 from r3lite.errors import R3LiteError
-from r3lite.retrieval import remote, server
+from r3lite.retrieval import posting, remote, server
 from r3lite.retrieval.remote import Remote
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
+from tests.scripted_server import Scripted
 
 PASSAGES = [Document(str(i), f"Town {i}", f"Town {i} lies by the river {'abc'[i % 3] * 4}.") for i in range(40)]
 QUESTION = Question("q", "Where is Town 7?", ("x",))
@@ -31,22 +29,6 @@ def local():
     question = Question("all", "x", ("x",), tuple(PASSAGES))
     settings = RetrievalSettings(encoder="hashing", top_k=5)
     return build_retriever(Setup(settings, [question], progress=False))
-
-
-@pytest.fixture
-def running():
-    """Starts servers and stops them."""
-    started = []
-
-    def start(made) -> str:
-        started.append(made)
-        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-        return f"http://127.0.0.1:{made.server_port}"
-
-    yield start
-    for made in started:
-        made.shutdown()
-        made.server_close()
 
 
 @pytest.fixture
@@ -146,7 +128,7 @@ def test_other_paths_are_not_found_and_the_server_says_that_it_is_there(served):
 
 
 def test_a_failure_there_is_a_failure_here(running, capsys, monkeypatch):
-    monkeypatch.setattr(remote, "PAUSE", 0.0)
+    monkeypatch.setattr(posting, "PAUSE", 0.0)
 
     def retrieve(pairs):
         return [Failure("the disk is gone") if query == "bad" else [PASSAGES[0]] for _, query in pairs]
@@ -156,31 +138,6 @@ def test_a_failure_there_is_a_failure_here(running, capsys, monkeypatch):
     )
     assert isinstance(found[0], Failure) and "503" in found[0].reason and "the disk is gone" in found[0].reason
     assert found[1] == [PASSAGES[0]]
-
-
-class Scripted(ThreadingHTTPServer):
-    """Says what it is told to, in order, the last again and again: a status, a body, and seconds to wait before."""
-
-    def __init__(self, *script):
-        self.script, self.asked = list(script), []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                outer.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-                status, body, wait = outer.script.pop(0) if len(outer.script) > 1 else outer.script[0]
-                time.sleep(wait)
-                data = body if isinstance(body, bytes) else json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                with contextlib.suppress(OSError):
-                    self.wfile.write(data)
-
-            def log_message(self, *arguments):
-                pass
-
-        super().__init__(("127.0.0.1", 0), Handler)
 
 
 def says(*documents) -> dict:
@@ -232,11 +189,18 @@ def test_what_may_pass_is_tried_again(running, status):
     assert slept == [0.5, 1.0]
 
 
+def test_a_pause_that_the_server_asks_for_is_made(running):
+    later = [(429, b"", 0, {"retry-after": told}) for told in ("7", "soon")]
+    slept, fake = [], Scripted(*later, (200, says(), 0))
+    assert Remote(running(fake), sleep=slept.append).search(["q"], 3) == [[]]
+    assert slept == [7.0, 1.0]
+
+
 def test_at_last_it_gives_up(running):
     fake = Scripted((503, b"down for repairs", 0))
     with pytest.raises(R3LiteError, match="status 503: down for repairs"):
         Remote(running(fake), sleep=lambda s: None).search(["q"], 3)
-    assert len(fake.asked) == remote.TRIES
+    assert len(fake.asked) == posting.TRIES
 
 
 def test_a_refusal_is_final(running):
@@ -247,18 +211,18 @@ def test_a_refusal_is_final(running):
 
 
 def test_a_server_that_is_slow_or_not_there_or_sends_without_end(running, monkeypatch):
-    monkeypatch.setattr(remote, "TIMEOUT", 0.2)
+    monkeypatch.setattr(posting, "TIMEOUT", 0.2)
     with pytest.raises(R3LiteError, match=r"gives no documents: .*[Tt]ime"):
         Remote(running(Scripted((200, says(), 1.0))), sleep=lambda s: None).search(["q"], 3)
     with pytest.raises(R3LiteError, match="gives no documents: ConnectError"):
         Remote("http://127.0.0.1:9/retrieve", sleep=lambda s: None).search(["q"], 3)
-    monkeypatch.setattr(remote, "LARGEST", 1000)
+    monkeypatch.setattr(posting, "LARGEST", 1000)
     with pytest.raises(R3LiteError, match="sends more than"):
         Remote(running(Scripted((200, b"x" * 10_000, 0)))).search(["q"], 3)
 
 
 def test_a_wrong_address_shows_before_the_run(monkeypatch):
-    monkeypatch.setattr(remote, "PAUSE", 0.0)
+    monkeypatch.setattr(posting, "PAUSE", 0.0)
     with pytest.raises(R3LiteError, match="See that the server runs"):
         over_http("http://127.0.0.1:9")
 

@@ -51,6 +51,14 @@ def chunks(text: str, budget: int, overlap: int) -> Iterator[str]:
         yield _text(text, held)
 
 
+def sentences(text: str, budget: int) -> Iterator[str]:
+    """The sentences of a text; one longer than `budget` tokens is cut as `chunks` cuts it."""
+    start = 0
+    for stop in itertools.chain((m.end() for m in SENTENCE.finditer(text)), (len(text),)):
+        yield from filter(None, map(str.strip, chunks(text[start:stop], budget, 0)))
+        start = stop
+
+
 def _units(text: str, start: int, end: int, budget: int, breaks: tuple[re.Pattern, ...]) -> Iterator[Unit]:
     if not breaks:
         yield from (Unit(m.start(), m.end(), 1) for m in TOKEN.finditer(text, start, end))

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from r3lite.retrieval.documents.chunks import chunks, count_tokens
+from r3lite.retrieval.documents.chunks import chunks, count_tokens, sentences
 
 
 def test_tokens_are_counted_as_is_said():
@@ -13,6 +13,14 @@ def test_tokens_are_counted_as_is_said():
     assert count_tokens("The harbor, 1984.") == 1 + 2 + 1 + 1 + 1  # The, harbo r, comma, 1984, stop
     assert count_tokens("东京 is") == 3
     assert count_tokens(" " * 128) == 2
+
+
+def test_sentences_are_cut_only_beyond_the_budget():
+    text = "Dr. Lee came. He saw!  It\nrained\n\nWhy not? " + "again " * 5
+    found = ["Dr. Lee came.", "He saw!", "It\nrained", "Why not? again again again again again"]
+    assert list(sentences(text, 64)) == found
+    assert list(sentences(text, 5)) == [*found[:3], "Why not? again again", "again again again"]
+    assert list(sentences(" \n ", 4)) == []
 
 
 def test_the_count_is_near_that_of_wordpiece(minilm):

@@ -1,0 +1,212 @@
+"""Web search as a retriever: Exa and DuckDuckGo, whose answers are recorded, so that they can be had again.
+
+A service gives up to --web-results pages for a query. The sentences of each that are nearest to the query become a
+passage, and the nearest pages are the documents. What comes from the web is text of strangers: markup is taken out and
+lengths are capped here; special tokens and the marks of a protocol are made harmless where documents are laid out, as
+those of any corpus are.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from r3lite.episode import Document, Retrieve
+from r3lite.errors import R3LiteError
+from r3lite.files import read_record, write_json
+from r3lite.llm.limits import RateLimiter
+from r3lite.records import InvalidRecord, Record, Source, parse
+from r3lite.retrieval.documents import html
+from r3lite.retrieval.documents.chunks import count_tokens, sentences
+from r3lite.retrieval.documents.section import Unreadable
+from r3lite.retrieval.encoder import Encoder, HashingEncoder
+from r3lite.retrieval.posting import Poster
+from r3lite.retrieval.search import Search
+from r3lite.retrieval.setup import Setup
+from r3lite.settings.retrieval import SOURCES
+
+AT_ONCE = 8  # requests under way
+QUERY, TITLE, ADDRESS = 400, 200, 500  # characters at the most
+PAGE = 4000  # characters of a page that are read
+SENTENCE, PASSAGE = 64, 128  # tokens at the most, as `count_tokens` counts them
+EXA, EXA_KEY = "https://api.exa.ai/search", "EXA_API_KEY"
+KIND = SOURCES[0]  # of sources, for searches that name none
+
+
+class Exa:
+    """Searches by exa.ai, which needs a key."""
+
+    kinds: ClassVar = {KIND: None, "News": "news", "Academic": "research paper"}  # by their `category`
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep):
+        key = os.environ.get(EXA_KEY)
+        if not key:
+            raise R3LiteError(f"--retriever exa needs a key in {EXA_KEY}", "Get one at exa.ai, or pass --web-replay.")
+        remedy = f"See that {EXA_KEY} is valid and that exa.ai is reached."
+        self._poster = Poster(EXA, remedy, {"x-api-key": key}, sleep)
+
+    def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
+        """Pages with url, title and text, best first."""
+        body = {"query": query, "numResults": count, "contents": {"text": {"maxCharacters": PAGE}}}
+        category = self.kinds[kind]
+        text = self._poster.post(body | ({"category": category} if category else {}))
+        try:
+            rows = Record(parse(text), Source("the reply of exa.ai")).records("results")
+            return [_page(row, "url", "title", "text") for row in rows[:count]]
+        except InvalidRecord as error:
+            raise R3LiteError(f"exa.ai does not reply as documented: {error.cause}", self._poster.remedy) from error
+
+
+class DuckDuckGo:
+    """Searches by DuckDuckGo's pages for people, which the package ddgs reads; there is no service for programs."""
+
+    kinds: ClassVar = {KIND: "text", "News": "news"}
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep):
+        try:
+            from ddgs import DDGS
+        except ImportError as error:
+            raise R3LiteError(
+                f"--retriever duckduckgo needs the package {error.name}, which is not installed",
+                "Install it with: pip install 'r3lite[web]'",
+            ) from error
+        self._open = DDGS
+
+    def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
+        """Pages with url, title and text, which are a line or two, best first.
+
+        Raises R3LiteError if there is none: to be refused for asking too often looks the same.
+        """
+        search = getattr(self._open(timeout=20), self.kinds[kind])
+        try:
+            rows = search(query, max_results=count, backend="duckduckgo")
+        except Exception as error:  # the package raises what its own libraries do
+            told = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise R3LiteError(
+                f"DuckDuckGo gives no documents: {told}", "It may have been asked too often: lower --web-rpm, or wait."
+            ) from error
+        names = ("href", "title", "body") if kind == KIND else ("url", "title", "body")
+        return [_page(Record(row, Source("a result of DuckDuckGo")), *names) for row in rows]
+
+
+SERVICES = {"exa": Exa, "duckduckgo": DuckDuckGo}
+
+
+def _page(row: Record, url: str, title: str, text: str) -> dict[str, str]:
+    """What is kept of a result; a service may leave out its title or text."""
+
+    def cut(key: str, most: int) -> str:
+        return row.text(key, blank=True)[:most] if row.values.get(key) is not None else ""
+
+    return {"url": cut(url, ADDRESS), "title": cut(title, TITLE), "text": cut(text, PAGE)}
+
+
+class Recorded:
+    """A service whose answers are kept in a folder, a file each, and are not asked for again.
+
+    `asked` counts the requests that were sent. Several processes may share the folder: files are written whole.
+    """
+
+    def __init__(self, name: str, folder: Path, rpm: int, replay: bool):
+        """With `replay`, nothing is ever sent, and a query that is not in the folder is an error."""
+        self.name, self.folder, self.asked = name, folder, 0
+        self._limit = RateLimiter(rpm, time.monotonic, time.sleep)
+        self._service = None if replay else SERVICES[name]()
+        self._lock = threading.Lock()
+
+    def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
+        """The service's pages for a query, from the folder if they are there."""
+        asked = {"service": self.name, "kind": kind, "query": query, "count": count}
+        path = self.folder / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()}.json"
+        if path.exists():
+            try:
+                rows = read_record(path, "").records("pages")
+                return [{name: row.text(name, blank=True) for name in ("url", "title", "text")} for row in rows]
+            except R3LiteError as error:
+                print(f"a recorded answer is asked for again: {error.cause}", file=sys.stderr)
+        if self._service is None:
+            raise R3LiteError(
+                f"no answer to this query is recorded in {self.folder} ({kind})",
+                "Leave --web-replay out, or name the folder that it was recorded in by --web-cache.",
+            )
+        self._limit.wait()
+        found = self._service.pages(query, kind, count)
+        with self._lock:  # equal queries of two threads would share a temporary file
+            self.asked += 1
+            write_json(path, asked | {"pages": found})
+        return found
+
+
+@dataclass
+class Web:
+    """A service's pages as a ranking of passages, for one kind of source."""
+
+    service: Recorded
+    kind: str
+    count: int  # pages that are asked for
+    encoder: Encoder | None  # None: hashed words, weighed by the sentences of the query's own pages
+
+    def search(self, queries: list[str], k: int, own: None = None) -> list[list[Document]]:
+        """The `k` pages nearest to each query, by their nearest sentences."""
+        assert own is None, "the web knows nothing of a question's own paragraphs"
+        asked = [" ".join(query.split())[:QUERY] for query in queries]
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            found = list(threads.map(lambda q: self.service.pages(q, self.kind, self.count) if q else [], asked))
+        return [self._nearest(query, pages)[:k] for query, pages in zip(asked, found, strict=True)]
+
+    def _nearest(self, query: str, pages: list[dict[str, str]]) -> list[Document]:
+        """A passage of each page that has text, the nearest one first; of equal ones the service's order."""
+        texts = [list(sentences(plain(page["text"]), SENTENCE)) for page in pages]
+        said = [Document("", "", sentence) for of_page in texts for sentence in of_page]
+        if not said:
+            return []
+        encoder = self.encoder or HashingEncoder.fit(document.text for document in said)
+        scores = encoder.encode_passages(said, lambda n: None) @ encoder.encode_queries([query])[0]
+        documents, start = [], 0
+        for page, of_page in zip(pages, texts, strict=True):
+            near, start = scores[start : start + len(of_page)], start + len(of_page)
+            if of_page:
+                found = page["url"], plain(page["title"]), best(of_page, near)
+                documents.append(Document(*found, score=float(near.max()), source=self.service.name))
+        return sorted(documents, key=lambda document: -document.score)
+
+
+def best(texts: list[str], scores: np.ndarray) -> str:
+    """The sentences of the highest scores, of PASSAGE tokens together or one that is longer, in the text's order."""
+    chosen, size = [], 0
+    for place in np.argsort(-scores, kind="stable").tolist():
+        size += count_tokens(texts[place])
+        if chosen and size > PASSAGE:
+            break
+        chosen.append(place)
+    return " ".join(texts[place] for place in sorted(chosen))
+
+
+def plain(text: str) -> str:
+    """A text without markup and without characters that are not printed."""
+    text = "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+    if not {"<", "&"} & set(text):
+        return text
+    try:
+        return "\n".join(section.text for section in html.read(text, "")).strip()
+    except Unreadable:
+        return text.replace("<", " ")
+
+
+def build(setup: Setup, top_k: int) -> Retrieve:
+    """The retriever of the service that the settings name."""
+    settings = setup.settings
+    folder = Path(settings.web_cache).expanduser()
+    service = Recorded(settings.retriever, folder, settings.web_rpm, settings.web_replay)
+    kind = setup.kind if setup.kind in SERVICES[settings.retriever].kinds else KIND
+    ranking = Web(service, kind, settings.web_results, setup.encoder)
+    return Search(ranking, top_k, lambda questions: None)
