@@ -85,7 +85,8 @@ class LocalClient:
         """Replies in the order of the requests; equal requests are asked once. See Client.generate_all."""
         keys = [digest(request, self.circumstances) for request in requests]
         replies: dict[str, Reply] = {}
-        bar = tqdm(total=len(set(keys)), desc=progress, unit="request", disable=None if progress else True)
+        brief = {} if progress else {"desc": "asking", "delay": 2, "leave": False}  # within a step of something else
+        bar = tqdm(total=len(set(keys)), unit="request", disable=None, **({"desc": progress} | brief))
 
         def take(key: str, reply: Reply) -> None:
             replies[key] = reply

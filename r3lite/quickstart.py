@@ -209,7 +209,7 @@ where to look next
   why it was paid:  {out / config.quickstart.algorithm / "episodes.jsonl"}
   how it learned:   {out / config.quickstart.algorithm / "metrics.jsonl"}
   all of it drawn:  python -m r3lite.report {out}
-  your own data:    README.md, "Train on HotpotQA"
+  your own data:    docs/tutorial.md, and README.md, "Train on HotpotQA"
   ask it yourself:
     {asking(out, config)}
   on a page in the browser (pip install -e '.[serve]'):

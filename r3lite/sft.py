@@ -113,13 +113,15 @@ class SFTTrainer:
     def validation_losses(self) -> dict[str, float]:
         """Mean cross-entropy over all trained tokens of the rows held out, and of each source's."""
         import torch
+        from tqdm import tqdm
 
         from r3lite.training.metrics import means_by_source
 
         self.policy.model.eval()
         tokens, sums = tokens_of(self.held_out), dict.fromkeys((row.source for row in self.held_out), 0.0)
         with torch.no_grad():
-            for group in self.micro_batches(self.held_out):
+            groups = self.micro_batches(self.held_out)
+            for group in tqdm(groups, "validating", unit="batch", delay=2, leave=False, disable=None):
                 sums[group[0].source] += self.loss(group).item()
         return means_by_source("eval_loss", {n: x / sum(tokens.values()) for n, x in sums.items()}, tokens)
 

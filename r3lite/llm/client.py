@@ -139,7 +139,8 @@ class Client:
         replies: dict[str, Reply] = {}
         self._calls.begin()
         pool = ThreadPoolExecutor(self.settings.judge_concurrency)
-        bar = tqdm(total=len(set(keys)), desc=progress, unit="request", disable=None if progress else True)
+        brief = {} if progress else {"desc": "asking", "delay": 2, "leave": False}  # within a step of something else
+        bar = tqdm(total=len(set(keys)), unit="request", disable=None, **({"desc": progress} | brief))
         try:
             futures = {pool.submit(self._generate, r, key): key for key, r in dict(zip(keys, requests)).items()}
             pending = set(futures)

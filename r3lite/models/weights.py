@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from r3lite.config import shipped
 from r3lite.errors import R3LiteError
@@ -122,6 +123,8 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     by_file = defaultdict(list)
     for name in expected:
         by_file[places[name]].append(name)
+    told = {"desc": f"loading {folder.name}", "unit": "tensor", "delay": 2, "leave": False, "disable": None}
+    bar = tqdm(total=len(expected), **told)
     for path, names in by_file.items():
         with opened(path) as file:
             for name in names:
@@ -134,6 +137,8 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
                     for part, value in vars(nf4.quantize(tensor.to(device))).items():
                         _fill(model, f"{name.removesuffix('.weight')}.{part}", memory, value)
                 del tensor
+                bar.update()
+    bar.close()
     return model.eval()
 
 

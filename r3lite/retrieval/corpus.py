@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tqdm import tqdm
+
 from r3lite.episode import Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.files import read_jsonl
@@ -79,6 +81,6 @@ def from_questions(questions: Iterable[Question]) -> list[Document]:
 def fingerprint(documents: Iterable[Document]) -> str:
     """A hash of ids, titles and texts in their order: two corpora with the same one are the same."""
     digest = hashlib.sha256()
-    for d in documents:
+    for d in tqdm(documents, desc="checking passages", unit="", delay=2, leave=False, disable=None):
         digest.update(json.dumps([d.id, d.title, d.text]).encode())
     return digest.hexdigest()

@@ -7,6 +7,7 @@ index, so nothing is kept on disk.
 from collections.abc import Sequence
 
 import numpy as np
+from tqdm import tqdm
 
 from r3lite.episode import Document, Retrieve
 from r3lite.errors import R3LiteError
@@ -15,6 +16,7 @@ from r3lite.retrieval.search import Search, best, found
 from r3lite.retrieval.setup import Setup
 
 NAME = "lexical"
+BLOCK = 4096  # passages whose words are read between two looks at the bar
 
 
 def build(setup: Setup, top_k: int) -> Retrieve:
@@ -35,7 +37,11 @@ class Lexical:
             ) from error
         self.documents, self._tokenize = documents, bm25s.tokenize
         self._stemmer = Stemmer.Stemmer("english")
-        words = self._words([passage_text(d) for d in documents])
+        words: list[list[str]] = []
+        with tqdm(total=len(documents), desc="reading words", unit="", delay=2, leave=False, disable=None) as bar:
+            for start in range(0, len(documents), BLOCK):
+                words += self._words([passage_text(d) for d in documents[start : start + BLOCK]])
+                bar.update(len(words) - bar.n)
         if not any(words):
             raise R3LiteError("no passage has a word that BM25 counts", "Use another --corpus or --retriever.")
         self.bm25 = bm25s.BM25(k1=1.5, b=0.75, method="lucene")

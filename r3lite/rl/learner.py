@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from r3lite.devices.precision import Precision
 from r3lite.grant import Grant
@@ -60,14 +61,18 @@ class Learner:
         measured: list[Sums] = []
         log_ratios: list[Tensor] = []  # [2, N] of the first epoch's mini-batches, as `loss` returns them
         norms: list[float] = []
-        for epoch in range(self.settings.update_epochs):
+        epochs = self.settings.update_epochs
+        bar = tqdm(total=epochs * len(batch), desc="learning", unit="episode", delay=2, leave=False, disable=None)
+        for epoch in range(epochs):
             for rows in self.mini_batches(batch, f"{seed}/{epoch}"):
                 sums, ratios = self.grant.attempt("update", self.add_gradients, batch.rows(rows))
+                bar.update(len(rows))
                 measured.append(sums)
                 if epoch == 0:
                     log_ratios.append(ratios)
                 norm, _ = self.optimizer_step()
                 norms.append(norm)
+        bar.close()
         sums = added(measured)
         means = {"loss": float(sums.pop("loss")) / len(norms)} | means_of(sums)
         finite = [n for n in norms if math.isfinite(n)]  # a skipped step has none

@@ -64,7 +64,7 @@ class Engine:
         for sequence, listener in zip(sequences, listeners or [None] * len(sequences), strict=True):
             sequence.listener = listener
             self.layout.open(sequence)
-        return self._finished(sequences, retrieve, progress)
+        return self._finished(sequences, retrieve, progress, bool(listeners))
 
     def run_on(self, begun: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
         """Another end for each of some finished sequences, from where it stood after so many of its steps.
@@ -76,11 +76,14 @@ class Engine:
         return self._finished(sequences, retrieve)
 
     @torch.no_grad()
-    def _finished(self, sequences: list[Sequence], retrieve: Retrieve, progress: str | None = None) -> list[Sequence]:
-        """The same sequences, which were opened, at their ends."""
+    def _finished(
+        self, sequences: list[Sequence], retrieve: Retrieve, progress: str | None = None, heard: bool = False
+    ) -> list[Sequence]:
+        """The same sequences, which were opened, at their ends. What is `heard` while it is sampled needs no bar."""
         training = self.model.training
         self.model.eval()  # no dropout: the policy that samples is the policy that is trained
-        bar = tqdm(total=len(sequences), desc=progress, unit="episode", disable=None if progress else True)
+        brief = {} if progress else {"desc": "answering", "delay": 2, "leave": False}  # within a step of something else
+        bar = tqdm(total=len(sequences), unit="episode", disable=heard or None, **({"desc": progress} | brief))
         try:
             with self.autocast(), Fetcher(retrieve, self.spans) as fetcher, bar:
                 if pending := [s for s in sequences if s.pending]:  # a baseline's
