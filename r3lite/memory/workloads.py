@@ -15,7 +15,7 @@ from r3lite.models.lora import read_adapter_config
 from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.qwen2_config import is_nf4, read_config
 from r3lite.models.weights import resolve_folder
-from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.tokenizer import vocabulary_of
 from r3lite.settings import (
     JudgeSettings,
     LengthSettings,
@@ -46,7 +46,7 @@ def shape_of(model: str) -> tuple[Qwen2Config, int]:
     if model.lower() in known and not Path(model).is_dir():
         return known[model.lower()], QWEN_TOKENS
     folder = resolve_folder(model)
-    return read_config(folder), Tokenizer.load(folder).size
+    return read_config(folder), vocabulary_of(folder)
 
 
 def sft_workload(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from r3lite.errors import R3LiteError
 from r3lite.files import read_record
+from r3lite.models.embedding import embedding
 from r3lite.models.qwen2_config import SIZES
 from r3lite.models.tensor_files import read_tensors
 
@@ -43,9 +44,9 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: BertConfig):
         super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.word_embeddings = embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.first = config.first_position
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from r3lite.models.attention import AttentionContext, CausalRows
+from r3lite.models.embedding import embedding
 from r3lite.models.functions import rms_norm, rotate_, swiglu
 from r3lite.models.projections import project
 
@@ -149,7 +150,7 @@ class Trunk(nn.Module):
 
     def __init__(self, config: Qwen2Config):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

@@ -312,3 +312,12 @@ def test_the_bare_base_is_untouched_by_an_adapter(small_model):
     with use_adapter(model, "policy"):
         assert not torch.allclose(model(ids), before)
     assert torch.equal(model(ids), before)
+
+
+def test_loading_imports_no_compiler():
+    """PyTorch draws the values of an embedding on the meta device by its compiler, whose import takes two seconds."""
+    code = "import sys, torch; from r3lite.models import bert, weights\n"
+    code += "weights.load_qwen2(weights.resolve_folder('tiny'), torch.float32, 'cpu')\n"
+    code += "with torch.device('meta'): bert.Bert(bert.BertConfig(9, 8, 1, 2, 8))\n"
+    code += "assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

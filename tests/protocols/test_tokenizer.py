@@ -7,8 +7,9 @@ import random
 
 import pytest
 
+from r3lite.config import shipped
 from r3lite.errors import R3LiteError
-from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.tokenizer import Tokenizer, vocabulary_of
 
 CONVERSATIONS = {
     "question": [("user", "Who founded the city?")],
@@ -289,3 +290,16 @@ def test_files_that_are_not_what_they_should_be_are_refused(folder, name, make, 
     make(path / name)
     with pytest.raises(R3LiteError, match=words):
         Tokenizer.load(path)
+
+
+def test_the_size_is_known_without_the_tokenizer(qwen_folder, tmp_path):
+    """Every plan built the tokenizer for it: three seconds at the start of each command."""
+    for path in (qwen_folder, shipped("checkpoints", "tiny")):
+        assert vocabulary_of(path) == Tokenizer.load(path).size
+    definition = {"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "c"}, {"id": 2}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    assert vocabulary_of(tmp_path) == 10
+    for wrong, said in (({}, "vocab is missing"), ({"model": {"vocab": {"a": "0"}}}, r"vocab\.a is '0'")):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(wrong))
+        with pytest.raises(R3LiteError, match=said):
+            vocabulary_of(tmp_path)
