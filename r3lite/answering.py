@@ -14,6 +14,7 @@ from r3lite.settings import (
     LengthSettings,
     MemorySettings,
     ModelSettings,
+    ProcedureSettings,
     ProtocolSettings,
     RetrievalSettings,
     SamplingSettings,
@@ -22,6 +23,7 @@ from r3lite.settings import (
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from r3lite.memory.plan import Plan
+    from r3lite.retrieval.procedures import Finder
     from r3lite.rollout.engine import Engine
 
 
@@ -32,6 +34,7 @@ class Answering(Protocol):
     model: ModelSettings
     memory: MemorySettings
     retrieval: RetrievalSettings
+    procedures: ProcedureSettings
     protocol: ProtocolSettings
     lengths: LengthSettings
     sampling: SamplingSettings
@@ -86,9 +89,10 @@ def warn_of_other_format(config: Answering) -> None:
         print(f"warning: {told}", file=sys.stderr)
 
 
-def open_retriever(config: Answering) -> Retrieve:
-    """The retriever of the settings, which must do without questions of a data set."""
+def open_retriever(config: Answering) -> tuple[Retrieve, "Finder | None"]:
+    """The retriever of the settings, which must do without questions of a data set, and what finds procedures."""
     from r3lite.protocols.registry import build_protocol
+    from r3lite.retrieval.procedures import open_finder
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
 
@@ -100,7 +104,9 @@ def open_retriever(config: Answering) -> Retrieve:
         raise UsageError("--retriever golden and --context question are for questions of --data, with paragraphs")
     if settings.retriever != "none" and settings.from_questions:
         raise UsageError("--index is missing: a folder that r3lite.index wrote; or --corpus FILE, or --retriever none")
-    return build_retriever(Setup(settings, [], config.common.seed))
+    setup = Setup(settings, [], config.common.seed)
+    retrieve = build_retriever(setup)
+    return retrieve, open_finder(config.procedures, lambda: setup.encoder)
 
 
 def why_no_answer(episode: Episode, faults: Mapping[str, str]) -> str:

@@ -26,6 +26,7 @@ from r3lite.protocols.layouts import Layouts
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import OPENINGS, Layout
+from r3lite.retrieval.procedures import Finder
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Listener
@@ -97,8 +98,8 @@ def layouts_of(config: Serving, tokenizer: Tokenizer, protocol: StepFormat) -> L
 class LiveAnswers:
     """What answers for the server; see `serving.asks.Answering`."""
 
-    def __init__(self, config: Serving, retrieve: Retrieve):
-        """`retrieve` is that of the settings; with --retriever none there is no mode search."""
+    def __init__(self, config: Serving, retrieve: Retrieve, finder: Finder | None = None):
+        """`retrieve` and `finder` are those of the settings; with --retriever none there is no mode search."""
         protocol, folders, plan = build_protocol(config.protocol), adapters_of(config), plan_lanes(config)
         searches = protocol.searches and config.retrieval.retriever != "none"
         self.modes, self.adapters = modes_of(config, folders, searches), list(folders)
@@ -109,7 +110,7 @@ class LiveAnswers:
         self.engine = LaneEngine(
             loaded.model, self.layouts, Sampler(), loaded.grant, autocast=loaded.precision.autocast
         )
-        self.retrieve = tolerant(retrieve)
+        self.retrieve, self.finder = tolerant(retrieve), finder
         self.rows = max(1, loaded.grant.memory.rollout_batch_size // len(folders))
         self.asked = itertools.count()
         self.growing: dict[int, Growing] = {}  # by the id of its sequence
@@ -123,7 +124,10 @@ class LiveAnswers:
         sampler = Sampler(temperature, default.top_k_sampling, default.top_p if ask.top_p is None else ask.top_p)
         number = next(self.asked)
         seed = f"{self.config.common.seed}/{number}" if ask.seed is None else f"{ask.seed}"
-        question = Question(f"{number}", ask.text, (), source=kind, earlier=self._earlier(ask, kind))
+        question = Question(f"{number}", ask.text, (), source=kind)
+        if self.finder:
+            question = self.finder.before(question)
+        question = replace(question, earlier=self._earlier(ask, kind, question.procedure))
         sequence = Visitor(
             question,
             stream=random.Random(seed),
@@ -170,7 +174,7 @@ class LiveAnswers:
             style = "plain" if ask.adapter == BASE else "answer"
         return PLAIN if ask.mode == "chat" and style == "plain" else ask.mode
 
-    def _earlier(self, ask: Ask, kind: str) -> tuple[Message, ...]:
+    def _earlier(self, ask: Ask, kind: str, procedure: str) -> tuple[Message, ...]:
         """The earlier messages that are given to the model: the last ones, which leave half of an episode free.
 
         A step format has its own system message; one of the client's is for plain chats.
@@ -178,7 +182,7 @@ class LiveAnswers:
         layout, remembers = self.layouts.of[kind], ask.mode in self.config.modes.memory_modes
         system = tuple(m for m in ask.earlier[:1] if m["role"] == "system" and kind == PLAIN)
         said = tuple(m for m in ask.earlier if m["role"] != "system" and remembers)
-        while said and len(layout.prompt(ask.text, system + said)) > layout.lengths.max_length // 2:
+        while said and len(layout.prompt(ask.text, system + said, procedure)) > layout.lengths.max_length // 2:
             said = said[2:]
         return system + said
 

@@ -19,6 +19,7 @@ from r3lite.settings import (
     LengthSettings,
     MemorySettings,
     ModelSettings,
+    ProcedureSettings,
     ProtocolSettings,
     RetrievalSettings,
     SamplingSettings,
@@ -26,6 +27,7 @@ from r3lite.settings import (
 )
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
+    from r3lite.retrieval.procedures import Finder
     from r3lite.rollout.engine import Engine
     from r3lite.rollout.sequence import Sequence
 
@@ -47,6 +49,7 @@ class AskConfig:
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
     retrieval: RetrievalSettings = RetrievalSettings()
+    procedures: ProcedureSettings = ProcedureSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     lengths: LengthSettings = LengthSettings()
     sampling: SamplingSettings = SamplingSettings(temperature=0.0)
@@ -59,6 +62,7 @@ class Conversation:
 
     engine: "Engine"
     retrieve: Retrieve
+    finder: "Finder | None"  # of procedures
     seed: int
     as_json: bool
     asked: int = 0
@@ -80,6 +84,10 @@ class Conversation:
                 print(f"\n{evidence(sequence)}", flush=True)
 
         question, seed = Question(f"{self.asked + 1}", text, ()), f"{self.seed}/{self.asked}"
+        if self.finder:
+            question = self.finder.before(question)
+        if question.procedure and not self.as_json:
+            print(f"{printable(question.procedure)}\n")
         self.asked += 1
         (sequence,) = self.engine.run([question], [seed], self.retrieve, listeners=[Listener(hear, look)])
         episode = sequence.episode()
@@ -96,10 +104,10 @@ def ask(config: AskConfig) -> None:
     if config.common.output:
         raise UsageError("--output has no use here, as no file is written; redirect what --json prints")
     sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
-    retrieve = open_retriever(config)  # before the model is loaded, so that a missing index shows at once
+    retrieve, finder = open_retriever(config)  # before the model is loaded, so that a missing index shows at once
     if config.model.adapter is None:
         print("warning: without --adapter, the model was never taught the step format", file=sys.stderr)
-    conversation = Conversation(build_engine(config, 1), retrieve, config.common.seed, config.ask.json)
+    conversation = Conversation(build_engine(config, 1), retrieve, finder, config.common.seed, config.ask.json)
     if question is not None:
         conversation.ask(question)
         return

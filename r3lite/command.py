@@ -26,7 +26,7 @@ from r3lite.errors import R3LiteError
 
 COMMANDS = (
     "sft", "ppo", "evaluate", "ask", "serve", "collect", "index", "retrieve", "plan", "doctor", "report", "export",
-    "tune_prompt", "check_format", "prepare", "quickstart",
+    "tune_prompt", "check_format", "prepare", "procedures", "quickstart",
 )  # fmt: skip
 # Of writing and flushing a file, which name no path. (Those of a network have other numbers.)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

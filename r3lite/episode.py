@@ -57,6 +57,7 @@ class Question:
     `type` is the data set's own word for the kind of question, such as bridge or comparison; empty if it has none.
     `earlier` are the messages (`role` and `content`) of the conversation that it is asked in, if it is in one.
     `source` tells questions apart that are laid out differently: a source of several, or a mode of the server.
+    `procedure` is what stands before it: how to go about a question of its kind.
     """
 
     id: str
@@ -69,6 +70,7 @@ class Question:
     type: str = ""
     earlier: tuple[dict[str, str], ...] = ()
     source: str = ""
+    procedure: str = ""
 
     @property
     def hop_count(self) -> int:

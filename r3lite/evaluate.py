@@ -18,6 +18,7 @@ from r3lite.settings import (
     LengthSettings,
     MemorySettings,
     ModelSettings,
+    ProcedureSettings,
     ProtocolSettings,
     RetrievalSettings,
     SamplingSettings,
@@ -52,6 +53,7 @@ class EvaluateConfig:
     memory: MemorySettings = MemorySettings()
     data: DataSettings = DataSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
+    procedures: ProcedureSettings = ProcedureSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     lengths: LengthSettings = LengthSettings()
     sampling: SamplingSettings = SamplingSettings(temperature=0.0)
@@ -105,6 +107,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     from r3lite.files import write_json, write_jsonl, write_text
     from r3lite.local_client import client_maker
     from r3lite.retrieval.bert_encoder import BertEncoder
+    from r3lite.retrieval.procedures import open_finder
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
     from r3lite.rewards.judge import build_judge
@@ -116,6 +119,9 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     engine = build_engine(config, len(questions), config.evaluate.baseline, config.judge)
     setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     retrieve = build_retriever(setup)
+    if finder := open_finder(config.procedures, lambda: setup.encoder):
+        questions = [finder.before(question) for question in questions]
+        print(f"{sum(bool(q.procedure) for q in questions)} of {len(questions)} questions have a procedure before them")
     # From here on the folder is this evaluation's: if it is killed, only the same one may be begun there again.
     write_text(output / CONFIG, to_toml(config, "evaluate"))
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]

@@ -18,6 +18,7 @@ from r3lite.settings import (
     MemorySettings,
     ModelSettings,
     ModeSettings,
+    ProcedureSettings,
     ProtocolSettings,
     RetrievalSettings,
     SamplingSettings,
@@ -48,6 +49,7 @@ class ServeConfig:
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
     retrieval: RetrievalSettings = RetrievalSettings()
+    procedures: ProcedureSettings = ProcedureSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     lengths: LengthSettings = LengthSettings()
     sampling: SamplingSettings = SamplingSettings(temperature=0.0)
@@ -63,8 +65,7 @@ def serve(config: ServeConfig) -> None:
     with listening:
         from r3lite.answering_live import LiveAnswers
 
-        retrieve = open_retriever(config)
-        answering = LiveAnswers(config, retrieve)
+        answering = LiveAnswers(config, *open_retriever(config))
         answering.warm_up()
         host, port = listening.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host

@@ -11,6 +11,7 @@ from r3lite.evaluate import EvaluateConfig
 from r3lite.index import IndexConfig
 from r3lite.plan import PlanRlConfig, PlanSftConfig
 from r3lite.prepare import PrepareConfig
+from r3lite.procedures import ProceduresConfig
 from r3lite.quickstart import QuickstartConfig
 from r3lite.retrieve import RetrieveConfig
 from r3lite.serve import ServeConfig
@@ -48,6 +49,7 @@ CONFIGS = {
     "tune_prompt": (TunePromptConfig(), "tune_prompt"),
     "check_format": (CheckFormatConfig(), "check_format"),
     "prepare": (PrepareConfig(), "prepare"),
+    "procedures": (ProceduresConfig(), "procedures"),
     "quickstart": (QuickstartConfig(), "quickstart"),
     "plan": (PlanSftConfig(), "sft"),
     "plan of RL": (PlanRlConfig(), "ppo"),

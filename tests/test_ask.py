@@ -17,6 +17,7 @@ from r3lite.episode import CUT_OFF, Document, Episode, Question, Search, Step
 from r3lite.errors import R3LiteError
 from r3lite.files import write_jsonl
 from r3lite.protocols.r3 import FAULTS
+from r3lite.protocols.transcript import Layout
 from r3lite.retrieval.index import PassageIndex
 from r3lite.rollout.engine import Engine
 
@@ -69,6 +70,24 @@ def test_reasoning_evidence_and_answer_are_shown(arguments, capsys):
     assert lines[-2:] == [f"answer: Caf\u00e9 {CITY}", ""] and set(lines[-3]) == {"-"}
     assert all(len(line) <= 80 for line in lines)
     assert "without --adapter, the model was never taught the step format" in shown.err
+
+
+def test_the_procedure_that_fits_is_shown_and_given_to_the_model(arguments, tmp_path, capsys, monkeypatch):
+    rows = [{"name": "People", "description": "who they are", "trigger": "bob", "steps": [{"action": "Think"}]}]
+    (tmp_path / "p.json").write_text(json.dumps(rows))
+    seen, opened = [], Layout.open
+
+    def opening(layout, transcript):
+        opened(layout, transcript)
+        seen.append(layout.tokenizer.decode(transcript.tokens))
+
+    monkeypatch.setattr(Layout, "open", opening)
+    argv = [*arguments, "--procedures", str(tmp_path / "p.json"), "--encoder", "hashing"]
+    text = "Procedure: People. who they are\n1. Think\n\n"
+    assert told(capsys, ["Who is Bob?", *argv]).out.startswith(f"{text}Step 1:")
+    assert told(capsys, ["Where does Ada live?", *argv]).out.startswith("Step 1:")
+    assert f"user\n{text}" in seen[0] and text not in seen[1]
+    assert json.loads(told(capsys, ["--json", "Who is Bob?", *argv]).out)["final_answer"] == "a friend"
 
 
 def test_what_is_shown_comes_while_it_is_sampled(arguments, capsys, monkeypatch):
@@ -183,7 +202,7 @@ def test_bad_input_is_refused_before_the_model_is_loaded(argv, status, cause, ca
 
 def test_a_format_without_search_needs_no_index():
     config = resolve("ask", ask.AskConfig(), ["x", "--format", "solution"], COMMANDS)
-    assert ask.open_retriever(config)([(Question("q", "x", ()), "x")]) == [[]]
+    assert ask.open_retriever(config)[0]([(Question("q", "x", ()), "x")]) == [[]]
 
 
 def test_a_dry_run_tells_the_memory(capsys):

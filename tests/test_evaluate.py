@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from r3lite import evaluate
 from r3lite.errors import R3LiteError
 from r3lite.files import sole_writer, write_jsonl
+from r3lite.protocols.transcript import Layout
 from r3lite.retrieval.index import PassageIndex
 from r3lite.rewards.reward import StepVerdict, Verdict
 from r3lite.rollout.engine import Engine
@@ -123,6 +124,23 @@ def test_scores_by_hand(toy, says, tmp_path, capsys):
     assert predictions[1]["reasoning_tokens"] == len(answer(1, "Bobtown village")) + 1
     assert scores["rouge_l"]["value"] == pytest.approx((2 / 3 + 2 / 3) / 3)  # ROUGE keeps articles
     assert scores["by_type"] == {} and scores["corpus_bleu"] == 0.0  # no answer has three words
+
+
+def test_procedures_stand_before_the_questions_that_they_fit(toy, tmp_path, capsys, monkeypatch):
+    seen, opened = {}, Layout.open
+
+    def opening(layout, transcript):
+        opened(layout, transcript)
+        seen[transcript.question.id] = layout.tokenizer.decode(transcript.tokens)
+
+    monkeypatch.setattr(Layout, "open", opening)
+    row = {"name": "Bobs", "description": "d", "trigger": "bob", "steps": [{"action": "Think"}]}
+    (tmp_path / "p.json").write_text(json.dumps(row))
+    argv = ["--procedures", str(tmp_path / "p.json"), "--procedures-by", "triggers", "--max-length", "1024"]
+    assert evaluate.main([*toy, *argv]) == 0
+    assert "1 of 3 questions have a procedure before them" in capsys.readouterr().out
+    assert ["Procedure: Bobs" in seen[name] for name in ("Ada", "Bob", "Cy")] == [False, True, False]
+    assert "procedures = " in (tmp_path / "out" / "config.toml").read_text()
 
 
 def test_tags_and_solution_are_scored_as_r3_is(toy, says, tmp_path):

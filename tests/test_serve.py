@@ -181,6 +181,24 @@ def test_what_was_said_before_is_given_where_it_is_wanted_and_as_far_as_there_is
     answering.close()
 
 
+def test_a_procedure_stands_before_the_question_that_it_fits(tmp_path):
+    from r3lite.answering import open_retriever
+    from r3lite.answering_live import LiveAnswers
+    from r3lite.serving.asks import Ask
+
+    row = {"name": "Cities", "description": "about cities", "trigger": "city", "steps": [{"action": "Think"}]}
+    (tmp_path / "p.json").write_text(json.dumps(row))
+    argv = ["--retriever", "none", "--dtype", "fp32", "--procedures", str(tmp_path / "p.json")]
+    made = config(*argv, "--procedures-by", "triggers")
+    answering = LiveAnswers(made, *open_retriever(made))
+    for text, stands in (("Which city?", True), ("Which town?", False)):
+        for mode in ("chat", "reasoning"):
+            sequence = answering.prepare(Ask(text, mode, "base"), None).transcript
+            prompt = answering.layouts.tokenizer.decode(sequence.tokens)
+            assert ("user\nProcedure: Cities. about cities\n1. Think\n\n" in prompt) == stands and text in prompt
+    answering.close()
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "::", "example.org"])
 def test_a_server_that_others_can_reach_needs_a_token(monkeypatch, host, capsys):
     monkeypatch.delenv(serve.TOKEN, raising=False)

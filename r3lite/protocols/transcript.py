@@ -93,9 +93,11 @@ class Layout:
         default_factory=dict, init=False, repr=False
     )  # by token: see _may_end_stop_string
 
-    def prompt(self, question: str, earlier: Sequence[dict[str, str]] = ()) -> list[int]:
+    def prompt(self, question: str, earlier: Sequence[dict[str, str]] = (), procedure: str = "") -> list[int]:
         """The tokens that an episode about `question` opens with, after the `earlier` messages of a conversation."""
         opening = self.protocol.opening(self.protocol.quoted(question))
+        if procedure:
+            opening = f"{procedure}\n\n{opening}"
         return self.tokenizer.open_chat(opening, self.protocol.system, earlier)
 
     def open(self, transcript: Transcript) -> None:
@@ -104,7 +106,7 @@ class Layout:
         It may then have `pending` queries, or be finished if there is no room for an answer.
         """
         question = transcript.question
-        transcript.observe(self.prompt(question.text, question.earlier))
+        transcript.observe(self.prompt(question.text, question.earlier, question.procedure))
         self.check_room(question, transcript.tokens)
         if self.opening.searches:
             step = self.protocol.first_search(self.protocol.quoted(question.text))

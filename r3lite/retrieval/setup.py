@@ -67,6 +67,8 @@ class Setup:
         settings = self.settings
         if settings.encoder == HASHING:
             return None
+        if "index" in self.__dict__:
+            return self.index.encoder
         return self.like.encoder if self.like else make_encoder(settings.encoder, settings.encoder_style, [])
 
     @cached_property

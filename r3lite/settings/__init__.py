@@ -26,6 +26,7 @@ from r3lite.settings.guard import GuardSettings, ValidationSettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.memory import MemorySettings
 from r3lite.settings.model import LoraSettings, ModelSettings, Projection
+from r3lite.settings.procedures import ProcedureFileSettings, ProcedureSettings
 from r3lite.settings.protocol import ProtocolSettings
 from r3lite.settings.retrieval import DocumentSettings, IndexSettings, RetrievalSettings
 from r3lite.settings.rewards import RewardSettings

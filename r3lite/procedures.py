@@ -1,0 +1,82 @@
+"""Lists, checks and adds procedures, and shows which one fits a question."""
+
+import sys
+from dataclasses import dataclass
+
+from r3lite import command
+from r3lite.config import UsageError
+from r3lite.episode import folded
+from r3lite.errors import R3LiteError
+from r3lite.settings import Common, ProcedureFileSettings, ProcedureSettings
+
+NONE = "none fits: nothing would stand before the question"
+
+
+@dataclass(frozen=True)
+class ProceduresConfig:
+    """Checks a JSON file of procedures and lists them: python -m r3lite.procedures --procedures mine.json
+
+    With --add, those of another file are written into it; with --match, which of them fits a question, and why. Pass
+    the file to ask, serve and evaluate as --procedures.
+    """
+
+    common: Common = Common()
+    file: ProcedureFileSettings = ProcedureFileSettings()
+    procedures: ProcedureSettings = ProcedureSettings()
+
+
+def procedures(config: ProceduresConfig) -> None:
+    from r3lite.files import write_text
+    from r3lite.retrieval.procedures import read_procedures, to_json
+
+    path, given = config.procedures.procedures, config.file
+    if path is None:
+        raise UsageError("--procedures is missing: a JSON file of procedures; docs/procedures.md shows one")
+    if config.common.output:
+        raise UsageError("--output has no use here: --add writes into --procedures")
+    found = read_procedures(path, missing_ok=given.add is not None)
+    if given.add:
+        names = {folded(p.name) for p in found}
+        more = read_procedures(given.add)
+        if twice := [p.name for p in more if folded(p.name) in names]:
+            raise R3LiteError(
+                f"{path} has a procedure named {twice[0]} already", "Give it another name, or change it in the file."
+            )
+        found += more
+        write_text(path, to_json(found))
+        print(f"added {len(more)} to {path}")
+    if given.match:
+        show_match(config)
+        return
+    for procedure in found:
+        kind = f"{procedure.category}, " if procedure.category else ""
+        print(f"{procedure.name} ({kind}priority {procedure.priority:g}, steps: {len(procedure.steps)})")
+        print(f"  {procedure.description}\n  triggers: {', '.join(procedure.triggers) or 'none'}")
+    print(f"procedures in {path}: {len(found)}, all valid")
+
+
+def show_match(config: ProceduresConfig) -> None:
+    """Prints what each procedure scores, and the one that would stand before the question."""
+    from r3lite.retrieval.encoder import make_encoder
+    from r3lite.retrieval.hashing import HASHING
+    from r3lite.retrieval.procedures import open_finder
+
+    given, settings = config.file, config.procedures
+    finder = open_finder(
+        settings, lambda: None if given.encoder == HASHING else make_encoder(given.encoder, given.encoder_style, [])
+    )
+    scores = finder.scores(given.match)
+    cosines = ["-"] * len(scores) if finder.vectors is None else [f"{x:.3f}" for x in finder.cosines(given.match)]
+    print(f"{'triggers':>8}  {'cosine':>6}  procedure")
+    for procedure, score, cosine in zip(finder.procedures, scores, cosines, strict=True):
+        print(f"{score:>8.1f}  {cosine:>6}  {procedure.name}")
+    found = finder.find(given.match)
+    print(f"\n{found.told() if found else NONE}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    return command.run("procedures", ProceduresConfig(), procedures, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

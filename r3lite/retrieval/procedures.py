@@ -1,0 +1,141 @@
+"""Procedures: what to do in a kind of case, step by step, in a JSON file; that which fits a question is found for it.
+
+Owns the file's form: a list of objects of `name`, `description`, `trigger` (words and phrases with commas between),
+`category`, `priority` and `steps`, each an `action` with or without a `condition`.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from r3lite.episode import Document, Question, folded
+from r3lite.files import read_text, within
+from r3lite.records import Record, Source
+from r3lite.retrieval.encoder import Encoder
+from r3lite.retrieval.hashing import HashingEncoder
+from r3lite.settings import ProcedureSettings
+
+TRIGGER, PRIORITY = 10.0, 0.5  # what a trigger that is there and a unit of priority add to a score
+REMEDY = "docs/procedures.md shows the form; python -m r3lite.procedures --procedures FILE checks it."
+
+
+@dataclass(frozen=True)
+class Action:
+    """One step of a procedure."""
+
+    action: str
+    condition: str = ""  # when it is to be done; empty: always
+
+
+@dataclass(frozen=True)
+class Procedure:
+    """What to do in a kind of case."""
+
+    name: str
+    description: str
+    trigger: str
+    category: str
+    priority: float
+    steps: tuple[Action, ...]
+
+    @property
+    def triggers(self) -> list[str]:
+        return [phrase for part in self.trigger.split(",") if (phrase := folded(part))]
+
+    def score(self, text: str) -> float:
+        """TRIGGER for each of its triggers that stands in a text as whole words, plus PRIORITY for each unit of
+        priority; 0 if there is none, however high its priority."""
+        words = folded(text)
+        there = sum(bool(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", words)) for phrase in self.triggers)
+        return TRIGGER * there + PRIORITY * self.priority if there else 0.0
+
+    def told(self) -> str:
+        """As the model reads it."""
+        lines = [f"Procedure: {self.name}. {self.description}"]
+        for number, step in enumerate(self.steps, 1):
+            lines.append(f"{number}. {step.action}" + (f" (condition: {step.condition})" if step.condition else ""))
+        return "\n".join(lines)
+
+    @staticmethod
+    def from_json(record: Record) -> "Procedure":
+        steps = record.records("steps")
+        if not steps:
+            raise record.error(f"{record.path}steps is empty")
+        return Procedure(
+            record.text("name"),
+            record.text("description"),
+            record.text("trigger", "", blank=True),
+            record.text("category", "", blank=True),
+            record.number("priority", 0.0, low=0.0),
+            tuple(Action(step.text("action"), step.text("condition", "", blank=True)) for step in steps),
+        )
+
+
+def read_procedures(path: str | Path, missing_ok: bool = False) -> list[Procedure]:
+    """The procedures of a file, which holds a list or a single one; raises R3LiteError if one is not valid."""
+    if missing_ok and not Path(path).exists():
+        return []
+    value = within(path, REMEDY, read_text(path, REMEDY))
+    listed = Record({"procedures": [value] if isinstance(value, dict) else value}, Source(str(path), REMEDY))
+    found: dict[str, Procedure] = {}
+    for record in listed.records("procedures"):
+        procedure = Procedure.from_json(record)
+        if found.setdefault(folded(procedure.name), procedure) is not procedure:
+            raise record.error(f"two procedures are named {procedure.name}")
+    return list(found.values())
+
+
+def to_json(procedures: list[Procedure]) -> str:
+    rows = [asdict(procedure) for procedure in procedures]
+    for step in (step for row in rows for step in row["steps"]):
+        if not step["condition"]:
+            del step["condition"]
+    return json.dumps(rows, ensure_ascii=False, indent=2) + "\n"
+
+
+class Finder:
+    """Finds the procedure that fits a question: by triggers, and where none is there by the nearest description."""
+
+    def __init__(self, procedures: list[Procedure], encoder: Encoder | None, floor: float):
+        """Without an `encoder`, triggers alone count."""
+        self.procedures, self.encoder, self.floor = procedures, encoder, floor
+        described = [Document("", p.name, p.description) for p in procedures]
+        self.vectors = encoder.encode_passages(described, lambda n: None) if encoder and procedures else None
+
+    def scores(self, text: str) -> list[float]:
+        """The score of each procedure's triggers."""
+        return [procedure.score(text) for procedure in self.procedures]
+
+    def cosines(self, text: str) -> np.ndarray:
+        """The cosine of each procedure's description with a text."""
+        return self.vectors @ self.encoder.encode_queries([text])[0]
+
+    def find(self, text: str) -> Procedure | None:
+        """The procedure of the highest score; of equal ones the first of the file."""
+        if not self.procedures:
+            return None
+        found, least = self.scores(text), TRIGGER
+        if self.vectors is not None and max(found) < TRIGGER:
+            found, least = self.cosines(text), self.floor
+        best = int(np.argmax(found))
+        return self.procedures[best] if found[best] >= least else None
+
+    def before(self, question: Question) -> Question:
+        """The question with the procedure that fits it."""
+        found = self.find(question.text)
+        return replace(question, procedure=found.told()) if found else question
+
+
+def open_finder(settings: ProcedureSettings, encoder: Callable[[], Encoder | None]) -> Finder | None:
+    """The finder of the settings; None if they name no file. `encoder` loads that of queries, None if it is hashing."""
+    if settings.procedures is None:
+        return None
+    procedures = read_procedures(settings.procedures)
+    if settings.procedures_by == "triggers":
+        return Finder(procedures, None, settings.procedures_floor)
+    made = encoder() or HashingEncoder.fit(f"{p.name} {p.description}" for p in procedures)
+    return Finder(procedures, made, settings.procedures_floor)
