@@ -126,6 +126,8 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     write_text(output / CONFIG, to_toml(config, "evaluate"))
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
     episodes = [s.episode() for s in engine.run(questions, seeds, retrieve, progress="evaluate")]
+    if setup.query_cache:
+        print(setup.query_cache.line())
     alike = bert_scores(encoder, episodes) if encoder else [None] * len(episodes)
     marks = [Marks.of(e, bert_score=b) for e, b in zip(episodes, alike)]
 

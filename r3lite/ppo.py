@@ -122,7 +122,7 @@ def train(config: PpoConfig) -> None:
         found = rl_guidance.usable(traces, config, questions, engine.layout, judge) if traces else {}
         guidance = Guidance(config, questions, found, replay, learner.mean_entropies) if found or replay else None
         taught_by = teacher.build(config, learner, engine.layout.tokenizer, questions)
-        sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance)
+        sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance, setup.query_cache)
         rounds = config.rounds(len(questions))
         file = run.output / EPISODES
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)

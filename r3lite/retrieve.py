@@ -134,6 +134,8 @@ def measure_recall(config: RetrieveConfig) -> None:
     for k, value in recall.items():
         print(f"recall@{k:<3} {value:.4f}")
     print(f"{seconds:.2f} s for {len(known)} queries, {1000 * seconds / len(known):.1f} ms each")
+    if setup.query_cache:
+        print(setup.query_cache.line())
     write_json(output / "recall.json", {"n": len(answered), "recall": recall})
     print(f"written to {output / 'recall.json'}")
     if config.retrieve.gap_report:

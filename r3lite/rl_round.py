@@ -9,6 +9,7 @@ from itertools import groupby
 from r3lite.datasets.order import questions_of_refill, questions_of_round
 from r3lite.datasets.sources import build_mixture
 from r3lite.episode import CUT_OFF, Episode, Question, Retrieve
+from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards import curriculum
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.reward import Scored, score_all
@@ -117,10 +118,11 @@ class RoundSampler:
         retrieve: Retrieve,
         judge: Judge | None,
         guidance: Guidance | None = None,
+        cache: QueryCache | None = None,
     ):
         """`questions` are in the order of their sources, if there are several."""
         self.config, self.questions, self.engine, self.retrieve = config, questions, engine, retrieve
-        self.judge, self.guidance = judge, guidance
+        self.judge, self.guidance, self.cache = judge, guidance, cache
         self.mixture = build_mixture(config.mixture, questions, f"{config.common.seed}/rl")
 
     def sample(self, number: int, watch: Stopwatch) -> Round:
@@ -148,6 +150,8 @@ class RoundSampler:
         if rl.refill_limit:
             with watch.stage("refill"):
                 sampled = self._refilled(number, sampled)
+        if self.cache:
+            sampled = replace(sampled, told=sampled.told | self.cache.told())
         return sampled
 
     def score(self, number: int, sequences: Many[Sequence]) -> list[Scored | None]:

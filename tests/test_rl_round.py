@@ -1,6 +1,7 @@
 """Which episodes of a round get another end, and what the round then holds."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,11 +87,17 @@ class Scripted:
         return [sequence(s.question, "01", says) for (s, _), says in zip(begun, self.ends, strict=True)]
 
 
-def sampled(engine: Scripted, judge=None, number: int = 5, **settings) -> Round:
+def sampled(engine: Scripted, judge=None, number: int = 5, cache=None, **settings) -> Round:
     config = with_values(
         PpoConfig(), {"batch_size": 2, "num_generations": 2, "algorithm": "grpo", "seed": 7, **settings}
     )
-    return RoundSampler(config, QUESTIONS[:2], engine, None, judge).sample(number, Stopwatch())
+    return RoundSampler(config, QUESTIONS[:2], engine, None, judge, cache=cache).sample(number, Stopwatch())
+
+
+def test_how_many_queries_were_in_the_cache_is_a_metric_of_the_round():
+    told = {"queries/cached_ratio": 0.25}
+    made = sampled(Scripted({"0": ["no", "no"], "1": ["yes", "no"]}, []), cache=SimpleNamespace(told=lambda: told))
+    assert made.metrics()["queries/cached_ratio"] == 0.25
 
 
 def test_an_expanded_episode_joins_the_group_of_the_one_it_goes_on_from():

@@ -92,6 +92,7 @@ PANELS = {
     ),
     "What it took": (
         Panel("time", "Time of a step, by part", "s", {"time/*": ""}),
+        Panel("cache", "Queries that were in the cache", "share", {"queries/cached_ratio": "queries"}),
         Panel("speed", "Throughput", "tokens/s", {"tokens_per_second": "tokens"}),
         Panel("memory", "Peak memory so far", "MiB", {"peak_memory_mib": "measured"}),
     ),

@@ -1,7 +1,7 @@
 """What a retriever is built from: the settings, the questions, and the corpus or index that these choose."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from r3lite.episode import Document, Question
@@ -9,6 +9,7 @@ from r3lite.errors import R3LiteError
 from r3lite.retrieval import corpus, index
 from r3lite.retrieval.encoder import Encoder, make_encoder
 from r3lite.retrieval.hashing import HASHING
+from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
 from r3lite.retrieval.reranker import CrossEncoder
 from r3lite.settings import RetrievalSettings
 from r3lite.settings.retrieval import SOURCES
@@ -57,9 +58,9 @@ class Setup:
             known = self.like.__dict__.get("index") if self.like else None
             opened = index.load(settings.index, settings.encoder, settings.encoder_style, known=known)
             self._checked(opened.documents)
-            return opened
+            return replace(opened, encoder=self._cached(opened.encoder))
         encoder = make_encoder(settings.encoder, settings.encoder_style, self.documents)
-        return index.build(encoder, self.documents, self.progress)
+        return index.build(self._cached(encoder), self.documents, self.progress)
 
     @cached_property
     def encoder(self) -> Encoder | None:
@@ -69,7 +70,22 @@ class Setup:
             return None
         if "index" in self.__dict__:
             return self.index.encoder
-        return self.like.encoder if self.like else make_encoder(settings.encoder, settings.encoder_style, [])
+        if self.like:
+            return self.like.encoder
+        return self._cached(make_encoder(settings.encoder, settings.encoder_style, []))
+
+    @cached_property
+    def query_cache(self) -> QueryCache | None:
+        """That of --query-cache."""
+        settings = self.settings
+        if self.like:
+            return self.like.query_cache
+        return QueryCache(settings.query_cache, settings.query_cache_mib) if settings.query_cache else None
+
+    def _cached(self, encoder: Encoder) -> Encoder:
+        if self.query_cache is None or isinstance(encoder, CachedEncoder):
+            return encoder
+        return CachedEncoder(encoder, self.query_cache)
 
     @cached_property
     def reranker(self) -> CrossEncoder:

@@ -49,6 +49,10 @@ class RetrievalSettings(Section):
     rerank: str | None = None
     """BERT cross-encoder that picks --top-k of 3 times as many passages: folder or hub id; auto:
     cross-encoder/ms-marco-MiniLM-L-6-v2"""
+    query_cache: str | None = None
+    """file that keeps vectors of queries, for this run and all others that name it: none is encoded twice"""
+    query_cache_mib: Annotated[int, Bounds(low=1, high=1 << 20)] = 256
+    """most MiB of --query-cache; what was written first is deleted first"""
     source_index: tuple[str, ...] | None = None
     """where searches of a plan look that are meant for one kind of source, by --format dag: News=news-index and more,
     each an index folder, or an address or service as --retriever takes it; General, News, Academic; others look as
@@ -118,6 +122,10 @@ class RetrievalSettings(Section):
         if self.context == "question" and (self.corpus or self.index):
             given = "--index" if self.index else "--corpus"
             raise UsageError(f"--context question searches the question's own paragraphs: leave {given} out")
+        encodes = self.retriever in ("semantic", "hybrid") or self.is_collection or self.is_web
+        if self.query_cache and (not encodes or self.encoder == "hashing"):
+            what = f"--retriever {self.retriever}" if not encodes else "--encoder hashing"
+            raise UsageError(f"--query-cache saves the work of an encoder, and {what} has none")
         if self.rerank and self.retriever in ("golden", "none"):
             raise UsageError(f"--rerank orders what a search brings, and --retriever {self.retriever} does not search")
 

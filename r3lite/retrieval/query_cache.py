@@ -1,0 +1,137 @@
+"""Vectors of queries on the disk, so that a query that was encoded once is not encoded again, by whatever run.
+
+A file of SQLite, which several processes may use at once. A vector is kept under its query and all that decides its
+bits: the encoder's settings, and what it makes of a probe. So other weights, and a processor or a number of threads
+that rounds otherwise, find nothing that is not theirs, and a run gives the same with a full cache as with an empty one.
+"""
+
+import hashlib
+import json
+import sqlite3
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from r3lite.episode import Document
+from r3lite.errors import R3LiteError
+from r3lite.files import check_regular, check_writable
+from r3lite.retrieval.encoder import Encoder
+
+PROBE = "Who directed the film that won the prize in 1994?"
+WAIT = 30  # seconds for another process that writes
+MIB = 1 << 20
+
+
+class QueryCache:
+    """The file. Beyond `most` MiB what was written first is deleted first. Safe in threads."""
+
+    def __init__(self, path: str | Path, most: int):
+        """Raises R3LiteError if the file is no such cache or cannot be written."""
+        self.path, self.most = Path(path).expanduser(), most * MIB
+        self.asked = self.there = 0
+        self._lock = threading.Lock()
+        self._working = True
+        check_writable(self.path.absolute().parent)
+        if self.path.exists():
+            check_regular(self.path, "Name a file for --query-cache.")
+        try:
+            self._file = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None, check_same_thread=False)
+            # What a power cut loses of a cache is encoded again.
+            self._file.execute("PRAGMA synchronous = OFF")
+            self._file.execute(
+                "CREATE TABLE IF NOT EXISTS queries (id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB)"
+            )
+        except sqlite3.Error as error:
+            raise R3LiteError(
+                f"--query-cache {path} cannot be used: {error}", "Remove that file if it is a cache, or name another."
+            ) from error
+
+    def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
+        """The vector of each key: that which is kept, else what `make` gives for its place, which is kept then."""
+        with self._lock:
+            found = [self._read(key) for key in keys]
+            self.asked += len(found)
+            self.there += sum(vector is not None for vector in found)
+            missing = [i for i, vector in enumerate(found) if vector is None]
+            for i in missing:
+                found[i] = make(i)
+            self._write([(keys[i], found[i].tobytes()) for i in missing])
+            return found
+
+    def told(self) -> dict[str, float]:
+        """Metrics of the queries since the last call; none if there was no query."""
+        with self._lock:
+            told = {"queries/cached_ratio": self.there / self.asked} if self.asked else {}
+            self.asked = self.there = 0
+            return told
+
+    def line(self) -> str:
+        """The same in words."""
+        asked = self.asked
+        share = self.told().get("queries/cached_ratio", 0.0)
+        return f"{share:.0%} of {asked} queries were in {self.path}"
+
+    def _read(self, key: bytes) -> np.ndarray | None:
+        rows = self._tried(lambda: self._file.execute("SELECT vector FROM queries WHERE key = ?", (key,)).fetchall())
+        return np.frombuffer(rows[0][0], "<f4") if rows else None
+
+    def _write(self, rows: list[tuple[bytes, bytes]]) -> None:
+        def write() -> None:
+            self._file.execute("BEGIN IMMEDIATE")
+            try:
+                self._file.executemany("INSERT OR REPLACE INTO queries (key, vector) VALUES (?, ?)", rows)
+                while self._bytes() > self.most:  # a tenth at a time, so that not every query deletes
+                    self._file.execute(
+                        "DELETE FROM queries WHERE id IN "
+                        "(SELECT id FROM queries ORDER BY id LIMIT 1 + (SELECT COUNT(*) FROM queries) / 10)"
+                    )
+                self._file.execute("COMMIT")
+            except sqlite3.Error:
+                self._file.execute("ROLLBACK")
+                raise
+
+        if rows:
+            self._tried(write)
+
+    def _bytes(self) -> int:
+        """Bytes of the file that are in use."""
+        pages, free, size = (
+            self._file.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+        )
+        return (pages - free) * size
+
+    def _tried(self, work: Callable):
+        """What `work` returns; None once the file has failed, which is told."""
+        try:
+            return work() if self._working else None
+        except sqlite3.Error as error:
+            self._working = False
+            print(f"warning: on without --query-cache {self.path}: {error}", file=sys.stderr)
+            return None
+
+
+class CachedEncoder:
+    """An encoder whose queries go through a cache.
+
+    A query that is not there is encoded alone: in a batch its last bits would depend on the others.
+    """
+
+    def __init__(self, encoder: Encoder, cache: QueryCache):
+        self.encoder, self.cache = encoder, cache
+        self.dimension, self.settings = encoder.dimension, encoder.settings
+        probe = encoder.encode_queries([PROBE]).tobytes()
+        self._identity = hashlib.sha256(json.dumps(encoder.settings, sort_keys=True).encode() + probe).digest()
+
+    def encode_queries(self, queries: list[str]) -> np.ndarray:
+        keys = [hashlib.sha256(self._identity + query.encode()).digest() for query in queries]
+        found = self.cache.vectors(keys, lambda i: self.encoder.encode_queries([queries[i]])[0])
+        return np.stack(found) if found else np.empty((0, self.dimension), np.float32)
+
+    def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
+        return self.encoder.encode_passages(documents, advance)
+
+    def save(self, folder: Path) -> None:
+        self.encoder.save(folder)

@@ -1,0 +1,143 @@
+"""Vectors of queries on the disk: found again to the bit, bounded, shared, and never those of another encoder."""
+
+import sqlite3
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from r3lite import retrieve
+from r3lite.config import UsageError, resolve
+from r3lite.episode import Question
+from r3lite.errors import R3LiteError
+from r3lite.files import write_jsonl
+from r3lite.retrieval.bert_encoder import BertEncoder
+from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
+from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
+from r3lite.settings import RetrievalSettings
+
+QUERIES = ["Who is Ada?", "Where does Bob, the friend of Ada, live today?", "When?"]
+
+
+class Counted:
+    """An encoder whose vectors follow from the text and a salt; `encoded` has what it was asked for."""
+
+    dimension = 64
+
+    def __init__(self, salt=0, **settings):
+        self.salt, self.settings, self.encoded = salt, {"encoder": "counted"} | settings, []
+
+    def encode_queries(self, queries):
+        self.encoded.append(list(queries))
+        made = [np.random.default_rng([self.salt, *q.encode()]).normal(size=64) for q in queries]
+        return np.stack(made).astype(np.float32)
+
+
+def test_a_query_is_encoded_once_whoever_asks(tmp_path):
+    cache, encoder = QueryCache(tmp_path / "q", 1), Counted()
+    first = CachedEncoder(encoder, cache)
+    del encoder.encoded[:]
+    made = first.encode_queries(QUERIES)
+    assert encoder.encoded == [[q] for q in QUERIES]  # each alone
+    assert np.array_equal(first.encode_queries(QUERIES[::-1]), made[::-1]) and len(encoder.encoded) == 3
+    assert cache.told() == {"queries/cached_ratio": 0.5} and cache.told() == {}
+    other = Counted()
+    again = CachedEncoder(other, QueryCache(tmp_path / "q", 1))  # as another process does
+    assert np.array_equal(again.encode_queries([*QUERIES, "new"])[:3], made)
+    assert other.encoded[1:] == [["new"]] and again.cache.line() == f"75% of 4 queries were in {tmp_path / 'q'}"
+    assert made.dtype == np.float32 and first.encode_queries([]).shape == (0, 64)
+
+
+@pytest.mark.parametrize("other", [Counted(salt=1), Counted(style="e5")])
+def test_another_encoder_finds_nothing(tmp_path, other):
+    cache = QueryCache(tmp_path / "q", 1)
+    mine = CachedEncoder(Counted(), cache).encode_queries(QUERIES)
+    cache.told()
+    theirs = CachedEncoder(other, cache).encode_queries(QUERIES)
+    assert cache.told() == {"queries/cached_ratio": 0.0} and (other.salt == 0) == np.array_equal(mine, theirs)
+
+
+def test_the_file_stays_within_its_bound_and_the_oldest_go(tmp_path):
+    path = tmp_path / "q"
+    cached = CachedEncoder(Counted(), QueryCache(path, 1))
+    for start in range(0, 6000, 100):
+        cached.encode_queries([f"query {i}" for i in range(start, start + 100)])
+    assert path.stat().st_size < 1.2 * (1 << 20)
+    cached.cache.told()
+    cached.encode_queries([f"query {i}" for i in range(5900, 6000)])
+    assert cached.cache.told() == {"queries/cached_ratio": 1.0}
+    cached.encode_queries([f"query {i}" for i in range(100)])
+    assert cached.cache.told() == {"queries/cached_ratio": 0.0}
+
+
+def test_two_processes_write_at_once(tmp_path):
+    code = "import sys; from tests.retrieval.test_query_cache import *\n"
+    code += "cached = CachedEncoder(Counted(), QueryCache(sys.argv[1], 8))\n"
+    code += "for i in range(300): cached.encode_queries([f'{sys.argv[2]} {i}', f'both {i}'])\n"
+    both = [subprocess.Popen([sys.executable, "-c", code, tmp_path / "q", name], stderr=-1) for name in "ab"]
+    assert [(p.communicate()[1], p.returncode) for p in both] == [(b"", 0)] * 2
+    cached = CachedEncoder(Counted(), QueryCache(tmp_path / "q", 8))
+    cached.encode_queries([f"{name} {i}" for i in range(300) for name in ("a", "b", "both")])
+    assert cached.cache.told() == {"queries/cached_ratio": 1.0}
+
+
+def test_a_file_that_is_no_cache_is_told_and_left_alone(tmp_path):
+    (tmp_path / "q").write_text("my thesis, " * 200)
+    with pytest.raises(R3LiteError, match="q cannot be used: file is not a database"):
+        QueryCache(tmp_path / "q", 1)
+    assert (tmp_path / "q").read_text() == "my thesis, " * 200
+    with pytest.raises(R3LiteError, match="is a folder"):
+        QueryCache(tmp_path, 1)
+
+
+def test_a_file_that_fails_later_is_told_once_and_the_run_goes_on(tmp_path, capsys):
+    cached = CachedEncoder(Counted(), QueryCache(tmp_path / "q", 1))
+    with sqlite3.connect(tmp_path / "q") as other:
+        other.execute("DROP TABLE queries")
+    expected = Counted().encode_queries(QUERIES)
+    for _ in range(2):
+        assert np.array_equal(cached.encode_queries(QUERIES), expected)
+    assert capsys.readouterr().err.count("on without --query-cache") == 1
+
+
+def test_searches_with_a_cache_full_or_empty_give_the_same_to_the_bit(tmp_path, minilm):
+    texts = ("Ada lives in Rome.", "Bob is a friend of Ada.", "It was in 1994.")
+    write_jsonl(tmp_path / "c.jsonl", [{"id": str(i), "title": "", "text": text} for i, text in enumerate(texts)])
+    settings = RetrievalSettings(corpus=str(tmp_path / "c.jsonl"), encoder=str(minilm), query_cache=str(tmp_path / "q"))
+
+    def searched(batches):
+        setup = Setup(settings, [], progress=False)
+        search = build_retriever(setup)
+        found = [row for batch in batches for row in search([(Question("q", q, ()), q) for q in batch])]
+        return [[(d.id, d.score) for d in row] for row in found], setup.query_cache.told()["queries/cached_ratio"]
+
+    empty, none = searched([QUERIES])
+    full, all_ = searched([[q] for q in QUERIES])
+    assert empty == full and (none, all_) == (0.0, 1.0)
+    alone = np.concatenate([BertEncoder(str(minilm), "auto").encode_queries([q]) for q in QUERIES])
+    kept = Setup(settings, [], progress=False).index.encoder.encode_queries(QUERIES)
+    assert np.array_equal(kept, alone)
+    assert kept.shape == (3, 384)
+
+
+@pytest.mark.parametrize("flags", [["--retriever", "lexical"], ["--encoder", "hashing"], ["--retriever", "http://a/b"]])
+def test_it_is_for_encoders(flags):
+    config = resolve("retrieve", retrieve.RetrieveConfig(), ["--query-cache", "q", *flags], ("retrieve",))
+    with pytest.raises(UsageError, match="--query-cache saves the work of an encoder, and"):
+        config.retrieval.check()
+
+
+def test_the_share_is_told_by_retrieve(tmp_path, minilm, capsys):
+    rows = [
+        {"id": n, "question": f"Where is {n}?", "answer": n, "answer_aliases": [], "answerable": True,
+         "paragraphs": [{"idx": 0, "title": n, "paragraph_text": f"{n} is here.", "is_supporting": True}],
+         "question_decomposition": [{"question": "q", "answer": n, "paragraph_support_idx": 0}]}
+        for n in ("Ada", "Bob")
+    ]  # fmt: skip
+    write_jsonl(tmp_path / "d.jsonl", rows)
+    argv = ["--data", str(tmp_path / "d.jsonl"), "--encoder", str(minilm), "--query-cache", str(tmp_path / "q")]
+    for number, share in enumerate(("0%", "100%")):
+        assert retrieve.main([*argv, "--output", str(tmp_path / f"out{number}")]) == 0
+        assert f"{share} of 2 queries were in {tmp_path / 'q'}" in capsys.readouterr().out
