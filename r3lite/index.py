@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from r3lite.settings.retrieval import collection_server
 if TYPE_CHECKING:
     from r3lite.episode import Document
     from r3lite.retrieval.documents.folder import Folder
+    from r3lite.retrieval.encoder import Encoder
 
 UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on this machine
 
@@ -70,14 +71,13 @@ def check(config: IndexConfig) -> None:
 def build(config: IndexConfig, output: str) -> None:
     from r3lite.files import write_jsonl
     from r3lite.retrieval import building, index
-    from r3lite.retrieval.encoder import make_encoder
     from r3lite.retrieval.index_size import choose
 
     settings = config.index
     documents, folder = passages_of(config)
     with building.gathered(output, documents) as made:
         device = device_of(settings)
-        encoder = make_encoder(settings.encoder, settings.encoder_style, made.passages, device, settings.batch_size)
+        encoder = encoder_of(settings, made.passages, device)
         if building.replaces(made, encoder):
             print(f"replacing   the index of the same corpus in {output}")
         budget, count = budget_bytes(settings.memory_budget), len(made.passages)
@@ -101,7 +101,6 @@ def build(config: IndexConfig, output: str) -> None:
 def fill(config: IndexConfig, address: str) -> None:
     """Writes the passages into a Qdrant collection, in place of an index folder."""
     from r3lite.retrieval import qdrant
-    from r3lite.retrieval.encoder import make_encoder
 
     settings, defaults = config.index, IndexSettings()
     if settings.encoder == "hashing":
@@ -110,7 +109,7 @@ def fill(config: IndexConfig, address: str) -> None:
         raise UsageError(f"{address} keeps vectors in its own way: leave --index-type and --memory-budget out")
     documents, _ = passages_of(config)
     device = device_of(settings)
-    encoder = make_encoder(settings.encoder, settings.encoder_style, [], device, settings.batch_size)
+    encoder = encoder_of(settings, [], device)
     start = time.perf_counter()
     encoded, count = qdrant.fill(address, documents, encoder)
     seconds = time.perf_counter() - start
@@ -129,6 +128,13 @@ def passages_of(config: IndexConfig) -> "tuple[Iterator[Document], Folder | None
     folder = read_folder(settings.documents, config.chunking)
     print(folder.told(), flush=True)  # before the encoding, which may take hours
     return iter(folder.documents), folder
+
+
+def encoder_of(settings: IndexSettings, passages: "Sequence[Document]", device: str) -> "Encoder":
+    from r3lite.retrieval.encoder import make_encoder
+
+    how = device, settings.batch_size, settings.encoder_dtype
+    return make_encoder(settings.encoder, settings.encoder_style, passages, *how)
 
 
 def device_of(settings: IndexSettings) -> str:
@@ -153,7 +159,9 @@ def edit(config: IndexConfig, output: Path) -> None:
         else:
             documents = corpus.read_corpus(settings.add, settings.skip_bad_rows)
         device = device_of(settings)
-        opened = index.load(output, settings.encoder, settings.encoder_style, device, settings.batch_size)
+        opened = index.load(
+            output, settings.encoder, settings.encoder_style, device, settings.batch_size, settings.encoder_dtype
+        )
         added, known = editing.add(output, opened, documents)
         print(f"added       {added} passages" + (f"; {known} were there already" if known else ""))
     print(f"passages    {len(index.read_documents(output))} in {output}")

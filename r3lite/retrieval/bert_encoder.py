@@ -13,11 +13,13 @@ from r3lite.models.bert import load_bert
 from r3lite.retrieval.bert_folder import Batch, batches, model_folder, text_tokenizer
 from r3lite.retrieval.conventions import OWN, passage_text, read_conventions
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 class BertEncoder:
     """A BERT sentence encoder: the last hidden states of a text, pooled as its folder says and scaled to length 1."""
 
-    def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32):
+    def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
         folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
         found = read_conventions(folder)
         if found.other:
@@ -25,7 +27,7 @@ class BertEncoder:
                 f"the encoder {folder} is not of a kind that r3lite computes itself: {found.other}",
                 "Use one that is, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2.",
             )
-        self.model = load_bert(folder, device=device)
+        self.model = load_bert(folder, DTYPES[dtype], device)
         self.device, self.batch_size, self.pooling, self.lower = device, batch_size, found.pooling, found.lower
         style, self.prefixes = found.styled(style, name)
         config = self.model.config
@@ -35,6 +37,8 @@ class BertEncoder:
         self.settings = {"encoder": name, "style": style, "max_length": length, "dimension": self.dimension}
         if found.pooling != "mean":  # which indexes of before have not
             self.settings["pooling"] = found.pooling
+        if dtype != "fp32":
+            self.settings["dtype"] = dtype
         if style == OWN:
             self.settings |= dict(zip(("query_prefix", "passage_prefix"), self.prefixes, strict=True))
 

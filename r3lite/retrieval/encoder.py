@@ -34,24 +34,32 @@ class Encoder(Protocol):
 
 
 def make_encoder(
-    name: str, style: str, documents: Iterable[Document], device: str = "cpu", batch_size: int = 32
+    name: str,
+    style: str,
+    documents: Iterable[Document],
+    device: str = "cpu",
+    batch_size: int = 32,
+    dtype: str = "fp32",
 ) -> Encoder:
-    """The encoder for a new index of `documents`. `style` is one of conventions.STYLES, or auto."""
+    """The encoder for a new index of `documents`. `style` is one of conventions.STYLES, or auto; `dtype` fp32 or bf16,
+    in which it computes: its vectors are fp32."""
     if name == HASHING:
         return HashingEncoder.fit(map(passage_text, documents))
-    return _of_folder(name, style, device, batch_size)
+    return _of_folder(name, style, device, batch_size, dtype)
 
 
-def reopen_encoder(name: str, style: str, folder: Path, device: str = "cpu", batch_size: int = 32) -> Encoder:
+def reopen_encoder(
+    name: str, style: str, folder: Path, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"
+) -> Encoder:
     """The encoder of an index that is kept in `folder`, for its queries and for passages that are added."""
-    return HashingEncoder.load(folder) if name == HASHING else _of_folder(name, style, device, batch_size)
+    return HashingEncoder.load(folder) if name == HASHING else _of_folder(name, style, device, batch_size, dtype)
 
 
-def _of_folder(name: str, style: str, device: str, batch_size: int) -> Encoder:
+def _of_folder(name: str, style: str, device: str, batch_size: int, dtype: str) -> Encoder:
     """Our own network if it computes what the folder's files say, else sentence-transformers."""
     folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
     made = BertEncoder if read_conventions(folder).other is None else SentenceEncoder
-    return made(name, style, device, batch_size)
+    return made(name, style, device, batch_size, dtype)
 
 
 def known_dimension(name: str) -> int | None:

@@ -108,6 +108,7 @@ def load(
     style: str = "auto",
     device: str = "cpu",
     batch_size: int = 32,
+    dtype: str = "fp32",
     known: PassageIndex | None = None,
 ) -> PassageIndex:
     """The index of a folder; its vectors are read as searches need them.
@@ -128,10 +129,10 @@ def load(
     if known and encoder_name != HASHING and known.encoder.settings.get("style") == kept_style:
         encoder = known.encoder
     else:
-        encoder = reopen_encoder(encoder_name, kept_style, folder, device, batch_size)
+        encoder = reopen_encoder(encoder_name, kept_style, folder, device, batch_size, dtype)
     for key, value in encoder.settings.items():
-        # The name may be another one of the same model; its vectors tell, below.
-        if key != "encoder" and manifest.values.get(key) != value:
+        # The name may be another one of the same model; its vectors tell, below. They also tell if bf16 is too coarse.
+        if key not in ("encoder", "dtype") and manifest.values.get(key) != value:
             _refuse(folder, key, manifest.values.get(key), value, f"Pass --encoder {kept_encoder}, or {rebuild}")
     remedy = f"Restore it, or {rebuild}"
     passages, vectors, probes = consistent(

@@ -89,8 +89,9 @@ class Collection:
                 f"encoder {encoder.settings['encoder']} makes {encoder.dimension}, of length 1",
                 "Name the --encoder that it was filled with.",
             )
-        if made is not None and made != encoder.settings:
-            others = ", ".join(f"{k} {v}" for k, v in made.items() if encoder.settings.get(k) != v)
+        now = encoder.settings
+        if made is not None and (other := {k for k in made | now if made.get(k) != now.get(k)} - {"dtype"}):
+            others = ", ".join(f"{k} {made.get(k)}" for k in sorted(other))
             raise R3LiteError(f"{self.address} was filled with another encoder: {others}", "Name that one.")
 
     def create(self, encoder: Encoder) -> None:

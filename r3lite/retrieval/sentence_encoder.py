@@ -12,16 +12,17 @@ from r3lite.errors import R3LiteError
 from r3lite.retrieval.bert_folder import LONGEST, model_folder
 from r3lite.retrieval.conventions import OWN, passage_text, read_conventions
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BLOCK = 16  # batches between two words on how far it is
 
 
 class SentenceEncoder:
-    """A model of sentence-transformers, in float32, with the interface of our own encoders.
+    """A model of sentence-transformers, with the interface of our own encoders.
 
     The code that a model folder brings along is never run, and weights are read from safetensors.
     """
 
-    def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32):
+    def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
         folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
         found = read_conventions(folder)
         try:
@@ -31,7 +32,7 @@ class SentenceEncoder:
                 f"the encoder {name} needs the package sentence-transformers, which is not installed: {found.other}",
                 "Install it with: pip install 'r3lite[encoders]'. Or use a BERT, such as intfloat/e5-base-v2.",
             ) from error
-        how = {"use_safetensors": True, "dtype": "float32"}
+        how = {"use_safetensors": True, "dtype": DTYPES[dtype]}
         try:
             self.model = SentenceTransformer(str(folder), device=device, local_files_only=True, model_kwargs=how)
         except Exception as error:  # whatever a library and a folder of a stranger come to
@@ -46,6 +47,8 @@ class SentenceEncoder:
         self.model.max_seq_length = length
         self.dimension = self.model.get_embedding_dimension()
         self.settings = {"encoder": name, "style": style, "max_length": length, "dimension": self.dimension}
+        if dtype != "fp32":
+            self.settings["dtype"] = dtype
         if style == OWN:
             self.settings |= dict(zip(("query_prefix", "passage_prefix"), self.prefixes, strict=True))
 
@@ -64,7 +67,8 @@ class SentenceEncoder:
         for start in range(0, len(texts), size):
             block = texts[start : start + size]
             out[start : start + size] = self.model.encode(
-                block, prompt=prefix, batch_size=self.batch_size, normalize_embeddings=True, show_progress_bar=False
+                block, prompt=prefix, batch_size=self.batch_size, show_progress_bar=False
             )
             advance(len(block))
-        return out
+        # Here, in fp32: that package would do it in the model's precision.
+        return out / np.maximum(np.linalg.norm(out, axis=1, keepdims=True), np.finfo(np.float32).tiny)

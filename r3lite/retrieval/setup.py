@@ -56,10 +56,12 @@ class Setup:
         if settings.index:
             # Only a retriever with vectors has read its own by then.
             known = self.like.__dict__.get("index") if self.like else None
-            opened = index.load(settings.index, settings.encoder, settings.encoder_style, known=known)
+            opened = index.load(
+                settings.index, settings.encoder, settings.encoder_style, dtype=settings.encoder_dtype, known=known
+            )
             self._checked(opened.documents)
             return replace(opened, encoder=self._cached(opened.encoder))
-        encoder = make_encoder(settings.encoder, settings.encoder_style, self.documents)
+        encoder = self._made(self.documents)
         return index.build(self._cached(encoder), self.documents, self.progress)
 
     @cached_property
@@ -72,7 +74,7 @@ class Setup:
             return self.index.encoder
         if self.like:
             return self.like.encoder
-        return self._cached(make_encoder(settings.encoder, settings.encoder_style, []))
+        return self._cached(self._made([]))
 
     @cached_property
     def query_cache(self) -> QueryCache | None:
@@ -81,6 +83,11 @@ class Setup:
         if self.like:
             return self.like.query_cache
         return QueryCache(settings.query_cache, settings.query_cache_mib) if settings.query_cache else None
+
+    def _made(self, documents: Sequence[Document]) -> Encoder:
+        """A new encoder of the settings."""
+        settings = self.settings
+        return make_encoder(settings.encoder, settings.encoder_style, documents, dtype=settings.encoder_dtype)
 
     def _cached(self, encoder: Encoder) -> Encoder:
         if self.query_cache is None or isinstance(encoder, CachedEncoder):

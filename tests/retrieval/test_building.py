@@ -73,11 +73,13 @@ def test_a_build_that_was_stopped_goes_on_where_it_was(tmp_path, small_blocks):
 def test_a_build_that_was_begun_with_something_else_is_not_thrown_away(tmp_path, small_blocks, minilm):
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path / "i", Counted(8))
-    work = tmp_path / ".i.build"
+    work, coarse = tmp_path / ".i.build", Counted()
+    coarse.settings = coarse.settings | {"dtype": "bf16"}
     for encoder, documents, kind, what in (
         (Counted(), DOCUMENTS[:-1], "flat", "corpus"),
         (Counted(), DOCUMENTS, "sq8", "--index-type"),
         (make_encoder(str(minilm), "plain", DOCUMENTS), DOCUMENTS, "flat", "encoder"),
+        (coarse, DOCUMENTS, "flat", "dtype"),
     ):
         with pytest.raises(R3LiteError, match=f"was begun with another {what}") as error:
             build(tmp_path / "i", encoder, documents, kind)

@@ -78,6 +78,17 @@ def test_e5_style_prefixes_queries_and_passages(encoder, minilm, tmp_path):
     assert (ours * plain).sum(1).min() >= 0.99999
 
 
+def test_bf16_gives_nearly_the_same_vectors_of_length_one(minilm):
+    texts = ["Where is Oslo?", "Ada lives in Rome with her friend Bob. " * 20, "", "1994"]
+    exact = BertEncoder(str(minilm), "plain").encode_queries(texts)
+    coarse = BertEncoder(str(minilm), "plain", dtype="bf16")
+    made = coarse.encode_queries(texts)
+    distances = np.linalg.norm(made - exact, axis=1)
+    assert made.dtype == np.float32 and 0 < distances.max() < 0.02
+    assert np.linalg.norm(made, axis=1) == pytest.approx(np.ones(4), abs=1e-6)
+    assert coarse.settings["dtype"] == "bf16" and all(w.dtype == torch.bfloat16 for w in coarse.model.parameters())
+
+
 @pytest.mark.parametrize(
     ("name", "style"),
     [

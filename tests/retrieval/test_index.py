@@ -322,6 +322,15 @@ def test_another_encoder_or_style_is_refused(tmp_path, minilm):
     assert index.load(tmp_path / "e5", str(minilm)).encoder.settings["style"] == "e5"
 
 
+def test_an_index_of_one_precision_is_searched_with_the_other(tmp_path, minilm):
+    for made, searched in (("fp32", "bf16"), ("bf16", "fp32")):
+        save(tmp_path / made, encoder=str(minilm), style="plain", dtype=made)
+        manifest = json.loads((tmp_path / made / "manifest.json").read_text())
+        assert manifest.get("dtype") == (None if made == "fp32" else "bf16")
+        opened = index.load(tmp_path / made, str(minilm), dtype=searched)
+        assert opened.search(["capital of Norway"], 1)[0][0].id == "c"
+
+
 def test_a_moved_encoder_is_taken_and_a_changed_one_is_not(tmp_path, minilm):
     from safetensors.torch import load_file, save_file
 

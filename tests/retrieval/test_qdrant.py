@@ -85,6 +85,9 @@ def test_a_collection_of_another_encoder_is_refused(server, encoder, settings):
     from qdrant_client import models
 
     vectors = models.VectorParams(size=encoder.dimension, distance=models.Distance.COSINE)
+    server.create_collection("towns", vectors, metadata={"r3lite": encoder.settings | {"dtype": "bf16"}})
+    assert ask(settings) == [[], [], []]  # of the same encoder in another precision
+    server.delete_collection("towns")
     server.create_collection("towns", vectors, metadata={"r3lite": encoder.settings | {"style": "e5"}})
     with pytest.raises(R3LiteError, match="filled with another encoder: style e5"):
         ask(settings)

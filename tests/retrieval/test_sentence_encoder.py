@@ -84,6 +84,15 @@ def test_another_network_is_that_of_sentence_transformers(made, prompts):
     assert_equal(ours, theirs, ("query : ", "passage : ") if prompts else ("", ""))
 
 
+def test_another_network_in_bf16(made):
+    folder, _ = made("modernbert", "mean")
+    exact, coarse = (make_encoder(str(folder), "auto", [], dtype=dtype) for dtype in ("fp32", "bf16"))
+    wanted, found = exact.encode_queries(QUERIES), coarse.encode_queries(QUERIES)
+    assert found.dtype == np.float32 and coarse.settings["dtype"] == "bf16"
+    assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(len(QUERIES)), abs=1e-6)
+    assert 0 < np.linalg.norm(found - wanted, axis=1).max() < 0.1
+
+
 def test_without_its_package_an_encoder_names_the_extra(made, monkeypatch):
     folder, _ = made("modernbert", "mean")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
