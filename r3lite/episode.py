@@ -17,7 +17,8 @@ class Document:
     """A passage of a corpus or a paragraph that came with a question.
 
     A retriever adds the score that it gave the passage and its own name. They are no part of the passage: files leave
-    them out, and two documents that differ in nothing else are equal.
+    them out, and two documents that differ in nothing else are equal. `metadata` are its corpus' own fields, by which
+    searches can be confined.
     """
 
     id: str
@@ -25,13 +26,24 @@ class Document:
     text: str
     score: float | None = field(default=None, compare=False)  # higher is better; comparable within one answer only
     source: str | None = field(default=None, compare=False)
+    metadata: tuple[tuple[str, str | float | bool], ...] = ()
 
     def to_json(self) -> dict:
-        return {"id": self.id, "title": self.title, "text": self.text}
+        record = {"id": self.id, "title": self.title, "text": self.text}
+        return record | ({"metadata": dict(self.metadata)} if self.metadata else {})
 
     @staticmethod
     def from_json(record: Record) -> "Document":
-        return Document(record.identifier("id"), record.text("title", blank=True), record.text("text", blank=True))
+        title, text = record.text("title", blank=True), record.text("text", blank=True)
+        return Document(record.identifier("id"), title, text, metadata=metadata_of(record))
+
+
+def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
+    """The texts, numbers, true and false of a record's `metadata`, by name; what else is in it is left out."""
+    fields = record.values.get("metadata")
+    if not isinstance(fields, dict):
+        return ()
+    return tuple((key, fields[key]) for key in sorted(fields) if isinstance(fields[key], (str, int, float)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from r3lite.episode import Document, Question
+from r3lite.episode import Document, Question, metadata_of
 from r3lite.errors import R3LiteError
 from r3lite.files import read_jsonl
 from r3lite.records import InvalidRecord, Record
@@ -29,7 +29,7 @@ def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> 
 
     A bad line raises R3LiteError with file, line and reason; with `skip_bad_rows` bad lines are left out and their
     number is printed. Besides `id`, `title`, `text`, it reads BEIR's `_id` and Pyserini's `contents`, whose first line
-    is the title.
+    is the title, and `metadata`.
     """
     seen: set[str] = set()
     for path in paths:
@@ -66,7 +66,7 @@ def _document(record: Record) -> Document:
         title = first.strip().strip('"')
         if not text.strip():
             raise record.error("nothing follows the title in contents")
-    return Document(id, title, text)
+    return Document(id, title, text, metadata=metadata_of(record))
 
 
 def from_questions(questions: Iterable[Question]) -> list[Document]:
@@ -79,8 +79,8 @@ def from_questions(questions: Iterable[Question]) -> list[Document]:
 
 
 def fingerprint(documents: Iterable[Document]) -> str:
-    """A hash of ids, titles and texts in their order: two corpora with the same one are the same."""
+    """A hash of ids, titles, texts and metadata in their order: two corpora with the same one are the same."""
     digest = hashlib.sha256()
     for d in tqdm(documents, desc="checking passages", unit="", delay=2, leave=False, disable=None):
-        digest.update(json.dumps([d.id, d.title, d.text]).encode())
+        digest.update(json.dumps([d.id, d.title, d.text, *d.metadata]).encode())
     return digest.hexdigest()

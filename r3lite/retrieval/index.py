@@ -15,7 +15,7 @@ An older folder has a flat index and no ends, probes and table of files; it is r
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -76,6 +76,10 @@ class PassageIndex:
                 rows.append((products[order], np.array(mine)[order]))
         known = vectors.any(axis=1)
         return [found(self.documents, p, s, "semantic") if any_ else [] for (s, p), any_ in zip(rows, known)]
+
+    def only(self, fit: np.ndarray) -> "PassageIndex":
+        """The index of those passages for which `fit` [N] is true, without copying vectors."""
+        return replace(self, documents=self.documents.only(fit), vectors=self.vectors.only(fit))
 
 
 def build(encoder: Encoder, documents: list[Document], progress: bool = True) -> PassageIndex:

@@ -4,6 +4,7 @@ Owns `passages.jsonl` and `ends.bin`, which says where each line ends (int64, li
 number of its line; a deleted passage keeps its place, so that no other one moves.
 """
 
+import copy
 import json
 import mmap
 import os
@@ -44,6 +45,12 @@ class Passages(Sequence[Document]):
             return [self[j] for j in range(*i.indices(len(self)))]
         i = range(len(self))[i]
         return self.at(i if self.live is None else int(self.live[i]))
+
+    def only(self, fit: np.ndarray) -> "Passages":
+        """Those of the passages for which `fit` [N] is true."""
+        kept = copy.copy(self)
+        kept.live = (np.arange(len(self.ends)) if self.live is None else self.live)[fit]
+        return kept
 
     def at(self, place: int) -> Document:
         """The passage at a place, be it deleted or not."""

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from r3lite.episode import Document, Retrieve
+from r3lite.episode import Document, Retrieve, metadata_of
 from r3lite.errors import R3LiteError
 from r3lite.records import InvalidRecord, Record, Source
 from r3lite.retrieval.encoder import Encoder
@@ -107,14 +107,14 @@ class Collection:
         with self.told():
             points = self.client.retrieve(self.name, list(wanted), with_payload=True)
         there = {str(point.id): point.payload for point in points}
-        return [passage for id, passage in wanted.items() if there.get(id) != payload(passage)]
+        return [passage for id, passage in wanted.items() if there.get(id) != passage.to_json()]
 
     def write(self, passages: list[Document], encoder: Encoder) -> None:
         from qdrant_client import models
 
         vectors = encoder.encode_passages(passages, lambda count: None)
         points = [
-            models.PointStruct(id=point_id(passage), vector=vector.tolist(), payload=payload(passage))
+            models.PointStruct(id=point_id(passage), vector=vector.tolist(), payload=passage.to_json())
             for passage, vector in zip(passages, vectors, strict=True)
         ]
         with self.told():
@@ -162,13 +162,10 @@ class Stored:
                 point.payload or {}, Source(f"{address}, point {point.id}", "Its payload must have a text.")
             )
             title, text = record.text("title", "", blank=True), record.text("text", blank=True)
-            return Document(record.identifier("id", str(point.id)), title, text, score=point.score, source=address)
+            id, more = record.identifier("id", str(point.id)), metadata_of(record)
+            return Document(id, title, text, score=point.score, source=address, metadata=more)
         except InvalidRecord as error:
             raise R3LiteError(error.cause, error.remedy) from error
-
-
-def payload(passage: Document) -> dict[str, str]:
-    return {"id": passage.id, "title": passage.title, "text": passage.text}
 
 
 def point_id(passage: Document) -> str:

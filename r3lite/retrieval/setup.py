@@ -8,6 +8,7 @@ from r3lite.episode import Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import corpus, index
 from r3lite.retrieval.encoder import Encoder, make_encoder
+from r3lite.retrieval.filters import fitting
 from r3lite.retrieval.hashing import HASHING
 from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
 from r3lite.retrieval.reranker import CrossEncoder
@@ -32,9 +33,10 @@ class Setup:
         """The passages of --index or --corpus, or the paragraphs that come with the questions."""
         settings = self.settings
         if settings.index:
-            return self._checked(index.read_documents(settings.index))
+            passages = self._checked(index.read_documents(settings.index))
+            return passages.only(fitting(settings.filter, passages)) if settings.filter else passages
         if settings.corpus:
-            return corpus.read_corpus(settings.corpus, self.skip_bad_rows)
+            return self._fitting(corpus.read_corpus(settings.corpus, self.skip_bad_rows))
         bare = [q.id for q in self.questions if not q.documents]
         if settings.context == "question" and bare:
             raise R3LiteError(
@@ -47,7 +49,7 @@ class Setup:
                 "there is nothing to retrieve from: the questions in --data come without paragraphs",
                 "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none.",
             )
-        return documents
+        return self._fitting(documents)
 
     @cached_property
     def index(self) -> index.PassageIndex:
@@ -60,6 +62,8 @@ class Setup:
                 settings.index, settings.encoder, settings.encoder_style, dtype=settings.encoder_dtype, known=known
             )
             self._checked(opened.documents)
+            if settings.filter:
+                opened = opened.only(fitting(settings.filter, opened.documents))
             return replace(opened, encoder=self._cached(opened.encoder))
         encoder = self._made(self.documents)
         return index.build(self._cached(encoder), self.documents, self.progress)
@@ -83,6 +87,12 @@ class Setup:
         if self.like:
             return self.like.query_cache
         return QueryCache(settings.query_cache, settings.query_cache_mib) if settings.query_cache else None
+
+    def _fitting(self, documents: list[Document]) -> list[Document]:
+        """The passages that fit --filter."""
+        if not self.settings.filter:
+            return documents
+        return [d for d, fits in zip(documents, fitting(self.settings.filter, documents), strict=True) if fits]
 
     def _made(self, documents: Sequence[Document]) -> Encoder:
         """A new encoder of the settings."""

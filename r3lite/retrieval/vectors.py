@@ -6,7 +6,7 @@ product. Shapes: `Q` queries, `k` results, `d` dimensions.
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import faiss
@@ -55,6 +55,12 @@ class Vectors:
             scores, places = np.take_along_axis(scores, order, 1), np.take_along_axis(places, order, 1)
         found = [(row[p >= 0], p[p >= 0]) for row, p in zip(scores, places, strict=True)]
         return [(row, p - np.searchsorted(self.deleted, p)) for row, p in found]
+
+    def only(self, fit: np.ndarray) -> "Vectors":
+        """Those for which `fit` is true, of the vectors that are not deleted, in their order."""
+        live = self._live()
+        live[live] = fit
+        return replace(self, deleted=np.flatnonzero(~live))
 
     def _live(self) -> np.ndarray:
         live = np.ones(self.places, dtype=bool)

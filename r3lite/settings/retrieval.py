@@ -1,5 +1,6 @@
 """Settings of the retriever, and of building an index for it."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -9,6 +10,7 @@ from r3lite.settings.common import budget_bytes, problem_of_address
 
 SOURCES = ("General", "News", "Academic")  # kinds that a plan knows
 RETRIEVERS = ("semantic", "lexical", "hybrid", "golden", "none")
+CONDITION = re.compile(r"([\w.-]+)\s*(>=|<=|!=|=|>|<)\s*([^\s=<>].*)")  # of --filter
 SERVICES = ("exa", "duckduckgo")  # that search the web
 
 
@@ -52,6 +54,9 @@ class RetrievalSettings(Section):
     rerank: str | None = None
     """BERT cross-encoder that picks --top-k of 3 times as many passages: folder or hub id; auto:
     cross-encoder/ms-marco-MiniLM-L-6-v2"""
+    filter: tuple[str, ...] | None = None
+    """search only passages that fit: 'lang=en,year>=2020,id=notes/*', by fields of "metadata" in the corpus' lines, id
+    and title; =, != (* stands for any text), >=, <=, >, <"""
     query_cache: str | None = None
     """file that keeps vectors of queries, for this run and all others that name it: none is encoded twice"""
     query_cache_mib: Annotated[int, Bounds(low=1, high=1 << 20)] = 256
@@ -125,12 +130,22 @@ class RetrievalSettings(Section):
         if self.context == "question" and (self.corpus or self.index):
             given = "--index" if self.index else "--corpus"
             raise UsageError(f"--context question searches the question's own paragraphs: leave {given} out")
+        self._check_filter()
         encodes = self.retriever in ("semantic", "hybrid") or self.is_collection or self.is_web
         if self.query_cache and (not encodes or self.encoder == "hashing"):
             what = f"--retriever {self.retriever}" if not encodes else "--encoder hashing"
             raise UsageError(f"--query-cache saves the work of an encoder, and {what} has none")
         if self.rerank and self.retriever in ("golden", "none"):
             raise UsageError(f"--rerank orders what a search brings, and --retriever {self.retriever} does not search")
+
+    def _check_filter(self) -> None:
+        if self.filter and (self.is_remote or self.is_web or self.retriever in ("golden", "none")):
+            raise UsageError(f"--filter is for --index and --corpus, and --retriever {self.retriever} has neither")
+        if self.filter and self.context == "question":
+            raise UsageError("--filter chooses among passages of a corpus: leave --context question out")
+        for text in self.filter or ():
+            if not CONDITION.fullmatch(text.strip()):
+                raise UsageError(f"--filter {text}: write it as lang=en or year>=2020, in quotes")
 
     def check_sources(self, plans: bool) -> None:
         """Raises UsageError if sources have retrievers of their own though no format `plans`: only plans name them."""

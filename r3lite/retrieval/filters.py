@@ -1,0 +1,73 @@
+"""Which passages of a corpus or an index are searched: those whose metadata, id or title fit conditions."""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+from tqdm import tqdm
+
+from r3lite.episode import Document, folded
+from r3lite.errors import R3LiteError
+from r3lite.settings.retrieval import CONDITION
+
+ORDERS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a field must be: `key`, a sign (=, !=, or one of ORDERS) and a value."""
+
+    key: str
+    sign: str
+    wanted: str
+
+    @staticmethod
+    def of(text: str) -> "Condition":
+        """The condition of a text that is CONDITION's."""
+        return Condition(*CONDITION.fullmatch(text.strip()).groups())
+
+    def value(self, document: Document) -> str | float | bool | None:
+        """That of the field in a passage; None if it has none."""
+        own = {"id": document.id, "title": document.title}
+        return own[self.key] if self.key in own else dict(document.metadata).get(self.key)
+
+    def fits(self, value: str | float | bool) -> bool:
+        """Numbers are compared as such, and texts in any letter case; `*` in `=` and `!=` stands for any text."""
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        wanted, found = (self._number(), value) if number else (folded(self.wanted), folded(str(value)))
+        if self.sign in ORDERS:
+            return ORDERS[self.sign](found, wanted)
+        return (found == wanted if number else fnmatchcase(found, wanted)) == (self.sign == "=")
+
+    def _number(self) -> float:
+        try:
+            return float(self.wanted)
+        except ValueError:
+            raise R3LiteError(
+                f"--filter {self.key}{self.sign}{self.wanted}: {self.key} is a number", "Compare it with a number."
+            ) from None
+
+
+def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndarray:
+    """Of each passage, whether it has the field of every condition and fits it: bool [N].
+
+    Raises R3LiteError if no passage has a field, which is then misspelled, or if none fits.
+    """
+    parsed = [Condition.of(text) for text in conditions]
+    fit, known = np.zeros(len(documents), bool), set()
+    bar = tqdm(documents, desc="filtering passages", unit="", delay=2, leave=False, disable=None)
+    for place, document in enumerate(bar):
+        values = [condition.value(document) for condition in parsed]
+        known |= {i for i, value in enumerate(values) if value is not None}
+        fit[place] = all(v is not None and c.fits(v) for c, v in zip(parsed, values, strict=True))
+    for i, condition in enumerate(parsed):
+        if i not in known:
+            raise R3LiteError(
+                f"--filter {conditions[i]}: no passage has the field {condition.key!r}",
+                'It is of "metadata" in the lines of --corpus, or id or title.',
+            )
+    if not fit.any():
+        raise R3LiteError(f"no passage fits --filter {', '.join(conditions)}", "Ask for less.")
+    return fit

@@ -1,0 +1,169 @@
+"""Conditions on metadata: what fits, what is searched then in every kind of index, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from r3lite import index as recipe
+from r3lite import retrieve
+from r3lite.config import UsageError, resolve
+from r3lite.episode import Document, Question
+from r3lite.errors import R3LiteError
+from r3lite.files import write_jsonl
+from r3lite.retrieval import index
+from r3lite.retrieval.corpus import fingerprint, read_corpus
+from r3lite.retrieval.filters import fitting
+from r3lite.retrieval.hashing import HashingEncoder
+from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
+from r3lite.retrieval.vectors import CLASSES
+from r3lite.settings import RetrievalSettings
+
+FIELDS = [
+    {"lang": "en", "year": 1999, "free": True, "part": "a"},
+    {"lang": "EN-gb", "year": 2020.5, "free": False},
+    {"lang": "de", "year": 2021},
+    {},
+]
+DOCUMENTS = [Document(f"notes/{i}", f"T{i}", "x", metadata=tuple(fields.items())) for i, fields in enumerate(FIELDS)]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "fit"),
+    [
+        (["lang=en"], [0]),
+        (["lang=EN*"], [0, 1]),
+        (["lang!=en*"], [2]),  # the last one has no language, and fits no condition on it
+        (["year>=2020"], [1, 2]),
+        (["year > 2020.5"], [2]),
+        (["year<2020.5"], [0]),
+        (["year<=2020.5", "lang=en*"], [0, 1]),
+        (["year=1999.0"], [0]),
+        (["year!=1999"], [1, 2]),
+        (["free=true"], [0]),
+        (["free!=TRUE"], [1]),
+        (["id=notes/[12]"], [1, 2]),
+        (["title>t1"], [2, 3]),
+        (["part=a"], [0]),
+    ],
+)
+def test_what_fits(conditions, fit):
+    assert np.flatnonzero(fitting(conditions, DOCUMENTS)).tolist() == fit
+
+
+@pytest.mark.parametrize(
+    ("conditions", "words"),
+    [
+        (["lnag=en"], "no passage has the field 'lnag'"),
+        (["lang=en", "year>3000"], "no passage fits --filter lang=en, year>3000"),
+        (["year>=new"], "year is a number"),
+    ],
+)
+def test_a_filter_that_lets_nothing_through_is_an_error(conditions, words):
+    with pytest.raises(R3LiteError, match=words):
+        fitting(conditions, DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--filter", "lang"], "write it as lang=en"),
+        (["--filter", "lang=="], "write it as lang=en"),
+        (["--filter", "a=b", "--retriever", "http://h/retrieve"], "--filter is for --index and --corpus"),
+        (["--filter", "a=b", "--retriever", "golden"], "--filter is for --index and --corpus"),
+        (["--filter", "a=b", "--context", "question"], "leave --context question out"),
+    ],
+)
+def test_settings_that_make_no_sense(flags, words):
+    config = resolve("retrieve", retrieve.RetrieveConfig(), flags, ("retrieve",))
+    with pytest.raises(UsageError, match=words):
+        config.retrieval.check()
+
+
+def row(i):
+    colour = ("red", "green", "blue")[i % 3]
+    text = f"House {i} is in street {i % 7}."
+    return {"id": f"h{i}", "title": "", "text": text, "metadata": {"colour": colour, "rooms": i % 5, "tags": ["a"]}}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("filtered") / "c.jsonl"
+    write_jsonl(path, [row(i) for i in range(400)])
+    return path
+
+
+def searched(settings, query="House 7 in street 3"):
+    (found,) = build_retriever(Setup(settings, [], progress=False))([(Question("q", query, ()), query)])
+    return found
+
+
+def expected(corpus, k, keep):
+    """The best scores of a search of everything, by brute force."""
+    documents = read_corpus(corpus)
+    whole = index.build(HashingEncoder.fit(d.text for d in documents), documents, progress=False)
+    return [d.score for d in whole.search(["House 7 in street 3"], 400)[0] if keep(**dict(d.metadata))][:k]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind != "opq-ivf-pq"])  # which needs 10,000 passages
+def test_an_index_is_searched_as_if_it_had_nothing_else(corpus, tmp_path, kind):
+    argv = ["--corpus", str(corpus), "--encoder", "hashing", "--index-type", kind, "--output", str(tmp_path / "i")]
+    assert recipe.main(argv) == 0
+    settings = RetrievalSettings(
+        index=str(tmp_path / "i"), encoder="hashing", filter=("colour=red", "rooms>=2"), top_k=4
+    )
+    found = searched(settings)
+    assert found and all(dict(d.metadata)["colour"] == "red" and dict(d.metadata)["rooms"] >= 2 for d in found)
+    if kind == "flat":
+        best = expected(corpus, 4, lambda colour, rooms: colour == "red" and rooms >= 2)
+        assert [d.score for d in found] == pytest.approx(best, abs=1e-6)
+    assert set(found) <= set(read_corpus(corpus))
+
+
+def test_what_was_added_and_deleted_is_filtered_too(corpus, tmp_path):
+    given = ["--encoder", "hashing", "--output", str(tmp_path / "i")]
+    assert recipe.main(["--corpus", str(corpus), *given]) == 0
+    write_jsonl(tmp_path / "more.jsonl", [row(i) for i in range(400, 430)])
+    gone = [f"h{i}" for i in range(0, 430, 4)]
+    assert recipe.main(["--add", str(tmp_path / "more.jsonl"), *given]) == 0
+    assert recipe.main(["--delete", ",".join(gone), *given]) == 0
+    opened = index.load(tmp_path / "i", "hashing")
+    fit = fitting(["colour=blue"], opened.documents)
+    only = opened.only(fit)
+    assert [d.id for d in only.documents] == [f"h{i}" for i in range(430) if i % 3 == 2 and i % 4]
+    whole = opened.search(["House 401 in street 3"], 430)[0]
+    blue = [(d.id, d.score) for d in whole if dict(d.metadata)["colour"] == "blue"]
+    assert [(d.id, d.score) for d in only.search(["House 401 in street 3"], 500)[0]] == blue
+    assert len(opened.documents) == 322 and len(opened.search(["House"], 430)[0]) == 322  # itself it stays whole
+
+
+@pytest.mark.parametrize("retriever", ["semantic", "lexical", "hybrid"])
+@pytest.mark.parametrize("kept", ["corpus", "index"])
+def test_every_retriever_keeps_to_it(corpus, tmp_path, retriever, kept):
+    if kept == "index":
+        assert recipe.main(["--corpus", str(corpus), "--encoder", "hashing", "--output", str(tmp_path / "i")]) == 0
+    place = {"index": str(tmp_path / "i")} if kept == "index" else {"corpus": str(corpus)}
+    settings = RetrievalSettings(retriever=retriever, encoder="hashing", filter=("id=h1*", "colour=gr*"), **place)
+    found = searched(settings)
+    assert len(found) == 5 and all(d.id.startswith("h1") and dict(d.metadata)["colour"] == "green" for d in found)
+
+
+def test_metadata_is_read_kept_and_counts_as_part_of_a_passage(corpus):
+    first = read_corpus(corpus)[0]
+    assert first.metadata == (("colour", "red"), ("rooms", 0))  # of the rest nothing can be asked
+    assert first.to_json()["metadata"] == {"colour": "red", "rooms": 0}
+    bare = Document(first.id, first.title, first.text)
+    assert bare != first and "metadata" not in bare.to_json()
+    assert fingerprint([bare]) != fingerprint([first])
+    # That of a corpus without metadata is what it was before there was any.
+    assert fingerprint([bare]) == "1277cbad6d73258e4919bcd3cb327437bb222da0f7733022d372ef9c71517350"
+
+
+def test_a_passage_that_is_added_with_other_metadata_is_another_one(corpus, tmp_path, capsys):
+    given = ["--encoder", "hashing", "--output", str(tmp_path / "i")]
+    assert recipe.main(["--corpus", str(corpus), *given]) == 0
+    write_jsonl(tmp_path / "more.jsonl", [row(0) | {"metadata": {"colour": "black"}}])
+    assert recipe.main(["--add", str(tmp_path / "more.jsonl"), *given]) == 1
+    assert "has another passage with the id 'h0'" in capsys.readouterr().err
+    assert json.loads((tmp_path / "i" / "passages.jsonl").read_text().splitlines()[0])["metadata"]["colour"] == "red"
