@@ -63,7 +63,7 @@ def answer_queries(config: RetrieveConfig) -> None:
         )
     settings = config.retrieval
     retrieve = build_retriever(read_setup(config, settings.top_k))
-    rerank = CrossEncoder(settings.rerank).scores if settings.rerank else None
+    rerank = CrossEncoder(settings.rerank, settings.encoder_dtype).scores if settings.rerank else None
     server = Server(Service(retrieve, rerank, settings.top_k), config.retrieve.host, config.retrieve.port)
     host, port = server.server_address[:2]
     print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)

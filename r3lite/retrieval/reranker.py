@@ -11,6 +11,7 @@ import torch
 from r3lite.episode import Document, Question, Retrieve
 from r3lite.errors import R3LiteError
 from r3lite.models.bert import load_bert_scorer
+from r3lite.retrieval.bert_encoder import DTYPES
 from r3lite.retrieval.bert_folder import LONGEST, REMEDY, batches, model_folder, text_tokenizer
 from r3lite.retrieval.conventions import passage_text
 
@@ -25,9 +26,9 @@ BATCH = 4
 class CrossEncoder:
     """A BERT that scores a pair of a query and a passage, on the CPU: as its retriever, beside training."""
 
-    def __init__(self, name: str, batch_size: int = BATCH):
+    def __init__(self, name: str, dtype: str = "fp32", batch_size: int = BATCH):
         folder = model_folder(MODEL if name == "auto" else name, "--rerank", "Or leave --rerank out.")
-        self.model, self.batch_size = load_bert_scorer(folder), batch_size
+        self.model, self.batch_size = load_bert_scorer(folder, DTYPES[dtype]), batch_size
         config, path = self.model.config, folder / "tokenizer.json"
         self.tokenizer = text_tokenizer(path, min(LONGEST, config.max_position_embeddings), config.vocab_size)
         if self.tokenizer.num_special_tokens_to_add(is_pair=True) != SPECIAL or config.type_vocab_size < 2:
@@ -38,7 +39,7 @@ class CrossEncoder:
         """The logit of each pair of query and passage."""
         out = torch.zeros(len(pairs))
         for batch in batches(self.tokenizer.encode_batch(pairs), self.batch_size, "cpu"):
-            out[batch.rows] = self.model(batch.tokens, batch.real, batch.segments)
+            out[batch.rows] = self.model(batch.tokens, batch.real, batch.segments).float()
         return out.tolist()
 
 

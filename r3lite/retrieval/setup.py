@@ -107,7 +107,7 @@ class Setup:
     @cached_property
     def reranker(self) -> CrossEncoder:
         """The cross-encoder of --rerank."""
-        return self.like.reranker if self.like else CrossEncoder(self.settings.rerank)
+        return self.like.reranker if self.like else CrossEncoder(self.settings.rerank, self.settings.encoder_dtype)
 
     def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages of the index, refused if another corpus than theirs is named beside it."""

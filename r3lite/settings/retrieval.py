@@ -43,8 +43,8 @@ class RetrievalSettings(Section):
     """own: the prompts that the encoder's files name; e5: query/passage prefixes; plain: none; auto: own if there are
     any, else e5 if the encoder's name says so"""
     encoder_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16: half the memory, and on hardware that computes in it faster; vectors differ by some thousandths, so an
-    index of the one may be searched with the other"""
+    """of --encoder and --rerank; bf16: half the memory, and on hardware that computes in it faster; vectors differ by
+    some thousandths, so an index of the one may be searched with the other"""
     top_k: Annotated[int, Bounds(low=1, high=1000)] = 5
     """passages per query; golden has its own number"""
     fusion: Literal["rrf", "weighted"] = "rrf"

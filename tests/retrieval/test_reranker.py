@@ -53,6 +53,15 @@ def test_scores_are_those_of_transformers(folder):
     assert CrossEncoder(str(folder)).scores([]) == []
 
 
+def test_in_bf16_scores_are_nearly_the_same(folder):
+    exact, coarse = torch.tensor(CrossEncoder(str(folder)).scores(PAIRS)), CrossEncoder(str(folder), "bf16")
+    assert all(weight.dtype == torch.bfloat16 for weight in coarse.model.parameters())
+    scores = torch.tensor(coarse.scores(PAIRS))
+    assert 0 < (scores - exact).abs().max() < 0.05 * exact.abs().max()
+    settings = RetrievalSettings(rerank=str(folder), encoder_dtype="bf16")
+    assert Setup(settings, []).reranker.scores(PAIRS) == scores.tolist()
+
+
 class Lengths:
     """A reranker that likes long passages."""
 
