@@ -51,7 +51,6 @@ def retrieve(config: RetrieveConfig) -> None:
 
 def answer_queries(config: RetrieveConfig) -> None:
     """Serves the retriever until it is interrupted."""
-    from r3lite.retrieval.reranker import CrossEncoder
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.server import Server, Service
 
@@ -62,8 +61,9 @@ def answer_queries(config: RetrieveConfig) -> None:
             "--serve has queries and no questions of --data: leave --context question, golden and none out"
         )
     settings = config.retrieval
-    retrieve = build_retriever(read_setup(config, settings.top_k))
-    rerank = CrossEncoder(settings.rerank, settings.encoder_dtype).scores if settings.rerank else None
+    setup = read_setup(config, settings.top_k)
+    retrieve = build_retriever(setup)
+    rerank = setup.reranker.scores if settings.rerank else None
     server = Server(Service(retrieve, rerank, settings.top_k), config.retrieve.host, config.retrieve.port)
     host, port = server.server_address[:2]
     print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)

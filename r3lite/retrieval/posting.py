@@ -39,7 +39,7 @@ class Poster:
                 return self._try(body)
             except _Passing as error:
                 if not left:
-                    raise R3LiteError(f"{self.address} gives no documents: {error}", self.remedy) from error
+                    raise R3LiteError(f"{self.address} gives no answer: {error}", self.remedy) from error
                 self._sleep(max(PAUSE * 2 ** (TRIES - 1 - left), error.pause))
         raise AssertionError("the last try returns or raises")
 

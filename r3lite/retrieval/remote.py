@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from r3lite.episode import Document, Retrieve
+from r3lite.episode import Document, Retrieve, metadata_of
 from r3lite.errors import R3LiteError
 from r3lite.records import InvalidRecord, Record, Source, parse
 from r3lite.retrieval.posting import Poster
@@ -59,4 +59,5 @@ def _document(entry: dict, address: str) -> Document:
         first, _, rest = inner.text("contents", blank=True).partition("\n")
         title, text = (first.strip().strip('"'), rest) if rest else (title or "", first)
     source = inner.text("source", None) or address
-    return Document(inner.identifier("id"), title or "", text, score=whole.number("score", None), source=source)
+    id, score = inner.identifier("id"), whole.number("score", None)
+    return Document(id, title or "", text, score=score, source=source, metadata=metadata_of(inner))

@@ -5,6 +5,7 @@ It sees what an encoder, which reads both apart, cannot; but it reads every cand
 
 from dataclasses import replace
 from itertools import islice
+from typing import Protocol
 
 import torch
 
@@ -21,6 +22,12 @@ SPECIAL = 3  # [CLS] query [SEP] passage [SEP]
 # Pairs read together. A processor's core gains nothing by more, and they would be padded to the longest: for 15
 # passages of 134 tokens in the mean, the longest of 512, 4 at a time took 1.2 s and 32 at a time 2.9 s.
 BATCH = 4
+
+
+class Reranker(Protocol):
+    """What scores pairs of a query and a passage, higher for a better one."""
+
+    def scores(self, pairs: list[tuple[str, str]]) -> list[float]: ...
 
 
 class CrossEncoder:
@@ -49,7 +56,7 @@ class Reranked:
     A document's score becomes the cross-encoder's; its source stays the retriever that found it.
     """
 
-    def __init__(self, retrieve: Retrieve, reranker: CrossEncoder, top_k: int):
+    def __init__(self, retrieve: Retrieve, reranker: Reranker, top_k: int):
         self.retrieve, self.reranker, self.top_k = retrieve, reranker, top_k
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:

@@ -11,7 +11,8 @@ from r3lite.retrieval.encoder import Encoder, make_encoder
 from r3lite.retrieval.filters import fitting
 from r3lite.retrieval.hashing import HASHING
 from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
-from r3lite.retrieval.reranker import CrossEncoder
+from r3lite.retrieval.remote_reranker import RemoteReranker
+from r3lite.retrieval.reranker import CrossEncoder, Reranker
 from r3lite.settings import RetrievalSettings
 from r3lite.settings.retrieval import SOURCES
 
@@ -105,9 +106,14 @@ class Setup:
         return CachedEncoder(encoder, self.query_cache)
 
     @cached_property
-    def reranker(self) -> CrossEncoder:
-        """The cross-encoder of --rerank."""
-        return self.like.reranker if self.like else CrossEncoder(self.settings.rerank, self.settings.encoder_dtype)
+    def reranker(self) -> Reranker:
+        """The cross-encoder of --rerank, here or on a server."""
+        settings = self.settings
+        if self.like:
+            return self.like.reranker
+        if "://" in settings.rerank:
+            return RemoteReranker(settings.rerank)
+        return CrossEncoder(settings.rerank, settings.encoder_dtype)
 
     def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages of the index, refused if another corpus than theirs is named beside it."""

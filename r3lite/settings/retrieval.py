@@ -53,7 +53,7 @@ class RetrievalSettings(Section):
     """weight of the lexical score, that of the semantic one being the rest of 1 (hybrid, weighted)"""
     rerank: str | None = None
     """BERT cross-encoder that picks --top-k of 3 times as many passages: folder or hub id; auto:
-    cross-encoder/ms-marco-MiniLM-L-6-v2"""
+    cross-encoder/ms-marco-MiniLM-L-6-v2; or the address of a server's /rerank, http://..."""
     filter: tuple[str, ...] | None = None
     """search only passages that fit: 'lang=en,year>=2020,id=notes/*', by fields of "metadata" in the corpus' lines, id
     and title; =, != (* stands for any text), >=, <=, >, <"""
@@ -135,6 +135,8 @@ class RetrievalSettings(Section):
         if self.query_cache and (not encodes or self.encoder == "hashing"):
             what = f"--retriever {self.retriever}" if not encodes else "--encoder hashing"
             raise UsageError(f"--query-cache saves the work of an encoder, and {what} has none")
+        if self.rerank and "://" in self.rerank and (problem := problem_of_address(self.rerank)):
+            raise UsageError(f"the address of --rerank {problem}; pass one such as http://host:8000/rerank")
         if self.rerank and self.retriever in ("golden", "none"):
             raise UsageError(f"--rerank orders what a search brings, and --retriever {self.retriever} does not search")
 

@@ -14,6 +14,7 @@ from r3lite.episode import Document, Failure, Question
 from r3lite.errors import R3LiteError
 from r3lite.retrieval import posting, remote, server
 from r3lite.retrieval.remote import Remote
+from r3lite.retrieval.remote_reranker import RemoteReranker
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
@@ -96,6 +97,40 @@ def test_reranking_as_a_service(served, local, running):
         )[0]
         == 404
     )
+
+
+def test_passages_are_reranked_by_another_machine(served):
+    pairs = [(f"q{i % 3}", "a" * (i % 50)) for i in range(200)]
+    assert RemoteReranker(f"{served}/rerank").scores(pairs) == [float(i % 50) for i in range(200)]
+    question = Question("all", "x", ("x",), (*PASSAGES, Document("long", "", "Town 7 " * 50)))
+    settings = RetrievalSettings(encoder="hashing", top_k=2, rerank=f"{served}/rerank")
+    settings.check()
+    (found,) = build_retriever(Setup(settings, [question], progress=False))([(QUESTION, "Where is Town 7?")])
+    assert (found[0].id, found[0].score, len(found)) == ("long", 350.0, 2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"{}", b'{"result": []}', b'{"result": [{"index": 1, "score": 1}]}', b'{"result": [{"index": 0}]}',
+     b'{"result": [{"index": 0, "score": NaN}]}'],
+)  # fmt: skip
+def test_what_is_no_reply_of_a_reranker_is_told(running, body):
+    url = running(Scripted((200, body, 0)))
+    with pytest.raises(R3LiteError, match="does not reply as a reranker"):
+        RemoteReranker(f"{url}/rerank", lambda seconds: None)
+
+
+def test_a_reranker_that_fails_later_fails_its_queries_and_a_wrong_one_shows_at_once(running):
+    url = running(Scripted((200, b'{"result": [{"index": 0, "score": 1}]}', 0), (404, b"gone", 0)))
+    settings = RetrievalSettings(encoder="hashing", rerank=f"{url}/rerank")
+    question = Question("all", "x", ("x",), tuple(PASSAGES))
+    (found,) = build_retriever(Setup(settings, [question], progress=False))([(QUESTION, "Where is Town 7?")])
+    assert isinstance(found, Failure) and "refuses: status 404: gone" in found.reason
+    with pytest.raises(R3LiteError, match="refuses: status 404") as error:
+        build_retriever(Setup(settings, [question], progress=False))
+    assert "--rerank here names its /rerank" in error.value.remedy
+    with pytest.raises(UsageError, match="the address of --rerank is not an address of http"):
+        RetrievalSettings(rerank="ftp://host/rerank").check()
 
 
 @pytest.mark.parametrize(
@@ -212,9 +247,9 @@ def test_a_refusal_is_final(running):
 
 def test_a_server_that_is_slow_or_not_there_or_sends_without_end(running, monkeypatch):
     monkeypatch.setattr(posting, "TIMEOUT", 0.2)
-    with pytest.raises(R3LiteError, match=r"gives no documents: .*[Tt]ime"):
+    with pytest.raises(R3LiteError, match=r"gives no answer: .*[Tt]ime"):
         Remote(running(Scripted((200, says(), 1.0))), sleep=lambda s: None).search(["q"], 3)
-    with pytest.raises(R3LiteError, match="gives no documents: ConnectError"):
+    with pytest.raises(R3LiteError, match="gives no answer: ConnectError"):
         Remote("http://127.0.0.1:9/retrieve", sleep=lambda s: None).search(["q"], 3)
     monkeypatch.setattr(posting, "LARGEST", 1000)
     with pytest.raises(R3LiteError, match="sends more than"):

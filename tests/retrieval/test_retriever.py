@@ -64,12 +64,12 @@ def test_kinds_of_sources_have_indexes_of_their_own(corpus, tmp_path):
 
 def test_one_reranker_serves_all_sources(corpus, tmp_path, monkeypatch):
     loaded = []
-    monkeypatch.setattr(setup, "CrossEncoder", loaded.append)
+    monkeypatch.setattr(setup, "CrossEncoder", lambda *given: loaded.append(given))
     for name in ("news", "papers"):
         save(tmp_path / name, [LEE])
     sources = (f"News={tmp_path / 'news'}", f"Academic={tmp_path / 'papers'}")
     retriever(corpus=corpus, rerank="mine", source_index=sources)
-    assert loaded == ["mine"]
+    assert loaded == [("mine", "fp32")]
 
 
 def test_one_encoder_serves_the_indexes_of_all_sources(minilm, tmp_path, monkeypatch):
