@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
 
 GGUF, ADAPTER, CARD, MODELFILE = "model.gguf", "adapter.gguf", "README.md", "Modelfile"
 
-FILES = {"folder": None, "gguf": GGUF, "gguf-adapter": ADAPTER}  # None: the folder itself
+FILES = {"folder": None, "gguf": GGUF, "adapter": None, "gguf-adapter": ADAPTER}  # None: the folder itself
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class ExportConfig:
 
     python -m r3lite.export --adapter runs/ppo --output my-model
     python -m r3lite.export --adapter runs/ppo --form gguf --weights q8_0 --output my-gguf
+    python -m r3lite.export --adapter runs/ppo --form adapter --weights fp32 --output my-adapter
     python -m r3lite.export --adapter runs/ppo --output my-model --push me/my-model --yes
-    python -m r3lite.export --adapter runs/ppo --form gguf-adapter --weights fp16 --output my-adapter
 
     The merge is in fp32, and takes 4 bytes a weight of memory. What was written is read back and compared: after
     --prompts prompts, the logits of both, and whether the likeliest next token is the same. The folder has a model card
@@ -48,7 +48,7 @@ def export(config: ExportConfig) -> None:
     settings = config.export
     if config.common.output is None:
         raise UsageError("--output is missing: the folder to write")
-    if settings.form != "folder":
+    if FILES[settings.form]:
         from r3lite.exporting import gguf
 
         gguf.check()  # before the merge
@@ -70,7 +70,7 @@ def export(config: ExportConfig) -> None:
 
 def is_export(folder: Path) -> bool:
     """Whether a folder is what this command writes: one with a card, whose weights are beside it."""
-    weights = ("model.safetensors", "model.safetensors.index.json", GGUF, ADAPTER)
+    weights = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", GGUF, ADAPTER)
     return (folder / CARD).is_file() and any((folder / name).is_file() for name in weights)
 
 
@@ -95,6 +95,7 @@ def read_scores(folder: str | None) -> dict:
 def write(config: ExportConfig, protocol: "Protocol", scores: dict, output: Path) -> None:
     import torch
 
+    from r3lite.devices.precision import DTYPES
     from r3lite.exporting import gguf, parity
     from r3lite.exporting.card import Facts, card, modelfile
     from r3lite.files import write_text
@@ -114,7 +115,7 @@ def write(config: ExportConfig, protocol: "Protocol", scores: dict, output: Path
     before = parity.next_logits(model, prompts, tokenizer.size, "before") if prompts else None
     file, name = FILES[settings.form], Path(settings.adapter).name
     written = output / file if file else output
-    if settings.form != "gguf-adapter":
+    if merged := settings.form in ("folder", "gguf"):
         lora.merge_adapter(model, "trained")
     if settings.form == "gguf":
         gguf.write(model, folder, written, settings.weights, name)
@@ -123,9 +124,14 @@ def write(config: ExportConfig, protocol: "Protocol", scores: dict, output: Path
     elif settings.form == "gguf-adapter":
         gguf.write_adapter(model, "trained", written, settings.weights, name)
         gguf.fill_adapter(model, "trained", written)
+    elif settings.form == "adapter":
+        fingerprint, dtype = weights.fingerprint(folder), DTYPES[settings.weights]
+        lora.save_adapter(model, "trained", output, settings.model, fingerprint, dtype)
+        lora.load_adapter(model, "written", output, trainable=False)
+        lora.set_adapter(model, "written")
     else:
         model = in_folder(model, folder, output, settings)
-    merged, run = settings.form != "gguf-adapter", run_of(settings.adapter)
+    run = run_of(settings.adapter)
     facts = Facts(settings.model, settings.weights, file, merged, run, settings.license, scores)
     write_text(output / CARD, card(facts, protocol, config.protocol.format))
     size = sum(path.stat().st_size for path in output.iterdir())

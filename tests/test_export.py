@@ -146,6 +146,31 @@ def test_the_gguf_adapter_is_that_of_llama_cpps_converter(run, tmp_path, weights
         assert (delta - wanted).norm() <= close * wanted.norm()
 
 
+@pytest.mark.parametrize(("weights", "most"), [("fp32", 0.0), ("bf16", 0.05)])
+def test_the_adapter_alone_says_in_peft_what_it_said(run, expected, tmp_path, capsys, weights, most):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base, output = resolve_folder("tiny"), tmp_path / "x"
+    flags = ["--preset", "tiny", "--model", str(base), "--adapter", str(run), "--form", "adapter"]
+    flags += ["--weights", weights, "--prompts", "3", "--output", str(output)]
+    assert export.main([*flags, "--push", "me/mine"]) == 0
+    shown = capsys.readouterr().out
+    assert "over 3 prompts" in shown and {p.name for p in output.iterdir()} == {
+        "README.md", "adapter_config.json", "adapter_model.safetensors"
+    }  # fmt: skip
+    assert "nothing was uploaded" in shown and "adapter_model.safetensors" in shown
+    model = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), output
+    )
+    with torch.no_grad():
+        difference = (model(rows()).logits - expected).abs().mean()
+    assert difference <= most if most else difference == 0
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert "library_name: peft" in card and f"A LoRA adapter of {base}" in card and "--adapter FOLDER" in card
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=output, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
 def test_nf4_is_read_back_by_r3lite(exported, expected):
     model = load_qwen2(exported("folder", "nf4"), torch.float32, "cpu")
     with torch.no_grad():

@@ -45,7 +45,8 @@ def card(facts: Facts, protocol: Protocol, format: str) -> str:
 
 def _head(facts: Facts) -> str:
     lines = ["---", f"base_model: {facts.base}"] if "/" in facts.base else ["---"]
-    lines += [f"library_name: {'gguf' if facts.file else 'transformers'}"]
+    library = "gguf" if facts.file else "transformers" if facts.merged else "peft"
+    lines += [f"library_name: {library}"]
     lines += [f"license: {facts.license}"] if facts.license else []
     return "\n".join([*lines, "tags: [r3lite, multi-hop question answering, retrieval]", "---"])
 
@@ -67,18 +68,22 @@ def _scores(scores: Mapping[str, dict]) -> str:
 
 def _use(facts: Facts, protocol: Protocol) -> str:
     if facts.file is None:
-        return _transformers(protocol)
+        return _transformers(protocol, facts)
     return _llama(facts.file) if facts.merged else _llama_with_adapter(facts.file)
 
 
-def _transformers(protocol: Protocol) -> str:
+def _transformers(protocol: Protocol, facts: Facts) -> str:
     system = f'    {{"role": "system", "content": {protocol.system!r}}},\n' if protocol.system else ""
+    imported, base, given = "from transformers import AutoModelForCausalLM, AutoTokenizer", "folder", "--model FOLDER"
+    if not facts.merged:  # the tokenizer is in the base's folder
+        imported = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+        base, given = repr(facts.base), f"--model {facts.base} --adapter FOLDER"
     return f"""```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{imported}
 
 folder = "."  # this folder
-tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained({base})
+model = {"AutoModelForCausalLM" if facts.merged else "AutoPeftModelForCausalLM"}.from_pretrained(folder)
 prompt = {protocol.opening("{question}")!r}
 messages = [
 {system}    {{"role": "user", "content": prompt.replace("{{question}}", {QUESTION!r})}},
@@ -91,7 +96,7 @@ print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_
 ```
 
 It does not retrieve: the model writes its first query, and you give it the documents.
-`python -m r3lite.ask --model FOLDER --index INDEX` does both."""
+`python -m r3lite.ask {given} --index INDEX` does both."""
 
 
 def _llama(file: str) -> str:

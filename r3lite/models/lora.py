@@ -152,15 +152,21 @@ def merge_adapter(model: nn.Module, name: str) -> None:
 
 
 def save_adapter(
-    model: nn.Module, name: str, folder: str | Path, base_model: str, fingerprint: str | None = None
+    model: nn.Module,
+    name: str,
+    folder: str | Path,
+    base_model: str,
+    fingerprint: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes an adapter in PEFT's format. `base_model` is the folder or hub id that it belongs to.
+    """Writes an adapter in PEFT's format, in `dtype` or as it is. `base_model` is the folder or hub id it belongs to.
 
     The base's fingerprint, if it has one, goes into the metadata of the weights, which PEFT ignores.
     """
     config, folder = switch_of(model).configs[name], Path(folder)
     metadata = {FINGERPRINT: fingerprint} if fingerprint else {}
-    write_tensors(folder / WEIGHTS, adapter_parameters(model, name), metadata)
+    tensors = {key: tensor.to(dtype or tensor.dtype) for key, tensor in adapter_parameters(model, name).items()}
+    write_tensors(folder / WEIGHTS, tensors, metadata)
     write_json(
         folder / CONFIG,
         {

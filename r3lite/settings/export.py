@@ -16,9 +16,9 @@ class ExportSettings(Section):
     """the base: folder, hub id, or tiny"""
     adapter: Annotated[str | None, Required("a run folder or its adapter/; it is merged into --model")] = None
     """LoRA adapter that is merged into the base: a run folder or its adapter/"""
-    form: Literal["folder", "gguf", "gguf-adapter"] = "folder"
-    """folder: as transformers and vLLM read it; gguf: as llama.cpp and Ollama read it; gguf-adapter: the adapter alone,
-    for llama.cpp's --lora beside the base as a GGUF file (both: extra gguf)"""
+    form: Literal["folder", "gguf", "adapter", "gguf-adapter"] = "folder"
+    """folder: as transformers and vLLM read it; gguf: as llama.cpp and Ollama read it (extra gguf); adapter: the
+    adapter alone, as PEFT reads it; gguf-adapter: the same for llama.cpp's --lora (extra gguf)"""
     weights: Literal["fp32", "bf16", "fp16", "q8_0", "nf4"] = "bf16"
     """numbers of the weights; q8_0 in a gguf file only, nf4 in a folder for r3lite only"""
     max_shard_size: str = "5GB"
@@ -43,10 +43,12 @@ class ExportSettings(Section):
     def check(self) -> None:
         if self.form == "folder" and self.weights == "q8_0":
             raise UsageError("--weights q8_0 is for --form gguf; a folder has fp32, bf16, fp16 or nf4")
-        if self.form == "gguf-adapter" and self.weights == "q8_0":
+        if self.form.endswith("adapter") and self.weights == "q8_0":
             raise UsageError("--weights q8_0 is for --form gguf; the ranks of an adapter are too small for its blocks")
         if self.form != "folder" and self.weights == "nf4":
-            raise UsageError("--weights nf4 is for --form folder; a gguf file has fp32, bf16, fp16 or q8_0")
+            raise UsageError(
+                "--weights nf4 is for --form folder; others have fp32, bf16, fp16, and gguf q8_0"
+            )
         if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
             raise UsageError(f"--push {self.push} is not the name of a repository: write it as OWNER/NAME")
         if self.yes and self.push is None:
