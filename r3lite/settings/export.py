@@ -46,9 +46,7 @@ class ExportSettings(Section):
         if self.form.endswith("adapter") and self.weights == "q8_0":
             raise UsageError("--weights q8_0 is for --form gguf; the ranks of an adapter are too small for its blocks")
         if self.form != "folder" and self.weights == "nf4":
-            raise UsageError(
-                "--weights nf4 is for --form folder; others have fp32, bf16, fp16, and gguf q8_0"
-            )
+            raise UsageError("--weights nf4 is for --form folder; others have fp32, bf16, fp16, and gguf q8_0")
         if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
             raise UsageError(f"--push {self.push} is not the name of a repository: write it as OWNER/NAME")
         if self.yes and self.push is None:
