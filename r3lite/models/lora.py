@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from r3lite.errors import R3LiteError
 from r3lite.files import read_record, write_json
@@ -142,12 +143,12 @@ def merge_adapter(model: nn.Module, name: str) -> None:
     """
     _check_known(model, name)
     scale = switch_of(model).configs[name].scale
-    for module in model.modules():
-        if isinstance(module, LoraLinear) and name in module.lora_A:
-            if isinstance(module.base, Nf4Linear):
-                module.base = module.base.dense()
-            weight = module.base.weight
-            weight.copy_(weight.float() + scale * (module.lora_B[name] @ module.lora_A[name]))
+    adapted = [m for m in model.modules() if isinstance(m, LoraLinear) and name in m.lora_A]
+    for module in tqdm(adapted, desc="merging", unit="", delay=2, leave=False, disable=None):
+        if isinstance(module.base, Nf4Linear):
+            module.base = module.base.dense()
+        weight = module.base.weight
+        weight.copy_(weight.float() + scale * (module.lora_B[name] @ module.lora_A[name]))
     remove_adapter(model, name)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import faiss
 import numpy as np
+from tqdm import tqdm
 
 from r3lite.errors import R3LiteError
 from r3lite.retrieval.index_size import BLOCK, CODEWORDS, LEAST, LINKS, SUBSPACE, item_bytes, lists_of, sample_of
@@ -133,10 +134,21 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
     count, d = len(vectors), vectors.dimension
     index = _empty(kind, count, d)
     if not index.is_trained:
-        index.train(vectors.sample(sample_of(kind, count, d)))
+        size = sample_of(kind, count, d)
+        print(f"training    {kind} on {size:,} vectors", flush=True)  # which may take minutes, and FAISS tells nothing
+        index.train(vectors.sample(size))
     _reserve(index, count)
-    add(index, vectors.blocks())
+    how = {"desc": "indexing", "unit": "", "delay": 2, "leave": False, "disable": None}
+    with tqdm(total=count, **how) as bar:
+        add(index, told(vectors.blocks(), bar))
     return index
+
+
+def told(blocks: Iterable[np.ndarray], bar: tqdm) -> Iterator[np.ndarray]:
+    """The blocks, each counted when the next one is asked for."""
+    for block in blocks:
+        yield block
+        bar.update(len(block))
 
 
 def _empty(kind: str, count: int, d: int) -> faiss.Index:
