@@ -9,9 +9,10 @@ import numpy as np
 from tqdm import tqdm
 
 from r3lite.episode import Document, folded
-from r3lite.errors import R3LiteError
+from r3lite.errors import R3LiteError, nearest
 from r3lite.settings.retrieval import CONDITION
 
+SHOWN = 20  # fields that an error names
 ORDERS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
@@ -56,17 +57,17 @@ def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndar
     Raises R3LiteError if no passage has a field, which is then misspelled, or if none fits.
     """
     parsed = [Condition.of(text) for text in conditions]
-    fit, known = np.zeros(len(documents), bool), set()
+    fit, known = np.zeros(len(documents), bool), {"id", "title"}
     bar = tqdm(documents, desc="filtering passages", unit="", delay=2, leave=False, disable=None)
     for place, document in enumerate(bar):
         values = [condition.value(document) for condition in parsed]
-        known |= {i for i, value in enumerate(values) if value is not None}
+        known.update(key for key, _ in document.metadata)
         fit[place] = all(v is not None and c.fits(v) for c, v in zip(parsed, values, strict=True))
-    for i, condition in enumerate(parsed):
-        if i not in known:
+    for text, condition in zip(conditions, parsed, strict=True):
+        if condition.key not in known:
             raise R3LiteError(
-                f"--filter {conditions[i]}: no passage has the field {condition.key!r}",
-                'It is of "metadata" in the lines of --corpus, or id or title.',
+                f"--filter {text}: no passage has the field {condition.key!r}{nearest(condition.key, known)}",
+                f"There are {', '.join(sorted(known)[:SHOWN])}.",
             )
     if not fit.any():
         raise R3LiteError(f"no passage fits --filter {', '.join(conditions)}", "Ask for less.")

@@ -55,14 +55,15 @@ def test_what_fits(conditions, fit):
 @pytest.mark.parametrize(
     ("conditions", "words"),
     [
-        (["lnag=en"], "no passage has the field 'lnag'"),
+        (["lnag=en"], "no passage has the field 'lnag' .did you mean lang."),
         (["lang=en", "year>3000"], "no passage fits --filter lang=en, year>3000"),
         (["year>=new"], "year is a number"),
     ],
 )
 def test_a_filter_that_lets_nothing_through_is_an_error(conditions, words):
-    with pytest.raises(R3LiteError, match=words):
+    with pytest.raises(R3LiteError, match=words) as error:
         fitting(conditions, DOCUMENTS)
+    assert "lnag" not in words or error.value.remedy == "There are free, id, lang, part, title, year."
 
 
 @pytest.mark.parametrize(
