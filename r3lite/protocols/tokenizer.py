@@ -41,6 +41,15 @@ def vocabulary_of(folder: Path) -> int:
     return max([*added, *map(words.whole, words.values)]) + 1
 
 
+def _without_added_tokens(marked: Backend) -> Backend:
+    """A second tokenizer, which encodes markup as plain text. Both share the vocabulary, which takes long to read."""
+    plain = Backend(marked.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(marked, part)) is not None:
+            setattr(plain, part, value)
+    return plain
+
+
 class Tokenizer:
     """A byte-level BPE tokenizer with the chat markup of Qwen2.5.
 
@@ -51,8 +60,7 @@ class Tokenizer:
     def __init__(self, definition: str, default_system: str | None, pad_token: str | None = None):
         """From the text of a `tokenizer.json` that has the markup's tokens."""
         self._marked = Backend.from_str(definition)
-        # A second tokenizer without the added tokens, which encodes markup as plain text.
-        self._plain = Backend.from_str(json.dumps(json.loads(definition) | {"added_tokens": []}))
+        self._plain = _without_added_tokens(self._marked)
         for backend in (self._marked, self._plain):
             backend.no_truncation()
             backend.no_padding()
