@@ -264,6 +264,8 @@ class Episode:
         if self.question.gold:
             found = {d.id: None for d in self.documents if self.question.gold_index(d) is not None}
             record["gold_found"] = list(found)
+        if self.question.procedure:
+            record["procedure"] = self.question.procedure
         return record | ({"failure": self.failure} if self.failure else {})
 
 

@@ -140,6 +140,7 @@ def test_procedures_stand_before_the_questions_that_they_fit(toy, tmp_path, caps
     assert evaluate.main([*toy, *argv]) == 0
     assert "1 of 3 questions have a procedure before them" in capsys.readouterr().out
     assert ["Procedure: Bobs" in seen[name] for name in ("Ada", "Bob", "Cy")] == [False, True, False]
+    assert [row.get("procedure", "").partition(".")[0] for row in written(tmp_path)[1]] == ["", "Procedure: Bobs", ""]
     assert "procedures = " in (tmp_path / "out" / "config.toml").read_text()
 
 
