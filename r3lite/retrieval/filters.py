@@ -1,9 +1,10 @@
 """Which passages of a corpus or an index are searched: those whose metadata, id or title fit conditions."""
 
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import cache
 
 import numpy as np
 from tqdm import tqdm
@@ -40,7 +41,8 @@ class Condition:
         wanted, found = (self._number(), value) if number else (folded(self.wanted), folded(str(value)))
         if self.sign in ORDERS:
             return ORDERS[self.sign](found, wanted)
-        return (found == wanted if number else fnmatchcase(found, wanted)) == (self.sign == "=")
+        same = found == wanted if number else _pattern(wanted).fullmatch(found) is not None
+        return same == (self.sign == "=")
 
     def _number(self) -> float:
         try:
@@ -49,6 +51,12 @@ class Condition:
             raise R3LiteError(
                 f"--filter {self.key}{self.sign}{self.wanted}: {self.key} is a number", "Compare it with a number."
             ) from None
+
+
+@cache
+def _pattern(wanted: str) -> re.Pattern:
+    """What matches a text in which each `*` stands for any text."""
+    return re.compile(".*".join(map(re.escape, wanted.split("*"))))
 
 
 def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndarray:

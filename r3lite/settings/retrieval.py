@@ -99,13 +99,13 @@ class RetrievalSettings(Section):
     @property
     def of_sources(self) -> "dict[str, RetrievalSettings]":
         """The settings of the retriever of each kind of source that has one of its own."""
-        own = {}
+        own, shared = {}, ("corpus", "index", "source_index", "query_cache")  # the last: that of all is used
         for entry in self.source_index or ():
             name, _, place = (part.strip() for part in entry.partition("="))
             named = {"retriever": place} if "://" in place or place in SERVICES else {"index": place}
             if "index" in named and (self.is_remote or self.is_web):
                 named["retriever"] = "semantic"
-            own[name] = replace(self, **{"corpus": None, "index": None, "source_index": None} | named)
+            own[name] = replace(self, **dict.fromkeys(shared) | named)
         return own
 
     def check(self) -> None:

@@ -21,7 +21,7 @@ from r3lite.retrieval.vectors import CLASSES
 from r3lite.settings import RetrievalSettings
 
 FIELDS = [
-    {"lang": "en", "year": 1999, "free": True, "part": "a"},
+    {"lang": "en", "year": 1999, "free": True, "part": "[a]?"},
     {"lang": "EN-gb", "year": 2020.5, "free": False},
     {"lang": "de", "year": 2021},
     {},
@@ -43,9 +43,10 @@ DOCUMENTS = [Document(f"notes/{i}", f"T{i}", "x", metadata=tuple(fields.items())
         (["year!=1999"], [1, 2]),
         (["free=true"], [0]),
         (["free!=TRUE"], [1]),
-        (["id=notes/[12]"], [1, 2]),
+        (["id=notes/*", "title=*1"], [1]),
+        (["part=[A]?"], [0]),
         (["title>t1"], [2, 3]),
-        (["part=a"], [0]),
+        (["part!=[a]"], [0]),
     ],
 )
 def test_what_fits(conditions, fit):

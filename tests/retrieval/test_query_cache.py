@@ -3,6 +3,7 @@
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,6 +128,14 @@ def test_it_is_for_encoders(flags):
     config = resolve("retrieve", retrieve.RetrieveConfig(), ["--query-cache", "q", *flags], ("retrieve",))
     with pytest.raises(UsageError, match="--query-cache saves the work of an encoder, and"):
         config.retrieval.check()
+
+
+def test_sources_without_an_encoder_are_no_reason_to_refuse_it_and_all_others_share_it(tmp_path):
+    settings = RetrievalSettings(query_cache="q", source_index=("News=http://host/retrieve", "Academic=i"))
+    settings.check()
+    setup = Setup(replace(settings, query_cache=str(tmp_path / "q")), [])
+    theirs = replace(setup, settings=settings.of_sources["Academic"], like=setup)
+    assert theirs.query_cache is setup.query_cache is not None
 
 
 def test_the_share_is_told_by_retrieve(tmp_path, minilm, capsys):
