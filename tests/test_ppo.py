@@ -203,7 +203,8 @@ def test_expanded_episodes_killed_and_resumed_equal_uninterrupted(cold, tmp_path
 REPLAYED = "--max-steps 4 --save-every 2 --max-hops 2 --limit 4"
 
 
-@pytest.mark.parametrize("name", ["luffy", "exgrpo", "hybrid"])
+# hybrid has the traces of the one and the replays of the other.
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("luffy", "exgrpo")), "hybrid"])
 def test_off_policy_runs_killed_and_resumed_equal_uninterrupted(cold, tmp_path, name):
     """The replay buffer is in the checkpoint: begun anew, it would have nothing to replay."""
     whole, parts = (variant(cold, tmp_path / folder, name, *REPLAYED.split()) for folder in ("whole", "parts"))

@@ -161,6 +161,7 @@ def test_a_teacher_alone_takes_what_was_planned(folder, tmp_path, plans):
         assert counter.peak <= plans[-1].peak
 
 
+@pytest.mark.slow
 def test_thirty_rounds_hold_no_more_than_three(tmp_path, small_model, write_folder, monkeypatch):
     """What a round leaves behind adds up: a laptop's card was full after some hundred."""
     made = write_folder(small_model(vocab_size=1024, num_hidden_layers=1), tmp_path / "model")
