@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from r3lite import bars
 from r3lite.devices.precision import Precision, dtype_name, resolve_device, resolve_dtype
 from r3lite.episode import CUT_OFF, Question
 from r3lite.grant import Grant
@@ -85,8 +86,7 @@ class LocalClient:
         """Replies in the order of the requests; equal requests are asked once. See Client.generate_all."""
         keys = [digest(request, self.circumstances) for request in requests]
         replies: dict[str, Reply] = {}
-        brief = {} if progress else {"desc": "asking", "delay": 2, "leave": False}  # within a step of something else
-        bar = tqdm(total=len(set(keys)), unit="request", disable=None, **({"desc": progress} | brief))
+        bar = tqdm(total=len(set(keys)), unit="request", **bars.named(progress, "asking"))
 
         def take(key: str, reply: Reply) -> None:
             replies[key] = reply

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from r3lite import command
+from r3lite.bars import BRIEF
 from r3lite.settings import LengthSettings, SftConfig
 from r3lite.spans import build_spans, span
 
@@ -120,8 +121,7 @@ class SFTTrainer:
         self.policy.model.eval()
         tokens, sums = tokens_of(self.held_out), dict.fromkeys((row.source for row in self.held_out), 0.0)
         with torch.no_grad():
-            groups = self.micro_batches(self.held_out)
-            for group in tqdm(groups, "validating", unit="batch", delay=2, leave=False, disable=None):
+            for group in tqdm(self.micro_batches(self.held_out), "validating", unit="batch", **BRIEF):
                 sums[group[0].source] += self.loss(group).item()
         return means_by_source("eval_loss", {n: x / sum(tokens.values()) for n, x in sums.items()}, tokens)
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from r3lite.bars import BRIEF
 from r3lite.datasets import hub
 from r3lite.errors import R3LiteError
 from r3lite.files import open_regular, read_jsonl
@@ -32,7 +33,7 @@ def converted_rows(
     bad: list[InvalidRecord] = []
     on_bad = bad.append if skip_bad_rows else None
     rows = ((path, row) for path in hub.files_of(str(data)) for row in file_rows(path, on_bad))
-    for path, row in tqdm(rows, f"reading {data}", unit=" rows", delay=2, leave=False, disable=None):
+    for path, row in tqdm(rows, f"reading {data}", unit=" rows", **BRIEF):
         try:
             made = convert(row, f"{path.stem}-{row.source.where.split()[-1]}")
         except InvalidRecord as error:

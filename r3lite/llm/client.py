@@ -22,6 +22,7 @@ from pathlib import Path
 import httpx2
 from tqdm import tqdm
 
+from r3lite import bars
 from r3lite.errors import R3LiteError
 from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.known_models import prices_of
@@ -139,8 +140,7 @@ class Client:
         replies: dict[str, Reply] = {}
         self._calls.begin()
         pool = ThreadPoolExecutor(self.settings.judge_concurrency)
-        brief = {} if progress else {"desc": "asking", "delay": 2, "leave": False}  # within a step of something else
-        bar = tqdm(total=len(set(keys)), unit="request", disable=None, **({"desc": progress} | brief))
+        bar = tqdm(total=len(set(keys)), unit="request", **bars.named(progress, "asking"))
         try:
             futures = {pool.submit(self._generate, r, key): key for key, r in dict(zip(keys, requests)).items()}
             pending = set(futures)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from r3lite.bars import BRIEF
 from r3lite.errors import R3LiteError
 from r3lite.files import read_record, write_json
 from r3lite.models.projections import PROJECTIONS, LoraConfig, LoraLinear, Nf4Linear, Switch
@@ -144,7 +145,7 @@ def merge_adapter(model: nn.Module, name: str) -> None:
     _check_known(model, name)
     scale = switch_of(model).configs[name].scale
     adapted = [m for m in model.modules() if isinstance(m, LoraLinear) and name in m.lora_A]
-    for module in tqdm(adapted, desc="merging", unit="", delay=2, leave=False, disable=None):
+    for module in tqdm(adapted, desc="merging", unit="", **BRIEF):
         if isinstance(module.base, Nf4Linear):
             module.base = module.base.dense()
         weight = module.base.weight

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from r3lite.bars import BRIEF
 from r3lite.config import shipped
 from r3lite.errors import R3LiteError
 from r3lite.files import PART, read_record, write_json
@@ -123,8 +124,7 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     by_file = defaultdict(list)
     for name in expected:
         by_file[places[name]].append(name)
-    told = {"desc": f"loading {folder.name}", "unit": "tensor", "delay": 2, "leave": False, "disable": None}
-    bar = tqdm(total=len(expected), **told)
+    bar = tqdm(total=len(expected), desc=f"loading {folder.name}", unit="tensor", **BRIEF)
     for path, names in by_file.items():
         with opened(path) as file:
             for name in names:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from r3lite.bars import BRIEF
 from r3lite.episode import Document, Question, metadata_of
 from r3lite.errors import R3LiteError
 from r3lite.files import read_jsonl
@@ -81,6 +82,6 @@ def from_questions(questions: Iterable[Question]) -> list[Document]:
 def fingerprint(documents: Iterable[Document]) -> str:
     """A hash of ids, titles, texts and metadata in their order: two corpora with the same one are the same."""
     digest = hashlib.sha256()
-    for d in tqdm(documents, desc="checking passages", unit="", delay=2, leave=False, disable=None):
+    for d in tqdm(documents, desc="checking passages", unit="", **BRIEF):
         digest.update(json.dumps([d.id, d.title, d.text, *d.metadata]).encode())
     return digest.hexdigest()

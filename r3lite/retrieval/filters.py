@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 from tqdm import tqdm
 
+from r3lite.bars import BRIEF
 from r3lite.episode import Document, folded
 from r3lite.errors import R3LiteError, nearest
 from r3lite.settings.retrieval import CONDITION
@@ -66,7 +67,7 @@ def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndar
     """
     parsed = [Condition.of(text) for text in conditions]
     fit, known = np.zeros(len(documents), bool), {"id", "title"}
-    bar = tqdm(documents, desc="filtering passages", unit="", delay=2, leave=False, disable=None)
+    bar = tqdm(documents, desc="filtering passages", unit="", **BRIEF)
     for place, document in enumerate(bar):
         values = [condition.value(document) for condition in parsed]
         known.update(key for key, _ in document.metadata)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from tqdm import tqdm
 
+from r3lite.bars import BRIEF
 from r3lite.episode import Document, Retrieve
 from r3lite.errors import R3LiteError
 from r3lite.retrieval.conventions import passage_text
@@ -38,7 +39,7 @@ class Lexical:
         self.documents, self._tokenize = documents, bm25s.tokenize
         self._stemmer = Stemmer.Stemmer("english")
         words: list[list[str]] = []
-        with tqdm(total=len(documents), desc="reading words", unit="", delay=2, leave=False, disable=None) as bar:
+        with tqdm(total=len(documents), desc="reading words", unit="", **BRIEF) as bar:
             for start in range(0, len(documents), BLOCK):
                 words += self._words([passage_text(d) for d in documents[start : start + BLOCK]])
                 bar.update(len(words) - bar.n)

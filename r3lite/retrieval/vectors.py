@@ -13,6 +13,7 @@ import faiss
 import numpy as np
 from tqdm import tqdm
 
+from r3lite.bars import BRIEF
 from r3lite.errors import R3LiteError
 from r3lite.retrieval.index_size import BLOCK, CODEWORDS, LEAST, LINKS, SUBSPACE, item_bytes, lists_of, sample_of
 
@@ -138,8 +139,7 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
         print(f"training    {kind} on {size:,} vectors", flush=True)  # which may take minutes, and FAISS tells nothing
         index.train(vectors.sample(size))
     _reserve(index, count)
-    how = {"desc": "indexing", "unit": "", "delay": 2, "leave": False, "disable": None}
-    with tqdm(total=count, **how) as bar:
+    with tqdm(total=count, desc="indexing", unit="", **BRIEF) as bar:
         add(index, told(vectors.blocks(), bar))
     return index
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from r3lite.bars import BRIEF
 from r3lite.devices.precision import Precision
 from r3lite.grant import Grant
 from r3lite.models import hooks
@@ -62,7 +63,7 @@ class Learner:
         log_ratios: list[Tensor] = []  # [2, N] of the first epoch's mini-batches, as `loss` returns them
         norms: list[float] = []
         epochs = self.settings.update_epochs
-        bar = tqdm(total=epochs * len(batch), desc="learning", unit="episode", delay=2, leave=False, disable=None)
+        bar = tqdm(total=epochs * len(batch), desc="learning", unit="episode", **BRIEF)
         for epoch in range(epochs):
             for rows in self.mini_batches(batch, f"{seed}/{epoch}"):
                 sums, ratios = self.grant.attempt("update", self.add_gradients, batch.rows(rows))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from r3lite import bars
 from r3lite.episode import Document, Question, Retrieve
 from r3lite.errors import NotFinite
 from r3lite.grant import Grant
@@ -82,8 +83,8 @@ class Engine:
         """The same sequences, which were opened, at their ends. What is `heard` while it is sampled needs no bar."""
         training = self.model.training
         self.model.eval()  # no dropout: the policy that samples is the policy that is trained
-        brief = {} if progress else {"desc": "answering", "delay": 2, "leave": False}  # within a step of something else
-        bar = tqdm(total=len(sequences), unit="episode", disable=heard or None, **({"desc": progress} | brief))
+        look = bars.named(progress, "answering") | ({"disable": True} if heard else {})
+        bar = tqdm(total=len(sequences), unit="episode", **look)
         try:
             with self.autocast(), Fetcher(retrieve, self.spans) as fetcher, bar:
                 if pending := [s for s in sequences if s.pending]:  # a baseline's
