@@ -21,7 +21,7 @@ import faiss
 import numpy as np
 import torch
 
-from bench.records import ROOT, commit, processor
+from bench.records import ROOT, commit, processor, read
 from r3lite.datasets.qa import read_questions
 from r3lite.episode import Document, Question
 from r3lite.files import write_json
@@ -93,10 +93,8 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=50)
     given = parser.parse_args()
     queries = [question.text for question in read_questions(given.data, given.queries)]
-    documents, encoder = (
-        passages(given.corpus.split(","), given.passages),
-        BertEncoder(given.encoder, "auto", dtype=given.dtype),
-    )
+    documents = passages(given.corpus.split(","), given.passages)
+    encoder = BertEncoder(given.encoder, "auto", dtype=given.dtype)
     with tempfile.TemporaryDirectory() as name:
         reranker = (
             CrossEncoder(given.rerank, given.dtype)
@@ -112,8 +110,7 @@ def main() -> None:
     }
     row |= {"date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()), "commit": commit(ROOT)}
     print(json.dumps(row))
-    runs = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if RESULTS.exists() else []
-    write_json(RESULTS, {"runs": [*runs, row]})
+    write_json(RESULTS, {"runs": [*read(RESULTS), row]})
 
 
 if __name__ == "__main__":

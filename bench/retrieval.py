@@ -19,13 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.records import commit, processor
+from bench.records import ROOT, commit, processor, read
 from r3lite.errors import R3LiteError
 from r3lite.files import write_json, write_text
 from r3lite.retrieval.index_size import BLOCK, choose, estimate
 from r3lite.retrieval.vectors import CLASSES, VectorFile, Vectors, build_vectors, open_vectors, write_vectors
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results" / "retrieval.json"
 CLUSTER, QUERIES, K = 100, 500, 10
 WIKIPEDIA = 21_015_324  # passages of the dump of December 2018 in 100 words each
@@ -112,11 +111,7 @@ def measure(count: int, dimensions: list[int], place: str | None) -> None:
                 row |= {"date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()), "commit": commit(ROOT)}
                 row |= {"processor": processor("cpu"), "threads": int(os.environ.get("OMP_NUM_THREADS", 0))}
                 print(json.dumps(row), flush=True)
-                write_json(RESULTS, {"runs": [*runs(), row]})
-
-
-def runs() -> list[dict]:
-    return json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if RESULTS.exists() else []
+                write_json(RESULTS, {"runs": [*read(RESULTS), row]})
 
 
 def page() -> str:
@@ -132,7 +127,8 @@ def page() -> str:
     ]
     lines += ["| vectors | dimensions | kind | MiB | recall@10 | queries/s | built in | peak MiB of building |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
-    for r in runs():
+    runs = read(RESULTS)
+    for r in runs:
         told = estimate(r["kind"], r["vectors"], r["dimension"])
         lines.append(
             f"| {r['vectors']:,} | {r['dimension']} | {r['kind']} | {r['bytes'] / MIB:,.1f} "
@@ -143,7 +139,7 @@ def page() -> str:
     lines += ["| budget | 384 dimensions | 768 dimensions |", "|---|---|---|"]
     for gib in (4, 8, 16):
         lines.append(f"| {gib} GiB | {' | '.join(predicted(d, gib << 30) for d in (384, 768))} |")
-    used = sorted({f"{r['processor']}, {r['threads']} thread, commit {r['commit'][:7]}" for r in runs()})
+    used = sorted({f"{r['processor']}, {r['threads']} thread, commit {r['commit'][:7]}" for r in runs})
     return "\n".join([*lines, "", f"Measured on {'; '.join(used)}.", ""])
 
 

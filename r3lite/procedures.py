@@ -7,7 +7,7 @@ from r3lite import command
 from r3lite.config import UsageError
 from r3lite.episode import folded
 from r3lite.errors import R3LiteError
-from r3lite.settings import Common, ProcedureFileSettings, ProcedureSettings
+from r3lite.settings import Common, ProcedureFileSettings, ProcedureSettings, RetrievalSettings
 
 NONE = "none fits: nothing would stand before the question"
 
@@ -57,14 +57,12 @@ def procedures(config: ProceduresConfig) -> None:
 
 def show_match(config: ProceduresConfig) -> None:
     """Prints what each procedure scores, and the one that would stand before the question."""
-    from r3lite.retrieval.encoder import make_encoder
-    from r3lite.retrieval.hashing import HASHING
     from r3lite.retrieval.procedures import open_finder
+    from r3lite.retrieval.setup import Setup
 
-    given, settings = config.file, config.procedures
-    finder = open_finder(
-        settings, lambda: None if given.encoder == HASHING else make_encoder(given.encoder, given.encoder_style, [])
-    )
+    given = config.file
+    setup = Setup(RetrievalSettings(encoder=given.encoder, encoder_style=given.encoder_style), [])
+    finder = open_finder(config.procedures, lambda: setup.encoder)
     scores = finder.scores(given.match)
     cosines = ["-"] * len(scores) if finder.vectors is None else [f"{x:.3f}" for x in finder.cosines(given.match)]
     print(f"{'triggers':>8}  {'cosine':>6}  procedure")

@@ -7,13 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from r3lite.devices.precision import DTYPES
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
 from r3lite.models.bert import load_bert
 from r3lite.retrieval.bert_folder import Batch, batches, model_folder, text_tokenizer
-from r3lite.retrieval.conventions import OWN, passage_text, read_conventions
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from r3lite.retrieval.conventions import passage_text, read_conventions, settings_of
 
 
 class BertEncoder:
@@ -34,13 +33,9 @@ class BertEncoder:
         self.dimension = config.hidden_size
         length = min(found.max_length, config.max_position_embeddings - config.first_position)
         self.tokenizer = text_tokenizer(folder / "tokenizer.json", length, config.vocab_size)
-        self.settings = {"encoder": name, "style": style, "max_length": length, "dimension": self.dimension}
+        self.settings = settings_of(name, style, self.prefixes, length, self.dimension, dtype)
         if found.pooling != "mean":  # which indexes of before have not
             self.settings["pooling"] = found.pooling
-        if dtype != "fp32":
-            self.settings["dtype"] = dtype
-        if style == OWN:
-            self.settings |= dict(zip(("query_prefix", "passage_prefix"), self.prefixes, strict=True))
 
     def encode_queries(self, queries: list[str]) -> np.ndarray:
         return self._encode([self.prefixes[0] + q for q in queries], lambda n: None)

@@ -53,6 +53,18 @@ def style_of(name: str) -> str:
     return "e5" if "e5" in re.split(r"[^a-z0-9]+", Path(name).name.lower()) else "plain"
 
 
+def settings_of(
+    name: str, style: str, prefixes: tuple[str, str], max_length: int, dimension: int, dtype: str
+) -> dict[str, str | int]:
+    """What an encoder's vectors depend on, as an index keeps it; what is as it always was before is left out."""
+    settings = {"encoder": name, "style": style, "max_length": max_length, "dimension": dimension}
+    if dtype != "fp32":
+        settings["dtype"] = dtype
+    if style == OWN:
+        settings |= dict(zip(("query_prefix", "passage_prefix"), prefixes, strict=True))
+    return settings
+
+
 def passage_text(document: Document) -> str:
     """A passage as encoders, rerankers and BM25 read it."""
     return f"{document.title} {document.text}" if document.title else document.text

@@ -10,7 +10,7 @@ import numpy as np
 from r3lite.episode import Document
 from r3lite.errors import R3LiteError
 from r3lite.retrieval.bert_folder import LONGEST, model_folder
-from r3lite.retrieval.conventions import OWN, passage_text, read_conventions
+from r3lite.retrieval.conventions import passage_text, read_conventions, settings_of
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 BLOCK = 16  # batches between two words on how far it is
@@ -46,11 +46,7 @@ class SentenceEncoder:
         length = min(self.model.max_seq_length or LONGEST, LONGEST)
         self.model.max_seq_length = length
         self.dimension = self.model.get_embedding_dimension()
-        self.settings = {"encoder": name, "style": style, "max_length": length, "dimension": self.dimension}
-        if dtype != "fp32":
-            self.settings["dtype"] = dtype
-        if style == OWN:
-            self.settings |= dict(zip(("query_prefix", "passage_prefix"), self.prefixes, strict=True))
+        self.settings = settings_of(name, style, self.prefixes, length, self.dimension, dtype)
 
     def encode_queries(self, queries: list[str]) -> np.ndarray:
         return self._encode(queries, self.prefixes[0], lambda n: None)

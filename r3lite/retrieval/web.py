@@ -71,7 +71,7 @@ class DuckDuckGo:
 
     kinds: ClassVar = {KIND: "text", "News": "news"}
 
-    def __init__(self, sleep: Callable[[float], None] = time.sleep):
+    def __init__(self):
         try:
             from ddgs import DDGS
         except ImportError as error:
