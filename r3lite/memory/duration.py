@@ -21,7 +21,7 @@ LAYER_FORWARD, LAYER_BACKWARD, LAYER_CASTS, LAYER_NF4, AROUND, CHUNK, PER_TENSOR
 # inside of the MLP.
 FORWARD, BACKWARD = (30, 5), (60, 12)
 # Bytes that are read or written for each logit: of a loss, of a loss with entropies, of scoring, of sampling.
-LOSS, POLICY_LOSS, SCORING, SAMPLING = 32, 64, 12, 24
+LOSS, POLICY_LOSS, SCORING, SAMPLING = 32, 64, 12, 20
 NF4_INDEX = 4.6  # bytes that are moved for each NF4 weight: its code, an index made of it, its share of the absmax
 NF4_IN_CACHE = 6  # the same, and the weight written and read, on a CPU, where what a tile takes stays in the cache
 TRAINED = 40  # bytes that an optimizer step moves for each trained weight

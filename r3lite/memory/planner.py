@@ -285,7 +285,7 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     seen = w.row_tokens if w.retrieves or w.on_cuda else w.reads  # CUDA graphs want a cache that does not move
     masks = together * seen * w.element + seen * 2 * m.hidden_size * w.element  # and one row's keys, for every head
     prefill = {"KV cache": kv_bytes(w, rows, seen), "prefill": _forward(w, memory, together) + masks}
-    sampler = rows * w.vocabulary * (w.element + 4 + 4 + 4)
+    sampler = rows * m.vocab_size * (w.element + 4 + 4)
     sampling = {"KV cache": kv_bytes(w, rows, w.row_tokens), "sampling": sampler}
     return max(prefill, sampling, key=lambda parts: sum(parts.values()))
 

@@ -4,6 +4,7 @@ A token's slot is its position, so a row's slots 0 .. length-1 hold the keys and
 `Prefill` gives rows many tokens each, a `Decode` one each.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -57,11 +58,9 @@ class Decode:
 
     def __init__(self, cache: "KVCache", positions: Tensor, used: int):
         self.cache, self.positions = cache, positions  # [B, 1]
-        self.rows = torch.arange(len(positions), device=positions.device)[:, None]  # [B, 1]
-        slots = torch.arange(used + -used % ALIGNMENT, device=positions.device)  # rows of the mask are aligned
-        later = slots > positions[:, None, :, None]  # [B, 1, 1, >= S]
-        zeros = torch.zeros(later.shape, dtype=cache.dtype, device=positions.device)
-        self.mask = zeros.masked_fill_(later, float("-inf"))[..., :used]  # [B, 1, 1, S]
+        self.rows = cache.counting[: len(positions), None]  # [B, 1]
+        later = cache.counting[: used + -used % ALIGNMENT] > positions[:, None, :, None]  # rows of the mask are aligned
+        self.mask = torch.where(later, cache.hidden, cache.seen)[..., :used]  # [B, 1, 1, S]
 
     def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See AttentionContext: q [B, H, 1, D], kv [B, 2 K, 1, D] -> [B, 1, H D]. Writes kv to the cache."""
@@ -84,6 +83,9 @@ class KVCache:
         empty = torch.zeros(rows, 2 * kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.blocks = [empty] * num_layers  # each [rows, 2 K, capacity, D]: keys, then values
         self.lengths = [0] * rows  # on the host: reading them from the device would wait for it
+        # What each step of decoding would make anew: 0, 1, 2 .. for all rows and slots, and what a mask consists of.
+        self.counting = torch.arange(rows, device=device)
+        self.hidden, self.seen = torch.tensor([-math.inf, 0.0], dtype=dtype).to(device, non_blocking=True)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,6 +101,8 @@ class KVCache:
         if more > 0:
             for i, block in enumerate(self.blocks):
                 self.blocks[i] = F.pad(block, (0, 0, 0, more))
+            capacity = self.blocks[0].shape[2]
+            self.counting = torch.arange(max(len(self.lengths), capacity), device=self.device)
 
     def decode(self, rows: int) -> Decode:
         """The context of one more token in each of the first `rows` rows, whose lengths count it from now on."""

@@ -9,6 +9,7 @@ Shape legend, used in every file of r3lite:
     S  slots of a KV cache that are used   D  size of one head         N  rows of a flat list of tokens
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,15 +55,21 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+@functools.cache
+def _rotary_divisors(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """What a position is divided by to get the angles of a head [D]: the first half of them negated."""
+    powers = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)  # [D/2]
+    return torch.cat((-powers, powers)).to(device, non_blocking=True)
+
+
 def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, T, 1, D] of rotary positions [B, T] (arXiv 2104.09864), as `rotate_` takes them.
 
     Computed in fp32. The sines of the first half are negated here, once, rather than half of every head in every layer.
     """
-    powers = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[:, :, None, None].float() / theta**powers  # [B, T, 1, D/2]
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+    angles = positions[:, :, None, None] / _rotary_divisors(head_dim, theta, positions.device)  # [B, T, 1, D]
+    cos, sin = (torch.empty(angles.shape, dtype=dtype, device=angles.device) for _ in range(2))
+    return torch.cos(angles, out=cos), torch.sin(angles, out=sin)
 
 
 class Attention(nn.Module):

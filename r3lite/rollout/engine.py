@@ -170,12 +170,12 @@ class Engine:
         if not rows:
             return
         hidden = decoder([s.tokens[-1] for s in rows])  # [B, C]
-        # Padding rows of the embedding are never sampled.
-        logits = F.linear(hidden, self.model.head_weight[: self.layout.tokenizer.size])  # [B, V]
+        logits = F.linear(hidden, self.model.head_weight)  # [B, V]
+        logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
         drawn = [*self._sample(logits, rows)]
         if self.value_head is not None:
             drawn.append(self.value_head(hidden))
-        # All numbers of a step come in one transfer, because each waits for the device; ids are exact in float64.
+        # All numbers of a step come in one transfer, because each waits for the device; ids are exact in fp32.
         tokens, logprobs, *values = torch.stack([x.to(drawn[1]) for x in drawn]).tolist()
         for sequence, logprob in zip(rows, logprobs):
             if math.isnan(logprob):

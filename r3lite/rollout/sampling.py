@@ -4,12 +4,15 @@ A sequence's tokens depend on its logits and its own stream of uniforms only, ne
 recorded log-probability is that of the temperature-scaled, untruncated distribution: what a trainer recomputes.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 512  # neighbouring tokens whose probabilities are summed first
+BLOCK = 128  # neighbouring tokens whose probabilities are summed first; Qwen2's heads have a multiple of it
+BELOW_ONE = math.nextafter(1.0, 0.0)  # a number above 0 times this is less than the number, in float64
 
 
 @dataclass(frozen=True)
@@ -21,25 +24,23 @@ class Sampler:
     top_p: float = 1.0
 
     def __call__(self, logits: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
-        """Tokens [B] and their log-probabilities [B] in float64, one of each per row of logits [B, V]."""
+        """Tokens [B] and their log-probabilities [B] in fp32, one of each per row of logits [B, V].
+
+        `uniforms` has a number in [0, 1) for each row.
+        """
         wide = logits.float()
         wide = wide / self.temperature if self.temperature not in (0, 1) else wide
-        top, likeliest = wide.max(-1, keepdim=True)  # [B, 1]
-        weights = (wide - top).exp_()  # [B, V], the likeliest has 1
-        sums = _block_sums(weights)  # [B, blocks]
-        log_z = sums.sum(-1, keepdim=True).log()  # [B, 1]
-        tokens = likeliest
+        if wide.shape[-1] % BLOCK:
+            wide = F.pad(wide, (0, -wide.shape[-1] % BLOCK), value=-math.inf)
+        probs = wide.softmax(-1)  # [B, V]
         if self.temperature:
-            if self.top_k or self.top_p < 1:
-                weights = self._truncate(weights)
-                sums = _block_sums(weights)
-            drawn = torch.tensor(uniforms, dtype=sums.dtype).to(sums.device, non_blocking=True)
-            tokens = _inverse_cdf(weights, sums, drawn[:, None])
-        logprobs = (wide.gather(-1, tokens) - top).to(log_z.dtype) - log_z
-        return tokens[:, 0], logprobs[:, 0]
+            tokens = _inverse_cdf(self._truncate(probs), uniforms)
+        else:
+            tokens = logits.argmax(-1, keepdim=True)
+        return tokens[:, 0], probs.gather(-1, tokens)[:, 0].log()
 
     def _truncate(self, probs: Tensor) -> Tensor:
-        """Sets to 0 what top-k and top-p exclude."""
+        """Probabilities [B, V], 0 for what top-k and top-p exclude."""
         if self.top_k:
             kth = probs.topk(min(self.top_k, probs.shape[-1]), dim=-1).values[:, -1:]  # [B, 1]
             probs = probs.where(probs >= kth, 0)
@@ -52,37 +53,25 @@ class Sampler:
         return probs
 
 
-def _block_sums(weights: Tensor) -> Tensor:
-    """Sums [B, blocks] of BLOCK neighbours each of weights [B, V], the last block shorter.
+def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
+    """The tokens [B, 1] at which the cumulative probabilities [B, V] pass one uniform number each, times their sum.
 
-    In float64: in fp32 the sum over 150,000 tokens is off by more than a rare token's probability. (On the CPU if
-    the device has no float64, as Apple's.)
+    First the block, then the token in it, so that the running sum of a whole row is never in memory. Sums are in
+    float64: in fp32 the sum over 150,000 tokens is off by more than a rare token's probability. Comparisons with NaN
+    are false, so of a row of NaNs it is the first token; the log-probability will show it.
     """
-    weights = weights.cpu() if weights.device.type == "mps" else weights
-    whole = weights.shape[-1] // BLOCK * BLOCK
-    sums = [weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64)]
-    if whole < weights.shape[-1]:
-        sums.append(weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64))
-    return torch.cat(sums, dim=-1)
-
-
-def _inverse_cdf(weights: Tensor, sums: Tensor, uniforms: Tensor) -> Tensor:
-    """The tokens [B, 1] at which the cumulative weights [B, V] pass uniforms [B, 1] of their sum.
-
-    First the block, then the token in it, so that the running sum of a whole row is never in memory.
-    """
-    cumulative = sums.cumsum(-1)  # [B, blocks]
-    target = _below(uniforms * cumulative[:, -1:], cumulative[:, -1:])  # [B, 1]
-    # Past the end only if there are NaNs: the log-probability will show it, an index error would not.
-    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[-1] - 1)
-    before = (cumulative - sums).gather(-1, block)
-    index = block * BLOCK + torch.arange(BLOCK, device=block.device)  # [B, BLOCK]
-    inside = weights.to(sums.device).gather(-1, index.clamp(max=weights.shape[-1] - 1)).double()
-    inside = inside.masked_fill(index >= weights.shape[-1], 0).cumsum(-1)
-    chosen = block * BLOCK + torch.searchsorted(inside, _below(target - before, inside[:, -1:]), right=True)
-    return chosen.clamp_(max=weights.shape[-1] - 1).to(weights.device)
-
-
-def _below(target: Tensor, total: Tensor) -> Tensor:
-    """The target, kept below the total: it may be rounded up to it, and past it are tokens without probability."""
-    return torch.minimum(target, total.nextafter(torch.zeros_like(total)))
+    device = probs.device
+    blocks = (probs.cpu() if device.type == "mps" else probs).unflatten(-1, (-1, BLOCK))  # Apple's has no float64
+    ends = torch.zeros(len(blocks), blocks.shape[1] + 1, dtype=torch.float64, device=blocks.device)
+    torch.sum(blocks, -1, dtype=ends.dtype, out=ends[:, 1:])
+    ends = ends.cumsum(-1)  # [B, blocks + 1]: where each block begins, and where the last one ends
+    drawn = torch.tensor(uniforms, dtype=ends.dtype).to(ends.device, non_blocking=True)[:, None]
+    target = drawn * ends[:, -1:]  # [B, 1], below the sum because no uniform number is above BELOW_ONE
+    block = (ends[:, 1:] <= target).sum(-1, keepdim=True)
+    target = target - ends.gather(-1, block)
+    found = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]  # [B, BLOCK]
+    inside = found.cumsum(-1, dtype=ends.dtype)
+    # Kept below the sum, which is rounded otherwise than the block's: past it are tokens without probability.
+    target = torch.minimum(target, inside[:, -1:] * BELOW_ONE)
+    within = (inside <= target).sum(-1, keepdim=True)
+    return torch.add(within, block, alpha=BLOCK).to(device)

@@ -59,3 +59,24 @@ def test_rows_do_not_depend_on_each_other():
     together = drawn(Sampler(), logits, uniforms)
     alone = [drawn(Sampler(), logits[i : i + 1], uniforms[i : i + 1]) for i in range(6)]
     assert together[0] == [a[0][0] for a in alone]
+
+
+def test_at_the_edge_of_a_block_no_token_without_probability_is_drawn():
+    """Where a block's sum and its running sum differ in rounding, and the tokens on both sides of its end have none."""
+    logits = torch.randn(300, 256, generator=torch.Generator().manual_seed(0)) * 8
+    logits[:, 100:140] = -float("inf")
+    blocks = logits.softmax(-1).double().unflatten(-1, (2, 128))
+    running = blocks[:, 0].cumsum(-1)[:, -1]
+    first, total = (blocks.sum(-1).cumsum(-1)[:, i] for i in (0, 1))
+    assert (running < first).any() and (running > first).any()
+    for step in range(-4, 5):
+        uniforms = ((first / total) * (1 + step * 2**-53)).clamp(max=1 - 2**-53).tolist()
+        tokens, logprobs = Sampler()(logits, uniforms)
+        assert ((tokens < 100) | (tokens >= 140)).all() and logprobs.isfinite().all()
+
+
+def test_what_is_not_a_number_shows_in_the_log_probability():
+    for logits in (torch.full((1, 300), float("nan")), torch.tensor([[0.0, float("inf"), 1.0]])):
+        for sampler in (Sampler(), Sampler(temperature=0)):
+            (token,), (logprob,) = drawn(sampler, logits, [0.5])
+            assert 0 <= token < logits.shape[1] and np.isnan(logprob)

@@ -157,7 +157,7 @@ def test_the_block_wise_inverse_cdf_equals_the_plain_one():
     logits = torch.randn(50, 2000) * 3
     logits[:, 1500:] = -float("inf")
     uniforms = torch.rand(50, dtype=torch.float64)
-    uniforms[:2] = torch.tensor([0.0, 1 - 2**-53])
+    uniforms[0], uniforms[1] = 0.0, 1 - 2**-53
     tokens, logprobs = (drawn.tolist() for drawn in Sampler()(logits, uniforms.tolist()))
     cumulative = logits.double().softmax(-1).cumsum(-1)
     expected = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
