@@ -84,15 +84,26 @@ def prefill(folder: str, prompt: list[int], precision: Precision, merged: bool =
     return work
 
 
-def sft(folder: str, tokens: int, precision: Precision) -> tuple[Callable[[], None], Callable[[], None]]:
-    """One optimizer step on one row of one model: with activation checkpointing, and without."""
+def sft(
+    folder: str, tokens: int, precision: Precision, fused: bool = False
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """One optimizer step on one row of one model: with activation checkpointing, and without.
+
+    `fused`: with the loss of TRL's SFTTrainer, which makes the logits of a part of the vocabulary at a time.
+    """
     model = peft_model(folder, precision).train()
+    how = {"use_cache": False}
+    if fused:
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model.get_base_model())
+        how = {"fused_lm_head": True}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     ids = torch.tensor(full_prompts(1, tokens), device=precision.device)  # [1, T]
 
     def work() -> None:
         with precision.autocast():
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = model(input_ids=ids, labels=ids, **how).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

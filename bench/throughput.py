@@ -7,8 +7,9 @@
 
 Contestants of one contest run in turn, in one process, `--repeats` times each after a warm-up; the table has medians
 and spreads. Weights, shapes, prompts, precision and numbers of sampled tokens are the same; a LoRA adapter (r=8, all
-projections) is on everywhere, but for the row of decoding whose adapter is merged. SFT has a budget of 4 GiB: the peer
-trains with activation checkpointing and without, and the faster whose peak is within it is the one compared. Beside
+projections) is on everywhere, but for the row of decoding whose adapter is merged. SFT has a budget of 4 GiB: the peers
+train with activation checkpointing and without, by the loss of transformers and by that of TRL's SFTTrainer, and the
+fastest whose peak is within it is the one compared. Beside
 decoding stands its floor: the bare matrix products of the same weights for the same number of rows; `of floor` is the
 share of its speed that a contestant reaches. Beside SFT stands the device's peak: as many operations as are of use in
 the step (see limits.training_flops), in large matrix products; `of peak` is the share of their speed.
@@ -35,13 +36,21 @@ ROWS = (512, 1024)  # tokens of a row of an SFT contest
 GIB = 4  # budget of SFT
 KINDS = ("decode", "prefill", "sft", "grpo", "ppo", "encoder", "scaling")
 PEFT, MERGED = "transformers + peft", "transformers, adapter merged"
-RECOMPUTING, KEEPING = f"{PEFT}, with checkpointing", f"{PEFT}, without checkpointing"
+TRL_SFT = "transformers + peft, TRL's loss"
 SPEED = records.Bench(
     "throughput",
     "Speed",
     keys=("contest", "corpus", "mean_tokens", "contestant", "cost_of"),
     figures=("tokens_per_second", "seconds", "r3lite_is_faster_by", "of_floor", "of_peak", "peak_mib", "exponent"),
 )
+
+
+def has_trl() -> bool:
+    """Whether TRL is installed; says so if it is not."""
+    found = find_spec("trl") is not None
+    if not found:
+        print("TRL is not installed: it does not take part")
+    return found
 
 
 def planned(kind: str, flags: argparse.Namespace, precision: Precision) -> list[Callable[[], Contest]]:
@@ -65,16 +74,18 @@ def planned(kind: str, flags: argparse.Namespace, precision: Precision) -> list[
 
     def sft(tokens: int) -> Contest:
         ours = Ours(folder, precision)
-        recomputing, keeping = peers.sft(folder, tokens, precision)
-        work = {OURS: ours.sft(tokens, f"{GIB}GiB"), RECOMPUTING: recomputing, KEEPING: keeping}
+        work = {OURS: ours.sft(tokens, f"{GIB}GiB")}
+        for peer, fused in ((PEFT, False), (TRL_SFT, True)):
+            if fused and not has_trl():
+                continue
+            recomputing, keeping = peers.sft(folder, tokens, precision, fused)
+            work |= {f"{peer}, with checkpointing": recomputing, f"{peer}, without checkpointing": keeping}
         return Contest(f"SFT, {tokens} tokens", tokens, work | {PEAK: ours.peak(tokens)}, budget=GIB * 1024)
 
     def grpo() -> Contest:
         work = {OURS: contests.rl_round(folder, precision, "grpo", RL_EPISODES, RL_PROMPT, RL_NEW)}
-        if find_spec("trl"):
+        if has_trl():
             work["TRL"] = peers.grpo(folder, RL_PROMPT, RL_NEW, RL_EPISODES, precision)
-        else:
-            print("TRL is not installed: r3lite alone")
         return Contest(f"GRPO step, 8 x ({RL_PROMPT} + {RL_NEW})", RL_EPISODES * RL_NEW, work)
 
     def ppo() -> Contest:

@@ -105,6 +105,20 @@ def test_sft_without_checkpointing_holds_more_and_learns_the_same(folder):
     assert peaks[1] > 1.1 * peaks[0] and peaks[2] == pytest.approx(peaks[0], rel=0.02)
 
 
+def test_trls_loss_makes_the_same_steps(folder, monkeypatch):
+    pytest.importorskip("trl")
+    models, make = [], peers.peft_model
+    monkeypatch.setattr(peers, "peft_model", lambda *given: models.append(make(*given)) or models[-1])
+    for fused in (False, True):
+        torch.manual_seed(0)  # of the adapter's first weights
+        recomputing, keeping = peers.sft(folder, 256, FP32, fused)
+        recomputing()
+        keeping()
+    weights = [{name: p for name, p in model.named_parameters() if p.requires_grad} for model in models]
+    assert all(torch.allclose(p, weights[1][name], atol=1e-6) for name, p in weights[0].items())
+    assert any(p.any() for name, p in weights[0].items() if "lora_B" in name)
+
+
 def test_rows_and_prompts_have_the_length_that_is_asked_for(folder, tmp_path):
     tokenizer = Tokenizer.load(folder)
     full_length.full_rows(folder, 200, tmp_path / "rows.jsonl")
