@@ -9,10 +9,10 @@ Contestants of one contest run in turn, in one process, `--repeats` times each a
 and spreads. Weights, shapes, prompts, precision and numbers of sampled tokens are the same; a LoRA adapter (r=8, all
 projections) is on everywhere, but for the row of decoding whose adapter is merged. SFT has a budget of 4 GiB: the peers
 train with activation checkpointing and without, by the loss of transformers and by that of TRL's SFTTrainer, and the
-fastest whose peak is within it is the one compared. Beside
-decoding stands its floor: the bare matrix products of the same weights for the same number of rows; `of floor` is the
-share of its speed that a contestant reaches. Beside SFT stands the device's peak: as many operations as are of use in
-the step (see limits.training_flops), in large matrix products; `of peak` is the share of their speed.
+fastest whose peak is within it is the one compared. Beside decoding stands its floor: the bare matrix products of the
+same weights for the same number of rows; `of floor` is the share of its speed that a contestant reaches. Beside SFT
+stands the device's peak: as many operations as are of use in the step (see limits.training_flops), in large matrix
+products; `of peak` is the share of their speed.
 """
 
 import argparse
