@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench import peers
@@ -19,6 +18,7 @@ from bench.limits import products, sft_flops
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.episode import Question
 from r3lite.grant import Grant, Memory
+from r3lite.models.linear import linear
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sampling import Sampler
@@ -116,7 +116,7 @@ class Ours:
         def work() -> None:
             for _ in range(steps):
                 for weight in weights:
-                    F.linear(inputs[weight.shape[1]], weight)
+                    linear(inputs[weight.shape[1]], weight)
 
         return work
 

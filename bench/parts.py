@@ -97,7 +97,7 @@ def seconds_by_part(events: Iterable[Any], own_microseconds: Callable[[Any], flo
     for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):  # callers come first
         part = _range_of(event, part_of, makers)
         part_of[id(event)] = part
-        if event.name.startswith("aten::"):
+        if event.name.startswith(("aten::", "mkldnn::")):
             if event.scope == FORWARD:
                 makers[event.thread, event.sequence_nr] = part  # the last one of a number is the one that made it
             totals[_kind(event, part, rank)] += own_microseconds(event) / 1e6

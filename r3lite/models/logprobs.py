@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from r3lite.models.linear import linear
 
 CHUNK = 128  # rows of logits that exist at a time
 # A row's gradient has this size when it is multiplied in the head's dtype: fp16 has no numbers below 6e-8, and the
@@ -244,7 +245,7 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
 
 def _logits(hidden: Tensor, head_weight: Tensor) -> Tensor:
     """Logits [n, V] of a chunk, hidden [n, C], in the head's dtype."""
-    return F.linear(hidden.to(head_weight.dtype), head_weight)
+    return linear(hidden.to(head_weight.dtype), head_weight)
 
 
 def _unit(dtype: torch.dtype) -> float:

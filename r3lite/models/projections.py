@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from r3lite.models.linear import linear
 from r3lite.models.nf4 import Nf4Weight, code_points, dequantize, joined
 from r3lite.models.stacks import side_by_side
 
@@ -225,9 +226,9 @@ def _frozen(bases: list[nn.Module], x: Tensor, added: Tensor | None) -> Tensor:
     weight = _weight(bases, x.dtype)
     if added is None:
         biases = [base.bias for base in bases]
-        return F.linear(x, weight, None if biases[0] is None else side_by_side(biases).to(x.dtype))
+        return linear(x, weight, None if biases[0] is None else side_by_side(biases).to(x.dtype))
     assert bases[0].bias is None and len(bases) == 1
-    return torch.addmm(added, x, weight.t())
+    return linear(x, weight, added=added)
 
 
 def _weight(bases: list[nn.Module], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,89 @@
+"""Products of a few rows: the same numbers by whichever kernel, and gradients wherever they are asked for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from r3lite.models import linear as module
+from r3lite.models.linear import LEAST_WEIGHT, MOST_ROWS, linear
+
+WIDTH = 512
+TALL = LEAST_WEIGHT // WIDTH  # rows of a weight that is just large enough
+
+
+@pytest.fixture
+def kernels():
+    """The names of the operators that a function ran."""
+
+    def ran(work) -> set[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            work()
+        return {event.name for event in profiler.events()}
+
+    return ran
+
+
+def uses_onednn(names: set[str]) -> bool:
+    return "mkldnn::_linear_pointwise" in names
+
+
+def tensors(rows: int, tall: int = TALL, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    shapes = (rows, WIDTH), (tall, WIDTH), (tall,), (rows, tall)
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 7, MOST_ROWS])
+@pytest.mark.parametrize("also", ["nothing", "bias", "added"])
+def test_few_rows_are_multiplied_as_in_double_precision(rows, also, kernels):
+    x, weight, bias, added = tensors(rows)
+    more = {"nothing": {}, "bias": {"bias": bias}, "added": {"added": added}}[also]
+    exact = x.double() @ weight.double().t() + sum(extra.double() for extra in more.values())
+    before = added.clone()
+    assert uses_onednn(kernels(lambda: linear(x, weight, **more)))
+    torch.testing.assert_close(linear(x, weight, **more), exact.float(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(added, before)
+
+
+@torch.no_grad()
+def test_what_is_not_contiguous_is_multiplied_right():
+    x, weight, _, _ = tensors(8)
+    wide, taller = torch.stack((x, x + 1), dim=-1), torch.cat((weight, weight))
+    torch.testing.assert_close(linear(wide[..., 0], taller[:TALL]), F.linear(x, weight), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(linear(x, weight.t().contiguous().t()), F.linear(x, weight), rtol=1e-5, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "case",
+    [
+        tensors(MOST_ROWS + 1),
+        tensors(0),
+        tensors(2, TALL - 1),
+        tensors(2, dtype=torch.bfloat16),
+    ],
+    ids=["many rows", "none", "a small weight", "bf16"],
+)
+def test_all_else_is_what_pytorch_makes_of_it(case, kernels):
+    x, weight, bias, added = case
+    assert not uses_onednn(kernels(lambda: linear(x, weight, bias)))
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    assert torch.equal(linear(x, weight, added=added), torch.addmm(added, x, weight.t()))
+
+
+def test_with_gradients_the_kernel_that_has_them_is_asked(kernels):
+    x, weight, bias, _ = tensors(4)
+    x.requires_grad_()
+    linear(x, weight, bias).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, -1), rtol=1e-4, atol=1e-4)
+    assert not uses_onednn(kernels(lambda: linear(x, weight, bias)))
+
+
+@torch.no_grad()
+def test_autocast_and_a_build_without_onednn_are_left_alone(monkeypatch, kernels):
+    x, weight, _, _ = tensors(4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight).dtype == torch.bfloat16
+    monkeypatch.setattr(module.torch.backends.mkldnn, "is_available", lambda: False)
+    assert not uses_onednn(kernels(lambda: linear(x, weight)))
