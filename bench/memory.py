@@ -34,6 +34,7 @@ from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.memory import duration
 from r3lite.memory.plan import Plan
+from r3lite.models.linear import linear
 from r3lite.protocols.transcript import Layout
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.training import metrics
@@ -147,7 +148,7 @@ def times(case: Case, folder: str, precision: Precision) -> dict[str, float]:
     """Seconds of a step or round, and of the rollout in it: measured, and predicted from the device's speeds now."""
     alone = precision.device.type == "cpu" and torch.get_num_threads() == 1
     with mock.patch.object(time, "perf_counter", time.process_time if alone else time.perf_counter):
-        speeds = speed.measure(precision.device)
+        speeds = speed.measure(precision.device, linear)
         plan, record = run_command(case, folder, precision)
     predicted = duration.predict(replace(plan.workload, speeds=speeds), plan.memory)
     pairs = {"step": (record["step_time"], predicted.seconds)}

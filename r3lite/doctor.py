@@ -212,8 +212,9 @@ def measured_speeds(device: "torch.device", kept: "list[Speeds]") -> "Finding":
     """How fast the device is; the figures are added to `kept`."""
     from r3lite.checks.finding import judged
     from r3lite.devices import speed
+    from r3lite.models.linear import linear
 
-    found = speed.measure(device)
+    found = speed.measure(device, linear)
     kept.append(found)
     products = ", ".join(f"{name} {short(flops / 1e9)}" for name, flops in found.flops.items())
     told = (

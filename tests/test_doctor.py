@@ -15,6 +15,7 @@ from r3lite.checks.registry import Check
 from r3lite.devices import cards, speed
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.errors import R3LiteError
+from r3lite.models.linear import linear
 
 CPU = torch.device("cpu")
 FP32 = ["--device", "cpu", "--dtype", "fp32"]
@@ -51,8 +52,8 @@ def checks(monkeypatch, tmp_path):
     """Has the doctor make these checks, in an own home, where speeds are known without measuring."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
-    speeds = Speeds(cards.device_name(CPU), 1e10, {"fp32": 5e10, "bf16": 123e9}, 4e-6, MEASURED)
-    monkeypatch.setattr(speed, "measure", lambda device: speeds)
+    speeds = Speeds(cards.device_name(CPU), 1e10, {"fp32": 5e10, "bf16": 123e9}, 4e-6, MEASURED, None, {"bf16": 8e9})
+    monkeypatch.setattr(speed, "measure", lambda device, product: speeds)
 
     def make(*functions) -> None:
         monkeypatch.setattr(registry, "CHECKS", tuple(Check(f.__name__, "a thing", f) for f in functions))
@@ -108,13 +109,13 @@ def test_the_file_has_all_that_was_printed(checks, tmp_path, capsys):
 def test_all_is_well_and_times_are_predicted_from_what_was_measured(checks, tmp_path, capsys):
     assert doctor.main(FP32) == 0
     path = tmp_path / ".cache" / "r3lite" / "doctor.json"
-    assert report(path)["ok"] and cards.measured(CPU) == speed.measure(CPU)
+    assert report(path)["ok"] and cards.measured(CPU) == speed.measure(CPU, linear)
     out = capsys.readouterr().out
     assert "memory 10 GB/s; products fp32 50, bf16 123 GFLOPS; a kernel 4.0 us" in " ".join(out.split())
 
 
 def test_speeds_that_cannot_be_measured_are_a_failure_and_predict_nothing(checks, monkeypatch, tmp_path, capsys):
-    def refuse(device):
+    def refuse(device, product):
         raise RuntimeError("no clock")
 
     monkeypatch.setattr(speed, "measure", refuse)
@@ -126,7 +127,7 @@ def test_speeds_that_cannot_be_measured_are_a_failure_and_predict_nothing(checks
 
 def test_fp16_that_is_slower_than_fp32_on_a_card_is_said(checks, monkeypatch):
     flops = {"fp32": 3e12, "fp16": 2e12}
-    monkeypatch.setattr(speed, "measure", lambda device: Speeds("card", 1e11, flops, 4e-6, MEASURED))
+    monkeypatch.setattr(speed, "measure", lambda device, product: Speeds("card", 1e11, flops, 4e-6, MEASURED))
     monkeypatch.setattr(speed, "host_copy_speed", lambda device, pinned: 6e9 if pinned else 3e9)
     told = doctor.measured_speeds(torch.device("cuda"), []).told
     assert told.endswith(

@@ -5,7 +5,7 @@ The table holds the makers' peaks, which no program reaches: a time that is pred
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,13 +26,15 @@ class Speeds:
     """What a device does in a second; `source` is MEASURED or the address that the figures are from."""
 
     name: str  # as `device_name` gives it
-    # Bytes of weights that products of one row read. A core of a CPU copies more than twice as many: 37 GB/s against
-    # 15 on one with bf16. On a card the two are alike.
+    # Bytes of fp32 weights that products of one row read. A core of a CPU copies more than twice as many: 37 GB/s
+    # against 15 on one with bf16. On a card the two are alike.
     bandwidth: float
     flops: dict[str, float]  # operations of large matrix products by dtype, those that it has
     launch: float  # seconds that one kernel costs, however small, launched among many
     source: str
     memory: int | None = None  # bytes; None: not told
+    # The same by the dtype of the weights, where it was measured: a CPU reads fewer bytes of bf16 in a second.
+    reads: dict[str, float] = field(default_factory=dict)
 
 
 def _card(name: str, gib: int, gigabytes: float, fp32: float, half: dict[str, float], source: str) -> Speeds:
@@ -106,7 +108,7 @@ def measured(device: torch.device) -> Speeds | None:
         return None
     try:
         found = read_record(path, "Run python -m r3lite.doctor again.").record("speeds")
-        flops = found.record("flops")
+        flops, reads = (found.record(name) for name in ("flops", "reads"))
         speeds = Speeds(
             name=found.text("name"),
             bandwidth=found.number("bandwidth", low=0, above=True),
@@ -114,6 +116,7 @@ def measured(device: torch.device) -> Speeds | None:
             launch=found.number("launch", low=0),
             source=found.choice("source", [MEASURED]),
             memory=found.whole("memory", None),
+            reads={dtype: reads.number(dtype, low=0, above=True) for dtype in DTYPES if dtype in reads},
         )
     except R3LiteError as error:
         print(f"warning: what doctor measured is not used: {error.cause}. {error.remedy}", file=sys.stderr)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from r3lite.devices.cards import DTYPES, MEASURED, Speeds, device_name
 from r3lite.devices.precision import DTYPES as TORCH_DTYPES
@@ -22,12 +21,17 @@ ENOUGH = 0.02  # seconds of one call, beyond which a larger product says no more
 EDGE = 2048  # of the products by which fp16 is held against fp32
 LARGEST = {"cuda": 8192}  # edge of the largest product; elsewhere 2048
 
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""x [N, in] and a weight [out, in] -> [N, out]."""
 
-def measure(device: torch.device) -> Speeds:
-    """What a device does in a second."""
+
+def measure(device: torch.device, product: Product) -> Speeds:
+    """What a device does in a second; `product` is that by which the network multiplies a row by its weights."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    flops = {name: product_speed(device, TORCH_DTYPES[name]) for name in DTYPES if has(device, name)}
-    return Speeds(device_name(device), read_speed(device), flops, launch_seconds(device), MEASURED, memory)
+    dtypes = {name: TORCH_DTYPES[name] for name in DTYPES if has(device, name)}
+    flops = {name: product_speed(device, dtype) for name, dtype in dtypes.items()}
+    reads = {name: read_speed(device, dtype, product) for name, dtype in dtypes.items()}
+    return Speeds(device_name(device), reads["fp32"], flops, launch_seconds(device), MEASURED, memory, reads)
 
 
 def has(device: torch.device, dtype: str) -> bool:
@@ -35,13 +39,14 @@ def has(device: torch.device, dtype: str) -> bool:
     return dtype != "bf16" or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def read_speed(device: torch.device, size: int = READ) -> float:
+@torch.no_grad()
+def read_speed(device: torch.device, dtype: torch.dtype, product: Product, size: int = READ) -> float:
     """Bytes a second of `size` bytes of weights, as a product of one row reads them. A CPU's core copies far more."""
     if device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info(device)[0] // 8)
-    weights = torch.ones(size // (4 * WIDTH), WIDTH, device=device)
-    row = torch.ones(1, WIDTH, device=device)
-    return weights.nbytes / seconds(lambda: F.linear(row, weights), device)
+    weights = torch.ones(size // (dtype.itemsize * WIDTH), WIDTH, device=device, dtype=dtype)
+    row = torch.ones(1, WIDTH, device=device, dtype=dtype)
+    return weights.nbytes / seconds(lambda: product(row, weights), device)
 
 
 def product_speed(device: torch.device, dtype: torch.dtype) -> float:

@@ -39,7 +39,7 @@ class Efficiency:
 
 # The CPU's are fitted to SFT, prefill and decoding of Qwen2.5-0.5B in bf16 and fp32 on one core of an AMD EPYC. No card
 # was measured: it is taken to reach its speeds.
-CPU, CARD = Efficiency(0.5, 0.35, 12.0, False), Efficiency(1.0, 1.0, 1.0, True)
+CPU, CARD = Efficiency(0.35, 0.35, 12.0, False), Efficiency(1.0, 1.0, 1.0, True)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Cost:
 
     def seconds(self, speeds: Speeds, dtype: str, efficiency: Efficiency) -> float:
         flops, e = speeds.flops[dtype], efficiency
-        read, computed = self.weights / speeds.bandwidth, self.products / flops
+        read, computed = self.weights / speeds.reads.get(dtype, speeds.bandwidth), self.products / flops
         products = max(read, computed) if e.overlaps else read + computed
         beside = self.activations / (e.activations * speeds.bandwidth) + self.attention / (e.attention * flops)
         return products + beside + self.kernels * e.launches * speeds.launch

@@ -49,6 +49,7 @@ def doctor(tmp_path, monkeypatch):
         "launch": 2e-6,
         "source": "measured",
         "memory": None,
+        "reads": {"fp32": 1.5e10, "bf16": 9e9},
     }
 
     def write(**changes) -> None:
@@ -63,8 +64,9 @@ def test_what_was_measured_is_read_for_the_device_that_it_was_measured_on(doctor
     doctor()
     found = cards.measured(CPU)
     assert found == cards.Speeds(
-        cards.device_name(CPU), 1.5e10, {"fp32": 1e11, "bf16": 4e11}, 2e-6, cards.MEASURED, None
-    )
+        cards.device_name(CPU), 1.5e10, {"fp32": 1e11, "bf16": 4e11}, 2e-6, cards.MEASURED, None,
+        {"fp32": 1.5e10, "bf16": 9e9},
+    )  # fmt: skip
     assert cards.speeds_of(CPU) == found
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     assert cards.measured(CPU) is None, "of another number of threads"
@@ -89,6 +91,7 @@ def test_a_card_that_was_measured_is_not_looked_up_and_another_is(doctor, monkey
         ({"bandwidth": "fast"}, "speeds.bandwidth is 'fast'"),
         ({"flops": [1]}, "speeds.flops is [1], not a JSON object"),
         ({"flops": {"fp32": -1}}, "speeds.flops.fp32 is -1"),
+        ({"reads": {"bf16": 0}}, "speeds.reads.bf16 is 0"),
         ({"launch": None}, "speeds.launch is missing"),
         ({"name": ""}, "speeds.name is blank"),
         ({"source": "guessed"}, "speeds.source is 'guessed'"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from r3lite.devices import cards, speed
 
@@ -27,7 +28,15 @@ def timed(monkeypatch):
 
 
 def test_weights_are_read_once_and_a_copy_from_the_host_is_counted_once(timed):
-    assert speed.read_speed(CPU, 4 * speed.WIDTH * 300) == pytest.approx(4 * speed.WIDTH * 300 / 0.5)
+    size, read = 4 * speed.WIDTH * 300, []
+
+    def product(row, weight):
+        read.append(weight)
+        return F.linear(row, weight)
+
+    for dtype, rows in ((torch.float32, 300), (torch.bfloat16, 600)):
+        assert speed.read_speed(CPU, dtype, product, size) == pytest.approx(size / 0.5)
+        assert read[-1].shape == (rows, speed.WIDTH) and read[-1].dtype == dtype
     assert speed.host_copy_speed(CPU, pinned=False, size=1 << 20) == pytest.approx((1 << 20) / 0.5)
 
 
@@ -53,8 +62,9 @@ def test_a_kernel_costs_its_share_of_many(timed):
 
 
 def test_what_is_measured_is_what_times_are_predicted_from(timed):
-    found = speed.measure(CPU)
+    found = speed.measure(CPU, F.linear)
     assert found.name == cards.device_name(CPU) and found.source == cards.MEASURED and found.memory is None
+    assert found.reads.keys() == {"fp32", "fp16", "bf16"} and found.reads["fp32"] == found.bandwidth
     assert found.flops.keys() == {"fp32", "fp16", "bf16"} and min(found.flops.values()) > 0
 
 

@@ -59,6 +59,11 @@ def test_decoding_is_bound_by_the_weights_as_computed_elsewhere():
         assert 0.9 * most < rows / sum(cost.seconds(speeds, "fp16", CARD) for cost in costs) < most
 
 
+def test_weights_are_read_at_the_speed_of_their_dtype_where_it_was_measured():
+    cost, speeds = duration.Cost(weights=6e9), Speeds("x", 3e9, {"fp32": 1.0, "bf16": 1.0}, reads={"bf16": 2e9}, **FREE)
+    assert cost.seconds(speeds, "bf16", CARD) == 3 and cost.seconds(speeds, "fp32", CARD) == 2
+
+
 def test_a_round_is_made_of_steps_of_decoding_passes_and_optimizer_steps():
     memory = Memory(rollout_batch_size=8, micro_batch_tokens=8192)
     reading, *steps = duration.sample(ROUND, memory)
