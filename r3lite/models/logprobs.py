@@ -171,7 +171,7 @@ class _TokenLoss(torch.autograd.Function):
             metrics.append(measured)
             if grad_entropies is None:
                 scale = grad_logprobs / (-_unit(logits.dtype) * temperature)
-                grad_hidden[rows] = (logits @ head_weight).float() * scale[:, None]
+                grad_hidden[rows] = linear(logits, head_weight.t()).float() * scale[:, None]
             del logits  # before the next chunk's are computed
             if grad_entropies is not None:
                 grad_hidden[rows] = _grad_hidden(
@@ -210,7 +210,7 @@ class _ChosenLoss(torch.autograd.Function):
             for w in few:
                 probs = _log_softmax(logits[w], temperature).exp_()  # [w, V]
                 logits[w] = probs.mul_(-grad[w].sum(-1, keepdim=True)).scatter_add_(-1, ids[w], grad[w])
-            grad_hidden[rows] = (logits @ head_weight).float() / (unit * temperature)[:, None]
+            grad_hidden[rows] = linear(logits, head_weight.t()).float() / (unit * temperature)[:, None]
             del logits  # before the next chunk's are computed
         ctx.save_for_backward(grad_hidden)
         ctx.dtype = hidden.dtype
@@ -314,4 +314,4 @@ def _grad_hidden(
             grad_logits = logprobs.add_(entropies[few, None]).mul_(h[few]).add_(g[few]).mul_(probs).neg_()
         grad_logits.scatter_add_(-1, targets[few, None], g[few])
         logits[few] = grad_logits
-    return (logits @ head_weight).float() / (unit * temperature)[:, None]
+    return linear(logits, head_weight.t()).float() / (unit * temperature)[:, None]

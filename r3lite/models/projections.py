@@ -279,7 +279,7 @@ class _Projected(torch.autograd.Function):
     def backward(ctx, grad):
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ _weight(ctx.bases, grad.dtype)  # [N, in]
+            grad_x = linear(grad, _weight(ctx.bases, grad.dtype).t())  # [N, in]
         grads = [None] * (len(ctx.needs_input_grad) - 5)
         if grads:
             adapter_x, low, *weights = ctx.saved_tensors

@@ -1,11 +1,11 @@
-"""Products of a few rows: the same numbers by whichever kernel, and gradients wherever they are asked for."""
+"""Products: the same numbers by whichever kernel, and gradients wherever they are asked for."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from r3lite.models import linear as module
-from r3lite.models.linear import LEAST_WEIGHT, MOST_ROWS, linear
+from r3lite.models.linear import BLOCK, LEAST_WEIGHT, STEP, linear
 
 WIDTH = 512
 TALL = LEAST_WEIGHT // WIDTH  # rows of a weight that is just large enough
@@ -34,9 +34,9 @@ def tensors(rows: int, tall: int = TALL, dtype: torch.dtype = torch.float32):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 7, MOST_ROWS])
+@pytest.mark.parametrize("rows", [1, STEP + 3, BLOCK, 2 * BLOCK, 2 * BLOCK + 1, BLOCK + STEP + 3])
 @pytest.mark.parametrize("also", ["nothing", "bias", "added"])
-def test_few_rows_are_multiplied_as_in_double_precision(rows, also, kernels):
+def test_rows_are_multiplied_as_in_double_precision(rows, also, kernels):
     x, weight, bias, added = tensors(rows)
     more = {"nothing": {}, "bias": {"bias": bias}, "added": {"added": added}}[also]
     exact = x.double() @ weight.double().t() + sum(extra.double() for extra in more.values())
@@ -44,6 +44,17 @@ def test_few_rows_are_multiplied_as_in_double_precision(rows, also, kernels):
     assert uses_onednn(kernels(lambda: linear(x, weight, **more)))
     torch.testing.assert_close(linear(x, weight, **more), exact.float(), rtol=1e-5, atol=1e-4)
     assert torch.equal(added, before)
+
+
+@torch.no_grad()
+def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch):
+    """oneDNN keeps one for each number that it meets."""
+    _, weight, _, _ = tensors(1)
+    met, multiply = set(), torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, *more: met.add(len(x)) or multiply(x, *more))
+    for rows in range(1, 3 * BLOCK):
+        assert len(linear(torch.zeros(rows, WIDTH), weight)) == rows
+    assert met == {*range(1, STEP), *range(STEP, BLOCK + 1, STEP)}
 
 
 @torch.no_grad()
@@ -58,12 +69,11 @@ def test_what_is_not_contiguous_is_multiplied_right():
 @pytest.mark.parametrize(
     "case",
     [
-        tensors(MOST_ROWS + 1),
         tensors(0),
         tensors(2, TALL - 1),
         tensors(2, dtype=torch.bfloat16),
     ],
-    ids=["many rows", "none", "a small weight", "bf16"],
+    ids=["no rows", "a small weight", "bf16"],
 )
 def test_all_else_is_what_pytorch_makes_of_it(case, kernels):
     x, weight, bias, added = case
@@ -85,5 +95,7 @@ def test_autocast_and_a_build_without_onednn_are_left_alone(monkeypatch, kernels
     x, weight, _, _ = tensors(4)
     with torch.autocast("cpu", torch.bfloat16):
         assert linear(x, weight).dtype == torch.bfloat16
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not uses_onednn(kernels(lambda: linear(x, weight)))
     monkeypatch.setattr(module.torch.backends.mkldnn, "is_available", lambda: False)
     assert not uses_onednn(kernels(lambda: linear(x, weight)))
