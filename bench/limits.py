@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from r3lite.devices.precision import Precision
+from r3lite.models.linear import linear
 from r3lite.models.lora import LoraLinear
 from r3lite.models.qwen2 import Qwen2
 
@@ -17,10 +18,11 @@ def products(operations: int, precision: Precision) -> Callable[[], float]:
     a, b = (torch.randn(size, size, device=device, dtype=precision.dtype) for _ in range(2))
     count = -(-operations // (2 * size**3))
 
+    @torch.no_grad()
     def work() -> float:
         start = time.perf_counter()
         for _ in range(count):
-            a @ b
+            linear(a, b)
         if device.type == "cuda":
             torch.cuda.synchronize()
         return (time.perf_counter() - start) * operations / (count * 2 * size**3)  # the last product is in part beyond
@@ -42,10 +44,10 @@ def training_flops(base: int, head: int, adapters: int, layers: int, width: int,
 def sft_flops(model: Qwen2, vocabulary: int, tokens: int) -> int:
     """`training_flops` of a model with an adapter and a head of `vocabulary` rows."""
     config = model.config
-    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     adapters = [p for m in model.modules() if isinstance(m, LoraLinear) for p in m.parameters() if p.requires_grad]
     return training_flops(
-        base=sum(linear.weight.numel() for linear in linears),
+        base=sum(layer.weight.numel() for layer in layers),
         head=vocabulary * config.hidden_size,
         adapters=sum(p.numel() for p in adapters),
         layers=config.num_hidden_layers,

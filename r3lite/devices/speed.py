@@ -26,10 +26,10 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def measure(device: torch.device, product: Product) -> Speeds:
-    """What a device does in a second; `product` is that by which the network multiplies a row by its weights."""
+    """What a device does in a second; `product` is that by which the network multiplies rows by its weights."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     dtypes = {name: TORCH_DTYPES[name] for name in DTYPES if has(device, name)}
-    flops = {name: product_speed(device, dtype) for name, dtype in dtypes.items()}
+    flops = {name: product_speed(device, dtype, product) for name, dtype in dtypes.items()}
     reads = {name: read_speed(device, dtype, product) for name, dtype in dtypes.items()}
     return Speeds(device_name(device), reads["fp32"], flops, launch_seconds(device), MEASURED, memory, reads)
 
@@ -49,17 +49,18 @@ def read_speed(device: torch.device, dtype: torch.dtype, product: Product, size:
     return weights.nbytes / seconds(lambda: product(row, weights), device)
 
 
-def product_speed(device: torch.device, dtype: torch.dtype) -> float:
+@torch.no_grad()
+def product_speed(device: torch.device, dtype: torch.dtype, product: Product) -> float:
     """Operations a second of matrix products in a dtype: of the first size that takes long enough to be measured."""
     edge = 256
-    while edge < LARGEST.get(device.type, 2048) and _product_seconds(device, dtype, edge, repeats=1) < ENOUGH:
+    while edge < LARGEST.get(device.type, 2048) and _product_seconds(device, dtype, edge, 1, product) < ENOUGH:
         edge *= 2
-    return 2 * edge**3 / _product_seconds(device, dtype, edge, repeats=5)
+    return 2 * edge**3 / _product_seconds(device, dtype, edge, 5, product)
 
 
-def _product_seconds(device: torch.device, dtype: torch.dtype, edge: int, repeats: int) -> float:
+def _product_seconds(device: torch.device, dtype: torch.dtype, edge: int, repeats: int, product: Product) -> float:
     a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
-    return seconds(lambda: a @ b, device, repeats)
+    return seconds(lambda: product(a, b), device, repeats)
 
 
 def warn_of_slow_fp16(precision: Precision) -> None:
@@ -67,7 +68,8 @@ def warn_of_slow_fp16(precision: Precision) -> None:
     device = precision.device
     if device.type != "cuda" or precision.dtype != torch.float16:
         return
-    fast, slow = (_product_seconds(device, dtype, EDGE, repeats=1) for dtype in (torch.float16, torch.float32))
+    dtypes = torch.float16, torch.float32
+    fast, slow = (_product_seconds(device, dtype, EDGE, 1, torch.matmul) for dtype in dtypes)
     if fast > slow:
         print(
             f"warning: this card multiplies fp16 at {slow / fast:.2f} times the speed of fp32. fp16 still halves the "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from r3lite.errors import R3LiteError
 from r3lite.files import read_record
 from r3lite.models.embedding import embedding
+from r3lite.models.linear import linear
 from r3lite.models.qwen2_config import SIZES
 from r3lite.models.tensor_files import read_tensors
 
@@ -57,13 +58,20 @@ class Embeddings(nn.Module):
         return self.LayerNorm(self.word_embeddings(input_ids) + places)
 
 
+class Linear(nn.Linear):
+    """A linear layer whose weight is frozen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
+
+
 class SelfAttention(nn.Module):
     """Attention of all tokens to all real ones."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
         self.heads = config.num_attention_heads
-        self.query, self.key, self.value = (nn.Linear(config.hidden_size, config.hidden_size) for _ in range(3))
+        self.query, self.key, self.value = (Linear(config.hidden_size, config.hidden_size) for _ in range(3))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         B, T, C = x.shape
@@ -77,7 +85,7 @@ class Output(nn.Module):
 
     def __init__(self, size: int, config: BertConfig):
         super().__init__()
-        self.dense = nn.Linear(size, config.hidden_size)
+        self.dense = Linear(size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -90,7 +98,7 @@ class Layer(nn.Module):
     def __init__(self, config: BertConfig):
         super().__init__()
         self.attention = nn.ModuleDict({"self": SelfAttention(config), "output": Output(config.hidden_size, config)})
-        self.intermediate = nn.ModuleDict({"dense": nn.Linear(config.hidden_size, config.intermediate_size)})
+        self.intermediate = nn.ModuleDict({"dense": Linear(config.hidden_size, config.intermediate_size)})
         self.output = Output(config.intermediate_size, config)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products of rows by a large weight, on a CPU by the kernels that compute them fastest.
+"""Products of rows by a weight, on a CPU by the kernels that compute them fastest.
 
 Of fp32 numbers a CPU's `F.linear` asks MKL. PyTorch also ships oneDNN, by which it multiplies bf16: that reads the
 weights faster for a few rows, and uses all of an AMD processor's width for many (docs/figures.md).
@@ -11,7 +11,8 @@ from torch import Tensor
 # oneDNN compiles a kernel for each number of rows, in half a millisecond, and keeps it, in half a MiB. So that there
 # are few, many rows are multiplied BLOCK at a time, and the rest is filled up to a multiple of STEP.
 BLOCK, STEP = 256, 8
-LEAST_WEIGHT = 2**19  # numbers; a few rows by a smaller weight are multiplied no faster than by MKL
+# Numbers of a weight, and multiplications. What is less than both takes no less time than by MKL.
+LEAST_WEIGHT, LEAST_PRODUCT = 2**19, 2**22
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None) -> Tensor:
@@ -19,9 +20,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor 
     assert bias is None or added is None
     if not _by_onednn(x, weight):
         return F.linear(x, weight, bias) if added is None else torch.addmm(added, x, weight.t())
-    if len(x) <= BLOCK:
+    if len(x) <= STEP or (len(x) <= BLOCK and len(x) % STEP == 0):
         return _block(x, weight, bias, added)
-    out = x.new_empty(len(x), len(weight))
+    out = x.new_empty(len(x), len(weight))  # not a view of more rows: autograd lets nobody write into such a result
     for first in range(0, len(x), BLOCK):
         rows = slice(first, first + BLOCK)
         out[rows] = _block(x[rows], weight, bias, None if added is None else added[rows])
@@ -33,7 +34,7 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and len(x) > 0
-        and weight.numel() >= LEAST_WEIGHT
+        and (weight.numel() >= LEAST_WEIGHT or len(x) * weight.numel() >= LEAST_PRODUCT)
         and not torch.is_grad_enabled()  # oneDNN's operator has no gradient
         and not torch.is_autocast_enabled("cpu")
         and torch.backends.mkldnn.enabled
@@ -50,4 +51,4 @@ def _block(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None)
         out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     else:
         out = torch.ops.mkldnn._linear_pointwise.binary(x, added, weight, None, "add")
-    return out[: len(out) - fill]
+    return out[:-fill] if fill else out

@@ -49,11 +49,11 @@ def test_products_grow_until_they_take_long_enough(monkeypatch):
         return edges[-1] ** 2 * 0.064 / 1024**2
 
     monkeypatch.setattr(speed, "seconds", seconds)
-    assert speed.product_speed(CPU, torch.float32) == pytest.approx(2 * 1024**3 / 0.064)
+    assert speed.product_speed(CPU, torch.float32, F.linear) == pytest.approx(2 * 1024**3 / 0.064)
     assert edges == [256, 512, 1024, 1024]
     monkeypatch.setattr(speed, "ENOUGH", 99.0)
     edges.clear()
-    speed.product_speed(CPU, torch.bfloat16)
+    speed.product_speed(CPU, torch.bfloat16, F.linear)
     assert edges[-1] == 2048  # not without end
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from r3lite.models import linear as module
-from r3lite.models.linear import BLOCK, LEAST_WEIGHT, STEP, linear
+from r3lite.models.linear import BLOCK, LEAST_PRODUCT, LEAST_WEIGHT, STEP, linear
 
 WIDTH = 512
 TALL = LEAST_WEIGHT // WIDTH  # rows of a weight that is just large enough
@@ -43,7 +43,7 @@ def test_rows_are_multiplied_as_in_double_precision(rows, also, kernels):
     before = added.clone()
     assert uses_onednn(kernels(lambda: linear(x, weight, **more)))
     torch.testing.assert_close(linear(x, weight, **more), exact.float(), rtol=1e-5, atol=1e-4)
-    assert torch.equal(added, before)
+    assert torch.equal(added, before) and not linear(x, weight, **more)._is_view()
 
 
 @torch.no_grad()
@@ -66,14 +66,21 @@ def test_what_is_not_contiguous_is_multiplied_right():
 
 
 @torch.no_grad()
+def test_many_rows_of_a_small_weight_are_work_enough(kernels):
+    x, weight, bias, _ = tensors(LEAST_PRODUCT // LEAST_WEIGHT + 1, TALL - 1)
+    assert uses_onednn(kernels(lambda: linear(x, weight, bias)))
+    torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     "case",
     [
         tensors(0),
-        tensors(2, TALL - 1),
+        tensors(7, TALL - 1),
         tensors(2, dtype=torch.bfloat16),
     ],
-    ids=["no rows", "a small weight", "bf16"],
+    ids=["no rows", "few rows of a small weight", "bf16"],
 )
 def test_all_else_is_what_pytorch_makes_of_it(case, kernels):
     x, weight, bias, added = case
