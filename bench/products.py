@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.devices.cards import device_name
+from r3lite.devices import machine
 from r3lite.devices.speed import Product
 from r3lite.models.linear import linear
 
@@ -43,7 +43,7 @@ def turn(product: Product, x: Tensor, weights: list[Tensor]) -> float:
 
 @torch.no_grad()
 def main() -> None:
-    print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}\n")
+    print(f"{machine.processor()}, threads {torch.get_num_threads()}, torch {torch.__version__}\n")
     print("| weight | rows | F.linear | r3lite | of its time |\n|---|---|---|---|---|")
     for name, (out, size) in WEIGHTS.items():
         copies = math.ceil(BYTES / (4 * out * size))
