@@ -184,7 +184,7 @@ def encoding(folder: str, corpus: str, device: str) -> Contest:
 
     documents = read_corpus(corpus)[:PASSAGES]
     encoder = BertEncoder(folder, style_of(folder), device)
-    texts = [encoder.passage_prefix + passage_text(document) for document in documents]
+    texts = [encoder.prefixes[1] + passage_text(document) for document in documents]
     theirs = peers.encode(str(resolve_folder(folder)), texts, encoder.settings["max_length"], device)
     ours = partial(encoder.encode_passages, documents, lambda n: None)
     assert abs(ours() - theirs()).max() < 1e-4, "the two encoders differ"

@@ -7,7 +7,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench import contests, full_length, peers
-from bench.contest import peak_mib
+from bench.contest import OURS, peak_mib
+from r3lite.config import shipped
 from r3lite.devices.precision import Precision
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rollout.sequence import Sequence
@@ -125,3 +126,9 @@ def test_rows_and_prompts_have_the_length_that_is_asked_for(folder, tmp_path):
     rows = [json.loads(line)["messages"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [len(tokenizer.chat(row)[0]) for row in rows] == [200] * 4
     assert [len(ids) for ids in full_length.full_prompts(3, 50)] == [50] * 3
+
+
+def test_encoders_are_given_the_same_texts(minilm):
+    pytest.importorskip("sentence_transformers")
+    contest = contests.encoding(str(minilm), str(shipped("data", "world", "corpus.jsonl")), "cpu")  # compares vectors
+    assert contest.contestants.keys() == {OURS, "sentence-transformers"} and contest.facts["mean_tokens"] > 10
