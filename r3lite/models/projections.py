@@ -83,10 +83,10 @@ class Nf4Linear(nn.Module):
 
     def dense(self) -> nn.Linear:
         """The same layer with an ordinary weight."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(dequantize([self.weight], self.dtype), requires_grad=False)
-        linear.bias = self.bias
-        return linear.train(self.training)
+        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        layer.weight = nn.Parameter(dequantize([self.weight], self.dtype), requires_grad=False)
+        layer.bias = self.bias
+        return layer.train(self.training)
 
 
 class Adapter(NamedTuple):
