@@ -11,6 +11,7 @@ bench/kernels_page.py what the page tells.
 """
 
 import argparse
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,9 @@ from r3lite.devices.precision import DTYPES, Precision
 from r3lite.files import write_text
 from r3lite.memory.planner import linears
 from r3lite.memory.workloads import QWEN_TOKENS
+from r3lite.models.nf4 import code_points, dense_blocks, quantize
 from r3lite.models.qwen2 import Qwen2Config
+from r3lite.models.stacks import stacks
 
 BATCHES, PROMPT, ROW, LONG_ROW = (1, 8, 32), 512, 512, 2048
 KINDS: dict[str, tuple[Callable, tuple[str, ...]]] = {  # what counts the work, and the sizes of the model
@@ -79,12 +82,34 @@ def measure(kind: str, size: str, dtype: torch.dtype) -> list[dict]:
     rows = [record(piece, counts, size, dtype) for piece, counts in found.items()]
     if kind == "nf4":
         rows[0]["bytes_a_weight"] = round(bytes_a_weight(*found.values(), SHAPES[size], dtype), 2)
+        rows[0]["bytes_a_weight_compiled"] = round(compiled_bytes_a_weight(SHAPES[size], dtype), 2)
     return rows
 
 
 def bytes_a_weight(nf4: Split, dense: Split, shape: Qwen2Config, dtype: torch.dtype) -> float:
     """Bytes moved for each weight of a layer and product: what NF4 adds, and the weight that the product reads."""
     return (moved(nf4.layer) - moved(dense.layer)) / weights_of(shape) + dtype.itemsize
+
+
+def compiled_bytes_a_weight(shape: Qwen2Config, dtype: torch.dtype) -> float:
+    """The same with --compile: what the kernels that make the weights dense move, and the weight that a product reads.
+
+    As Inductor, which writes these kernels, counts what each of them reads and writes. They are compiled for the CPU,
+    because a card's compiler needs a card.
+    """
+    from torch._inductor import compile_fx, config, metrics
+
+    sizes, moved = linears(shape), 0
+    compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # or nothing is counted
+    for stack in stacks(sizes):
+        weight = quantize(torch.randn(sum(sizes[name][0] for name in stack), sizes[stack[0]][1]))
+        torch._dynamo.reset()
+        metrics.reset()
+        with torch.no_grad(), config.patch(force_disable_caches=True):
+            torch.compile(dense_blocks, fullgraph=True)(weight, code_points(weight.device), dtype)
+        assert metrics.generated_kernel_count == 1, "NF4 weights are made dense by one kernel"
+        moved += metrics.num_bytes_accessed
+    return moved / weights_of(shape) + dtype.itemsize
 
 
 def main() -> None:

@@ -34,7 +34,8 @@ REACH = """\
 weight, which is shown beside it ("the head's weight"): r3lite multiplies by the head for 128 rows at a time, so that
 few logits exist at once, and reads it twice for each. All else outside is counted as if it were logits: the embedding,
 the last norm, the optimizer. "Bytes a weight" are what NF4 adds to a layer's bytes, for each weight of its products,
-and the weight as the product reads it.
+and the weight as the product reads it; with `--compile`, what Inductor counts of the one kernel that it makes of the
+dequantization, compiled for a CPU, and the same weight read.
 """
 PREDICTED = """\
 Predicted, by the rule of `r3lite/memory/duration.py`: products take the time of their bytes or of their operations,
@@ -55,6 +56,7 @@ REACHES = (
     ("passes over the logits, SFT", "SFT", OURS, "passes", 8),
     ("launches a layer, decoding in NF4, each size", "NF4", OURS, "kernels_layer", 40),
     ("bytes a weight and product, decoding in NF4", "NF4", OURS, "bytes_a_weight", 6),
+    ("the same with `--compile`", "NF4", OURS, "bytes_a_weight_compiled", 6),
 )
 
 

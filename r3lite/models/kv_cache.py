@@ -100,7 +100,11 @@ class KVCache:
         more = -(-slots // BLOCK) * BLOCK - self.blocks[0].shape[2]
         if more > 0:
             for i, block in enumerate(self.blocks):
-                self.blocks[i] = F.pad(block, (0, 0, 0, more))
+                rows, heads, used, D = block.shape
+                # Not F.pad: that fills all of the new block before it copies the old one.
+                self.blocks[i] = block.new_empty(rows, heads, used + more, D)
+                self.blocks[i][:, :, :used] = block
+                self.blocks[i][:, :, used:] = 0  # masked, but 0 times what memory held before may be no number
             capacity = self.blocks[0].shape[2]
             self.counting = torch.arange(max(len(self.lengths), capacity), device=self.device)
 

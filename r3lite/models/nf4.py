@@ -158,10 +158,12 @@ def _absmax_of_one(weight: Nf4Weight) -> Tensor:
 def dense_blocks(weight: Nf4Weight, points: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight's blocks [blocks, 64] in `dtype`, computed in fp32; `points` are those of `code_points`.
 
-    The numbers of `dequantize` up to rounding, written so that a compiler makes one kernel of it.
+    The numbers of `dequantize` up to rounding, written so that a compiler makes one kernel of it: each number by itself
+    is a function of its byte and of its block, and nothing is laid side by side.
     """
-    codes = weight.codes.view(-1, BLOCK // 2)  # [blocks, 32]
-    found = points[torch.stack((codes >> 4, codes & 15), dim=-1).int()].flatten(1)  # [blocks, 64]
+    codes = weight.codes.view(-1, BLOCK // 2, 1)  # [blocks, 32, 1]
+    shifts = torch.arange(4, -1, -4, dtype=torch.uint8, device=codes.device)  # of the two codes of a byte
+    found = points[((codes >> shifts) & 15).int()].flatten(1)  # [blocks, 64]
     return (found * _absmax_of_one(weight)[:, None]).to(dtype)
 
 
