@@ -99,7 +99,7 @@ def compiled_bytes_a_weight(shape: Qwen2Config, dtype: torch.dtype) -> float:
     """
     from torch._inductor import compile_fx, config, metrics
 
-    sizes, moved = linears(shape), 0
+    sizes, total = linears(shape), 0
     compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # or nothing is counted
     for stack in stacks(sizes):
         weight = quantize(torch.randn(sum(sizes[name][0] for name in stack), sizes[stack[0]][1]))
@@ -108,8 +108,8 @@ def compiled_bytes_a_weight(shape: Qwen2Config, dtype: torch.dtype) -> float:
         with torch.no_grad(), config.patch(force_disable_caches=True):
             torch.compile(dense_blocks, fullgraph=True)(weight, code_points(weight.device), dtype)
         assert metrics.generated_kernel_count == 1, "NF4 weights are made dense by one kernel"
-        moved += metrics.num_bytes_accessed
-    return moved / weights_of(shape) + dtype.itemsize
+        total += metrics.num_bytes_accessed
+    return total / weights_of(shape) + dtype.itemsize
 
 
 def main() -> None:
