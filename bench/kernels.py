@@ -28,6 +28,7 @@ from r3lite.devices.precision import DTYPES, Precision
 from r3lite.files import write_text
 from r3lite.memory.planner import linears
 from r3lite.memory.workloads import QWEN_TOKENS
+from r3lite.models.compiled import missing_compiler
 from r3lite.models.nf4 import code_points, dense_blocks, quantize
 from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.stacks import stacks
@@ -82,7 +83,10 @@ def measure(kind: str, size: str, dtype: torch.dtype) -> list[dict]:
     rows = [record(piece, counts, size, dtype) for piece, counts in found.items()]
     if kind == "nf4":
         rows[0]["bytes_a_weight"] = round(bytes_a_weight(*found.values(), SHAPES[size], dtype), 2)
-        rows[0]["bytes_a_weight_compiled"] = round(compiled_bytes_a_weight(SHAPES[size], dtype), 2)
+        if reason := missing_compiler(torch.device("cpu")):
+            print(f"not counted with --compile: {reason}", flush=True)
+        else:
+            rows[0]["bytes_a_weight_compiled"] = round(compiled_bytes_a_weight(SHAPES[size], dtype), 2)
     return rows
 
 
