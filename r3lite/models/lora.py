@@ -58,9 +58,11 @@ def use_adapter(model: nn.Module, name: str | None) -> contextlib.AbstractContex
 def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within the `with` block the adapter that is on is kept in `dtype` too, so that no pass casts it again.
 
-    For passes between two optimizer steps. Results are the same to the bit.
+    And what layers multiply by is looked up once. For passes between two optimizer steps, in which no weight changes
+    and no adapter comes or goes. Results are the same to the bit.
     """
-    name = switch_of(model).active
+    switch = switch_of(model)
+    name, before = switch.active, switch.kept
     layers = {path: m for path, m in model.named_modules() if isinstance(m, LoraLinear) and name in m.lora_A}
     if dtype == torch.float32:  # the adapters' own
         layers = {}
@@ -74,9 +76,11 @@ def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             layer.casts[name] = A, B
     if wide:
         torch._foreach_copy_(narrow, wide)  # one operation for all of them
+    switch.kept = {}
     try:
         yield
     finally:
+        switch.kept = before
         for layer in layers.values():
             layer.casts.clear()
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from r3lite.models.linear import linear
 from r3lite.models.nf4 import Nf4Weight, code_points, dequantize, joined
-from r3lite.models.stacks import side_by_side
+from r3lite.models.stacks import adjacent, side_by_side
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Up to this many rows a CPU computes the small products of an adapter faster in fp32 than in half precision: 1 row in
@@ -45,10 +46,14 @@ class LoraConfig:
 
 @dataclass
 class Switch:
-    """What all LoRA layers of a model share: the configs of its adapters, and the name of the one that is on."""
+    """What all LoRA layers of a model share: the configs of its adapters, and the name of the one that is on.
+
+    While nothing but the switch changes what layers multiply by, as within lora.cast_once, `kept` has their stacks.
+    """
 
     configs: dict[str, LoraConfig] = field(default_factory=dict)
     active: str | None = None
+    kept: "dict[tuple, Stack] | None" = None
 
     @contextmanager
     def to(self, name: str | None) -> Iterator[None]:
@@ -122,6 +127,75 @@ class LoraLinear(nn.Module):
         return project([self], x)
 
 
+class Stack:
+    """Linear layers that read the same x, and the adapter that is on: what `project` multiplies by.
+
+    To make one takes the host as long as a card takes to run a small product, so the stacks of a pass are kept for the
+    next one where that is safe, see Switch.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.bases = [layer.base if isinstance(layer, LoraLinear) else layer for layer in layers]
+        adapters = [layer.adapter if isinstance(layer, LoraLinear) else None for layer in layers]
+        self.on = [adapter for adapter in adapters if adapter]
+        self.dropout = max((adapter.dropout for adapter in self.on), default=0.0)
+        sizes = [base.out_features for base in self.bases]
+        self.outs = [(size, adapter is not None) for size, adapter in zip(sizes, adapters, strict=True)]
+        # Of each adapter that is on: it, its columns of the output, and its columns of all A x side by side.
+        self.places: list[tuple[Adapter, slice, slice]] = []
+        column = rank = 0
+        for size, adapter in zip(sizes, adapters, strict=True):
+            if adapter:
+                self.places.append((adapter, slice(column, column + size), slice(rank, rank + len(adapter.A))))
+                rank += len(adapter.A)
+            column += size
+        self._casts: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
+
+    @staticmethod
+    def of(layers: Sequence[nn.Module]) -> "Stack":
+        """That of an nn.Linear, an Nf4Linear or a LoraLinear, or of several; the one that is kept, if there is one."""
+        first = layers[0]
+        if not isinstance(first, LoraLinear) or first.switch.kept is None:
+            return Stack(layers)
+        kept, key = first.switch.kept, (*layers, first.switch.active, first.training)
+        if key not in kept:
+            kept[key] = Stack(layers)
+        return kept[key]
+
+    @property
+    def is_frozen(self) -> bool:
+        return not any(base.weight.requires_grad for base in self.bases if isinstance(base, nn.Linear))
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """A and B of each adapter that is on."""
+        return [weight for adapter in self.on for weight in (adapter.A, adapter.B)]
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """The weight [sum of out, in]. One in NF4 is dequantized, which costs less memory than keeping it."""
+        return _weight(self.bases, dtype) if self._dense is None else self._dense.to(dtype)
+
+    @cached_property
+    def _dense(self) -> Tensor | None:
+        """The weights, if they lie one after another in memory."""
+        weights = [base.weight for base in self.bases]
+        return None if any(isinstance(weight, Nf4Weight) for weight in weights) else adjacent(weights)
+
+    @cached_property
+    def bias(self) -> Tensor | None:
+        """The biases [sum of out]."""
+        return None if self.bases[0].bias is None else side_by_side([base.bias for base in self.bases])
+
+    def cast(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """The A [sum of r, in] of the adapters, side by side, and the B [out, r] of each, in a product's dtype."""
+        if dtype not in self._casts:
+            casts = [adapter.cast for adapter in self.on if adapter.cast and adapter.cast[0].dtype == dtype]
+            pairs = casts if len(casts) == len(self.on) else [(adapter.A, adapter.B) for adapter in self.on]
+            As, Bs = zip(*pairs, strict=True)
+            self._casts[dtype] = side_by_side(As).to(dtype), [B.to(dtype) for B in Bs]
+        return self._casts[dtype]
+
+
 class Operands(NamedTuple):
     """The tensors by which linear layers multiply the same x [N, in], and those of the adapter that is on."""
 
@@ -139,21 +213,19 @@ def operands(layers: Sequence[nn.Module], dtype: torch.dtype, rows: int) -> Oper
 
     As `.data`: of a view, which is what most of these are, compiled code checks the tensor that it shows too.
     """
-    bases, adapters = _bases_and_adapters(layers)
-    on = [adapter for adapter in adapters if adapter]
-    weights = [base.weight for base in bases]
+    stack = Stack.of(layers)
+    weights = [base.weight for base in stack.bases]
     packed = joined(weights) if all(isinstance(weight, Nf4Weight) for weight in weights) else []
     if len(packed) == 1:
         weight, points = Nf4Weight(*(part.data for part in vars(packed[0]).values())), code_points(packed[0].device)
     else:
-        weight, points = _weight(bases, dtype).data, None
-    bias = None if bases[0].bias is None else side_by_side([base.bias for base in bases]).to(dtype).data
-    outs = [(base.out_features, adapter is not None) for base, adapter in zip(bases, adapters, strict=True)]
-    if not on:
-        return Operands(weight, points, bias, None, [], 1.0, outs)
+        weight, points = stack.weight(dtype).data, None
+    bias = None if stack.bias is None else stack.bias.to(dtype).data
+    if not stack.on:
+        return Operands(weight, points, bias, None, [], 1.0, stack.outs)
     few = _adapts_in_fp32(rows, dtype, weight.device)
-    A, Bs = _cast(on, torch.float32 if few else dtype)
-    return Operands(weight, points, bias, A.data, [B.data for B in Bs], on[0].scale, outs)
+    A, Bs = stack.cast(torch.float32 if few else dtype)
+    return Operands(weight, points, bias, A.data, [B.data for B in Bs], stack.on[0].scale, stack.outs)
 
 
 def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -162,33 +234,25 @@ def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = No
     A layer is an nn.Linear, an Nf4Linear, or a LoraLinear of one of them. The products of an adapter are in the dtype
     of the base's, or in fp32 for a few half-precision rows on a CPU without gradients.
     """
-    bases, adapters = _bases_and_adapters(layers)
-    dropout = max((adapter.dropout for adapter in adapters if adapter), default=0.0)
-    if dropout and len(layers) > 1:  # each of them drops other numbers of x
+    stack = Stack.of(layers)
+    if stack.dropout and len(layers) > 1:  # each of them drops other numbers of x
         assert residual is None
         return torch.cat([project([layer], x) for layer in layers], dim=-1)
     rows = x.flatten(0, -2)  # [N, in]
     if torch.is_autocast_enabled(x.device.type):
         rows = rows.to(torch.get_autocast_dtype(x.device.type))
     added = residual.flatten(0, -2) if residual is not None and residual.dtype == rows.dtype else None  # [N, out]
-    dropped = F.dropout(rows, dropout) if dropout else None
+    dropped = F.dropout(rows, stack.dropout) if stack.dropout else None
     if not torch.is_grad_enabled():
-        out = _without_gradients(bases, adapters, rows, dropped, added)
-    elif any(base.weight.requires_grad for base in bases if isinstance(base, nn.Linear)):
-        assert not any(adapters), "the base of an adapter is frozen"
-        out = torch.cat([base(rows) for base in bases], dim=-1)
-        out = out if added is None else added + out
+        out = _without_gradients(stack, rows, dropped, added)
+    elif stack.is_frozen:
+        out = _Projected.apply(rows, dropped, added, stack, *stack.parameters)
     else:
-        weights = [weight for adapter in adapters if adapter for weight in (adapter.A, adapter.B)]
-        out = _Projected.apply(rows, dropped, added, bases, adapters, *weights)
+        assert not stack.on, "the base of an adapter is frozen"
+        out = torch.cat([base(rows) for base in stack.bases], dim=-1)
+        out = out if added is None else added + out
     out = out.unflatten(0, x.shape[:-1])
     return out if residual is None or added is not None else residual + out  # under autocast the residual is wider
-
-
-def _bases_and_adapters(layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Adapter | None]]:
-    """The layers without adapters, and of each the adapter that is on."""
-    bases = [layer.base if isinstance(layer, LoraLinear) else layer for layer in layers]
-    return bases, [layer.adapter if isinstance(layer, LoraLinear) else None for layer in layers]
 
 
 def _adapts_in_fp32(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -196,43 +260,32 @@ def _adapts_in_fp32(rows: int, dtype: torch.dtype, device: torch.device) -> bool
     return rows <= FEW_ROWS and dtype.itemsize == 2 and device.type == "cpu"
 
 
-def _without_gradients(
-    bases: list[nn.Module], adapters: list[Adapter | None], x: Tensor, dropped: Tensor | None, added: Tensor | None
-) -> Tensor:
+def _without_gradients(stack: Stack, x: Tensor, dropped: Tensor | None, added: Tensor | None) -> Tensor:
     """The layers' outputs [N, sum of out] for x [N, in], of which the adapters get `dropped` if that is given."""
-    out, adapter_x = _frozen(bases, x, added), x if dropped is None else dropped
-    on = [adapter for adapter in adapters if adapter]
-    if not on:
+    out, adapter_x = _frozen(stack, x, added), x if dropped is None else dropped
+    if not stack.on:
         return out
     if _adapts_in_fp32(len(x), x.dtype, x.device):
-        low = F.linear(adapter_x.float(), side_by_side([adapter.A for adapter in on]))  # [N, sum of r]
-        for adapter, columns, ranks in _places(bases, adapters):
-            out[:, columns].add_(F.linear(low[:, ranks], adapter.B), alpha=adapter.scale)
+        A, Bs = stack.cast(torch.float32)
+        low = F.linear(adapter_x.float(), A)  # [N, sum of r]
+        for B, (adapter, columns, ranks) in zip(Bs, stack.places, strict=True):
+            out[:, columns].add_(F.linear(low[:, ranks], B), alpha=adapter.scale)
         return out
-    A, Bs = _cast(on, out.dtype)
-    return _add_adapters(out, F.linear(adapter_x, A), Bs, bases, adapters)
+    A, Bs = stack.cast(out.dtype)
+    return _add_adapters(out, F.linear(adapter_x, A), Bs, stack)
 
 
-def _cast(on: list[Adapter], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """The A [sum of r, in] of adapters, side by side, and the B [out, r] of each, in the dtype of the products."""
-    casts = [adapter.cast for adapter in on if adapter.cast and adapter.cast[0].dtype == dtype]
-    if len(casts) == len(on):
-        return side_by_side([A for A, _ in casts]), [B for _, B in casts]
-    return side_by_side([adapter.A for adapter in on]).to(dtype), [adapter.B.to(dtype) for adapter in on]
-
-
-def _frozen(bases: list[nn.Module], x: Tensor, added: Tensor | None) -> Tensor:
+def _frozen(stack: Stack, x: Tensor, added: Tensor | None) -> Tensor:
     """The outputs [N, sum of out] of the layers without adapters, for x [N, in], plus `added`."""
-    weight = _weight(bases, x.dtype)
+    weight = stack.weight(x.dtype)
     if added is None:
-        biases = [base.bias for base in bases]
-        return linear(x, weight, None if biases[0] is None else side_by_side(biases).to(x.dtype))
-    assert bases[0].bias is None and len(bases) == 1
+        return linear(x, weight, None if stack.bias is None else stack.bias.to(x.dtype))
+    assert stack.bias is None and len(stack.bases) == 1
     return linear(x, weight, added=added)
 
 
 def _weight(bases: list[nn.Module], dtype: torch.dtype) -> Tensor:
-    """The layers' weights [sum of out, in]. Those in NF4 are dequantized, which costs less memory than keeping them."""
+    """The layers' weights [sum of out, in], dequantized or copied to lie one after another."""
     weights = [base.weight for base in bases]
     if all(isinstance(weight, Nf4Weight) for weight in weights):
         return bases[0].dequantize(weights, dtype)
@@ -241,21 +294,9 @@ def _weight(bases: list[nn.Module], dtype: torch.dtype) -> Tensor:
     return side_by_side(weights).to(dtype)
 
 
-def _places(bases: list[nn.Module], adapters: list[Adapter | None]) -> Iterator[tuple[Adapter, slice, slice]]:
-    """The adapters that are on, each with its columns of the output and its columns of all A x side by side."""
-    column = rank = 0
-    for base, adapter in zip(bases, adapters, strict=True):
-        if adapter:
-            yield adapter, slice(column, column + base.out_features), slice(rank, rank + len(adapter.A))
-            rank += len(adapter.A)
-        column += base.out_features
-
-
-def _add_adapters(
-    out: Tensor, low: Tensor, Bs: list[Tensor], bases: list[nn.Module], adapters: list[Adapter | None]
-) -> Tensor:
+def _add_adapters(out: Tensor, low: Tensor, Bs: list[Tensor], stack: Stack) -> Tensor:
     """Adds scale * B low to the outputs [N, sum of out], in place: an adapter's output is never a tensor of its own."""
-    for B, (adapter, columns, ranks) in zip(Bs, _places(bases, adapters), strict=True):
+    for B, (adapter, columns, ranks) in zip(Bs, stack.places, strict=True):
         out[:, columns].addmm_(low[:, ranks], B.t(), alpha=adapter.scale)
     return out
 
@@ -264,14 +305,14 @@ class _Projected(torch.autograd.Function):
     """Frozen linear layers with their adapters. All add to one gradient of x; autograd would make many and sum them."""
 
     @staticmethod
-    def forward(ctx, x, dropped, added, bases, adapters, *weights):
-        out, adapter_x = _frozen(bases, x, added), x if dropped is None else dropped
+    def forward(ctx, x, dropped, added, stack, *weights):
+        out, adapter_x = _frozen(stack, x, added), x if dropped is None else dropped
         if weights:
-            A, Bs = _cast([adapter for adapter in adapters if adapter], out.dtype)
+            A, Bs = stack.cast(out.dtype)
             low = F.linear(adapter_x, A)  # [N, sum of r]
-            _add_adapters(out, low, Bs, bases, adapters)
+            _add_adapters(out, low, Bs, stack)
             ctx.save_for_backward(adapter_x, low, *weights)
-        ctx.bases, ctx.adapters, ctx.drops, ctx.adds = bases, adapters, dropped is not None, added is not None
+        ctx.stack, ctx.drops, ctx.adds = stack, dropped is not None, added is not None
         return out
 
     @staticmethod
@@ -279,12 +320,12 @@ class _Projected(torch.autograd.Function):
     def backward(ctx, grad):
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
-            grad_x = linear(grad, _weight(ctx.bases, grad.dtype).t())  # [N, in]
-        grads = [None] * (len(ctx.needs_input_grad) - 5)
+            grad_x = linear(grad, ctx.stack.weight(grad.dtype).t())  # [N, in]
+        grads = [None] * (len(ctx.needs_input_grad) - 4)
         if grads:
             adapter_x, low, *weights = ctx.saved_tensors
-            places, grad_low = list(_places(ctx.bases, ctx.adapters)), torch.empty_like(low)
-            A, Bs = _cast([adapter for adapter, _, _ in places], grad.dtype)
+            places, grad_low = ctx.stack.places, torch.empty_like(low)
+            A, Bs = ctx.stack.cast(grad.dtype)
             for B, (adapter, columns, ranks) in zip(Bs, places, strict=True):
                 _product(grad[:, columns], B, adapter.scale, out=grad_low[:, ranks])
             if weights[0].requires_grad:
@@ -300,7 +341,7 @@ class _Projected(torch.autograd.Function):
                 grad_dropped = grad_low @ A
             elif grad_x is not None:
                 grad_x.addmm_(grad_low, A)
-        return grad_x, grad_dropped, grad if ctx.adds else None, None, None, *grads
+        return grad_x, grad_dropped, grad if ctx.adds else None, None, *grads
 
 
 def _product(a: Tensor, b: Tensor, scale: float, out: Tensor | None = None) -> Tensor:

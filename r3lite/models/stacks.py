@@ -14,6 +14,12 @@ STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers th
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors [n, ...] as one [sum of n, ...]: a view if they lie one after another in memory, or else a copy."""
+    view = adjacent(tensors)
+    return torch.cat(tuple(tensors)) if view is None else view
+
+
+def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
+    """A view of tensors [n, ...] as one [sum of n, ...], if they lie one after another in memory."""
     first, rows = tensors[0], 0
     if len(tensors) == 1:
         return first
@@ -22,7 +28,7 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors:
         there = tensor.data_ptr() == start + rows * size and tensor.untyped_storage().data_ptr() == storage
         if not (there and tensor.is_contiguous()):
-            return torch.cat(tuple(tensors))
+            return None
         rows += len(tensor)
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
