@@ -3,7 +3,8 @@
 What is compiled are functions of tensors, without graph breaks: which weights lie side by side, which adapter is on and
 what a query attends to is settled before they are called. In passes with gradients layers are not compiled: the
 gradients of models/projections.py and models/functions.py are written by hand. A function is compiled for one row and
-for any number of rows, not for each number, so that what is computed does not depend on the lengths seen before.
+for any number of rows, not for each number, so that what is computed does not depend on the lengths seen before. One
+row's logits are compiled too on a CPU, where they take as long as a quarter of the layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from r3lite.models.attention import AttentionContext, CausalRows
 from r3lite.models.functions import plain_rms_norm, rotate_, swiglu
+from r3lite.models.linear import linear
 from r3lite.models.nf4 import Nf4Weight, code_points, dense_blocks, joined
 from r3lite.models.projections import FEW_ROWS, LoraLinear, Nf4Linear, Operands, operands
 from r3lite.models.qwen2 import Layer, Qwen2, RMSNorm, rotary_angles
+
+LONGEST = 4096  # numbers of a row; those of a longer one Inductor adds up at half the speed
 
 
 def missing_compiler(device: torch.device) -> str | None:
@@ -40,7 +44,10 @@ def enable(model: Qwen2) -> None:
     for layer in model.model.layers:
         layer.compiled = run
     weight = model.head_weight
+    if weight.device.type == "cpu":
+        model.head_product = _HeadProduct()
     with torch.no_grad():
+        model.head_product(weight.new_zeros(1, model.config.hidden_size), weight)
         if packed:
             packed[0].dequantize([packed[0].weight], weight.dtype)
         for rows in (1, 2, FEW_ROWS + 1):
@@ -67,6 +74,16 @@ class _Dequantizer:
             flat = Nf4Weight(*(_any_size(part) for part in vars(weight).values()))
             parts.append(self.dense_blocks(flat, code_points(weight.device), dtype).view(weight.shape))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _HeadProduct:
+    """Logits [N, V] of hidden states [N, C]: of one row by a compiled function."""
+
+    def __init__(self):
+        self.one_row = _compiled(_product)
+
+    def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return self.one_row(hidden.data, weight.data) if len(hidden) == 1 else linear(hidden, weight)
 
 
 class _LayerRunner:
@@ -143,10 +160,24 @@ def _project(by: Operands, x: Tensor) -> Tensor:
     weight = by.weight
     if isinstance(weight, Nf4Weight):
         weight = dense_blocks(weight, by.points, x.dtype).view(weight.shape)
-    out = F.linear(x, weight, by.bias)
+    out = _product(x, weight, by.bias)
     if by.A is None:
         return out
     low = F.linear(x.to(by.A.dtype), by.A)  # [N, sum of r]
     Bs, lows = iter(by.Bs), iter(low.split([B.shape[1] for B in by.Bs], dim=1))
     added = [F.linear(next(lows), next(Bs)) if adapted else low.new_zeros(len(x), size) for size, adapted in by.outs]
     return (out + by.scale * torch.cat(added, dim=1)).to(out.dtype)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [N, in] times weight [out, in], plus a bias [out]: [N, out].
+
+    One row's on a CPU are sums of their own, because the kernels that PyTorch calls for bf16 read a weight at half the
+    speed of memory (docs/figures.md).
+    """
+    if len(x) > 1 or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    size = x.shape[1]
+    pieces = next(n for n in range(1, size + 1) if size % n == 0 and size // n <= LONGEST)
+    sums = (weight.view(-1, pieces, size // pieces).float() * x.view(pieces, -1).float()).sum(-1).sum(-1)  # [out]
+    return (sums if bias is None else sums + bias.float()).to(x.dtype)[None]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from r3lite.models.attention import AttentionContext, CausalRows
 from r3lite.models.embedding import embedding
 from r3lite.models.functions import rms_norm, rotate_, swiglu
+from r3lite.models.linear import linear
 from r3lite.models.projections import project
 
 
@@ -180,6 +181,7 @@ class Qwen2(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.run_layer = run_layer  # replaced by models.activation_checkpointing
+        self.head_product = linear  # of a decode step's hidden states [N, C] and the head; replaced by models.compiled
 
     @property
     def head_weight(self) -> Tensor:

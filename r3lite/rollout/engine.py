@@ -21,7 +21,6 @@ from r3lite.errors import NotFinite
 from r3lite.grant import Grant
 from r3lite.models.hooks import ActivationWatch
 from r3lite.models.kv_cache import KVCache, Prefill
-from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
 from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.transcript import Layout
@@ -170,7 +169,7 @@ class Engine:
         if not rows:
             return
         hidden = decoder([s.tokens[-1] for s in rows])  # [B, C]
-        logits = linear(hidden, self.model.head_weight)  # [B, V]
+        logits = self.model.head_product(hidden, self.model.head_weight)  # [B, V]
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
         drawn = [*self._sample(logits, rows)]
         if self.value_head is not None:

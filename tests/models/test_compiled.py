@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from torch._inductor import cpp_builder
 
 from r3lite import policy
@@ -108,10 +109,39 @@ def test_no_length_is_compiled_by_itself(compiler, make):
         counters.clear()
         model = make(dtype)
         compiled.enable(model)
-        assert compiled_graphs() == 2 * most  # two functions
+        assert compiled_graphs() == 2 * most + 1  # two functions, and the logits of one row
         for lengths in ((1, 2, 3), (7, 8, 9), (16, 17, 64), (33, 100, 140)):
-            passes(model, lengths)
-        assert compiled_graphs() == 2 * most
+            states = passes(model, lengths)
+            with torch.no_grad():
+                for rows in lengths:
+                    model.head_product(states[:rows], model.head_weight)
+        assert compiled_graphs() == 2 * most + 1
+
+
+@pytest.mark.parametrize("width", [64, 4096, 4864])  # the last one's sums are of two pieces
+def test_the_sums_of_one_row_are_its_product(width):
+    generator = torch.Generator().manual_seed(width)
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((1, width), (48, width), (48,)))
+    exact = x.double() @ weight.double().t() + bias.double()
+    assert off(compiled._product(x, weight, bias), exact) <= 1e-6
+    assert off(compiled._product(x, weight), exact - bias.double()) <= 1e-6
+    halves = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
+    exact = halves[0].double() @ halves[1].double().t() + halves[2].double()
+    found = compiled._product(*halves)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, exact.bfloat16())  # rounded once, at the end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_the_logits_of_a_decode_step(compiler, make, dtype, bound):
+    model = make(dtype)
+    states = torch.randn(3, model.config.hidden_size).to(dtype)
+    with torch.no_grad():
+        expected = [model.head_product(rows, model.head_weight) for rows in (states[:1], states)]
+        compiled.enable(model)
+        assert compiled_graphs() == 2 * (2 if dtype == torch.float32 else 3) + 1
+        found = [model.head_product(rows, model.head_weight) for rows in (states[:1], states)]
+    assert all(off(ours, theirs) <= bound for ours, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.slow
@@ -178,13 +208,12 @@ def test_a_compilation_that_fails_tells_what_helps(monkeypatch, small_model):
     assert "TORCHINDUCTOR_CACHE_DIR" in raised.value.remedy
 
 
-def test_without_a_compiler_one_line_says_so_and_the_model_is_left_as_it_is(monkeypatch, capsys, small_model):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    if hasattr(cpp_builder.get_cpp_compiler, "cache_clear"):
-        cpp_builder.get_cpp_compiler.cache_clear()
+def test_without_a_compiler_one_line_says_so_and_the_model_is_left_as_it_is(capsys, small_model):
     model = small_model()
-    policy._compile(model, CPU, nf4=False)
+    with inductor.patch({"cpp.cxx": (None, "no-such-compiler"), "force_disable_caches": True}):
+        if hasattr(cpp_builder.get_cpp_compiler, "cache_clear"):  # up to some version of PyTorch
+            cpp_builder.get_cpp_compiler.cache_clear()
+        policy._compile(model, CPU, nf4=False)
     told = capsys.readouterr().err
     assert told.startswith("warning: nothing is compiled in spite of --compile: ") and told.count("\n") == 1
     assert all(layer.compiled is None for layer in model.model.layers)
