@@ -22,7 +22,8 @@ class ModelSettings(Section):
     """auto: cuda if there is one, else mps, else cpu"""
     compile: bool = False
     """layers by torch.compile in passes without gradients (decoding, scoring, validation), and on a card NF4 weights'
-    dequantization in all passes; takes up to minutes at the start. The rest of passes with gradients is not compiled"""
+    dequantization in all passes; takes up to minutes at the start. The rest of passes with gradients is not compiled.
+    On a CPU it is of use where one episode is sampled at a time in bf16"""
 
 
 @dataclass(frozen=True)
