@@ -115,6 +115,37 @@ def test_adapters_are_switched_and_switched_back(small_model):
     assert not any(isinstance(m, LoraLinear) for m in model.modules())
 
 
+def test_what_is_looked_up_once_is_that_of_the_adapter_that_is_on(small_model):
+    """Within `cast_once` switching, dropout and other adapters count as ever; after it, so do changed weights."""
+    model = small_model()
+    for seed, name in enumerate(("policy", "other")):
+        add_adapter(model, name, 4, 8, dropout=0.5)
+        shaken(model, name, seed)
+    names = ("policy", None, "other", "policy")
+    model.eval()
+    expected = {name: logits(model, name) for name in names}
+    with cast_once(model, torch.float32):
+        assert all(torch.equal(logits(model, name), expected[name]) for name in names)
+        assert not torch.equal(logits(model.train(), "policy"), expected["policy"])
+        add_adapter(model, "third", 2, 4, targets=["k_proj"])
+        shaken(model, "third")
+        third = logits(model.eval(), "third")
+        with cast_once(model, torch.float32):
+            assert torch.equal(logits(model, "third"), third)
+        remove_adapter(model, "third")
+        assert all(torch.equal(logits(model, name), expected[name]) for name in names)
+    shaken(model, "policy", 7)
+    for name, parameter in adapter_parameters(model, "other").items():  # as another tensor
+        layer = model.get_submodule(name.removeprefix("base_model.model.").rpartition(".lora_")[0])
+        side = layer.lora_A if ".lora_A." in name else layer.lora_B
+        side["other"] = torch.nn.Parameter(parameter.detach() * 2)
+    assert torch.equal(logits(model), expected[None])
+    changed = {name: logits(model, name) for name in ("policy", "other")}
+    with cast_once(model, torch.float32):
+        for name, after in changed.items():
+            assert torch.equal(logits(model, name), after) and not torch.equal(after, expected[name])
+
+
 @torch.no_grad()
 def test_an_adapter_that_is_cast_once_gives_the_same_to_the_bit(small_model):
     model = small_model().to(torch.bfloat16)
