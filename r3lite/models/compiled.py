@@ -83,7 +83,10 @@ class _HeadProduct:
         self.one_row = _compiled(_product)
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return self.one_row(hidden.data, weight.data) if len(hidden) == 1 else linear(hidden, weight)
+        if len(hidden) > 1:
+            return linear(hidden, weight)
+        with torch.autocast(hidden.device.type, enabled=False):  # or it is compiled for either state
+            return self.one_row(hidden.data, weight.data)
 
 
 class _LayerRunner:

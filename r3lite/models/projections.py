@@ -130,8 +130,7 @@ class LoraLinear(nn.Module):
 class Stack:
     """Linear layers that read the same x, and the adapter that is on: what `project` multiplies by.
 
-    To make one takes the host as long as a card takes to run a small product, so the stacks of a pass are kept for the
-    next one where that is safe, see Switch.
+    Making one takes tens of microseconds, so those of a pass are kept for the next one where that is safe, see Switch.
     """
 
     def __init__(self, layers: Sequence[nn.Module]):

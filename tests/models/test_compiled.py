@@ -112,7 +112,7 @@ def test_no_length_is_compiled_by_itself(compiler, make):
         assert compiled_graphs() == 2 * most + 1  # two functions, and the logits of one row
         for lengths in ((1, 2, 3), (7, 8, 9), (16, 17, 64), (33, 100, 140)):
             states = passes(model, lengths)
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):  # as a run does
                 for rows in lengths:
                     model.head_product(states[:rows], model.head_weight)
         assert compiled_graphs() == 2 * most + 1
