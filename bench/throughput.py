@@ -70,8 +70,8 @@ def planned(kind: str, flags: argparse.Namespace, precision: Precision) -> list[
         return Contest(f"decode, batch {batch}", batch * NEW, work)
 
     def compiled(batch: int) -> Contest:
-        eager, ours, prompts = Ours(folder, precision), Ours(folder, precision), full_prompts(batch, PROMPT)
         assert not (reason := compile_.missing_compiler(precision.device)), reason
+        eager, ours, prompts = Ours(folder, precision), Ours(folder, precision), full_prompts(batch, PROMPT)
         compile_.enable(ours.model)
         work = {OURS: ours.decode(batch, NEW), f"{OURS}, not compiled": eager.decode(batch, NEW)}
         for name, merged in ((PEFT, False), (MERGED, True)):

@@ -44,10 +44,10 @@ def enable(model: Qwen2) -> None:
     for layer in model.model.layers:
         layer.compiled = run
     weight = model.head_weight
-    if weight.device.type == "cpu":
-        model.head_product = _HeadProduct()
     with torch.no_grad():
-        model.head_product(weight.new_zeros(1, model.config.hidden_size), weight)
+        if weight.device.type == "cpu":
+            model.head_product = _HeadProduct()
+            model.head_product(weight.new_zeros(1, model.config.hidden_size), weight)
         if packed:
             packed[0].dequantize([packed[0].weight], weight.dtype)
         for rows in (1, 2, FEW_ROWS + 1):
