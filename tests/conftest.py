@@ -1,4 +1,4 @@
-"""What tests of several rooms share: the shared folder, a 0.5B-shaped model folder, small model folders."""
+"""What tests of several rooms share: the shared folder, a 0.5B-shaped model folder, small model folders, a compiler."""
 
 import importlib.util
 import json
@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
+from torch._dynamo.utils import counters
 
+from r3lite.models.compiled import missing_compiler
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
 from r3lite.protocols.tokenizer import Tokenizer
 
@@ -25,6 +27,17 @@ pytest_plugins = ["tests.fake_gemini", "tests.cold_start"]
 def no_doctor(monkeypatch):
     """What `doctor` measured of this machine is not read: a test that tells times says of which speeds."""
     monkeypatch.setattr("r3lite.devices.cards.DOCTOR", str(ROOT / "no-such-file.json"))
+
+
+@pytest.fixture
+def compiler():
+    """Lets torch.compile begin anew: its code belongs to a function, so that one test's would be another's."""
+    if reason := missing_compiler(torch.device("cpu")):
+        pytest.skip(f"nothing can be compiled here: {reason}")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from bench.simulation.counts import Counts
 from r3lite.devices.cards import Speeds
 from r3lite.devices.precision import dtype_name
 from r3lite.memory import duration
-from r3lite.models.compiled import missing_compiler
 from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.qwen2_config import read_config
 from tests.bench import claims
@@ -214,10 +213,8 @@ def test_nf4_launches_no_more_than_was_reached_and_moves_these_bytes(dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=dtype_name)
-def test_a_compiler_makes_nf4_weights_dense_by_one_kernel(dtype):
+def test_a_compiler_makes_nf4_weights_dense_by_one_kernel(compiler, dtype):
     """It was two, with the codes of all weights written between them, as long as both of a byte were stacked."""
-    if reason := missing_compiler(torch.device("cpu")):
-        pytest.skip(f"nothing can be compiled here: {reason}")
     written = 0.5 + 1 / 64 + 8 / (64 * 256) + dtype.itemsize  # codes, absmax with a scale and a mean; the weight
     read = dtype.itemsize  # by the product
     assert kernels.compiled_bytes_a_weight(TINY, dtype) == pytest.approx(written + read, rel=1e-3)

@@ -11,7 +11,6 @@ from bench import contests, full_length, peers
 from bench.contest import OURS, peak_mib
 from r3lite.config import shipped
 from r3lite.devices.precision import Precision
-from r3lite.models.compiled import missing_compiler
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rollout.sequence import Sequence
 from tests.bench.conftest import VOCABULARY
@@ -44,17 +43,12 @@ def test_generate_ends_no_turn_early(folder, made, merged):
 
 
 @pytest.mark.slow
-def test_a_compiled_peer_compiles_its_decoding_step(folder, made):
-    if reason := missing_compiler(FP32.device):
-        pytest.skip(f"nothing can be compiled here: {reason}")
-    torch._dynamo.reset()
-    counters.clear()
+def test_a_compiled_peer_compiles_its_decoding_step(compiler, folder, made):
     work = peers.generate(folder, full_length.full_prompts(1, 8), 12, FP32, compiled=True)
     work()
     graphs = counters["stats"]["unique_graphs"]
     work(9)
     assert 0 < graphs == counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
 
 
 def test_a_peer_that_samples_fewer_tokens_stops_the_bench(folder, made):

@@ -19,23 +19,6 @@ from r3lite.rollout.decoder import Decoder
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    """Compiled code belongs to the function, so that one test's would be another's."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def compiler():
-    if reason := compiled.missing_compiler(CPU):
-        pytest.skip(f"nothing can be compiled here: {reason}")
-    torch._dynamo.reset()
-    counters.clear()
-
-
 @pytest.fixture
 def make(small_model, write_folder, tmp_path):
     """Makes the same model again and again, with an adapter that is on and whose B is not zero."""
