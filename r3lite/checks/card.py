@@ -68,7 +68,7 @@ def attention_kernels(precision: Precision) -> Finding:
             with precision.autocast():
                 hidden = model(ids, context)
             if hidden.requires_grad:
-                hidden.float().sum().backward()  # some kernel there must take it, too
+                hidden.backward(torch.ones_like(hidden))  # some kernel there must take it, too
         used[mask] = "+".join(sorted(kernels.found)) or "none"
 
     for grad in (False, True):
