@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from torch._dynamo.utils import counters
 
 from r3lite.models.compiled import missing_compiler
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
@@ -32,6 +31,8 @@ def no_doctor(monkeypatch):
 @pytest.fixture
 def compiler():
     """Lets torch.compile begin anew: its code belongs to a function, so that one test's would be another's."""
+    from torch._dynamo.utils import counters  # takes a second to import, which most runs of a few tests need not
+
     if reason := missing_compiler(torch.device("cpu")):
         pytest.skip(f"nothing can be compiled here: {reason}")
     torch._dynamo.reset()
