@@ -75,7 +75,7 @@ def is_export(folder: Path) -> bool:
 
 
 def upload(settings: ExportSettings, folder: Path) -> None:
-    """Says what --push uploads, and with --yes does it."""
+    """Prints what --push would upload, and uploads it if --yes was given."""
     from r3lite.exporting import hub
 
     print(hub.summary(folder, settings.push, settings.push_as))

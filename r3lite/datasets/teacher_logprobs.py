@@ -1,7 +1,8 @@
 """A cache of what a teacher would have said along trajectories: a folder of safetensors and JSON.
 
 Part files of PART rows are written one after the other, each whole or not at all, so that a run that was killed goes on
-with the next one; the manifest, which says what the cache is of, comes last. Knows no model.
+with the next one. The manifest is written last; it records what the cache was made from (see Origin) and its questions.
+No model is loaded here.
 """
 
 from collections.abc import Sequence
