@@ -132,7 +132,8 @@ def rl_round(
     """
     from r3lite import rl_setup
     from r3lite.command import COMMANDS
-    from r3lite.config import resolve, shipped
+    from r3lite.config import resolve
+    from r3lite.files import shipped
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
     from r3lite.rl.batch import Batch, Rollout

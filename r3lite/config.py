@@ -59,11 +59,7 @@ class Trait(enum.Enum):
 
 @dataclass(frozen=True)
 class Required:
-    """Trait of a setting without which a command does not start.
-
-    One of the settings named in `instead` may be given in its place, and a dry run needs neither. `hint` is what the
-    error tells the user to pass.
-    """
+    """Trait of a setting that must be given, or one of `instead`, but not in a dry run; `hint` says what to pass."""
 
     hint: str
     instead: tuple[str, ...] = ()

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite import command
-from r3lite.config import shipped
 from r3lite.errors import R3LiteError
-from r3lite.files import read_jsonl
+from r3lite.files import read_jsonl, shipped
 from r3lite.settings import Common, QuickstartSettings
 
 if TYPE_CHECKING:

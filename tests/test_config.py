@@ -24,12 +24,12 @@ from r3lite.config import (
     resolve,
     sections,
     settings_with,
-    shipped,
     to_toml,
     with_values,
 )
 from r3lite.errors import nearest
 from r3lite.evaluate import EvaluateConfig
+from r3lite.files import shipped
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
 from r3lite.protocols.markup import Tag

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from r3lite import collect, evaluate, local_client, ppo
-from r3lite.config import shipped
 from r3lite.devices.live_tensors import LiveTensors
 from r3lite.episode import ANSWERED, Document, Episode, Question, Step
 from r3lite.errors import R3LiteError
+from r3lite.files import shipped
 from r3lite.llm.replies import Request
 from r3lite.local_client import FORM, LocalClient, client_maker
 from r3lite.memory import planner

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from r3lite import collect, evaluate, plan, ppo, rl_setup, sft
-from r3lite.config import shipped
 from r3lite.devices.cards import MEASURED, Speeds
+from r3lite.files import shipped
 from r3lite.grant import Memory
 from r3lite.memory import workloads
 from r3lite.memory.plan import UNKNOWN, announce

@@ -13,8 +13,8 @@ import torch
 
 from r3lite import serve
 from r3lite.command import COMMANDS
-from r3lite.config import UsageError, resolve, shipped
-from r3lite.files import read_jsonl
+from r3lite.config import UsageError, resolve
+from r3lite.files import read_jsonl, shipped
 from r3lite.models import lora, weights
 from r3lite.models.weights import resolve_folder
 from r3lite.settings import ServerSettings

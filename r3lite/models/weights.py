@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from r3lite.bars import BRIEF
-from r3lite.config import shipped
 from r3lite.errors import R3LiteError
-from r3lite.files import PART, read_record, write_json
+from r3lite.files import PART, read_record, shipped, write_json
 from r3lite.models import nf4
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.qwen2 import Qwen2

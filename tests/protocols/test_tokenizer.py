@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from r3lite.config import shipped
 from r3lite.errors import R3LiteError
+from r3lite.files import shipped
 from r3lite.protocols.tokenizer import Tokenizer, vocabulary_of
 
 CONVERSATIONS = {

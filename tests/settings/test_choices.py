@@ -3,7 +3,8 @@
 import pytest
 
 from r3lite import command, config, sft
-from r3lite.config import flat, resolve, shipped, to_toml
+from r3lite.config import flat, resolve, to_toml
+from r3lite.files import shipped
 from r3lite.settings import PpoConfig, SftConfig
 
 
