@@ -44,9 +44,9 @@ class Answering(Protocol):
 def build_engine(
     config: Answering, questions: int, baseline: str = "none", judge: JudgeSettings | None = None
 ) -> "Engine":
-    """The model with its adapter in an engine that answers so many questions as the settings say.
+    """The engine of the settings' model and adapter, its memory planned for `questions` questions.
 
-    A `judge` that is loaded beside it is in its memory plan.
+    The plan includes a `judge` that is loaded beside the model.
     """
     from r3lite.models.weights import resolve_folder
     from r3lite.policy import load_policy
@@ -67,7 +67,7 @@ def build_engine(
 
 
 def plan_memory(config: Answering, questions: int, judge: JudgeSettings | None = None) -> "Plan":
-    """The memory plan of answering so many questions, and of a judge that is loaded beside the model."""
+    """The memory plan of answering `questions` questions, and of a judge that is loaded beside the model."""
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import evaluate_workload
 

@@ -205,12 +205,12 @@ def identity(rl: RLSettings) -> str:
 
 
 def plan_cache(config: CacheConfig, rows: int = 1000) -> Plan:
-    """The memory plan of the teacher alone, over so many trajectories."""
+    """The memory plan of the teacher alone, which reads `rows` trajectories."""
     return make_plan(read_workload(config.model, config.cache.max_length, rows), config.memory)
 
 
 def on_disk(tokens: int, top: int) -> str:
-    """What a cache of so many tokens takes."""
+    """The size of a cache of `tokens` tokens with `top` log-probabilities each, for people."""
     return f"{tokens * top * TOKEN_BYTES / MIB:,.0f} MiB"
 
 

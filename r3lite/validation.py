@@ -32,7 +32,7 @@ class Validation:
     """Answers its questions with the engine of a run, whose model is used as it is at that moment."""
 
     def __init__(self, questions: list[Question], engine: Engine, retrieve: Retrieve, at_once: int):
-        """At most `at_once` episodes are sampled together: so many are in the run's memory plan."""
+        """At most `at_once` episodes are sampled together, as the run's memory plan assumes."""
         self.questions, self.retrieve, self.at_once = questions, retrieve, at_once
         self.engine = replace(engine, sampler=Sampler(temperature=0.0), value_head=None)
 

@@ -1,6 +1,6 @@
 """How fast a device is: the figures that times are predicted from, measured by `doctor` or of a table of cards.
 
-The table holds the makers' peaks, which no program reaches: a time that is predicted from it is one at best.
+The table holds the makers' peaks, which no program reaches: times that are predicted from it are optimistic.
 """
 
 import os

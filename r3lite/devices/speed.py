@@ -97,8 +97,8 @@ def host_copy_speed(device: torch.device, pinned: bool, size: int = 1 << 26) -> 
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Time of a call: the least of so many measurements of about ENOUGH seconds each, as other programs can only make
-    it longer. The first call is not counted: it loads kernels."""
+    """Seconds of a call: the least of `repeats` measurements of about ENOUGH seconds each, as other programs can only
+    make one longer. The first call is not counted: it loads kernels."""
 
     def timed(calls: int) -> float:
         start = time.perf_counter()

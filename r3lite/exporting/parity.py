@@ -12,7 +12,7 @@ from r3lite.models.qwen2 import Qwen2
 
 @dataclass(frozen=True)
 class Parity:
-    """Of so many prompts: the largest and the mean difference of the logits after them, and how often the likeliest
+    """Over `prompts` prompts: the largest and the mean difference of the logits after them, and how often the likeliest
     next token is the same."""
 
     prompts: int

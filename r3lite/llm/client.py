@@ -202,7 +202,7 @@ class Client:
                 self._counts["retries"] += 1
 
     def _has_another_way(self, reason: str, ways: int) -> bool:
-        """Whether to ask again, as the service asks in another way than when so many ways had been left."""
+        """Whether to ask again: the way of asking has changed since it had changed `ways` times, or changes now."""
         with self._lock:
             if self._ways > ways:  # since another thread was refused
                 return True

@@ -10,7 +10,7 @@ BLOCKED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "M
 
 
 def read_answer(body: str, prompt_tokens: float, limit: int) -> Answer:
-    """The body of a reply to a prompt of about so many tokens; at most `limit` were to be written.
+    """Reads the body of a reply to a prompt of about `prompt_tokens` tokens, which may write at most `limit` tokens.
 
     A count that is missing, zero or not a count is replaced by an estimate, so that no reply is free.
     """

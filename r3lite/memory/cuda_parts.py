@@ -1,7 +1,7 @@
 """What a run takes on a CUDA card beside its tensors: one figure a part, each with its source.
 
-None was measured on a card yet. `python -m r3lite.doctor` prints each beside what it measures, so that a card that has
-another figure corrects that one.
+None has been measured on a card yet. `python -m r3lite.doctor` prints each beside what it measures, so that the first
+card with another figure corrects that one.
 """
 
 from r3lite.devices.live_tensors import MIB
@@ -24,7 +24,7 @@ NOT_TENSORS = ("context", "graph pools", "fragmentation")  # parts that the allo
 
 
 def beside_tensors(tensors: int, captured: int = 0) -> dict[str, int]:
-    """Bytes by part, in a phase whose tensors take so many; `captured` are those of a step run as CUDA graphs, or 0.
+    """Bytes by part, in a phase with `tensors` bytes of tensors; `captured`: those of a step run as CUDA graphs, or 0.
 
     The graphs of a run share one pool, which no other tensor can use, and have a cuBLAS workspace of their own in it.
     """

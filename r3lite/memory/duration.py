@@ -78,7 +78,7 @@ def nf4_moved(w: Workload) -> float:
 
 
 def forward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
-    """All layers over so many tokens, each of which attends to so many keys in the mean, without gradients."""
+    """All layers over `tokens` tokens, each of which attends to `keys` keys in the mean, without gradients."""
     m, shapes, L = w.model, linears(w.model), w.model.num_hidden_layers
     weights = sum(out * into for out, into in shapes.values())
     adapted = [shapes[name] for name in w.targets]
@@ -115,7 +115,7 @@ def backward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
 
 
 def head(w: Workload, memory: Memory, tokens: int, per_logit: int, products: int) -> Cost:
-    """The head on so many tokens, in `products` products, and what is done with the logits."""
+    """The head on `tokens` tokens, in `products` products; what is done with a logit moves `per_logit` bytes."""
     size, chunks = w.vocabulary * w.model.hidden_size, -(-tokens // memory.loss_chunk)
     return Cost(
         weights=chunks * products * size * w.element,
@@ -176,7 +176,7 @@ def validate(w: Workload, memory: Memory) -> list[Cost]:
 
 
 def decode(w: Workload, memory: Memory, rows: int, slots: float) -> list[Cost]:
-    """One more token in each of so many rows, whose caches hold so many in the mean."""
+    """One more token in each of `rows` rows, whose caches hold `slots` tokens in the mean."""
     m = w.model
     cache = rows * slots * 2 * m.num_key_value_heads * m.head_dim * w.element * m.num_hidden_layers
     return [forward(w, memory, rows, slots), head(w, memory, rows, SAMPLING, products=1), Cost(weights=cache)]
@@ -289,7 +289,7 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
 
 
 def in_words(seconds: float) -> str:
-    """A time as people say it, in two digits."""
+    """A time in words, to two digits."""
     units = {"days": 86400, "h": 3600, "min": 60, "s": 1, "ms": 0.001}
     name = next((name for name, size in units.items() if seconds >= (2 * size if size > 1 else size)), "ms")
     number = seconds / units[name]

@@ -115,7 +115,7 @@ def weight_bytes(w: Workload, quantized: bool) -> int:
 
 
 def _nf4_bytes(weights: list[int]) -> int:
-    """Of linear layers with so many weights each, which lie one after another in memory."""
+    """Bytes of NF4 linear layers with `weights` weights each, which lie one after another in memory."""
     groups = sum(-(-count // (nf4.BLOCK * nf4.GROUP)) for count in weights)
     return rounded(sum(weights) / 2) + rounded(groups * nf4.GROUP) + 2 * rounded(groups * 4)
 
@@ -197,7 +197,7 @@ def _load(w: Workload, memory: Memory) -> Parts:
 
 
 def _dense(w: Workload, memory: Memory, weights: int) -> int:
-    """Bytes of so many weights of linear layers, dequantized, with the temporaries of that."""
+    """Bytes of `weights` weights of linear layers, dequantized, with the temporaries of that."""
     if not memory.nf4:
         return 0
     # On CUDA the codes as int32, and code points in fp16; elsewhere a tile's numbers, beside those of the one before.
@@ -206,7 +206,7 @@ def _dense(w: Workload, memory: Memory, weights: int) -> int:
 
 
 def _forward(w: Workload, memory: Memory, tokens: int) -> int:
-    """Bytes of a pass without gradients over so many tokens, one layer at a time."""
+    """Bytes of a pass without gradients over `tokens` tokens, one layer at a time."""
     C, wide, e = w.model.hidden_size, w.model.intermediate_size, w.element
     tile = min(tokens, memory.mlp_tile)
     attention = tokens * 6 * C * e + _dense(w, memory, C * (C + _kv(w)))
@@ -223,8 +223,8 @@ def _chunk(w: Workload, memory: Memory, tokens: int, gradients: bool) -> int:
 
 
 def _pass(w: Workload, memory: Memory, rows: int) -> tuple[int, int, int]:
-    """The most tokens that a pass of at most so many rows has, how many of them a loss may fall on, and those that its
-    rows attend to besides their own.
+    """The most tokens that a pass of at most `rows` rows has, how many of them a loss may fall on, and how many tokens
+    its rows attend to besides their own.
     """
     apart = w.row_tokens - w.shared
     tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.shared + rows * apart)
@@ -272,7 +272,7 @@ def _judge(w: Workload, judge: JudgeWork) -> Parts:
 
 
 def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
-    """The cache of so many episodes of so many tokens, and the second block of a layer that grows."""
+    """Bytes of a KV cache of `rows` episodes of `tokens` tokens, and of the second block of a layer that grows."""
     m = w.model
     slots = -(-tokens // BLOCK) * BLOCK
     block = rows * _kv(w) * slots * w.element
@@ -281,7 +281,7 @@ def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
 
 def _sample(w: Workload, memory: Memory) -> Parts:
     m, rows = w.model, min(memory.rollout_batch_size, w.episodes)
-    together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: so many are read at a time
+    together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: this many are read at a time
     seen = w.row_tokens if w.retrieves or w.on_cuda else w.reads  # CUDA graphs want a cache that does not move
     masks = together * seen * w.element + seen * 2 * m.hidden_size * w.element  # and one row's keys, for every head
     prefill = {"KV cache": kv_bytes(w, rows, seen), "prefill": _forward(w, memory, together) + masks}

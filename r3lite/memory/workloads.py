@@ -150,7 +150,7 @@ def judge_work(judge: JudgeSettings, model: ModelSettings) -> JudgeWork | None:
 
 
 def read_workload(model: ModelSettings, longest: int, rows: int) -> Workload:
-    """Reading so many rows of at most `longest` tokens without gradients, as a teacher does."""
+    """Reading `rows` rows of at most `longest` tokens each without gradients, as a teacher does."""
     adapter = _adapter(model, LoraSettings()) if model.adapter else {}
     work = {"trains": False, "scores": 1, "scored_rows": rows, "step_rows": rows, "adapters": bool(adapter)}
     return Workload(**_base(model), **adapter, **work, row_tokens=longest)
@@ -163,7 +163,7 @@ def evaluate_workload(
     questions: int,
     judge: JudgeSettings | None = None,
 ) -> Workload:
-    """Answering so many questions, and judging the answers if there is a judge."""
+    """Answering `questions` questions, and judging the answers if there is a judge."""
     adapter = _adapter(model, LoraSettings()) if model.adapter else {}
     work = judge_work(judge, model) if judge else None
     return Workload(**_base(model), **adapter, **_sampling(lengths, retrieval, questions), trains=False, judge=work)

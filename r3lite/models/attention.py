@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The memory-efficient kernel, the only fused one on Turing cards, reads masks whose rows begin at multiples of so many
-# numbers. Of any other mask PyTorch makes a copy in every layer, and keeps it for the backward pass (`preprocess_mask`
-# in aten/src/ATen/native/transformers/attention.cpp).
+# The memory-efficient kernel, the only fused one on Turing cards, reads masks whose rows begin at multiples of this
+# many numbers. Of any other mask PyTorch makes a copy in every layer, and keeps it for the backward pass
+# (`preprocess_mask` in aten/src/ATen/native/transformers/attention.cpp).
 ALIGNMENT = 8
 
 

@@ -86,7 +86,7 @@ class TopTokens:
     logprobs: Tensor  # [N, k] fp32
 
     def split(self, sizes: list[int]) -> "list[TopTokens]":
-        """The same in parts of so many distributions."""
+        """The same in parts of `sizes` distributions."""
         parts = zip(self.ids.split(sizes), self.logprobs.split(sizes), strict=True)
         return [TopTokens(ids, logprobs) for ids, logprobs in parts]
 

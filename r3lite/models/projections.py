@@ -208,7 +208,7 @@ class Operands(NamedTuple):
 
 
 def operands(layers: Sequence[nn.Module], dtype: torch.dtype, rows: int) -> Operands:
-    """What `project` would multiply so many rows of `dtype` by, without gradients and dropout.
+    """What `project` would multiply `rows` rows of `dtype` by, without gradients and dropout.
 
     As `.data`: of a view, which is what most of these are, compiled code checks the tensor that it shows too.
     """
@@ -255,7 +255,7 @@ def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = No
 
 
 def _adapts_in_fp32(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether an adapter's products of so many rows, of x's dtype, are computed in fp32: see FEW_ROWS."""
+    """Whether an adapter's products with `rows` rows of x, of `dtype`, are computed in fp32: see FEW_ROWS."""
     return rows <= FEW_ROWS and dtype.itemsize == 2 and device.type == "cpu"
 
 

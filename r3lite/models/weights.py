@@ -281,7 +281,7 @@ def save_merged(model: Qwen2, source_folder: str | Path, out_folder: str | Path,
 
     An adapter to be included is merged before (`lora.merge_adapter`); those still attached are left out. NF4 weights
     are written dense. `config.json` names the dtype that is written, under the source's key. With `max_shard` there
-    are several files, of at most so many bytes unless one tensor is larger. The folder appears whole or not at all.
+    are several files, of at most `max_shard` bytes unless one tensor is larger. The folder appears whole or not at all.
     Raises R3LiteError if it exists and is not empty.
     """
     key = "dtype" if "dtype" in config_record(Path(source_folder)).values else "torch_dtype"

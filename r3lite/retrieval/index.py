@@ -60,7 +60,7 @@ class PassageIndex:
     def search(self, queries: list[str], k: int, own: list[tuple[int, ...]] | None = None) -> list[list[Document]]:
         """The `k` nearest passages of each query, nearest first; of the places in `own[i]` only, for query i, if given.
 
-        Fewer if there are not so many; none for a query without any word that a hashing encoder knows: its vector is
+        Fewer if there are fewer; none for a query without any word that a hashing encoder knows: its vector is
         zero, and all are as near.
         """
         if not queries:

@@ -44,7 +44,7 @@ class Vectors:
 
     def search(self, queries: np.ndarray, k: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each of `queries` [Q, d] the scores and numbers of the `k` nearest, nearest first; numbers count what is
-        not deleted. Fewer than `k` if there are not so many, or if the lists that are read hold fewer."""
+        not deleted. Fewer than `k` if the index, or the lists that are read, hold fewer."""
         k = max(1, min(k, self.places - len(self.deleted)))
         bits = np.packbits(self._live(), bitorder="little") if len(self.deleted) else None
         scores, places = self._searched(self.base, queries, k, bits)

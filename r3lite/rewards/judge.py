@@ -98,7 +98,7 @@ class Grade:
 
 
 def read_grade(data: Any, steps: int) -> Grade:
-    """The judge's reply about an episode of so many steps; raises InvalidRecord if it is not of the form of SCHEMA."""
+    """The judge's reply about an episode of `steps` steps; raises InvalidRecord if it is not of the form of SCHEMA."""
     grade = Record(data, Source("the verdict"))
     entries = grade.records("steps")
     numbers = [entry.whole("step") for entry in entries]

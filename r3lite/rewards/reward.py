@@ -19,7 +19,7 @@ from r3lite.settings import RewardSettings
 if TYPE_CHECKING:  # it imports this module
     from r3lite.rewards.judge import Judge
 
-MANY = 8  # questions; if a reward is missing for all episodes of so many, it is not by chance
+MANY = 8  # questions; if a reward is missing for all episodes of this many, it is not by chance
 
 
 @dataclass(frozen=True)

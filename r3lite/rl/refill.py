@@ -21,9 +21,9 @@ def teaches(rewards: Sequence[float | None]) -> bool:
 def refill(first: Rewards, more: Callable[[int, int], Rewards], limit: int) -> tuple[set[int], dict[str, float]]:
     """Samples until as many groups teach as there are in `first`, at most `limit` times.
 
-    `more(attempt, groups)` samples so many groups of other questions, for attempt 1, 2, ..., and returns their rewards.
-    Each attempt replaces what is still missing, so no more groups are kept than there were. Returns the groups that are
-    learned from, by their place among all that were sampled, and metrics.
+    `more(attempt, groups)` samples `groups` groups of other questions, for attempt 1, 2, ..., and returns their
+    rewards. Each attempt replaces what is still missing, so no more groups are kept than there were. Returns the groups
+    that are learned from, by their place among all that were sampled, and metrics.
     """
     rewards, attempts = list(first), 0
 

@@ -102,7 +102,7 @@ class Engine:
                 self.iterate(scheduler, decoder, fetcher, over)
 
     def begin(self, sequences: list[Sequence], rows: int) -> tuple[Scheduler, Decoder]:
-        """What runs sequences in so many rows."""
+        """The scheduler and the decoder that run sequences in a new cache of `rows` rows."""
         cache = self._cache(rows)
         if cache.device.type == "cuda":
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)

@@ -75,7 +75,7 @@ def rounded_up(count: int) -> int:
 
 
 class Lanes:
-    """The lanes of some adapters, each with so many rows. Used by one thread; `close` ends it."""
+    """The lanes of some adapters, each with `rows` rows. Used by one thread; `close` ends it."""
 
     def __init__(self, engine: LaneEngine, adapters: list[str | None], rows: int, retrieve: Retrieve):
         engine.model.eval()

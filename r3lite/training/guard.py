@@ -262,7 +262,7 @@ class Guard:
         return {"guard_f1_drop": told if best.f1 - f1 > max(limit, noise) else None}
 
     def _luck(self, tries: int) -> float:
-        """The standard errors that a drop from the best of so many tries must be larger than."""
+        """How many standard errors a drop from the best of `tries` validations must exceed."""
         return SURE + math.sqrt(math.log(tries))
 
     def _take_peaks(self) -> None:

@@ -72,8 +72,8 @@ def _peak_memory_mib_on_windows() -> float | None:
 def with_perplexity(record: dict) -> dict:
     """A record of SFT, whose losses are means over tokens in nats, with the perplexity of each: exp of the loss.
 
-    A model is as unsure as among so many equally likely tokens. Beyond what a float holds it is infinite, which the log
-    writes as null.
+    A perplexity of n means that the model is as unsure as if it chose among n equally likely tokens. One beyond what a
+    float holds is infinite, which the log writes as null.
     """
     for name in (name for name in ("loss", "eval_loss") if name in record):
         try:
@@ -128,7 +128,7 @@ class Clock:
         self.later = 0  # steps since then
 
     def left(self, steps: int) -> float:
-        """Seconds that so many more steps take; called at the end of each step."""
+        """Seconds that `steps` more steps take; called at the end of each step."""
         now = self.now()
         if self.first is None:
             self.first = now

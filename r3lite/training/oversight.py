@@ -29,7 +29,7 @@ class Validation(Protocol):
     def measure(self) -> tuple[dict, list[float] | None]:
         """The metrics, and the F1 of each question in an order that never changes.
 
-        None if some are unknown as the retriever failed, at so many as the metric `retrieval_failures` says.
+        None instead of the F1s if the retriever failed at a question; the metric `retrieval_failures` counts those.
         """
         ...
 

@@ -64,7 +64,7 @@ class Critic:
     protocol: Protocol
 
     def critique(self, prompt: str, failures: Sequence[Episode], number: int, of: int, nonce: str) -> Request:
-        """Asks what in a prompt brought the failures about, as number so and so `of` those that a round asks for."""
+        """Asks what in a prompt brought the failures about: critique `number` of the `of` that a round asks for."""
         data = {"prompt": prompt, "form": self.form, "episodes": [self.shown(episode) for episode in failures]}
         system = CRITIQUE.format(role=ROLES[self.improved], number=number, of=of)
         return _request(system, data, "critique", 512, nonce)

@@ -152,7 +152,7 @@ class Most:
 
 
 def most(rounds: int, beam: int, branch: int) -> Most:
-    """What so many rounds do if every prompt of a beam fails somewhere and no new one is rejected."""
+    """The most that `rounds` rounds do: every prompt of a beam fails somewhere, and no new one is rejected."""
     tried, scored = 0, 1
     for _ in range(rounds):
         parents = min(beam, scored)
