@@ -59,7 +59,7 @@ class Trait(enum.Enum):
 
 @dataclass(frozen=True)
 class Required:
-    """Trait of a setting that must be given, or one of `instead`, but not in a dry run; `hint` says what to pass."""
+    """A setting with this trait, or one of `instead`, must be given except in a dry run; `hint` says what to pass."""
 
     hint: str
     instead: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from r3lite.models.qwen2 import Qwen2, Qwen2Config
 from r3lite.protocols.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
-pytest_plugins = ["tests.fake_gemini", "tests.cold_start"]
+pytest_plugins = ["tests.fake_gemini", "tests.cold_start", "tests.evaluating"]
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,8 @@
 import errno
 import json
 import os
-from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from r3lite import evaluate
 from r3lite.errors import R3LiteError
@@ -15,72 +12,7 @@ from r3lite.files import sole_writer, write_jsonl
 from r3lite.protocols.transcript import Layout
 from r3lite.retrieval.index import PassageIndex
 from r3lite.rewards.reward import StepVerdict, Verdict
-from r3lite.rollout.engine import Engine
-
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-SCORES = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
-
-
-def paragraphs(*names):
-    return [
-        {"idx": i, "title": n, "paragraph_text": f"{n} lives in {n}town.", "is_supporting": i < 2}
-        for i, n in enumerate(names)
-    ]
-
-
-def question(name, hops, answer):
-    steps = [{"question": f"hop {i}", "answer": f"a{i}", "paragraph_support_idx": i % 2} for i in range(hops)]
-    record = {
-        "id": name,
-        "question": f"Where does {name} live?",
-        "answer": answer,
-        "answer_aliases": [f"{answer} City"],
-    }
-    return record | {"paragraphs": paragraphs("Ada", "Bob", "Cy"), "question_decomposition": steps, "answerable": True}
-
-
-@pytest.fixture
-def toy(tmp_path, small_model, write_folder):
-    """Arguments of a run: a byte-level toy model and three MuSiQue questions of 2, 2 and 3 hops."""
-    folder = write_folder(small_model(vocab_size=272), tmp_path / "model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "pad_token": "<|endoftext|>"}))
-    rows = [question("Ada", 2, "Adatown"), question("Bob", 2, "Bobtown"), question("Cy", 3, "Cytown")]
-    write_jsonl(tmp_path / "questions.jsonl", rows)
-    fixed = {"model": folder, "data": tmp_path / "questions.jsonl", "output": tmp_path / "out", "device": "cpu"}
-    fixed |= {"dtype": "fp32", "encoder": "hashing", "max-new-tokens": 160, "top-k": 2}
-    return [word for name, value in fixed.items() for word in (f"--{name}", str(value))]
-
-
-@pytest.fixture
-def says(monkeypatch):
-    """Lets the toy say what a script has for a question, turn by turn."""
-
-    def script(turns):
-        def sample(engine, logits, rows):
-            tokens = []
-            for sequence in rows:
-                turn = turns[sequence.question.id][len(sequence.steps)]
-                tokenizer = engine.layout.tokenizer
-                tokens.append([*tokenizer.encode(turn), tokenizer.stop_id][len(sequence.turn)])
-            return torch.tensor(tokens), torch.zeros(len(rows))
-
-        monkeypatch.setattr(Engine, "_sample", sample)
-
-    return script
-
-
-def ask(k, query):
-    return f"Step {k}:\nThe problem analysis: Look.\nThe retrieval query: {query}"
-
-
-def answer(k, text):
-    return f"Step {k}:\nThe problem analysis: So.\nThe final answer: {text}"
+from tests.evaluating import SCORES, answer, ask
 
 
 def written(tmp_path):
@@ -389,75 +321,3 @@ def test_an_encoder_that_is_not_there_shows_before_the_questions_are_answered(to
     monkeypatch.setattr(evaluate, "build_engine", lambda *_: pytest.fail("the long part began"))
     assert evaluate.main([*toy, "--bert-score", str(tmp_path / "gone")]) == 1
     assert "gone" in capsys.readouterr().err
-
-
-@pytest.fixture
-def two(toy, says, tmp_path):
-    """Two evaluations of the same questions: one finds nothing, the other answers two of three."""
-    for name, said in (("first", "somewhere"), ("second", "Adatown")):
-        says({"Ada": [answer(1, said)], "Bob": [answer(1, said)], "Cy": [answer(1, said)]})
-        assert evaluate.main([*toy]) == 0
-        (tmp_path / "out").rename(tmp_path / name)
-    return str(tmp_path / "first"), str(tmp_path / "second")
-
-
-def test_two_evaluations_are_compared(two, tmp_path, capsys):
-    first, second = two
-    assert evaluate.main(["--compare", first, f"{second}/predictions.jsonl", "--output", str(tmp_path / "c")]) == 0
-    found = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))
-    assert (found["n"], found["a"], found["b"]) == (3, first, f"{second}/predictions.jsonl")
-    assert found["metrics"].keys() >= {*SCORES, "sp_f1", "joint_f1", "rouge_l", "bleu", "reasoning_tokens"}
-    em = found["metrics"]["em"]
-    assert (em["a"], em["b"], em["difference"]) == pytest.approx((0, 1 / 3, 1 / 3)) and em["low"] == 0.0
-    # 8 of 27 resamples leave Ada out: twice that is p.
-    assert em["p"] == pytest.approx(16 / 27, abs=0.02)
-    shown = capsys.readouterr().out
-    assert "exact match          0.000   0.333   +0.333    +0.000   +1.000" in shown
-    assert evaluate.main(["--compare", first, second, "--output", str(tmp_path / "c")]) == 1
-    assert "is not an empty folder" in capsys.readouterr().err
-    assert evaluate.main(["--compare", first, second, "--dry-run"]) == 0
-
-
-def lines_of(folder):
-    return [json.loads(line) for line in (Path(folder) / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def test_predictions_of_an_earlier_version_are_compared_in_what_they_have(two, tmp_path, capsys):
-    lines = lines_of(two[0])
-    kept = ("id", "question", "answers", "prediction", "steps", "finish", "em", "f1", "recall", "hops")
-    write_jsonl(tmp_path / "old.jsonl", [{k: line[k] for k in kept} for line in lines])
-    assert evaluate.main(["--compare", str(tmp_path / "old.jsonl"), two[1], "--output", str(tmp_path / "c")]) == 0
-    found = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))
-    assert found["metrics"].keys() == set(SCORES)
-
-
-def test_answers_are_paired_by_id_and_not_by_line(two, tmp_path):
-    write_jsonl(tmp_path / "turned.jsonl", reversed(lines_of(two[1])))
-    assert evaluate.main(["--compare", str(tmp_path / "turned.jsonl"), two[1], "--output", str(tmp_path / "c")]) == 0
-    em = json.loads((tmp_path / "c" / "comparison.json").read_text(encoding="utf-8"))["metrics"]["em"]
-    assert em["a"] == pytest.approx(1 / 3) and (em["low"], em["high"], em["p"]) == (0.0, 0.0, 1.0)
-
-
-def test_evaluations_of_other_questions_are_not_compared(two, tmp_path, capsys):
-    lines = lines_of(two[0])
-    others = {
-        "fewer": lines[:2],
-        "other-text": [lines[0] | {"question": "Who?"}, *lines[1:]],
-        "twice": [*lines, lines[0]],
-        "no-scores": [{k: v for k, v in line.items() if k != "em"} for line in lines],
-        "empty": [],
-    }
-    told = {}
-    for name, rows in others.items():
-        write_jsonl(tmp_path / name, rows)
-        assert evaluate.main(["--compare", two[0], str(tmp_path / name)]) == 1
-        told[name] = capsys.readouterr().err
-    assert f"the two are not of the same questions: 1 only in {two[0]}, such as Cy" in told["fewer"]
-    assert "Evaluate both on the same --data" in told["fewer"]
-    assert "1 ids, such as Ada, name different questions" in told["other-text"]
-    assert "line 4: the id 'Ada' is there twice" in told["twice"]
-    assert "line 1: em is missing" in told["no-scores"]
-    assert "holds no predictions" in told["empty"]
-    assert evaluate.main(["--compare", two[0], str(tmp_path / "gone")]) == 1
-    assert evaluate.main(["--compare", two[0], two[1], "--data", "x"]) == 2
-    assert "leave --data out" in capsys.readouterr().err

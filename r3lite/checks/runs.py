@@ -147,7 +147,7 @@ def conversation(asked: str, answered: str) -> dict:
 
 
 def long_row(start: int, tokens: int) -> dict:
-    """A row whose answer is `tokens` tokens of the sample world, or about as many, from the token `start` on."""
+    """A row whose answer is about `tokens` tokens of the sample world, from the token `start` on."""
     words = [token for row in sentences(30) for token in row][start : start + tokens]
     assert len(words) == tokens
     return conversation("What is in the encyclopedia?", Tokenizer.load(resolve_folder("tiny")).decode(words))

@@ -1,4 +1,4 @@
-"""How fast a device is: the figures that times are predicted from, measured by `doctor` or of a table of cards.
+"""How fast a device is: the figures that times are predicted from, measured by `doctor` or from a table of cards.
 
 The table holds the makers' peaks, which no program reaches: times that are predicted from it are optimistic.
 """

@@ -1,4 +1,4 @@
-"""The JSON that Gemini's server sends, read with distrust: texts, reasons for their lack, token counts, errors.
+"""Reads the JSON that Gemini's server sends, and checks it: texts, why one is missing, token counts, errors.
 
 Knows no network and no settings. InvalidRecord says what is wrong with a reply.
 """

@@ -60,8 +60,8 @@ class PassageIndex:
     def search(self, queries: list[str], k: int, own: list[tuple[int, ...]] | None = None) -> list[list[Document]]:
         """The `k` nearest passages of each query, nearest first; of the places in `own[i]` only, for query i, if given.
 
-        Fewer if there are fewer; none for a query without any word that a hashing encoder knows: its vector is
-        zero, and all are as near.
+        Fewer than `k` if the index holds fewer. None for a query without any word that a hashing encoder knows: its
+        vector is zero, and all passages are equally near.
         """
         if not queries:
             return []
