@@ -177,7 +177,7 @@ def test_an_answer_is_demanded_after_the_last_query(tmp_path, teach):
     teach.server.reply = reply
     assert teach(write(tmp_path / "data.jsonl", [row(1)]), "--max-hops", "2", "--attempts", "1") == 1
     assert lines(teach.rejected) == [{"id": "q1", "reason": "no answer after 2 queries"}]
-    assert ["No further retrieval is possible" in p for p in teach.server.prompts] == [False, False, True]
+    assert ["Nothing more can be looked up" in p for p in teach.server.prompts] == [False, False, True]
 
 
 def test_a_second_run_asks_only_what_is_left(tmp_path, teach, capsys):

@@ -71,10 +71,11 @@ class Teacher:
 
         The teacher's steps are its own turns, so that no text in a document or a question can pass for one.
         """
-        turns, user = [], [self.protocol.opening(self.protocol.quoted(this.question.text))]
+        question = self.protocol.quoted(this.question.text)
+        turns, user = [], [self.protocol.opening(question)]
         for k, step in enumerate(this.steps, 1):
             turns += ["\n\n".join(user), self.protocol.render(step, k)]
-            user = [self.protocol.observation(this.steps[:k])]
+            user = [self.protocol.observation(question, this.steps[:k])]
         if len(this.steps) == self.settings.max_hops:
             user.append(self.protocol.answer_request)
         if number:

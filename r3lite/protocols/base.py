@@ -12,6 +12,7 @@ from r3lite.episode import Step
 
 CUT_OFF, ANSWER_WAS_FORCED = "cut_off", "answer_was_forced"
 BLANK_QUERY, REPEATED_QUERY = "blank_query", "repeated_query"  # faults of every protocol that searches
+NO_MORE = "Nothing more can be looked up. Give the final answer."
 # Faults that a layout finds, whatever the protocol; worded to follow `step k`.
 LAYOUT_FAULTS = {
     CUT_OFF: "was not finished within the token limit",
@@ -53,6 +54,7 @@ class Protocol(ABC):
     plans: bool = False  # whether the first step is a plan of all searches
     verifies: bool = False  # whether an answer has to be verified before it is given
     answer_request: str  # the observation before a turn in which only the answer is left to write
+    answer_heading: str  # given at the beginning of such a turn
 
     @abstractmethod
     def opening(self, question: str) -> str:
@@ -74,15 +76,21 @@ class Protocol(ABC):
         """The text of step `number` as the model should write it. Its documents belong to the next observation."""
 
     @abstractmethod
-    def observation(self, steps: Sequence[Step]) -> str:
-        """The text given after the searches of the last of an episode's `steps`, with their documents.
+    def observation(self, question: str, steps: Sequence[Step]) -> str:
+        """The text given after the searches of the last of an episode's `steps`, with their documents; `question` is
+        `quoted` already.
 
         Nothing in a document may look like the end of it, or like another one: see `quoted`.
         """
 
     @abstractmethod
-    def forced_prefix(self, number: int) -> str:
-        """The text that a turn begins with if only the answer of step `number` is left to write."""
+    def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
+        """The step of an answer that was forced, without an analysis: `text` follows `answer_heading`."""
+
+    def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
+        """What is given to a turn that ran out of room so that the answer is left to write, after what it has of an
+        analysis; None if nothing can be answered there, or it has begun to answer."""
+        return None if self.answer_heading in text else f"\n{self.answer_heading}"
 
     @abstractmethod
     def step_request(self, number: int) -> str:

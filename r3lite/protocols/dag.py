@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from r3lite.episode import Search, Step
 from r3lite.protocols import plan
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
+from r3lite.protocols.base import LAYOUT_FAULTS, NO_MORE, Protocol, asked_before, one_line
 from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
 from r3lite.protocols.r3 import Headings, render_documents
 from r3lite.protocols.templates import read_template
@@ -36,8 +36,6 @@ FAULTS = {
 }
 ANSWER = Headings().answer
 DOCUMENTS = "The retrieval documents of"
-GIVEN_UP = "No further retrieval is possible."
-FORCED = f"{GIVEN_UP}\n{ANSWER}"
 LINE = re.compile(r"[ \t]*([A-Za-z]\w{0,15})[ \t]*:[ \t]*(.*?)[ \t]*")
 
 
@@ -57,7 +55,8 @@ class Dag(Protocol):
     stop_strings = (DOCUMENTS,)  # a model that writes them would invent them
     user_turns = True
     plans = True
-    answer_request = f"{GIVEN_UP} Give the final answer."
+    answer_request = NO_MORE
+    answer_heading = ANSWER
 
     @staticmethod
     def load(settings: ProtocolSettings) -> "Dag":
@@ -80,7 +79,7 @@ class Dag(Protocol):
     def render(self, step: Step, number: int) -> str:
         return "\n".join(filter(None, (step.analysis, step.answer and f"{ANSWER} {step.answer}")))
 
-    def observation(self, steps: Sequence[Step]) -> str:
+    def observation(self, question: str, steps: Sequence[Step]) -> str:
         """The documents of each node of a level, then the queries whose answers are to be written next."""
         levels, parts = self._plan(steps).levels, []
         nodes, first = levels[len(steps) - 1], 1
@@ -96,8 +95,11 @@ class Dag(Protocol):
         filled = {"documents": "\n".join(parts), "request": request}
         return re.sub(r"\{(documents|request)\}", lambda m: filled[m[1]], self.step_prompt)
 
-    def forced_prefix(self, number: int) -> str:
-        return FORCED
+    def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
+        return _with_final(Step(), [text])
+
+    def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
+        return super().finishing(text, earlier) if earlier else None
 
     def step_request(self, number: int) -> str:
         return "Write the plan now, and nothing else." if number == 1 else "Write that now, and nothing else."
@@ -126,8 +128,6 @@ class Dag(Protocol):
         long as the queries of the next level can be filled.
         """
         text = text.strip()
-        if text.startswith(FORCED):
-            return _with_final(Step(GIVEN_UP), [text[len(FORCED) :]])
         if earlier:
             return self._answers(text, earlier)
         try:

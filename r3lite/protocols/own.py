@@ -26,7 +26,7 @@ HEADINGS = tuple(field.name for field in fields(Headings))
 # Keys of a file by its kind: those that must be there, and those that may be.
 KEYS = {
     "headings": (("prompt", "documents_prompt"), HEADINGS),
-    "tags": (("prompt", "think", "answer"), ("search", "documents", "forced")),
+    "tags": (("prompt", "think", "answer"), ("search", "documents")),
 }
 TAG = re.compile(r"<[^<>\s]+>")
 
@@ -52,8 +52,7 @@ def load_own(settings: ProtocolSettings) -> Protocol:
     check_placeholders("the opening prompt", prompt, "question")
     tags = {name: Tag(*own[name]) for name in ("think", "search", "answer") if name in own}
     information = Tag(*own["documents"]) if "documents" in own else None
-    forced = {"forced": own["forced"]} if "forced" in own else {}
-    made = {"search": None} | tags | {"information": information, "lenient": settings.tags == "lenient"} | forced
+    made = {"search": None} | tags | {"information": information, "lenient": settings.tags == "lenient"}
     return Tags(prompt, system=settings.system_prompt, **made)
 
 
@@ -78,7 +77,7 @@ def _problem_of_headings(parts: dict[str, Any]) -> str | None:
     if bad := [k for k, v in parts.items() if not isinstance(v, str) or v != " ".join(v.split()) or not v]:
         return f"has {bad[0]} = {parts[bad[0]]!r}; it must be text on a line"
     names = Headings(**parts)
-    own = {key: getattr(names, key) for key in HEADINGS if key != "forced"}
+    own = {key: getattr(names, key) for key in HEADINGS}
     for key, value in own.items():
         for other, text in own.items():
             if key != other and text.startswith(value):
@@ -87,16 +86,13 @@ def _problem_of_headings(parts: dict[str, Any]) -> str | None:
 
 
 def _problem_of_tags(parts: dict[str, Any]) -> str | None:
-    if "forced" in parts and (not isinstance(parts["forced"], str) or not parts["forced"].strip()):
-        return "has no text as forced"
-    ends = {key: value for key, value in parts.items() if key != "forced"}
-    for key, value in ends.items():
+    for key, value in parts.items():
         whole = isinstance(value, list) and all(isinstance(end, str) and TAG.fullmatch(end) for end in value)
         if not whole or len(value) != 2:
             return f"has {key} = {value!r}; it must be an opening and a closing tag, such as ['<think>', '</think>']"
-    every = [end.lower() for pair in ends.values() for end in pair]
+    every = [end.lower() for pair in parts.values() for end in pair]
     if twice := [end for end in every if every.count(end) > 1]:
         return f"has {twice[0]} twice"
-    if ("search" in ends) != ("documents" in ends):
+    if ("search" in parts) != ("documents" in parts):
         return "has only one of search and documents"
     return None

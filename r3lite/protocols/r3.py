@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from r3lite.episode import Document, Search, Step
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
+from r3lite.protocols.base import LAYOUT_FAULTS, NO_MORE, Protocol, asked_before, one_line
 from r3lite.protocols.templates import check_placeholders, read_prompt
 from r3lite.settings import ProtocolSettings
 
@@ -48,8 +48,7 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Headings:
-    """What the parts of a step begin with, and `step` the step itself, before its number and a colon; and the analysis
-    that stands before an answer that is forced."""
+    """What the parts of a step begin with, and `step` the step itself, before its number and a colon."""
 
     step: str = "Step"
     analysis: str = "The problem analysis:"
@@ -58,7 +57,6 @@ class Headings:
     documents: str = "The retrieval documents:"
     verification: str = "The verification:"
     answer: str = "The final answer:"
-    forced: str = "No further retrieval is possible."
 
 
 NUMBERED = re.compile(r"[ \t]*(\d+)\.(.*)")
@@ -79,7 +77,7 @@ class R3(Protocol):
     """Parsing and rendering of R3 steps. `parse(render(step, k), earlier) == step` for every well-formed step."""
 
     init_prompt: str  # opens an episode; has {question}
-    step_prompt: str  # answers a query; has {documents} and may have {step}, the number of the step to be written next
+    step_prompt: str  # answers a query; has {documents}, may have {question} and {step}, the number of the next step
     system: str | None = None
     most_queries: int = 1  # of a step
     verifies: bool = False
@@ -87,7 +85,7 @@ class R3(Protocol):
 
     faults = FAULTS
     user_turns = True
-    answer_request = "No further retrieval is possible. Give the final answer."
+    answer_request = NO_MORE
 
     @staticmethod
     def load(settings: ProtocolSettings) -> "R3":
@@ -104,7 +102,7 @@ class R3(Protocol):
             "verification_note": VERIFICATION_NOTE.format(h=headings) if verifies else "",
         }
         check_placeholders("the opening prompt", init, "question", tuple(notes))
-        check_placeholders("the prompt with documents", step, "documents", ("step",))
+        check_placeholders("the prompt with documents", step, "documents", ("question", "step"))
         for name, note in notes.items():
             init = init.replace(f"{{{name}}}", note)
         return R3(init, step, settings.system_prompt, most, verifies, headings)
@@ -140,14 +138,19 @@ class R3(Protocol):
             parts.append(f"{self.names.answer} {step.answer}")
         return "\n".join(parts)
 
-    def observation(self, steps: Sequence[Step]) -> str:
-        filled = {"documents": render_searches(steps[-1].searches), "step": str(len(steps) + 1)}
+    def observation(self, question: str, steps: Sequence[Step]) -> str:
+        documents, number = render_searches(steps[-1].searches), str(len(steps) + 1)
+        filled = {"documents": documents, "question": question, "step": number}
         # One pass, so that a document that has a placeholder in it stays as it is.
-        return re.sub(r"\{(documents|step)\}", lambda m: filled[m[1]], self.step_prompt)
+        return re.sub(r"\{(documents|question|step)\}", lambda m: filled[m[1]], self.step_prompt)
 
-    def forced_prefix(self, number: int) -> str:
-        checked = f"{self.names.verification} Nothing more can be looked up.\n" * self.verifies
-        return f"{self.names.step} {number}:\n{self.names.analysis} {self.names.forced}\n{checked}{self.names.answer}"
+    @property
+    def answer_heading(self) -> str:
+        return self.names.answer
+
+    def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
+        written = Step("-", answer="", verification="-" * self.verifies)
+        return self.parse(self.render(written, len(earlier) + 1).rstrip() + text, earlier)
 
     def step_request(self, number: int) -> str:
         return f"Write {self.names.step} {number} now, and nothing else."

@@ -18,7 +18,7 @@ from functools import cached_property
 from r3lite.episode import Search, Step
 from r3lite.errors import R3LiteError
 from r3lite.protocols import markup
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before
+from r3lite.protocols.base import LAYOUT_FAULTS, NO_MORE, Protocol, asked_before
 from r3lite.protocols.markup import Block, Markup, Tag
 from r3lite.protocols.templates import read_template
 from r3lite.settings import ProtocolSettings
@@ -57,7 +57,6 @@ class Tags(Protocol):
     information: Tag | None = Tag("<information>", "</information>")
     lenient: bool = False
     system: str | None = None
-    forced: str = "I answer with what I know."  # the thought before an answer that is forced
 
     faults = FAULTS
     user_turns = False
@@ -80,7 +79,11 @@ class Tags(Protocol):
 
     @property
     def answer_request(self) -> str:
-        return self._spliced("No further retrieval is possible. Give the final answer.")
+        return self._spliced(NO_MORE) if self.searches else ""
+
+    @property
+    def answer_heading(self) -> str:
+        return self.answer.opening
 
     def opening(self, question: str) -> str:
         return self.init_prompt.replace("{question}", question)
@@ -93,7 +96,7 @@ class Tags(Protocol):
         last = self.search.around(step.queries[0]) if step.answer is None else self.answer.around(step.answer)
         return self.think.around(step.analysis) + last
 
-    def observation(self, steps: Sequence[Step]) -> str:
+    def observation(self, question: str, steps: Sequence[Step]) -> str:
         """Numbered passages, one a line, as Search-R1 gives them."""
         lines = [
             f"Doc {i}(Title: {self.quoted(d.title)}) {self.quoted(d.text)}"
@@ -101,9 +104,17 @@ class Tags(Protocol):
         ]
         return self._spliced("\n".join(lines) or "(nothing was found)")
 
-    def forced_prefix(self, number: int) -> str:
-        """It has a thought already: an answer whose thinking was cut short by us is not at fault for that."""
-        return self.think.around(self.forced) + self.answer.opening
+    def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
+        return self.parse(self.think.around("-") + self.answer.opening + text, earlier)
+
+    def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
+        opened = [
+            tag.closing
+            for tag in (self.think, self.search)
+            if tag and text.count(tag.opening) > text.count(tag.closing)
+        ]
+        given = super().finishing(text, earlier)
+        return given and "".join(opened) + given
 
     def step_request(self, number: int) -> str:
         last = " or ".join(tag.opening for tag in (self.search, self.answer) if tag)

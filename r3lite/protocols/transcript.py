@@ -33,7 +33,7 @@ class Transcript:
     step_ends: list[int] = field(default_factory=list)
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
-    forced_prefix: str = ""  # given text that the current turn begins with; its tokens are before `turn_start`
+    held: Step | None = None  # a step that only its answer is missing from, which the current turn gives
     pending: tuple[Search, ...] = ()  # those of the last step, which wait for their documents
     failure: str | None = None  # why the retriever failed, if it did at a query of the episode
 
@@ -41,7 +41,7 @@ class Transcript:
         """Appends given tokens; the next turn starts after them."""
         self.tokens += tokens
         self.action_mask += [False] * len(tokens)
-        self.turn_start, self.forced_prefix = len(self.tokens), ""
+        self.turn_start, self.held = len(self.tokens), None
 
     def write(self, tokens: Sequence[int]) -> None:
         """Appends tokens of the model's own."""
@@ -70,7 +70,7 @@ class Opening:
     """
 
     searches: bool = False  # a first step with the question itself as its query, and the documents that it brings
-    forces_answer: bool = False  # the forced prefix of an answer, so that the model's first turn is the answer
+    forces_answer: bool = False  # the heading of an answer, so that the model's first turn is the answer
 
 
 # By the values of --baseline.
@@ -114,7 +114,7 @@ class Layout:
             transcript.add_step(step)
             transcript.pending = step.searches
         elif self.opening.forces_answer:
-            self._begin_answer(transcript, [])
+            self._begin_answer(transcript, Step(), [], self.protocol.answer_heading)
 
     def check_room(self, question: Question, prompt: Sequence[int]) -> None:
         """Raises R3LiteError if an episode is full before an answer."""
@@ -139,12 +139,14 @@ class Layout:
         )
 
     def readable(self, transcript: Transcript, ended: bool) -> str:
-        """The text of the current turn, from its forced prefix up to a stop string, without special tokens.
+        """The text of the current turn, from its forced heading up to a stop string, without special tokens.
 
         Until the turn has `ended` it grows at its end only: a character whose bytes are not all there is held back,
         and so is what may be the beginning of a stop string.
         """
-        text = transcript.forced_prefix + self.tokenizer.decode(transcript.turn)
+        text = self.tokenizer.decode(transcript.turn)
+        if transcript.held is not None:
+            text = "\n" * bool(transcript.held.analysis) + self.protocol.answer_heading + text
         stops = self.protocol.stop_strings
         if found := [text.index(s) for s in stops if s in text]:
             return text[: min(found)]
@@ -164,28 +166,44 @@ class Layout:
     def close_turn(self, transcript: Transcript) -> None:
         """Adds the step that the finished turn means.
 
-        Then the transcript is finished, or has `pending` queries, or has the forced prefix of an answer.
+        Then the transcript is finished, or has `pending` queries, or a step is `held` until its answer is given.
         """
-        forced = transcript.forced_prefix
-        text = forced + self.tokenizer.decode(transcript.turn)
-        step = self.protocol.parse(text, transcript.steps)
-        searches = sum(bool(s.searches) for s in transcript.steps)
+        text, steps = self.tokenizer.decode(transcript.turn), transcript.steps
+        whole = self._ended(transcript) or any(s in text for s in self.protocol.stop_strings)
+        if transcript.held is not None:
+            self._close_answer(transcript, text, whole)
+            return
+        step = self.protocol.parse(text, steps)
+        searches = sum(bool(s.searches) for s in steps)
         ends_at_repeats = self.lengths.end_at_idle_query
-        if not self._ended(transcript) and not any(s in text for s in self.protocol.stop_strings):
+        if not whole:
             step = replace(step, searches=(), answer=None, faults=(base.CUT_OFF,))
+            heading = self.protocol.finishing(text, steps)
+            if heading is not None:
+                self._begin_answer(transcript, step, [], heading)
+                return
             transcript.finish = CUT_OFF
         elif step.answer is not None:
             transcript.finish = ANSWERED
-        elif not step.searches or forced or (ends_at_repeats and base.REPEATED_QUERY in step.faults):
+        elif not step.searches or (ends_at_repeats and base.REPEATED_QUERY in step.faults):
             transcript.finish = MALFORMED
         elif searches >= self.lengths.max_hops:
-            step = _without_query(step)
+            self._force_answer(transcript, step)
+            return
         transcript.add_step(step)
         if transcript.finish is None:
-            if step.searches:
-                transcript.pending = step.searches
-            else:
-                self._force_answer(transcript)
+            transcript.pending = step.searches
+
+    def _close_answer(self, transcript: Transcript, text: str, whole: bool) -> None:
+        """Adds the step that was held, with the answer of the finished turn. What repeats our request is no answer."""
+        step, held = self.protocol.read_answer(text, transcript.steps), transcript.held
+        ours = any(base.same_query(step.answer or "", sentence) for sentence in base.NO_MORE.split(". "))
+        if not whole or ours:
+            step = replace(step, answer=None, faults=(*step.faults, *(() if whole else (base.CUT_OFF,))))
+        transcript.finish = ANSWERED if step.answer is not None else MALFORMED if whole else CUT_OFF
+        faults = tuple(dict.fromkeys((*held.faults, *step.faults)))
+        transcript.held = None
+        transcript.add_step(replace(step, analysis=held.analysis, searches=(), faults=faults, verification=""))
 
     def splice(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> None:
         """Gives a transcript the documents of its pending queries, a list of each.
@@ -196,11 +214,12 @@ class Layout:
         step, given = self._fit(transcript, documents)
         transcript.steps[-1] = step
         if given is None:
-            self._force_answer(transcript)
+            transcript.step_ends.pop()
+            self._force_answer(transcript, transcript.steps.pop())
             return
         transcript.observe(given)
         if self.opening.forces_answer:
-            self._begin_answer(transcript, [])
+            self._begin_answer(transcript, Step(), [], self.protocol.answer_heading)
 
     def lay_out(self, question: Question, steps: Iterable[Step], document_tokens: int) -> Transcript:
         """The transcript of an episode in which the model wrote `steps`; documents are cut to `document_tokens` each.
@@ -217,31 +236,36 @@ class Layout:
             transcript.write(written)
             transcript.add_step(self._cut(step, [s.documents for s in step.searches], document_tokens))
             if step.answer is None:
-                transcript.observe(self._given(self.protocol.observation(transcript.steps)))
+                transcript.observe(self._observation(transcript, transcript.steps))
         return transcript
 
-    def _force_answer(self, transcript: Transcript) -> None:
-        """Opens a last turn in which only the answer is left to write, after the protocol's request for it."""
-        self._begin_answer(transcript, self._end(transcript) + self._given(self.protocol.answer_request))
+    def _force_answer(self, transcript: Transcript, step: Step) -> None:
+        """Opens a last turn in which only the answer of a step is left to write, after the protocol's request for it.
 
-    def _begin_answer(self, transcript: Transcript, request: list[int]) -> None:
-        """Gives `request` and the forced prefix of an answer; cuts the episode off if there is no room for them."""
-        prefix = self.protocol.forced_prefix(len(transcript.steps) + 1)
-        given = request + self.tokenizer.encode(prefix)
+        The step keeps its analysis and loses its queries.
+        """
+        request = self._end(transcript) + self._given(self.protocol.answer_request)
+        self._begin_answer(transcript, _without_query(step), request, self.protocol.answer_heading)
+
+    def _begin_answer(self, transcript: Transcript, step: Step, request: list[int], heading: str) -> None:
+        """Gives `request` and the heading of an answer; cuts the episode off if there is no room for them."""
+        given = request + self.tokenizer.encode(heading)
         if len(transcript.tokens) + len(given) >= self.lengths.max_length:
             transcript.finish = CUT_OFF
+            if step != Step():  # a baseline has none
+                transcript.add_step(step)
             return
         transcript.observe(given)
-        transcript.forced_prefix = prefix
+        transcript.held = step
 
     def _fit(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> tuple[Step, list[int] | None]:
         """Documents cut, or dropped from the end, until a whole turn and a forced answer still fit after them.
 
-        Returns the last step with the documents as they are given, and the tokens to give; None, and the step without
-        its queries, if not even one document of each query fits.
+        Returns the last step with the documents as they are given, and the tokens to give; None, and the step as it
+        is, if not even one document of each query fits.
         """
         forced = len(self._given(self.protocol.answer_request)) + len(
-            self.tokenizer.encode(self.protocol.forced_prefix(1))
+            self.tokenizer.encode(self.protocol.answer_heading)
         )
         kept_free = self.lengths.max_new_tokens + forced + ANSWER_ROOM
         room = self.lengths.max_length - len(transcript.tokens) - kept_free
@@ -249,7 +273,7 @@ class Layout:
         limit, kept = self.lengths.max_document_tokens, [list(of_query) for of_query in documents]
         while True:
             step = self._cut(last, kept, limit)
-            given = self._end(transcript) + self._given(self.protocol.observation([*earlier, step]))
+            given = self._end(transcript) + self._observation(transcript, [*earlier, step])
             if len(given) <= room:
                 return step, given
             if limit // 2 >= LEAST_DOCUMENT:
@@ -257,13 +281,17 @@ class Layout:
             elif len(longest := max(kept, key=len)) > 1:
                 longest.pop()
             else:
-                return _without_query(last), None
+                return last, None
 
     def _cut(self, step: Step, documents: Sequence[Sequence[Document]], max_tokens: int) -> Step:
         """The step with these documents of each of its queries, their texts cut."""
         return step.with_documents(
             [[replace(d, text=self.tokenizer.cut(d.text, max_tokens)) for d in found] for found in documents]
         )
+
+    def _observation(self, transcript: Transcript, steps: Sequence[Step]) -> list[int]:
+        """The tokens of what follows the searches of the last of the steps."""
+        return self._given(self.protocol.observation(self.protocol.quoted(transcript.question.text), steps))
 
     def _given(self, observation: str) -> list[int]:
         """The tokens of an observation after the model's turn: a user turn, or plain text in the same turn."""

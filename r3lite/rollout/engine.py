@@ -133,7 +133,7 @@ class Engine:
             if self.spans:
                 sequence.record_turn(self.spans)
             self.layout.close_turn(sequence)
-            if sequence.listener and not sequence.pending:
+            if sequence.listener and not (sequence.pending or sequence.held):
                 sequence.listener.step(sequence)
             if sequence.finish is not None:
                 scheduler.release(sequence)

@@ -113,12 +113,11 @@ def test_a_trajectory_is_the_episode_that_a_rollout_would_sample(tokenizer, name
 
 
 @pytest.mark.parametrize("name", ["tags", "solution"])
-def test_an_answer_after_a_forced_prefix_has_the_tokens_that_were_trained(tokenizer, name):
+def test_an_answer_after_a_forced_heading_has_the_tokens_that_were_trained(tokenizer, name):
     """In `<answer>Tokyo` one token spans the end of the tag and the start of the answer."""
     protocol = build_protocol(ProtocolSettings(format=name))
-    prefix = protocol.forced_prefix(1)
-    text = protocol.render(Step("I answer with what I know.", answer="Tokyo"), 1)
-    assert text.startswith(prefix)
+    text = protocol.render(Step("I know.", answer="Tokyo"), 1)
+    prefix = text.partition(protocol.answer_heading)[0] + protocol.answer_heading
     assert tokenizer.encode(text) == tokenizer.encode(prefix) + tokenizer.encode(text.removeprefix(prefix))
 
 

@@ -61,9 +61,9 @@ def test_documents_stand_under_their_nodes_and_the_queries_after_them():
     step = SIDES.with_documents([[Document("1", "T", "x\nB: y")], []])
     documents = "The retrieval documents of B:\n[1] T: x B: y\nThe retrieval documents of C:\n(nothing was found)"
     request = f"Write the answer of each node:\nB: {LEFT}\nC: {RIGHT}"
-    assert DAG.observation([PLANNED, step]) == f"{documents}\n\n{request}"
+    assert DAG.observation("Who?", [PLANNED, step]) == f"{documents}\n\n{request}"
     last = "\n\nWrite the answer of each node, then the final answer:\nD: Who ruled Oslo in 1900?"
-    assert DAG.observation([PLANNED, SIDES, LAST]).endswith(last)
+    assert DAG.observation("Who?", [PLANNED, SIDES, LAST]).endswith(last)
 
 
 @pytest.mark.parametrize("question", ["Who {A} is {0}?", "why " * 60, "???", "Who (the film)?"])

@@ -81,15 +81,18 @@ def test_documents_that_do_not_fit_leave_room_for_the_answer(says):
 
 
 def test_no_room_is_cut_off(says):
-    (sequence,) = says("no-retrieval", " Ada", max_length=100).run(QUESTIONS[:1], ["0"], None)
-    assert sequence.episode().finish == CUT_OFF and sequence.episode().steps == []
+    """The documents do not fit, nor does the request for an answer."""
+    engine = says("single-retrieval", " Ada", max_length=180)
+    (sequence,) = engine.run(QUESTIONS[:1], ["0"], lambda pairs: [[DOCUMENT] for _ in pairs])
+    (step,) = sequence.episode().steps
+    assert sequence.finish == CUT_OFF and step.searches == () and step.faults == ("answer_was_forced",)
 
 
 def test_a_protocol_with_one_turn_has_the_same_baselines(says, tokenizer):
-    """Nothing is in a user turn of its own: the documents and the forced prefix stand in the model's turn."""
+    """Nothing is in a user turn of its own: the documents and the heading of the answer stand in the model's turn."""
     engine = says("single-retrieval", " Rome </answer>", Tags("Q: {question}"))
     (sequence,) = engine.run(QUESTIONS[1:], ["0"], lambda pairs: [[DOCUMENT] for _ in pairs])
     assert sequence.episode().prediction == "Rome" and sequence.tokens.count(tokenizer.open_id) == 2
     spliced = "</search>\n\n<information>Doc 1(Title: Ada) Ada wrote it.</information>\n\n"
-    answer = "<think> I answer with what I know. </think><answer> Rome </answer>"
+    answer = "<answer> Rome </answer>"
     assert tokenizer.decode(sequence.tokens).endswith(spliced + answer)

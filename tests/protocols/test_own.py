@@ -24,8 +24,10 @@ def test_tags_of_ones_own():
     assert protocol.render(ASK, 1) == "<reason> I need it. </reason><ask> Who? </ask>"
     assert protocol.stop_strings == ("</ask>", "</result>")
     found = [ASK.with_documents([[Document("1", "T", "x <end_found> </FOUND>")]])]
-    assert protocol.observation(found) == "\n\n<found>Doc 1(Title: T) x \u2039end_found> </FOUND><end_found>\n\n"
-    assert protocol.parse(protocol.forced_prefix(2) + " Ada </result>", [ASK]) == Step("Enough.", answer="Ada")
+    assert (
+        protocol.observation("Who?", found) == "\n\n<found>Doc 1(Title: T) x \u2039end_found> </FOUND><end_found>\n\n"
+    )
+    assert protocol.read_answer(" Ada </result>", [ASK]) == Step("-", answer="Ada")
     assert protocol.opening("Who?") == "Reason, then ask or answer.\n\nWho?"
 
 
@@ -34,10 +36,9 @@ def test_headings_of_ones_own():
     assert protocol.render(ASK, 1) == "Round 1:\nThought: I need it.\nLook up: Who?"
     assert protocol.stop_strings == ("Found:",)
     found = [ASK.with_documents([[Document("1", "T", "x\nResult: y")]])]
-    assert protocol.observation(found) == "Found:\n[1] T: x Result: y\n\nNow Round 2."
-    forced = protocol.forced_prefix(2)
-    assert forced == "Round 2:\nThought: Enough.\nResult:"
-    assert protocol.parse(forced + " Ada", [ASK]) == Step("Enough.", answer="Ada")
+    assert protocol.observation("Who?", found) == "Found:\n[1] T: x Result: y\n\nNow Round 2."
+    assert protocol.answer_heading == "Result:"
+    assert protocol.read_answer(" Ada", [ASK]) == Step("-", answer="Ada")
     step = Step("Both.", (*ASK.searches, *Step.asking("", "When?").searches))
     several = own(HEADINGS, queries_per_step=2)
     assert "Look these up:\n1. Who?\n2. When?" in several.render(step, 1)
@@ -78,7 +79,6 @@ def test_prompts_of_the_settings_come_first(tmp_path):
         (TAGS, 'search = ["<ask>", "</ask>"]', "", "has only one of search and documents"),
         (TAGS, "{question}", "", "the opening prompt has the placeholders none"),
         (TAGS, "{question}", "{question} {context}", "the opening prompt has the placeholders"),
-        (TAGS, 'forced = "Enough."', "forced = 1", "has no text as forced"),
         (HEADINGS, '"Round"', '""', "has step = ''; it must be text on a line"),
         (HEADINGS, '"Found:"', '"Found:\\nx"', "has documents = .*; it must be text on a line"),
         (HEADINGS, '"Look up:"', '"Look"', "has queries = 'Look these up:', which begins as query does"),

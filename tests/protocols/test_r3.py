@@ -108,10 +108,15 @@ def test_headings_count_only_where_a_line_begins():
     assert "no_query_or_answer" in faults("Step 2:\nThe problem analysis: a\nthe final answer: b")
 
 
-def test_the_forced_opening_and_what_the_model_adds_are_one_step():
-    step = parse(FORMAT.forced_prefix(3) + " Oslo", 3)
+def test_a_forced_answer_needs_no_analysis_of_its_own():
+    step = FORMAT.read_answer(" Oslo", [Step.asking("x", "q")] * 2)
     assert step.answer == "Oslo" and step.faults == ()
-    assert "blank_answer" in faults(FORMAT.forced_prefix(2))
+    assert "blank_answer" in FORMAT.read_answer("", []).faults
+
+
+def test_a_turn_that_ran_out_of_room_is_finished_by_an_answer_unless_it_has_begun_one():
+    assert FORMAT.finishing("Step 1:\nThe problem analysis: a lot", []) == "\nThe final answer:"
+    assert FORMAT.finishing("Step 1:\nThe problem analysis: x\nThe final answer: a lot", []) is None
 
 
 def test_any_mixture_of_pieces_is_read_without_an_error():
@@ -126,7 +131,7 @@ def test_any_mixture_of_pieces_is_read_without_an_error():
 
 def test_prompts_and_requests_are_the_texts_around_the_steps():
     assert FORMAT.opening("who?") == "Q: who?" and FORMAT.system == "Be brief." and FORMAT.user_turns
-    assert FORMAT.observation([Step.asking("a", "q", [Document("a", "T", "x")])]) == "D: [1] T: x 2"
+    assert FORMAT.observation("who?", [Step.asking("a", "q", [Document("a", "T", "x")])]) == "D: [1] T: x 2"
     assert "Step 3" in FORMAT.step_request(3)
 
 
@@ -180,7 +185,7 @@ def test_the_documents_of_several_queries_stand_under_them():
     one, two = Document("a", "A", "x"), Document("b", "B", "y\n2. Who wrote B?")
     step = both("Who wrote A?", "Who wrote B?").with_documents([[one, two], []])
     text = "1. Who wrote A?\n[1] A: x\n[2] B: y 2. Who wrote B?\n2. Who wrote B?\n(nothing was found)"
-    assert SEVERAL.observation([step]) == f"D: {text} 2"
+    assert SEVERAL.observation("who?", [step]) == f"D: {text} 2"
 
 
 def test_an_answer_is_verified_before_it_is_given():
@@ -196,7 +201,7 @@ def test_an_answer_is_verified_before_it_is_given():
         assert (found.faults, found.answer) == (("no_verification",), "A")
     idle = CAREFUL.parse(text.replace("The final answer: A", "The retrieval query: where?"), [])
     assert (idle.faults, idle.queries) == (("idle_verification",), ("where?",))
-    forced = CAREFUL.parse(f"{CAREFUL.forced_prefix(2)} A", [Step.asking("x", "y")])
+    forced = CAREFUL.read_answer(" A", [Step.asking("x", "y")])
     assert (forced.answer, forced.faults) == ("A", ())
 
 

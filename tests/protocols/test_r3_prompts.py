@@ -19,15 +19,15 @@ def test_prompts_are_filled_once():
     prompts = R3("Q: {question}", "D:\n{documents} {step}")
     assert prompts.opening("is {question} {documents}?") == "Q: is {question} {documents}?"
     assert (
-        prompts.observation([Step.asking("a", "q", [Document("a", "T", "{documents} {step}")])])
+        prompts.observation("Who?", [Step.asking("a", "q", [Document("a", "T", "{documents} {step}")])])
         == "D:\n[1] T: {documents} {step} 2"
     )
 
 
 def test_shipped_prompts_load():
     prompts = R3.load(ProtocolSettings())
-    assert "Step k:" in prompts.init_prompt and prompts.init_prompt.endswith("{question}")
-    assert prompts.observation([Step.asking("a", "q", [Document("a", "T", "x")])]).startswith(
+    assert "Step 3:" in prompts.init_prompt and prompts.init_prompt.endswith("{question}")
+    assert prompts.observation("Who?", [Step.asking("a", "q", [Document("a", "T", "x")])]).startswith(
         "The retrieval documents:"
     )
     tiny = ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", step_prompt="prompts/tiny/step_prompt.txt")

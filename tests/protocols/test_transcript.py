@@ -69,7 +69,7 @@ def test_an_episode_grows_by_turns_and_documents(layout, protocol):
     )
     layout.splice(transcript, [SHORT])
     assert transcript.pending == () and transcript.turn == [] and transcript.steps[0].documents == tuple(SHORT)
-    assert protocol.observation([Step.asking("a", "q", SHORT)]) in given(layout, transcript)
+    assert protocol.observation("Where?", [Step.asking("a", "q", SHORT)]) in given(layout, transcript)
     speak(layout, transcript, protocol.render(ANSWER, 2))
     assert transcript.finish == ANSWERED and transcript.episode().prediction == "here"
     assert all(transcript.action_mask[end] for end in transcript.step_ends)
@@ -115,7 +115,9 @@ def test_an_assistant_turn_that_the_model_has_ended_is_opened_again(tokenizer):
     layout.splice(transcript, [SHORT])
     end, *given = transcript.tokens[transcript.step_ends[0] :]
     assert end == tokenizer.stop_id and given[1] == tokenizer.open_id and given.count(tokenizer.open_id) == 1
-    assert tokenizer.decode(given) == "\nassistant\n" + layout.protocol.observation([Step.asking("a", "q", SHORT)])
+    assert tokenizer.decode(given) == "\nassistant\n" + layout.protocol.observation(
+        "Where?", [Step.asking("a", "q", SHORT)]
+    )
     assert transcript.action_mask[transcript.step_ends[0] :] == [True] + [False] * len(given)
 
 
@@ -125,13 +127,42 @@ def test_an_answer_is_forced_after_the_last_search(layout, protocol):
         ask(layout, transcript, query)
         if transcript.pending:
             layout.splice(transcript, [[]])
-    assert [s.faults for s in transcript.steps] == [(), (), ("answer_was_forced",)]
+    assert [s.faults for s in transcript.steps] == [(), ()]
     assert transcript.pending == () and transcript.finish is None
-    assert transcript.forced_prefix == protocol.forced_prefix(4)
     assert protocol.answer_request in given(layout, transcript)
-    assert layout.tokenizer.decode(transcript.tokens).endswith(transcript.forced_prefix)
+    assert layout.tokenizer.decode(transcript.tokens).endswith(protocol.answer_heading)
     speak(layout, transcript, " here" if protocol.user_turns else " here </answer>")
-    assert transcript.finish == ANSWERED and transcript.steps[3].answer == "here"
+    assert transcript.finish == ANSWERED and len(transcript.step_ends) == 3
+    last = transcript.steps[2]
+    assert (last.analysis, last.searches, last.answer) == (QUERY.analysis, (), "here")
+    assert last.faults == ("answer_was_forced",)
+
+
+def test_a_prediction_is_never_our_own_text(layout, protocol):
+    """A small model copies what stands before the heading: our request is no answer."""
+    for said in ("Nothing more can be looked up.", "give the final answer"):
+        transcript = opened(layout)
+        for query in ("one", "two", "three"):
+            ask(layout, transcript, query)
+            layout.splice(transcript, [[]]) if transcript.pending else None
+        speak(layout, transcript, f" {said}" if protocol.user_turns else f" {said} </answer>")
+        assert transcript.finish == MALFORMED and transcript.episode().prediction == ""
+
+
+@for_every_protocol
+def test_a_turn_that_ran_out_of_room_keeps_its_analysis_and_answers(layout, protocol):
+    """Only the heading of the answer is given, in the same turn."""
+    transcript = opened(layout)
+    speak(layout, transcript, protocol.render(Step("x" * 200, answer="what"), 1)[:150])
+    if transcript.held is None:
+        assert protocol.plans and transcript.finish == CUT_OFF  # what is cut off is a plan
+        return
+    assert transcript.finish is None and transcript.steps == [] and "x" * 20 in transcript.held.analysis
+    turns = transcript.tokens.count(layout.tokenizer.open_id)
+    speak(layout, transcript, " here" if protocol.user_turns else f" here {protocol.answer.closing}")
+    assert transcript.tokens.count(layout.tokenizer.open_id) == turns and transcript.finish == ANSWERED
+    (step,) = transcript.steps
+    assert step.answer == "here" and "x" * 20 in step.analysis and step.faults == ("cut_off",)
 
 
 def test_a_search_in_place_of_the_forced_answer_is_malformed(layout, protocol):
@@ -147,7 +178,7 @@ def test_a_search_in_place_of_the_forced_answer_is_malformed(layout, protocol):
 @for_every_protocol
 def test_a_turn_ends_at_its_limit_and_is_cut_off(layout, protocol):
     transcript = opened(layout)
-    speak(layout, transcript, protocol.render(Step("x" * 200, answer="what"), 1))
+    speak(layout, transcript, protocol.render(Step("x", answer="what" * 60), 1))
     assert transcript.finish == CUT_OFF and transcript.steps[0].faults == ("cut_off",)
     assert len(transcript.turn) == layout.lengths.max_new_tokens
 
@@ -177,10 +208,10 @@ def test_documents_are_cut_then_dropped_then_an_answer_is_forced(tokenizer, prot
         transcript = opened(layout)
         ask(layout, transcript)
         layout.splice(transcript, [DOCUMENTS])
-        documents = transcript.steps[0].documents
+        documents = [d for step in transcript.steps for d in step.documents]
         seen.add((len(documents), any(len(d.text) == LEAST_DOCUMENT for d in documents)))
-        if transcript.forced_prefix or transcript.finish:
-            assert not documents and not transcript.steps[0].searches
+        if step := transcript.held or (transcript.finish and transcript.steps[0]):
+            assert not documents and not step.searches
         else:
             assert documents and len(transcript.tokens) + 100 <= limit
         assert len(transcript.tokens) < limit
@@ -200,7 +231,9 @@ def test_the_format_of_the_settings_chooses_the_protocol(tokenizer, name):
         tokenizer, build_protocol(ProtocolSettings(format=name)), LengthSettings(), OPENINGS["no-retrieval"]
     )
     assert isinstance(layout.protocol, type(PROTOCOLS[name](ProtocolSettings())))
-    assert opened(layout).forced_prefix == layout.protocol.forced_prefix(1)
+    transcript = opened(layout)
+    assert transcript.held == Step()
+    assert layout.tokenizer.decode(transcript.tokens).endswith(layout.protocol.answer_heading)
 
 
 def test_an_episode_may_end_at_a_repeated_query(tokenizer, protocol):

@@ -27,8 +27,8 @@ SAMPLER = Sampler()
 class ScriptedEngine(Engine):
     """Says what the script says, and records the probability that the model gave it.
 
-    `script` maps a question's id to its turns; a turn ends with the stop token unless it ends in `...`. A turn with a
-    forced prefix is `forced` if that is given.
+    `script` maps a question's id to its turns; a turn ends with the stop token unless it ends in `...`. A turn whose
+    answer is forced is `forced` if that is given, else the turn after the one before it.
     """
 
     script: dict[str, list[str]]
@@ -38,8 +38,8 @@ class ScriptedEngine(Engine):
         logprobs = torch.log_softmax(logits.float() / self.sampler.temperature, -1)
         tokens = []
         for sequence in rows:
-            turn = self.script[sequence.question.id][len(sequence.steps)]
-            turn = self.forced if sequence.forced_prefix and self.forced else turn
+            held, turns = bool(sequence.held and sequence.held.faults), self.script[sequence.question.id]
+            turn = self.forced if held and self.forced else turns[len(sequence.steps) + held]
             ids = self.layout.tokenizer.encode(turn.removesuffix("..."))
             ids += [] if turn.endswith("...") else [self.layout.tokenizer.stop_id]
             tokens.append(ids[len(sequence.turn)])

@@ -65,7 +65,9 @@ def test_the_token_layout_is_the_chat_of_the_steps(three, tokenizer):
     for number, step in enumerate(sequence.steps, 1):
         messages.append({"role": "assistant", "content": PROTOCOL.render(step, number)})
         if step.searches:
-            messages.append({"role": "user", "content": PROTOCOL.observation(sequence.steps[:number])})
+            messages.append(
+                {"role": "user", "content": PROTOCOL.observation(sequence.question.text, sequence.steps[:number])}
+            )
     ids, written = tokenizer.chat(messages)
     # All but the newline after the last turn.
     assert sequence.tokens == ids[:-1] and sequence.action_mask == written[:-1]
@@ -130,13 +132,10 @@ def test_the_last_hop_is_forced_to_answer(scripted):
     (sequence,) = engine.run(questions(1), ["s"], lambda pairs: [DOCUMENTS for _ in pairs])
     episode = sequence.episode()
     assert (episode.finish, episode.prediction, episode.searches) == (ANSWERED, "42", 2)
-    assert sequence.steps[2].faults == ("answer_was_forced",) and sequence.steps[3].faults == ()
-    spoken = [
-        t
-        for t, a in zip(sequence.tokens[sequence.step_ends[2] + 1 :], sequence.action_mask[sequence.step_ends[2] + 1 :])
-        if a
-    ]
-    assert engine.layout.tokenizer.decode(spoken) == " 42"
+    last = sequence.steps[2]
+    assert (last.answer, last.faults) == ("42", ("answer_was_forced",)) and len(sequence.steps) == 3
+    text = engine.layout.tokenizer.decode([t for t, a in zip(sequence.tokens, sequence.action_mask) if a])
+    assert text.endswith("one too many 42")
 
 
 def test_a_full_episode_is_forced_to_answer_rather_than_cut(scripted):
@@ -147,7 +146,7 @@ def test_a_full_episode_is_forced_to_answer_rather_than_cut(scripted):
         engine = scripted(script, forced=" yes", protocol=PROTOCOL, lengths=lengths)
         (sequence,) = engine.run(questions(1), ["s"], lambda pairs: [DOCUMENTS for _ in pairs])
         assert sequence.finish == ANSWERED and sequence.episode().prediction == "yes"
-        assert len(sequence.tokens) <= limit and sequence.forced_prefix
+        assert len(sequence.tokens) <= limit and sequence.steps[-1].faults == ("answer_was_forced",)
 
 
 def test_without_room_for_an_answer_the_episode_is_cut_off_at_once(scripted):

@@ -11,7 +11,7 @@ from r3lite.rollout.sequence import Listener
 from r3lite.settings import LengthSettings, ProtocolSettings
 
 PROTOCOL = R3("Q: {question}", "The retrieval documents:\n{documents}\nNow Step {step}.")
-LENGTHS = LengthSettings(max_hops=2, max_new_tokens=120, max_length=1200, max_document_tokens=30)
+LENGTHS = LengthSettings(max_hops=2, max_new_tokens=120, max_length=3000, max_document_tokens=30)
 DOCUMENTS = [Document("1", "Rome", "Rome is in Italy.")]
 SPLIT = "\u6771\u4eac, caf\u00e9 and \U0001f469\u200d\U0001f680"  # characters of two to four bytes: of as many tokens
 
@@ -108,14 +108,14 @@ def test_closing_tags_are_held_back(listened):
 def test_a_forced_answer_is_told_with_its_prefix(listened):
     script = {"a": [ask(1, "one"), ask(2, "two"), ask(3, "three"), " Rome"]}
     (heard,), _, _ = listened(script)
-    assert heard.texts == [*script["a"][:3], PROTOCOL.forced_prefix(4) + " Rome"]
-    assert heard.steps[2:] == [(None, [], None), (None, [], "Rome")]
+    assert heard.texts == [*script["a"][:2], f"{script['a'][2]}\n{PROTOCOL.answer_heading} Rome"]
+    assert heard.steps[2:] == [(None, [], "Rome")]
 
 
 def test_a_baselines_given_step_is_told(listened):
     (heard,), _, _ = listened({"a": [None, " Rome"]}, baseline="single-retrieval")
     assert heard.steps == [("who?", ["1"], None), (None, [], "Rome")]
-    assert heard.texts == ["", PROTOCOL.forced_prefix(2) + " Rome"]
+    assert heard.texts == ["", PROTOCOL.answer_heading + " Rome"]
 
 
 def test_a_failure_is_there_when_the_step_is(listened):

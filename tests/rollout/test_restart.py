@@ -111,7 +111,7 @@ def test_tokens_before_the_restart_count(scripted):
     engine = scripted(script, forced=" yes", protocol=PROTOCOL, lengths=lengths)
     (first,) = engine.run(ASKED[:1], ["s"], retrieve)
     (end,) = engine.run_on([(first, 1)], ["t"], retrieve)
-    assert taken(end) == taken(first) and len(end.tokens) <= 640 and end.forced_prefix
+    assert taken(end) == taken(first) and len(end.tokens) <= 640 and end.steps[-1].faults == ("answer_was_forced",)
 
 
 def test_the_rest_is_drawn_from_its_own_seed(engine_of):
@@ -120,11 +120,10 @@ def test_the_rest_is_drawn_from_its_own_seed(engine_of):
     (asked,) = engine.run(ASKED[:1], ["a"], retrieve)
     begun = Sequence(asked.question, stream=asked.stream)
     begun.observe(engine.layout.prompt(asked.question.text))
-    begun.write(engine.layout.tokenizer.encode(ask(1, "q")))
+    begun.write([*engine.layout.tokenizer.encode(ask(1, "q")), engine.layout.tokenizer.stop_id])
     begun.logprobs, begun.values = [-1.0] * sum(begun.action_mask), [0.0] * sum(begun.action_mask)
     engine.layout.close_turn(begun)
-    if begun.pending:
-        engine.layout.splice(begun, [DOCUMENTS])
+    engine.layout.splice(begun, [DOCUMENTS])
     begun.write([5])  # the turn that is sampled anew
     together = engine.run_on([(begun, 1)] * 3, ["x", "y", "x"], retrieve)
     (alone,) = engine.run_on([(begun, 1)], ["y"], retrieve)

@@ -48,10 +48,10 @@ def test_rollouts_of_one_question_read_its_prompt_once(engine_of):
     engine, passes = watched(engine_of(PROTOCOL, LENGTHS))
     (question,) = questions(1)
     sequences = engine.run([question] * 8, list("abcdefgh"), nothing)
-    prompt = sequences[0].turn_start
+    prompt = sequences[0].action_mask.index(True)
     assert len({tuple(s.tokens[:prompt]) for s in sequences}) == 1
     read = [(B, T) for B, T in passes if T > 1]
-    assert read == [(1, prompt - 1)]
+    assert read[0] == (1, prompt - 1) and sum(B * T for B, T in read[1:]) <= 8 * len("\nThe final answer:")
     assert max(B for B, T in passes) == 8
 
 
@@ -61,7 +61,7 @@ def test_rollouts_of_several_questions_read_each_prompt_once(engine_of):
     asked = questions(3)
     sequences = engine.run([q for q in asked for _ in range(4)], list("abcdefghijkl"), nothing)
     read = sum(B * T for B, T in passes if T > 1)
-    assert read <= sum(sequences[4 * i].turn_start - 1 for i in range(3))
+    assert read <= sum(sequences[4 * i].action_mask.index(True) - 1 for i in range(3)) + 12 * len("\nThe final answer:")
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16])
@@ -72,7 +72,7 @@ def test_questions_share_their_instructions(engine_of, tokenizer, rows):
     asked = questions(3)
     sequences = engine.run(asked, list("abc"), nothing)
     read = sum(B * T for B, T in passes if T > 1)
-    prompts = [s.turn_start for s in sequences]
+    prompts = [s.action_mask.index(True) for s in sequences]
     assert read < sum(prompts) - 2 * len(tokenizer.encode("Instructions that all questions share."))
 
 
