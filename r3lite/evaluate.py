@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.answering import build_engine, plan_memory
-from r3lite.config import UsageError, flag, flat, to_toml
+from r3lite.config import UsageError, flag, flat, load_toml, to_toml
 from r3lite.errors import R3LiteError
 from r3lite.settings import (
     Common,
@@ -24,6 +24,7 @@ from r3lite.settings import (
     SamplingSettings,
     TruncationSettings,
 )
+from r3lite.settings.commands import with_baseline
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from r3lite.episode import Episode
@@ -85,8 +86,8 @@ def check_baseline(config: EvaluateConfig) -> None:
     protocol = build_protocol(config.protocol, opening)
     if opening.plain:
         sections = (config.protocol, config.procedures)
-        unused = {name for section in sections for name in vars(section)} - {"system_prompt"} | {"max_hops"}
-        unused |= {"retriever"} if baseline != "rag" else set()
+        unused = {name for section in sections for name in vars(section)} - {"system_prompt"}
+        unused |= {"max_hops", "end_at_idle_query"} | ({"retriever"} if baseline != "rag" else set())
         now, usual = flat(config), flat(command.usual("evaluate", config))
         if given := [name for name in now if name in unused and now[name] != usual[name]]:
             told = f"--baseline {baseline} has no use for {flag(given[0])} {now[given[0]]}"
@@ -214,7 +215,7 @@ def compare_predictions(config: EvaluateConfig) -> None:
     check_same_questions(a, b, ours, theirs)
     marks = [marks for _, marks in ours.values()], [theirs[id][1] for id in ours]
     found = {"n": len(ours), "a": a, "b": b, "metrics": compare(*marks, config.common.seed)}
-    print(comparison_table(found))
+    print(comparison_table(found | {"a": named(a), "b": named(b)}))
     if config.common.output:
         output = Path(config.common.output)
         with sole_writer(output):
@@ -222,6 +223,12 @@ def compare_predictions(config: EvaluateConfig) -> None:
                 raise R3LiteError(f"--output {output} is not an empty folder", "Name another folder.")
             write_json(output / COMPARISON, found)
         print(f"written to {output / COMPARISON}")
+
+
+def named(path: str) -> str:
+    """The path of an evaluation, with its baseline if it is a folder whose settings name one."""
+    kept = Path(path) / CONFIG
+    return with_baseline(path, load_toml(kept).get("evaluate", {}) if kept.exists() else {})
 
 
 def read_predictions(path: str) -> "dict[str, tuple[str, Marks]]":
@@ -256,6 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     def plan(config: EvaluateConfig) -> str:
         if config.evaluate.compare:
             return ""
+        check_baseline(config)
         told = plan_memory(config, config.data.limit or MANY, config.judge)
         return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told.table()}"
 

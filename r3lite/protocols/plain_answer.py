@@ -10,6 +10,7 @@ from r3lite.episode import Step
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat import Chat
 from r3lite.protocols.r3 import render_documents
+from r3lite.settings import ProtocolSettings
 
 SYSTEM = "You answer questions."
 WITH_DOCUMENTS = f"{SYSTEM} Use the documents."
@@ -18,14 +19,19 @@ REQUEST = "Question: {question}\nAnswer with a short phrase or a name only, no e
 
 @dataclass(frozen=True)
 class PlainAnswer(Chat):
-    """A search for the question itself, if it `searches`, brings the documents that stand before the question.
+    """If it `searches`, a search for the question itself brings the documents that stand before the question.
 
-    The answer is the first line of the reply that is not blank.
+    The answer is the first line of the reply that is not blank, or what there is of it if a limit cut it off.
     """
 
     searches: bool = False
 
     quoted = Protocol.quoted
+
+    @staticmethod
+    def load(settings: ProtocolSettings, searches: bool) -> "PlainAnswer":
+        """With the system message of the settings, if they have one."""
+        return PlainAnswer(settings.system_prompt or (WITH_DOCUMENTS if searches else SYSTEM), searches)
 
     def opening(self, question: str) -> str:
         return REQUEST.replace("{question}", question)
@@ -41,4 +47,4 @@ class PlainAnswer(Chat):
         return super().parse(next(filter(str.strip, text.splitlines()), ""), earlier)
 
     def is_whole(self, text: str) -> bool:
-        return bool(text.strip())  # what a limit cut off is no part of the answer, or its end
+        return bool(text.strip())

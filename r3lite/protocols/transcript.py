@@ -66,7 +66,7 @@ class Transcript:
 class Opening:
     """What an episode holds after its prompt, before the model's first turn: nothing, or what a baseline gives it.
 
-    A baseline gives the model all of an episode but the answer: in the layout that it was trained on, or in a plain chat.
+    A baseline gives the model all of an episode but the answer, in the layout that it was trained on or a plain chat.
     """
 
     searches: bool = False  # a first step with the question itself as its query, and the documents that it brings

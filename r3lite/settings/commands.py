@@ -66,6 +66,12 @@ BASELINES = {
 }  # fmt: skip
 
 
+def with_baseline(name: str, settings: dict) -> str:
+    """The name of an evaluation with these settings, followed by that of its baseline, if it is one's."""
+    known = BASELINES.get(str(settings.get("baseline")))
+    return f"{name} ({known})" if known else name
+
+
 @dataclass(frozen=True)
 class EvaluateSettings(Section):
     """Evaluation."""
@@ -79,9 +85,9 @@ class EvaluateSettings(Section):
     }
 
     baseline: Literal["none", "rag", "closed-book", "gold", "no-retrieval", "single-retrieval"] = "none"
-    """none: the model decides. In a plain chat, whatever --format is: rag: one retrieval with the question as query, a
-    short answer; closed-book: without documents; gold: with the gold paragraphs. In --format: no-retrieval: the answer
-    is forced at once; single-retrieval: after one retrieval with the question as query"""
+    """none: the model decides; rag: a plain chat in place of --format, with the documents of one retrieval for the
+    question, and a short answer; closed-book: the same without documents; gold: with the gold paragraphs; no-retrieval:
+    in --format, the answer is forced at once; single-retrieval: after one retrieval for the question"""
     bert_score: str | None = None
     """also score answers by BERTScore with this encoder: the folder or hub id of a BERT"""
     compare: tuple[str, str] | None = None
