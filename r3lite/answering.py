@@ -57,10 +57,12 @@ def build_engine(
     from r3lite.rollout.sampling import Sampler
 
     # Prompts and plan come first: what is wrong with them is told before a model is downloaded.
-    protocol, plan = build_protocol(config.protocol), plan_memory(config, questions, judge)
-    warn_of_other_format(config)
+    opening, plan = OPENINGS[baseline], plan_memory(config, questions, judge)
+    protocol = build_protocol(config.protocol, opening)
+    if not opening.plain:
+        warn_of_other_format(config)
     folder = resolve_folder(config.model.model)
-    layout = Layout(Tokenizer.load(folder), protocol, config.lengths, OPENINGS[baseline])
+    layout = Layout(Tokenizer.load(folder), protocol, config.lengths, opening)
     policy = load_policy(folder, config.model, config.memory, plan)
     sampler = Sampler(config.sampling.temperature, config.truncation.top_k_sampling, config.truncation.top_p)
     return Engine(policy.model, layout, sampler, policy.grant, autocast=policy.precision.autocast)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.answering import build_engine, plan_memory
-from r3lite.config import UsageError, to_toml
+from r3lite.config import UsageError, flag, flat, load_toml, to_toml
 from r3lite.errors import R3LiteError
 from r3lite.settings import (
     Common,
@@ -24,6 +24,7 @@ from r3lite.settings import (
     SamplingSettings,
     TruncationSettings,
 )
+from r3lite.settings.commands import with_baseline
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from r3lite.episode import Episode
@@ -42,9 +43,8 @@ class EvaluateConfig:
 
     Writes scores.json (exact match, F1, format adherence, retrieval recall, combined score, mean searches and more,
     each with a 95 % bootstrap interval, also by number of hops and type of question) and predictions.jsonl (every
-    answer with its steps, documents and scores) to --output. The step that --baseline single-retrieval gives the model
-    counts as well-formed. --compare A B answers nothing: it compares two evaluations. docs/evaluation.md has the
-    formulas.
+    answer with its steps, documents and scores) to --output. The search that a --baseline makes for the model counts as
+    a well-formed step. --compare A B answers nothing: it compares two evaluations. docs/evaluation.md has the formulas.
     """
 
     common: Common = Common()
@@ -63,26 +63,43 @@ class EvaluateConfig:
 
 def evaluate(config: EvaluateConfig) -> None:
     from r3lite.files import sole_writer
-    from r3lite.protocols.registry import build_protocol
 
     if config.evaluate.compare:
         compare_predictions(config)
         return
     if not config.data.data:
         raise UsageError("--data is missing: a question file of any supported format, or name,subset,split")
-    config.retrieval.check_sources(build_protocol(config.protocol).plans)
+    check_baseline(config)
     output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
-    if config.evaluate.baseline == "single-retrieval":
-        if config.retrieval.retriever == "none":
-            raise R3LiteError("--baseline single-retrieval retrieves, and --retriever is none", "Choose a retriever.")
-        if not build_protocol(config.protocol).searches:
-            raise R3LiteError(
-                f"--baseline single-retrieval searches, and --format {config.protocol.format} has no search",
-                "Choose another baseline or format.",
-            )
     with sole_writer(output):
         check_output(config, output)
         answer_and_score(config, output)
+
+
+def check_baseline(config: EvaluateConfig) -> None:
+    """Refuses what a baseline lacks, and what was given that it does not use."""
+    from r3lite.protocols.registry import build_protocol
+    from r3lite.protocols.transcript import OPENINGS
+
+    baseline = config.evaluate.baseline
+    opening = OPENINGS[baseline]
+    protocol = build_protocol(config.protocol, opening)
+    if opening.plain:
+        sections = (config.protocol, config.procedures)
+        unused = {name for section in sections for name in vars(section)} - {"system_prompt"}
+        unused |= {"max_hops", "end_at_idle_query"} | ({"retriever"} if baseline != "rag" else set())
+        now, usual = flat(config), flat(command.usual("evaluate", config))
+        if given := [name for name in now if name in unused and now[name] != usual[name]]:
+            told = f"--baseline {baseline} has no use for {flag(given[0])} {now[given[0]]}"
+            raise UsageError(f"{told}: it asks in a plain chat, once; leave it out")
+    config.retrieval.check_sources(protocol.plans)
+    if opening.searches and config.retrieval.retriever == "none":
+        raise R3LiteError(f"--baseline {baseline} retrieves, and --retriever is none", "Choose a retriever.")
+    if opening.searches and not protocol.searches:
+        raise R3LiteError(
+            f"--baseline {baseline} searches, and --format {config.protocol.format} has no search",
+            "Choose another baseline or format.",
+        )
 
 
 def check_output(config: EvaluateConfig, output: Path) -> None:
@@ -198,7 +215,7 @@ def compare_predictions(config: EvaluateConfig) -> None:
     check_same_questions(a, b, ours, theirs)
     marks = [marks for _, marks in ours.values()], [theirs[id][1] for id in ours]
     found = {"n": len(ours), "a": a, "b": b, "metrics": compare(*marks, config.common.seed)}
-    print(comparison_table(found))
+    print(comparison_table(found | {"a": named(a), "b": named(b)}))
     if config.common.output:
         output = Path(config.common.output)
         with sole_writer(output):
@@ -206,6 +223,12 @@ def compare_predictions(config: EvaluateConfig) -> None:
                 raise R3LiteError(f"--output {output} is not an empty folder", "Name another folder.")
             write_json(output / COMPARISON, found)
         print(f"written to {output / COMPARISON}")
+
+
+def named(path: str) -> str:
+    """The path of an evaluation, with its baseline if it is a folder whose settings name one."""
+    kept = Path(path) / CONFIG
+    return with_baseline(path, load_toml(kept).get("evaluate", {}) if kept.exists() else {})
 
 
 def read_predictions(path: str) -> "dict[str, tuple[str, Marks]]":
@@ -240,6 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     def plan(config: EvaluateConfig) -> str:
         if config.evaluate.compare:
             return ""
+        check_baseline(config)
         told = plan_memory(config, config.data.limit or MANY, config.judge)
         return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told.table()}"
 

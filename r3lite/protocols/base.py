@@ -71,6 +71,10 @@ class Protocol(ABC):
         A step without searches and answer is malformed: the episode ends with it.
         """
 
+    def is_whole(self, text: str) -> bool:
+        """Whether a turn that was not ended by the model has all that it needs."""
+        return any(stop in text for stop in self.stop_strings)
+
     @abstractmethod
     def render(self, step: Step, number: int) -> str:
         """The text of step `number` as the model should write it. Its documents belong to the next observation."""

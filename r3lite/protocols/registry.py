@@ -5,8 +5,10 @@ from collections.abc import Callable
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.dag import Dag
 from r3lite.protocols.own import load_own
+from r3lite.protocols.plain_answer import PlainAnswer
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tags import load_solution, load_tags
+from r3lite.protocols.transcript import OPENINGS, Opening
 from r3lite.settings import ProtocolSettings
 
 PROTOCOLS: dict[str, Callable[[ProtocolSettings], Protocol]] = {
@@ -17,6 +19,8 @@ PROTOCOLS: dict[str, Callable[[ProtocolSettings], Protocol]] = {
 }
 
 
-def build_protocol(settings: ProtocolSettings) -> Protocol:
-    """The protocol of --format, with the prompt files of the settings."""
+def build_protocol(settings: ProtocolSettings, opening: Opening = OPENINGS["none"]) -> Protocol:
+    """The protocol of --format, with the prompt files of the settings; or that of a baseline in a plain chat."""
+    if opening.plain:
+        return PlainAnswer.load(settings, opening.searches)
     return load_own(settings) if settings.is_own else PROTOCOLS[settings.format](settings)

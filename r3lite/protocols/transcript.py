@@ -66,16 +66,20 @@ class Transcript:
 class Opening:
     """What an episode holds after its prompt, before the model's first turn: nothing, or what a baseline gives it.
 
-    A baseline gives the model all of an episode but the answer, in the layout that it was trained on.
+    A baseline gives the model all of an episode but the answer, in the layout that it was trained on or a plain chat.
     """
 
     searches: bool = False  # a first step with the question itself as its query, and the documents that it brings
     forces_answer: bool = False  # the heading of an answer, so that the model's first turn is the answer
+    plain: bool = False  # a chat without steps, in whose first user turn the documents stand, if there are any
 
 
 # By the values of --baseline.
 OPENINGS = {
     "none": Opening(),
+    "rag": Opening(searches=True, plain=True),
+    "closed-book": Opening(plain=True),
+    "gold": Opening(searches=True, plain=True),  # `implied` of its settings names the retriever
     "no-retrieval": Opening(forces_answer=True),
     "single-retrieval": Opening(searches=True, forces_answer=True),
 }
@@ -106,8 +110,11 @@ class Layout:
         It may then have `pending` queries, or be finished if there is no room for an answer.
         """
         question = transcript.question
-        transcript.observe(self.prompt(question.text, question.earlier, question.procedure))
-        self.check_room(question, transcript.tokens)
+        prompt = self.prompt(question.text, question.earlier, question.procedure)
+        self.check_room(question, prompt)
+        if self.opening.searches and self.opening.plain:  # the system message: the user turn waits for the documents
+            prompt = prompt[: prompt.index(self.tokenizer.stop_id) + 1]
+        transcript.observe(prompt)
         if self.opening.searches:
             step = self.protocol.first_search(self.protocol.quoted(question.text))
             transcript.observe(self.tokenizer.encode(self.protocol.render(step, 1)))
@@ -169,7 +176,7 @@ class Layout:
         Then the transcript is finished, or has `pending` queries, or a step is `held` until its answer is given.
         """
         text, steps = self.tokenizer.decode(transcript.turn), transcript.steps
-        whole = self._ended(transcript) or any(s in text for s in self.protocol.stop_strings)
+        whole = self._ended(transcript) or self.protocol.is_whole(text)
         if transcript.held is not None:
             self._close_answer(transcript, text, whole)
             return
@@ -214,6 +221,12 @@ class Layout:
         step, given = self._fit(transcript, documents)
         transcript.steps[-1] = step
         if given is None:
+            if self.opening.plain:
+                raise R3LiteError(
+                    f"--max-length {self.lengths.max_length} leaves no room for a document before question "
+                    f"{transcript.question.id} and for an answer of --max-new-tokens {self.lengths.max_new_tokens}",
+                    "Raise --max-length, or lower --max-new-tokens.",
+                )
             transcript.step_ends.pop()
             self._force_answer(transcript, transcript.steps.pop())
             return

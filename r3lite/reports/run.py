@@ -12,6 +12,7 @@ from r3lite.config import load_toml
 from r3lite.errors import R3LiteError
 from r3lite.files import read_jsonl, read_record
 from r3lite.records import InvalidRecord, Record
+from r3lite.settings.commands import with_baseline
 
 METRICS, EPISODES, PREDICTIONS = "metrics.jsonl", "episodes.jsonl", "predictions.jsonl"
 SCORES, SUMMARY, CONFIG = "scores.json", "summary.json", "config.toml"
@@ -93,6 +94,7 @@ def read_run(folder: Path, name: str) -> Run:
     if (folder / CONFIG).exists():
         tables = {key: value for key, value in load_toml(folder / CONFIG).items() if isinstance(value, dict)}
         run.command, run.settings = next(iter(tables.items()), ("", {}))
+        run.name = with_baseline(name, run.settings)
     for key, file in (("summary", SUMMARY), ("scores", SCORES)):
         if (folder / file).exists():
             setattr(run, key, read_record(folder / file, "Remove the file, or make it again.").values)

@@ -18,7 +18,7 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     if without := [q for q in setup.questions if not q.gold]:
         every = len(without) == len(setup.questions)
         raise R3LiteError(
-            f"--retriever golden needs gold paragraphs, and "
+            f"--retriever golden (also of --baseline gold) needs gold paragraphs, and "
             f"{'no question in --data has any' if every else f'question {without[0].id} has none'}",
             "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another retriever.",
         )

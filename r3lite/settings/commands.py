@@ -6,7 +6,7 @@ same flags.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from r3lite.config import Bounds, Count, Fraction, Required, Section, Trait
 from r3lite.settings.common import Common
@@ -59,13 +59,35 @@ class CollectSettings(Section):
     """a teacher's answer is right when it is an exact match or has this F1"""
 
 
+# What a reader calls the values of --baseline.
+BASELINES = {
+    "rag": "plain RAG", "closed-book": "closed book", "gold": "gold paragraphs", "no-retrieval": "no retrieval",
+    "single-retrieval": "single retrieval",
+}  # fmt: skip
+
+
+def with_baseline(name: str, settings: dict) -> str:
+    """The name of an evaluation with these settings, followed by that of its baseline, if it is one's."""
+    known = BASELINES.get(str(settings.get("baseline")))
+    return f"{name} ({known})" if known else name
+
+
 @dataclass(frozen=True)
 class EvaluateSettings(Section):
     """Evaluation."""
 
-    baseline: Literal["none", "no-retrieval", "single-retrieval"] = "none"
-    """no-retrieval: the answer is forced at once; single-retrieval: after one retrieval with the question as query;
-    none: the model decides"""
+    implied: ClassVar = {
+        "baseline": {
+            "rag": {"max_hops": 1},
+            "closed-book": {"retriever": "none", "max_hops": 1},
+            "gold": {"retriever": "golden", "max_hops": 1},
+        }
+    }
+
+    baseline: Literal["none", "rag", "closed-book", "gold", "no-retrieval", "single-retrieval"] = "none"
+    """none: the model decides; rag: a plain chat in place of --format, with the documents of one retrieval for the
+    question, and a short answer; closed-book: the same without documents; gold: with the gold paragraphs; no-retrieval:
+    in --format, the answer is forced at once; single-retrieval: after one retrieval for the question"""
     bert_score: str | None = None
     """also score answers by BERTScore with this encoder: the folder or hub id of a BERT"""
     compare: tuple[str, str] | None = None

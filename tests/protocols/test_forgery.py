@@ -106,6 +106,8 @@ CASES = [
     for field in (("title", "text", "question", "all") if protocol.searches else ("question",))
     for opening in ("none", "single-retrieval" if protocol.searches else "no-retrieval")
 ]
+PROTOCOLS["plain"] = build_protocol(ProtocolSettings(), OPENINGS["rag"])
+CASES += [("plain", field, "rag") for field in ("title", "text", "question", "all")]
 
 
 def episode(tokenizer, protocol: Protocol, opening: str, question: str, document: Document) -> Transcript:

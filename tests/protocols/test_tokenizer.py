@@ -1,6 +1,5 @@
 """The chat markup against the template rendered by Jinja and tokenized by transformers; forged turns; cutting."""
 
-import gzip
 import json
 import os
 import random
@@ -22,24 +21,6 @@ CONVERSATIONS = {
     "system twice": [("user", "a"), ("system", "b"), ("user", "c")],
     "empty": [("user", ""), ("assistant", ""), ("user", "")],
 }
-
-
-@pytest.fixture(scope="module")
-def qwen_folder(shared, tmp_path_factory):
-    folder, source = tmp_path_factory.mktemp("qwen-tokenizer"), shared / "tokenizers" / "qwen2.5"
-    (folder / "tokenizer.json").write_bytes(gzip.decompress((source / "tokenizer.json.gz").read_bytes()))
-    (folder / "tokenizer_config.json").write_bytes((source / "tokenizer_config.json").read_bytes())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def qwen(qwen_folder):
-    return Tokenizer.load(qwen_folder)
-
-
-@pytest.fixture(scope="module")
-def reference(qwen_folder):
-    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(qwen_folder)
 
 
 def rendered(reference, messages, prompt: bool) -> list[int]:

@@ -1,0 +1,50 @@
+"""What a model is asked without r3lite's steps: an ordinary chat prompt, with documents or without, and a short answer.
+
+Of the baselines of `evaluate`, and not a format of --format: nothing is trained on it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from r3lite.episode import Step
+from r3lite.protocols.base import Protocol
+from r3lite.protocols.chat import Chat
+from r3lite.protocols.r3 import render_documents
+from r3lite.settings import ProtocolSettings
+
+SYSTEM = "You answer questions."
+WITH_DOCUMENTS = f"{SYSTEM} Use the documents."
+REQUEST = "Question: {question}\nAnswer with a short phrase or a name only, no explanation."
+
+
+@dataclass(frozen=True)
+class PlainAnswer(Chat):
+    """If it `searches`, a search for the question itself brings the documents that stand before the question.
+
+    The answer is the first line of the reply that is not blank, or what there is of it if a limit cut it off.
+    """
+
+    searches: bool = False
+
+    quoted = Protocol.quoted
+
+    @staticmethod
+    def load(settings: ProtocolSettings, searches: bool) -> "PlainAnswer":
+        """With the system message of the settings, if they have one."""
+        return PlainAnswer(settings.system_prompt or (WITH_DOCUMENTS if searches else SYSTEM), searches)
+
+    def opening(self, question: str) -> str:
+        return REQUEST.replace("{question}", question)
+
+    def first_search(self, question: str) -> Step:
+        return Step.asking("", question)
+
+    def observation(self, question: str, steps: Sequence[Step]) -> str:
+        """The whole user turn: documents, one a line, then the question."""
+        return f"{render_documents(steps[-1].documents)}\n\n{self.opening(question)}"
+
+    def parse(self, text: str, earlier: Sequence[Step]) -> Step:
+        return super().parse(next(filter(str.strip, text.splitlines()), ""), earlier)
+
+    def is_whole(self, text: str) -> bool:
+        return bool(text.strip())
