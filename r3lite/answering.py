@@ -60,7 +60,7 @@ def build_engine(
     opening, plan = OPENINGS[baseline], plan_memory(config, questions, judge)
     protocol = build_protocol(config.protocol, opening)
     if not opening.plain:
-        warn_of_other_format(config)
+        warn_of_other_format(config.model.adapter, config.protocol)
     folder = resolve_folder(config.model.model)
     layout = Layout(Tokenizer.load(folder), protocol, config.lengths, opening)
     policy = load_policy(folder, config.model, config.memory, plan)
@@ -77,17 +77,17 @@ def plan_memory(config: Answering, questions: int, judge: JudgeSettings | None =
     return make_plan(workload, config.memory, config.sampling)
 
 
-def warn_of_other_format(config: Answering) -> None:
-    """Warns if the adapter was trained on another step format or other prompts, as far as its run folder tells."""
+def warn_of_other_format(adapter: str | None, protocol: ProtocolSettings) -> None:
+    """Warns if an adapter was trained on another step format or other prompts, as far as its run folder tells."""
     from r3lite.training.earlier_run import settings_of
 
-    if config.model.adapter is None:
+    if adapter is None:
         return
-    then = settings_of(config.model.adapter)
-    now = {name: "none" if value is None else value for name, value in vars(config.protocol).items()}  # as in a file
+    then = settings_of(adapter)
+    now = {name: "none" if value is None else value for name, value in vars(protocol).items()}  # as in a file
     other = [f"{flag(name)} {then[name]} (here {now[name]})" for name in now if then.get(name, now[name]) != now[name]]
     if other:
-        told = f"{config.model.adapter} was trained with {', '.join(other)}: what it learned may not show"
+        told = f"{adapter} was trained with {', '.join(other)}: what it learned may not show"
         print(f"warning: {told}", file=sys.stderr)
 
 

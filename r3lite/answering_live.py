@@ -199,9 +199,8 @@ def load_adapters(folder: Path, config: Serving, folders: dict[str, str | None],
     fingerprint = weights.fingerprint(folder)
     for name, adapter in folders.items():
         if adapter is not None:
-            settings = replace(config.model, adapter=adapter)
-            policy.check_base(settings, fingerprint)
-            warn_of_other_format(replace(config, model=settings))
+            policy.check_base(replace(config.model, adapter=adapter), fingerprint)
+            warn_of_other_format(adapter, config.protocol)
             lora.load_adapter(loaded.model, name, adapter, trainable=False)
     return loaded
 

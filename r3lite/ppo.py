@@ -51,6 +51,7 @@ class RLTrainer:
 
     def step(self, number: int) -> tuple[dict, int]:
         """One round; its metrics, and how many tokens its episodes have."""
+        from r3lite import rl_setup
         from r3lite.files import append_jsonl
         from r3lite.rewards import curriculum
         from r3lite.rl.batch import Batch
@@ -72,7 +73,9 @@ class RLTrainer:
             with watch.stage("update"):
                 metrics |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
         judge = self.sampler.judge
-        return metrics | (judge.counts() if judge else {}) | watch.laps, sampled.tokens
+        metrics |= (judge.counts() if judge else {}) | watch.laps
+        rl_setup.warn_of_no_reward(self.config, self.guard, metrics)
+        return metrics, sampled.tokens
 
     def explain_overflow(self) -> str:
         """Which layer overflowed first in the last micro-batch."""

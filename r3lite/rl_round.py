@@ -13,7 +13,7 @@ from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards import curriculum
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.reward import Scored, score_all
-from r3lite.rewards.rounds import episode_records, round_metrics, turns_of
+from r3lite.rewards.rounds import episode_records, likelihood_of_right, round_metrics, turns_of
 from r3lite.rl.batch import Rollout
 from r3lite.rl.refill import Rewards, refill, teaches
 from r3lite.rl_guidance import Guidance
@@ -65,7 +65,8 @@ class Round:
         drawn = [i for i in range(len(self.sequences)) if i not in self.expanded]
         sequences, scored = [self.sequences[i] for i in drawn], [self.scored[i] for i in drawn]
         turns = [turns_of(s.tokens, s.action_mask) for s in sequences]
-        return round_metrics([s.episode() for s in sequences], scored, turns) | self.told
+        found = round_metrics([s.episode() for s in sequences], scored, turns)
+        return found | likelihood_of_right(scored, [s.logprobs for s in sequences]) | self.told
 
     def records(self, number: int) -> list[dict]:
         """The lines of episodes.jsonl."""

@@ -7,7 +7,10 @@ import sys
 import zlib
 from collections.abc import Mapping, Sequence
 
+from tqdm import tqdm
+
 from r3lite import command, teacher
+from r3lite.answering import warn_of_other_format
 from r3lite.datasets.sources import protocols_of
 from r3lite.datasets.trajectories import Trajectory
 from r3lite.episode import Question
@@ -20,6 +23,7 @@ from r3lite.policy import Training, load_policy
 from r3lite.protocols.layouts import Layouts
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
+from r3lite.rewards.reward import most_for_answer
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
@@ -27,7 +31,9 @@ from r3lite.rollout.sampling import Sampler
 from r3lite.settings import PpoConfig
 from r3lite.spans import Spans
 from r3lite.training.earlier_run import sft_epochs
+from r3lite.training.guard import Guard
 from r3lite.training.state import Stateful, TrainState
+from r3lite.training.watches import watched
 
 
 def build(
@@ -44,6 +50,8 @@ def build(
     """
     rl, temperature = config.rl, config.sampling.temperature
     protocols = protocols_of(config.protocol, config.mixture)  # a bad prompt file is refused before a download
+    warn_of_start(config.model.adapter)
+    warn_of_other_format(config.model.adapter, config.protocol)
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder)
     layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}
@@ -57,7 +65,6 @@ def build(
         keep_reference=rl.kl_beta > 0,
         critic_learning_rate=rl.value_learning_rate if algorithm.has_critic else None,
     )
-    warn_of_start(config.model.adapter)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
     known = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]
@@ -105,6 +112,26 @@ def warn_of_start(adapter: str | None) -> None:
         told += "pass, RL tends to collapse"
     if told:
         print(f"warning: {told}", file=sys.stderr)
+
+
+def warn_of_no_reward(config: PpoConfig, guard: Guard, record: dict) -> None:
+    """Warns after the first rounds, the last of which is `record`, if they give a run nothing to learn from."""
+    if guard.rounds + 1 != guard.start_rounds:
+        return
+    rounds = [*guard.first, watched(record)]
+    seen = f"the first {len(rounds)} rounds" if len(rounds) > 1 else "the first round"
+    if most_for_answer(config.reward) and all(numbers["outcome"] == 0 for numbers in rounds):
+        lost = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
+        told = f"no answer in {seen} was paid for, and {lost:.0%} of the episodes are malformed or cut off: there is "
+        told += "nothing to learn to answer from. If they are malformed, run SFT first, or pass the adapter's own "
+        told += "--format and prompts; if cut off, a larger --max-new-tokens or --max-length; if wrong, see whether "
+        told += "the retriever finds the answers"
+    elif ALGORITHMS[config.rl.algorithm].has_groups and all(numbers["variance"] == 1 for numbers in rounds):
+        told = f"in {seen} the rewards of each group are all equal, from which {config.rl.algorithm} learns nothing. "
+        told += "Raise --num-generations or --temperature, pass --refill-limit, or train on other questions"
+    else:
+        return
+    tqdm.write(f"warning: {told} (episodes.jsonl)", file=sys.stderr)
 
 
 def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:

@@ -20,7 +20,8 @@ def run(tmp_path):
 
 
 def warning(capsys, *argv):
-    warn_of_other_format(resolve("ask", AskConfig(), list(map(str, argv)), COMMANDS))
+    config = resolve("ask", AskConfig(), list(map(str, argv)), COMMANDS)
+    warn_of_other_format(config.model.adapter, config.protocol)
     return capsys.readouterr().err
 
 

@@ -201,3 +201,17 @@ def test_an_adapter_of_less_than_one_pass_is_warned_of(world, tmp_path, capsys):
         output = tmp_path / f"run-{share}-{len(name)}"
         assert run(world, output, "--adapter", name, "--max-steps", "1", validated=False) == 0
         assert f"warning: SFT had taken {share} of a pass over its data when it wrote {name}" in capsys.readouterr().err
+
+
+def test_a_run_from_an_adapter_of_other_prompts_whose_answers_are_all_wrong_says_both(world, tmp_path, capsys):
+    short = ["--max-steps", "1", "--temperature", "0.2"]
+    assert run(world, tmp_path / "good", *short, validated=False) == 0
+    told = capsys.readouterr().err
+    assert "was trained with" not in told and "was paid for" not in told
+    rows, data = (world / "train.jsonl").read_text(encoding="utf-8"), tmp_path / "train.jsonl"
+    data.write_text(rows.replace('"there"', '"x"').replace('"here"', '"y"'), encoding="utf-8")
+    other = ["--data", str(data), "--system-prompt", "Be brief."]
+    assert run(world, tmp_path / "run", *short, *other, validated=False) == 0
+    told = capsys.readouterr().err
+    assert f"warning: {world / 'sft'} was trained with --system-prompt none (here Be brief.)" in told
+    assert "warning: no answer in the first round was paid for" in told

@@ -48,6 +48,7 @@ PANELS = {
             "share",
             {"clip_ratio/low_mean": "below", "clip_ratio/high_mean": "above"},
         ),
+        Panel("right", "Likelihood of right answers", "nats a token", {"logps/right": "log-probability"}),
         Panel("groups", "Groups whose rewards are all equal", "share", {"frac_reward_zero_std": "groups"}),
         Panel(
             "mismatch",

@@ -58,6 +58,19 @@ def _share_with(fault: str, episodes: Sequence[Episode]) -> float:
     return statistics.fmean(any(fault in step.faults for step in e.steps) for e in episodes)
 
 
+def likelihood_of_right(
+    scored: Sequence[Scored | None], logprobs: Sequence[Sequence[float]]
+) -> dict[str, float | None]:
+    """How many episodes have a right answer, and how likely what they wrote was to the model that sampled it.
+
+    `logprobs` are those of each episode's sampled tokens. `logps/right` is their mean over each right episode's tokens,
+    then over the right episodes, which thus count alike however long they are, as in GRPO's loss; None if there are
+    none. It falls when a collapse begins (arXiv 2512.04220).
+    """
+    right = [statistics.fmean(each) for each, paid in zip(logprobs, scored, strict=True) if paid and paid.right]
+    return {"completions/right": len(right), "logps/right": statistics.fmean(right) if right else None}
+
+
 def turns_of(tokens: Sequence[int], action_mask: Sequence[bool]) -> list[list[int]]:
     """The tokens that the model sampled, turn by turn: given tokens stand between turns."""
     runs = groupby(zip(tokens, action_mask, strict=True), key=lambda pair: pair[1])

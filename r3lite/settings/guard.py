@@ -63,6 +63,9 @@ class GuardSettings(Section):
     """entropy grown by this factor since the start"""
     guard_entropy_fall: Factor | None = 50.0
     """entropy shrunk by this factor since the start"""
+    guard_right_likelihood: NonNegative | None = 0.2
+    """mean log-probability per token of episodes with a right answer lower than at the start by more than this, in
+    nats"""
     guard_kl: NonNegative | None = 1.0
     """KL divergence from the reference, in nats per token"""
     guard_variance: Fraction | None = 0.95

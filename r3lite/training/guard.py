@@ -6,15 +6,15 @@ reasons for them are in docs/collapse.md.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from r3lite.records import Record, Source
 from r3lite.settings import GuardSettings
+from r3lite.training.watches import WATCHES, Numbers, right_likelihood, watched
 
 SURE = 2.0  # standard errors, see below
 START_EPISODES = 32  # least of the first rounds, which later ones are compared with
-Numbers = dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -26,86 +26,6 @@ class Alarm:
 
     limit: str | None
     told: str
-
-
-@dataclass(frozen=True)
-class Watch:
-    """A quantity of each round, how its limit is meant, and how it is told."""
-
-    limit: str  # the setting
-    quantity: str  # a key of `watched`
-    beyond: Callable[[float, float, float, float], bool]  # of (now, start, limit, least)
-    told: str  # with the place of the figure
-    form: str  # of the figure
-    least: float = 0.0  # a change that is smaller than this is never beyond the limit
-
-    def crossed(self, now: float, start: float, limit: float) -> str | None:
-        """What is wrong; None if nothing is."""
-        if not self.beyond(now, start, limit, self.least):
-            return None
-        return f"{self.told.format(self.form.format(now))} ({self.form.format(start)} at the start)"
-
-
-def risen(now: float, start: float, limit: float, least: float) -> bool:
-    return now - start > limit
-
-
-def grown(now: float, start: float, limit: float, least: float) -> bool:
-    return now > start * limit and now - start >= least
-
-
-def shrunk(now: float, start: float, limit: float, least: float) -> bool:
-    return now < start / limit and start - now >= least
-
-
-def changed(now: float, start: float, limit: float, least: float) -> bool:
-    return grown(now, start, limit, least) or shrunk(now, start, limit, least)
-
-
-def above(now: float, start: float, limit: float, least: float) -> bool:
-    return now > limit
-
-
-WATCHES = (
-    Watch("guard_malformed", "malformed", risen, "{} of the episodes are malformed or cut off", "{:.0%}"),
-    Watch("guard_queries", "queries", risen, "{} of the episodes have a blank or repeated query", "{:.0%}"),
-    Watch("guard_searches", "searches", changed, "there are {} searches per episode", "{:.2f}", least=0.5),
-    Watch("guard_length", "length", changed, "the episodes have {} sampled tokens", "{:.0f}", least=32),
-    Watch("guard_repetition", "repetition", risen, "{} of the 4-grams within a turn are repeated", "{:.0%}"),
-    Watch("guard_entropy_rise", "entropy", grown, "the entropy is {} nats per token", "{:.3g}", least=0.2),
-    Watch("guard_entropy_fall", "entropy", shrunk, "the entropy is {} nats per token", "{:.3g}"),
-    Watch("guard_kl", "kl", above, "the KL divergence is {} nats per token", "{:.3g}"),
-)
-
-
-def watched(record: dict) -> Numbers:
-    """The watched quantities of a round, from its metrics; None for those that it lacks."""
-
-    def total(*names: str) -> float | None:
-        values = [record.get(name) for name in names]
-        return None if None in values else sum(values)
-
-    found = {
-        "malformed": total("malformed_ratio", "completions/clipped_ratio"),
-        "queries": total("queries/blank_ratio", "queries/repeated_ratio"),
-        "searches": record.get("searches"),
-        "length": record.get("completions/mean_length"),
-        "repetition": record.get("completions/repeated_ngrams"),
-        "entropy": record.get("entropy"),
-        "kl": record.get("kl"),
-        "variance": without_variance(record),
-        "reward": record.get("reward"),
-        "reward_std": record.get("reward_std"),
-        "f1": record.get("rewards/f1/mean"),
-    }
-    return {name: None if x is None or not math.isfinite(x) else float(x) for name, x in found.items()}
-
-
-def without_variance(record: dict) -> float | None:
-    """Share of a round's groups whose rewards are all equal, those that were replaced included."""
-    if sampled := record.get("refill/groups"):
-        return 1 - record["refill/kept"] / sampled
-    return record.get("frac_reward_zero_std")
 
 
 def standard_error(differences: Sequence[float]) -> float:
@@ -137,6 +57,7 @@ class Guard:
         self.rounds = 0  # seen
         self.first: list[Numbers] = []  # the first rounds
         self.recent: list[Numbers] = []  # the newest ones, as many as patience asks for; since the last rollback
+        self.right_start: float | None = None  # `right_likelihood` of the first rounds, or as soon as it is known
         self.peak: list[Numbers] | None = None  # F1 and reward of as many rounds, when their F1 was highest
         self.best_reward: float | None = None  # the highest mean of recent rounds
         self.beyond: dict[str, int] = {}  # by limit, how often in a row it was crossed
@@ -166,6 +87,8 @@ class Guard:
             self.first.append(now)
         self.recent = [*self.recent, now][-self.settings.guard_patience :]
         self._take_peaks()
+        if self.right_start is None and len(self.first) == self.start_rounds:
+            self.right_start = right_likelihood(self.recent)
         crossed = self._crossed_in_round(now) if len(self.first) == self.start_rounds else {}
         crossed |= self._crossed_in_validation(each) if each is not None else {}
         if each is not None:
@@ -211,7 +134,15 @@ class Guard:
             if limit is None or value is None or start is None:
                 continue
             found[watch.limit] = watch.crossed(value, start, limit)
-        return found | self._without_variance(now) | self._hacking()
+        return found | self._right_likelihood(now) | self._without_variance(now) | self._hacking()
+
+    def _right_likelihood(self, now: Numbers) -> dict[str, str | None]:
+        """Right answers that grow unlikely, which is how GRPO begins to collapse; a round without any says nothing."""
+        limit, start, mean = self.settings.guard_right_likelihood, self.right_start, right_likelihood(self.recent)
+        if limit is None or start is None or mean is None or not now["right"]:
+            return {}
+        told = f"right answers have a log-probability of {mean:.3g} per token ({start:.3g} at the start)"
+        return {"guard_right_likelihood": told if start - mean > limit else None}
 
     def _without_variance(self, now: Numbers) -> dict[str, str | None]:
         """Groups without variance while the reward is low: at its best, equal rewards mean that all is learned."""
@@ -287,6 +218,7 @@ class Guard:
             "rounds": self.rounds,
             "first": list(self.first),
             "recent": list(self.recent),
+            "right_start": self.right_start,
             "peak": self.peak,
             "best_reward": self.best_reward,
             "beyond": dict(self.beyond),
@@ -300,7 +232,8 @@ class Guard:
         record = Record(state, Source("the checkpoint's guard", "Name another checkpoint."))
         self.first, self.recent = _numbers(record, "first"), _numbers(record, "recent")
         self.peak = _numbers(record, "peak") if record.values.get("peak") else None
-        self.best_reward, beyond = record.number("best_reward", None), record.record("beyond")
+        self.right_start, self.best_reward = (record.number(key, None) for key in ("right_start", "best_reward"))
+        beyond = record.record("beyond")
         self.beyond = {limit: beyond.whole(limit) for limit in beyond.values}
         self.best = _best(record.record("best")) if record.values.get("best") else None
         self.rounds, self.validations, self.rollbacks = map(record.whole, ("rounds", "validations", "rollbacks"))

@@ -1,8 +1,10 @@
 """The metrics of a round of rollouts, and the records of its episodes."""
 
+import pytest
+
 from r3lite.episode import Episode, Question, Step
 from r3lite.rewards.reward import Scored
-from r3lite.rewards.rounds import episode_records, round_metrics
+from r3lite.rewards.rounds import episode_records, likelihood_of_right, round_metrics
 
 
 def test_means_of_parts_leave_out_what_is_not_known():
@@ -13,6 +15,15 @@ def test_means_of_parts_leave_out_what_is_not_known():
     assert measured["rewards/recall/mean"] == 0.5 and measured["rewards/em/mean"] == 0.5
     assert measured["reward"] == 0.5 and measured["missing_rewards"] == 1
     assert measured["completions/mean_length"] == 2
+
+
+def test_how_likely_right_episodes_were_to_the_model():
+    """Means of -0.2 and -0.5 over their tokens; the wrong one, and the one without a reward, do not count."""
+    right, wrong = Scored([1.0], {"em": 1.0}), Scored([0.5], {"em": 0.0})
+    logprobs = [[-0.1, -0.3], [-9.0], [-0.4, -0.5, -0.5, -0.6], [-9.0]]
+    measured = likelihood_of_right([right, wrong, right, None], logprobs)
+    assert measured == {"completions/right": 2, "logps/right": pytest.approx(-0.35)}
+    assert likelihood_of_right([wrong], [[-9.0]]) == {"completions/right": 0, "logps/right": None}
 
 
 def test_an_episode_is_recorded_with_what_it_was_paid():

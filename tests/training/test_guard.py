@@ -10,6 +10,7 @@ import pytest
 from r3lite.errors import R3LiteError
 from r3lite.settings import GuardSettings
 from r3lite.training.guard import Guard, standard_error
+from r3lite.training.watches import right_likelihood
 
 HEALTHY = {
     "malformed_ratio": 0.04,
@@ -25,6 +26,8 @@ HEALTHY = {
     "reward": 0.8,
     "reward_std": 0.4,
     "rewards/f1/mean": 0.5,
+    "completions/right": 30,
+    "logps/right": -0.05,
 }
 USUAL = GuardSettings()
 RIGHT = [1.0] * 32 + [0.0] * 32  # F1 of each of 64 questions
@@ -55,6 +58,7 @@ LIMITS = [
     ("guard_entropy_rise", {"entropy": 1.21}, {"entropy": 1.19}),
     ("guard_entropy_fall", {"entropy": 0.0059}, {"entropy": 0.0061}),
     ("guard_kl", {"kl": 1.01}, {"kl": 0.99}),
+    ("guard_right_likelihood", {"logps/right": -0.26}, {"logps/right": -0.24}),
     ("guard_variance", {"frac_reward_zero_std": 1.0, "reward": 0.3}, {"frac_reward_zero_std": 0.9, "reward": 0.3}),
 ]
 
@@ -102,6 +106,19 @@ def test_what_a_round_lacks_is_not_watched():
     missing = {"kl": None, "entropy": None, "reward": None, "reward_std": None, "rewards/f1/mean": None}
     assert alarms([missing] * 20) == {}
     assert alarms([{}] * 5 + [missing | {"malformed_ratio": 0.9}] * 5) == {10: "guard_malformed"}
+
+
+def test_where_few_are_right_the_likelihood_is_that_of_eight_in_several_rounds():
+    """(2 x -0.6 + 6 x -0.2) / 8 = -0.3; the oldest round is not needed."""
+    rounds = [{"right": n, "right_likelihood": x} for n, x in ((3, -5.0), (6, -0.2), (0, None), (2, -0.6))]
+    assert right_likelihood(rounds) == pytest.approx(-0.3) and right_likelihood(rounds[2:]) is None
+
+    few = {"completions/right": 3, "logps/right": -0.1}
+    fallen, none = few | {"logps/right": -0.5}, {"completions/right": 0, "logps/right": None}
+    # The start is known in the third round: -0.1. Then (-0.1 x 6 - 0.5 x 3) / 9 = -0.23, -0.37, and -0.5 for good.
+    assert alarms([few] * 3 + [fallen] * 6, GuardSettings(guard_right_likelihood=0.25)) == {9: "guard_right_likelihood"}
+    assert alarms([few] * 3 + [fallen] * 5 + [none] * 9, GuardSettings(guard_right_likelihood=0.25)) == {}
+    assert alarms([few] * 2 + [none] * 4 + [fallen] * 20) == {}  # no start was known before it fell
 
 
 def test_reward_up_and_f1_down_is_reward_hacking():
@@ -192,7 +209,8 @@ def test_what_is_told_has_the_figures():
 
 def test_a_guard_goes_on_from_its_state():
     generator = random.Random(0)
-    rounds = [HEALTHY | {"malformed_ratio": generator.choice([0.0, 0.9])} for _ in range(200)]
+    changes = (("malformed_ratio", (0.0, 0.9)), ("logps/right", (-0.05, -0.1, -0.9)))
+    rounds = [HEALTHY | {name: generator.choice(values) for name, values in changes} for _ in range(200)]
     one, told = Guard(GuardSettings(guard_patience=3), 64), []
     for step, record in enumerate(rounds, 1):
         each = fewer(generator.randrange(20)) if step % 5 == 0 else None
@@ -221,13 +239,17 @@ def test_the_noise_of_64_episodes_raises_no_alarm(seed):
         noisy = {"malformed_ratio": share(0.1), "queries/repeated_ratio": share(0.1), "rewards/f1/mean": share(0.4)}
         noisy |= {"searches": generator.gauss(2, 0.3), "completions/mean_length": generator.gauss(150, 25)}
         noisy |= {"entropy": 0.05 * 2 ** generator.gauss(0, 0.5), "reward": share(0.4) + 0.3, "kl": share(0.05)}
+        right = [generator.gauss(-0.3, 0.15) for _ in range(64) if generator.random() < 0.1]
+        noisy |= {"completions/right": len(right), "logps/right": statistics.fmean(right) if right else None}
         each = [float(generator.random() < 0.5) for _ in range(64)] if step % 10 == 0 else None
         assert guard.look(step, HEALTHY | noisy, each) is None
 
 
-@pytest.mark.parametrize(("run", "count", "episodes"), [("ppo", 24, 64), ("grpo", 12, 32)])
+@pytest.mark.parametrize(
+    ("run", "count", "episodes"), [("ppo", 24, 64), ("grpo", 12, 32), ("reinforce++-baseline", 24, 64)]
+)
 def test_real_healthy_runs_raise_no_alarm(run, count, episodes):
-    """The tiny model on the sample world, whose F1 doubled: the quickstart's PPO, and GRPO as in docs/collapse.md."""
+    """The tiny model on the sample world, whose F1 doubled: two of the quickstart, and GRPO as in docs/collapse.md."""
     records = [json.loads(line) for line in REAL.read_text(encoding="utf-8").splitlines()]
     rounds, guard = [record for record in records if record["run"] == run], Guard(GuardSettings(), episodes)
     assert len(rounds) == count

@@ -1,0 +1,47 @@
+"""What ppo says when the first rounds of a run give it nothing to learn from."""
+
+import pytest
+
+from r3lite.config import with_values
+from r3lite.rl_setup import warn_of_no_reward
+from r3lite.settings import PpoConfig
+from r3lite.training.guard import Guard
+
+NONE = {"rewards/outcome/mean": 0.0, "malformed_ratio": 0.5, "completions/clipped_ratio": 0.25}
+NONE |= {"frac_reward_zero_std": 0.5}
+SOME = NONE | {"rewards/outcome/mean": 0.1}
+EQUAL = SOME | {"frac_reward_zero_std": 1.0}
+
+
+def told(capsys, *records: dict, **settings) -> str:
+    """What is said over rounds of 16 episodes; the first two have the 32 that count."""
+    settings = {"batch_size": 2, "num_generations": 8, "algorithm": "grpo"} | settings
+    config = with_values(PpoConfig(), settings)
+    guard = Guard(config.guard, config.episodes_of_round)
+    for step, record in enumerate(records, 1):
+        warn_of_no_reward(config, guard, record)
+        guard.look(step, record)
+    return capsys.readouterr().err
+
+
+def test_a_start_that_is_paid_for_no_answer_is_told_once(capsys):
+    said = told(capsys, NONE, NONE, NONE, NONE)
+    assert said.startswith("warning: no answer in the first 2 rounds was paid for, and 75% of the episodes are mal")
+    assert said.count("\n") == 1 and "run SFT first" in said and "--format" in said and "--max-new-tokens" in said
+    assert told(capsys, NONE) == ""  # 16 episodes say too little
+    assert "in the first round was" in told(capsys, NONE, batch_size=4)
+
+
+def test_groups_with_equal_rewards_are_told_to_algorithms_that_compare_them(capsys):
+    assert told(capsys, EQUAL, EQUAL).startswith("warning: in the first 2 rounds the rewards of each group are")
+    assert told(capsys, EQUAL, EQUAL, algorithm="ppo") == ""
+
+
+@pytest.mark.parametrize("records", [(SOME, NONE), (NONE, SOME), (SOME, EQUAL), ({}, {})])
+def test_a_start_that_can_be_learned_from_is_not(capsys, records):
+    """Without any metric of rewards, all of them are missing, which is told elsewhere."""
+    assert told(capsys, *records) == ""
+
+
+def test_what_is_not_to_be_paid_for_its_answers_is_not_told_that_it_was_not(capsys):
+    assert told(capsys, NONE, NONE, outcome_em=0.0, outcome_f1=0.0) == ""
