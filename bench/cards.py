@@ -41,8 +41,8 @@ PAGE = """\
 
 **Predicted, not measured.** r3lite has not run on a card yet. Here is what its formulas say of five classes of cards,
 each by one card, from the peak speeds of data sheets: no card keeps them up, so every time is one at best. What your
-own card does is measured in a minute by `python -m r3lite.doctor`, and from then on its figures are what predictions
-are made from. This page is what `python -m bench.cards` prints.
+own card does is measured by the first command that tells a time there, in a few seconds, and from then on its figures
+are what predictions are made from. This page is what `python -m bench.cards` prints.
 
 ## How it is predicted
 

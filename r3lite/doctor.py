@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
     from r3lite.checks.finding import Finding
     from r3lite.devices.cards import Speeds
 
+FILE = "~/.cache/r3lite/doctor.json"
 MARKS = {"ok": "ok", "failed": "!!", "skipped": "--"}
 # A path: in quotes, where it may have blanks, or else from its beginning to the next blank. Not the `/` of a unit.
 PATH = re.compile(r"""(['"])[^'"\n]*[/\\][^'"\n]*\1|(?<![\w./\\:<])(?:[A-Za-z]:)?[/\\]{1,2}[\w.~-][^\s'",;)]*""")
@@ -38,8 +39,8 @@ class DoctorConfig:
     """Finds out what this machine can do and whether r3lite is right on it, in about a minute and without a download.
 
     Each check is a line: ok; !! with what to do; -- with the reason why it does not apply here. If any failed, the exit
-    status is 1. All of it is written to --output FILE.json, by default ~/.cache/r3lite/doctor.json, where times are
-    predicted from; for a bug report, too: it holds no path and no name of yours.
+    status is 1. Times are predicted from the speeds that it measures. All of it is written to --output FILE.json, by
+    default ~/.cache/r3lite/doctor.json, for a bug report: it holds no path and no name of yours.
     """
 
     common: Common = Common()
@@ -165,12 +166,11 @@ def examine(config: DoctorConfig) -> None:
     from r3lite.checks.card import beside_tensors
     from r3lite.checks.registry import BESIDE, CHECKS
     from r3lite.devices import machine
-    from r3lite.devices.cards import DOCTOR
     from r3lite.devices.precision import Precision, dtype_name, resolve_device, resolve_dtype
     from r3lite.files import write_json
 
     start, hide = time.perf_counter(), users_own()
-    path = Path(config.common.output or os.path.expanduser(DOCTOR))
+    path = Path(config.common.output or os.path.expanduser(FILE))
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
     driver = machine.ask_driver(card)  # before CUDA is used
     with contextlib.redirect_stderr(io.StringIO()):  # that a card is not used is a check's to say
@@ -211,15 +211,17 @@ def examine(config: DoctorConfig) -> None:
 def measured_speeds(device: "torch.device", kept: "list[Speeds]") -> "Finding":
     """How fast the device is; the figures are added to `kept`."""
     from r3lite.checks.finding import judged
-    from r3lite.devices import speed
+    from r3lite.devices import cards, speed
     from r3lite.models.linear import linear
 
     found = speed.measure(device, linear)
     kept.append(found)
+    why = cards.keep(found)
     products = ", ".join(f"{name} {short(flops / 1e9)}" for name, flops in found.flops.items())
     told = (
         f"memory {short(found.bandwidth / 1e9)} GB/s; products {products} GFLOPS; a kernel {found.launch * 1e6:.1f} us"
     )
+    told += f"; not kept for predictions: {why}" if why else ""
     if device.type == "cuda":
         told += f"; from the host {speed.host_copy_speed(device, pinned=False) / 1e9:.1f} GB/s"
         with contextlib.suppress(RuntimeError):  # memory cannot be pinned here, as the lines above say

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.models.compiled import missing_compiler
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
 from r3lite.protocols.tokenizer import Tokenizer
@@ -22,10 +23,13 @@ ROOT = Path(__file__).parent.parent
 pytest_plugins = ["tests.fake_gemini", "tests.cold_start", "tests.evaluating"]
 
 
-@pytest.fixture(autouse=True)
-def no_doctor(monkeypatch):
-    """What `doctor` measured of this machine is not read: a test that tells times says of which speeds."""
-    monkeypatch.setattr("r3lite.devices.cards.DOCTOR", str(ROOT / "no-such-file.json"))
+@pytest.fixture(autouse=True, scope="session")
+def known_speeds():
+    """Devices have these speeds: a test measures none, and reads none that were measured of this machine."""
+    speeds = Speeds("device of tests", 1e10, {"fp32": 1e11, "fp16": 1e11, "bf16": 1e11}, 1e-6, MEASURED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("r3lite.memory.plan.speeds_of", lambda device, product: speeds)
+        yield
 
 
 @pytest.fixture

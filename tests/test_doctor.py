@@ -43,8 +43,12 @@ def absent(precision) -> Finding:
 
 
 @pytest.fixture(autouse=True)
-def no_doctor():
+def own_speeds(monkeypatch):
     """Here what was measured is written and read, in the home folder that a test sets."""
+    speed.speeds_of.cache_clear()
+    monkeypatch.setattr("r3lite.memory.plan.speeds_of", speed.speeds_of)
+    yield
+    speed.speeds_of.cache_clear()
 
 
 @pytest.fixture
@@ -110,8 +114,15 @@ def test_all_is_well_and_times_are_predicted_from_what_was_measured(checks, tmp_
     assert doctor.main(FP32) == 0
     path = tmp_path / ".cache" / "r3lite" / "doctor.json"
     assert report(path)["ok"] and cards.measured(CPU) == speed.measure(CPU, linear)
-    out = capsys.readouterr().out
-    assert "memory 10 GB/s; products fp32 50, bf16 123 GFLOPS; a kernel 4.0 us" in " ".join(out.split())
+    out = " ".join(capsys.readouterr().out.split())
+    assert "memory 10 GB/s; products fp32 50, bf16 123 GFLOPS; a kernel 4.0 us" in out and "not kept" not in out
+
+
+def test_speeds_that_cannot_be_kept_are_no_failure(checks, tmp_path, capsys):
+    (tmp_path / ".cache").touch()
+    assert doctor.main([*FP32, "--output", str(tmp_path / "d.json")]) == 0
+    assert "us; not kept for predictions: [Errno " in " ".join(capsys.readouterr().out.split())
+    assert "<path>" in report(tmp_path / "d.json")["checks"][0]["told"]
 
 
 def test_speeds_that_cannot_be_measured_are_a_failure_and_predict_nothing(checks, monkeypatch, tmp_path, capsys):
@@ -128,6 +139,7 @@ def test_speeds_that_cannot_be_measured_are_a_failure_and_predict_nothing(checks
 def test_fp16_that_is_slower_than_fp32_on_a_card_is_said(checks, monkeypatch):
     flops = {"fp32": 3e12, "fp16": 2e12}
     monkeypatch.setattr(speed, "measure", lambda device, product: Speeds("card", 1e11, flops, 4e-6, MEASURED))
+    monkeypatch.setattr(cards, "keep", lambda speeds: "")
     monkeypatch.setattr(speed, "host_copy_speed", lambda device, pinned: 6e9 if pinned else 3e9)
     told = doctor.measured_speeds(torch.device("cuda"), []).told
     assert told.endswith(

@@ -14,7 +14,6 @@ from r3lite import collect, evaluate, plan, ppo, rl_setup, sft
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.files import shipped
 from r3lite.grant import Memory
-from r3lite.memory import workloads
 from r3lite.memory.plan import UNKNOWN, announce
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import ModelSettings, PpoConfig, RLSettings
@@ -105,15 +104,25 @@ def test_a_card_that_is_not_known_is_an_error_that_names_those_that_are(capsys):
 
 def test_times_are_told_only_of_a_device_whose_speeds_are_known(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    elsewhere = ["--device", "cpu", "--dtype", "fp32"]
-    assert planned(tmp_path, *elsewhere)["seconds"] is None
+    here = ["--device", "cpu", "--dtype", "fp32"]
+    assert planned(tmp_path, *here)["seconds"]["speeds_from"] == "measured"
+    told = capsys.readouterr().out
+    assert re.search(r"^time: up to .* for a step; predicted from this device's speed as measured$", told, re.M)
+    monkeypatch.setattr("r3lite.memory.plan.speeds_of", lambda device, product: None)
+    assert planned(tmp_path, *here)["seconds"] is None
     assert capsys.readouterr().out.splitlines()[-2] == f"time: {UNKNOWN}"
+
+
+def test_a_device_that_is_not_here_is_not_measured(tmp_path, capsys, monkeypatch):
+    def refuse(device, product):
+        raise AssertionError(device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("r3lite.memory.plan.speeds_of", refuse)
     assert planned(tmp_path, "--device", "cuda")["seconds"] is None
-    assert "has measured this device; plan --card tells that of some cards\n" in capsys.readouterr().out
-    speeds = Speeds("cpu", 1e10, {"fp32": 1e11}, 1e-6, MEASURED)
-    monkeypatch.setattr(workloads, "speeds_of", lambda device: speeds)
-    assert planned(tmp_path, *elsewhere)["seconds"]["speeds_from"] == "measured"
-    assert re.search(r"^time: up to .* for a step; predicted from what doctor measured$", capsys.readouterr().out, re.M)
+    assert f"time: {UNKNOWN}; plan --card tells that of some cards\n" in capsys.readouterr().out
+    assert planned(tmp_path, "--card", "T4")["seconds"]["device"] == "T4"
+    assert plan.main(["--card", "T5"]) == 2 and plan.main(["--vram-budget", "9MiB"]) == 1
 
 
 def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypatch):
@@ -123,7 +132,7 @@ def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypa
         settings = PpoConfig(
             model=ModelSettings(device="cpu", dtype="fp32"), rl=RLSettings(num_generations=generations, batch_size=2)
         )
-        monkeypatch.setattr(workloads, "speeds_of", lambda device: speeds)
+        monkeypatch.setattr("r3lite.memory.plan.speeds_of", lambda device, product: speeds)
         announce(rl_setup.plan_memory(settings))
         told = capsys.readouterr().err
         assert bool(re.search("^warning: a round is predicted to take up to [0-9.]+ days", told, re.M)) == warned

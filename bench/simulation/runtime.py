@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.simulation.operators import on_card, tensors_in
 from bench.simulation.streams import Event, Stream, use_of
+from r3lite.devices import speed
 
 if TYPE_CHECKING:
     from bench.simulated_cuda import SimulatedCuda
@@ -47,6 +48,11 @@ def stand_ins(card: "SimulatedCuda") -> Iterator[tuple[Any, str, Any]]:
         return {(g[0][0][0].device, dtype): g for (_, dtype), g in grouped(lists, with_indices).items()}
 
     yield torch._C, "_group_tensors_by_device_and_dtype", by_label
+    yield speed, "measure", _no_speed
+
+
+def _no_speed(*_: Any) -> None:
+    raise RuntimeError("the card is simulated")
 
 
 def _of_tensors(card: "SimulatedCuda") -> tuple[type, dict[str, Any]]:

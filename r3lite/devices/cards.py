@@ -1,29 +1,30 @@
-"""How fast a device is: the figures that times are predicted from, measured by `doctor` or from a table of cards.
+"""How fast a device is: the figures that times are predicted from, measured here or from a table of cards.
 
 The table holds the makers' peaks, which no program reaches: times that are predicted from it are optimistic.
 """
 
 import os
-import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
+from r3lite.devices.machine import processor
 from r3lite.errors import R3LiteError
-from r3lite.files import read_record
+from r3lite.files import read_record, write_json
+from r3lite.records import Record
 
-DOCTOR = "~/.cache/r3lite/doctor.json"  # where `doctor` leaves what it measured, beside the weights kept in NF4
-MEASURED = "measured"
+KEPT = "~/.cache/r3lite/speeds.json"  # what was measured, by device and version of PyTorch, beside the weights in NF4
+MEASURED, BESIDE_OTHERS = "measured", "measured beside other programs"
 DTYPES = ("fp32", "fp16", "bf16")
 GIB = 1 << 30
 # Seconds of the host for a kernel, assumed for every card of the table: 4 to 6 microseconds were measured on an
-# RTX 5070 Ti (https://susun-blog.com/blog/pegainfer-3-cuda-graph). `doctor` measures what PyTorch takes.
+# RTX 5070 Ti (https://susun-blog.com/blog/pegainfer-3-cuda-graph). `speed` measures what PyTorch takes.
 LAUNCH = 5e-6
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a device does in a second; `source` is MEASURED or the address that the figures are from."""
+    """What a device does in a second; `source` is how they were measured or the address that they are from."""
 
     name: str  # as `device_name` gives it
     # Bytes of fp32 weights that products of one row read. A core of a CPU copies more than twice as many: 37 GB/s
@@ -92,7 +93,7 @@ def device_name(device: torch.device) -> str:
     """What figures of a device are kept under. A CPU's hold for one number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+    return f"{processor()}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
 
 
 def card(name: str) -> Speeds | None:
@@ -102,29 +103,39 @@ def card(name: str) -> Speeds | None:
 
 
 def measured(device: torch.device) -> Speeds | None:
-    """What `doctor` measured of a device; None if it has not, or if that cannot be read, which is warned of."""
-    path = os.path.expanduser(DOCTOR)
-    if not os.path.exists(path):
-        return None
+    """What was measured of a device with this version of PyTorch, and kept; None if nothing was that can be read."""
     try:
-        found = read_record(path, "Run python -m r3lite.doctor again.").record("speeds")
+        found = _kept().record(_key(device_name(device)))
         flops, reads = (found.record(name) for name in ("flops", "reads"))
-        speeds = Speeds(
+        return Speeds(
             name=found.text("name"),
             bandwidth=found.number("bandwidth", low=0, above=True),
             flops={dtype: flops.number(dtype, low=0, above=True) for dtype in DTYPES if dtype in flops},
             launch=found.number("launch", low=0),
-            source=found.choice("source", [MEASURED]),
+            source=found.choice("source", [MEASURED, BESIDE_OTHERS]),
             memory=found.whole("memory", None),
             reads={dtype: reads.number(dtype, low=0, above=True) for dtype in DTYPES if dtype in reads},
         )
-    except R3LiteError as error:
-        print(f"warning: what doctor measured is not used: {error.cause}. {error.remedy}", file=sys.stderr)
+    except R3LiteError:
         return None
-    return speeds if speeds.name == device_name(device) else None
 
 
-def speeds_of(device: torch.device) -> Speeds | None:
-    """What `doctor` measured of a device, else its entry in the table of cards, else None: nothing is known."""
-    found = measured(device)
-    return card(torch.cuda.get_device_name(device)) if found is None and device.type == "cuda" else found
+def keep(speeds: Speeds) -> str:
+    """Keeps what was measured of a device for later runs; returns why that cannot be, or nothing."""
+    try:
+        others = _kept().values
+    except R3LiteError:
+        others = {}
+    try:
+        write_json(os.path.expanduser(KEPT), others | {_key(speeds.name): asdict(speeds)})
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _kept() -> Record:
+    return read_record(os.path.expanduser(KEPT), remedy="")
+
+
+def _key(name: str) -> str:
+    return f"{name}, PyTorch {torch.__version__}"

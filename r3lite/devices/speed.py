@@ -3,14 +3,18 @@
 Knows no model. What is measured is what `cards` describes: what times are predicted from.
 """
 
+import functools
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from r3lite.devices.cards import DTYPES, MEASURED, Speeds, device_name
+from r3lite.devices import cards
+from r3lite.devices.cards import BESIDE_OTHERS, DTYPES, MEASURED, Speeds, device_name
 from r3lite.devices.precision import DTYPES as TORCH_DTYPES
 from r3lite.devices.precision import Precision
 
@@ -18,6 +22,7 @@ READ = 1 << 28  # bytes: beyond what any processor's or card's cache holds, but 
 WIDTH = 896  # of the weights that are read: Qwen2.5-0.5B's
 LAUNCHES = 200  # kernels of one measurement of their cost
 ENOUGH = 0.02  # seconds of one call, beyond which a larger product says no more
+BUSY = 0.5  # load for each core, beyond which what is measured of a CPU is measured again later
 EDGE = 2048  # of the products by which fp16 is held against fp32
 LARGEST = {"cuda": 8192}  # edge of the largest product; elsewhere 2048
 
@@ -32,6 +37,41 @@ def measure(device: torch.device, product: Product) -> Speeds:
     flops = {name: product_speed(device, dtype, product) for name, dtype in dtypes.items()}
     reads = {name: read_speed(device, dtype, product) for name, dtype in dtypes.items()}
     return Speeds(device_name(device), reads["fp32"], flops, launch_seconds(device), MEASURED, memory, reads)
+
+
+@functools.cache  # for this run, if it cannot be kept
+def speeds_of(device: torch.device, product: Product) -> Speeds | None:
+    """What was measured of a device; what was not is measured now, in seconds. None, with a warning, if that fails.
+
+    What was measured of a CPU beside other programs is measured again when they rest.
+    """
+    kept, busy = cards.measured(device), device.type == "cpu" and is_busy()
+    if kept and (busy or kept.source == MEASURED):
+        return kept
+    start = time.perf_counter()
+    try:
+        found = measure(device, product)
+    except Exception as error:  # of any kind: a run goes on without a prediction
+        print(f"warning: how fast this device is cannot be measured: {error!r:.200}", file=sys.stderr)
+        return None
+    finally:
+        if device.type == "cuda":  # the run finds its card as it was
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    took = time.perf_counter() - start
+    found = replace(found, source=BESIDE_OTHERS) if busy else found
+    told = "kept " + ("until other programs rest" if busy else "(python -m r3lite.doctor measures it again)")
+    told = f"not kept: {why}" if (why := cards.keep(found)) else told
+    print(f"the speed of this device was measured in {took:.1f} s and is {told}", file=sys.stderr)
+    return found
+
+
+def is_busy() -> bool:
+    """Whether other programs took half of the processor in the last minute, as far as the system says."""
+    try:
+        return os.getloadavg()[0] > BUSY * (os.cpu_count() or 1)
+    except (AttributeError, OSError):  # Windows does not say it
+        return False
 
 
 def has(device: torch.device, dtype: str) -> bool:
@@ -59,7 +99,8 @@ def product_speed(device: torch.device, dtype: torch.dtype, product: Product) ->
 
 
 def _product_seconds(device: torch.device, dtype: torch.dtype, edge: int, repeats: int, product: Product) -> float:
-    a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
+    own = torch.Generator(device)  # the run's random numbers stay as they are
+    a, b = (torch.randn(edge, edge, device=device, generator=own).to(dtype) for _ in range(2))
     return seconds(lambda: product(a, b), device, repeats)
 
 

@@ -9,7 +9,7 @@ may be, unless it is known that they are not.
 import math
 from dataclasses import dataclass, replace
 
-from r3lite.devices.cards import MEASURED, Speeds
+from r3lite.devices.cards import BESIDE_OTHERS, MEASURED, Speeds
 from r3lite.grant import Memory
 from r3lite.memory.planner import Workload, adapter_bytes, as_teacher, linears
 
@@ -255,8 +255,8 @@ class Duration:
             told += f"{many} of {in_words(self.validation)}"
         if w.refills:
             told += f"; not counted: up to {w.refills} refills a round, each up to {in_words(self.phases['sample'])}"
-        if speeds.source == MEASURED:
-            return f"{told}; predicted from what doctor measured"
+        if speeds.source in (MEASURED, BESIDE_OTHERS):
+            return f"{told}; predicted from this device's speed as {speeds.source}"
         return f"{told}; predicted from the peak speeds of the {speeds.name}, so at best"
 
     def report(self) -> dict:

@@ -7,18 +7,20 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from r3lite.devices.live_tensors import MIB
+from r3lite.devices.speed import speeds_of
 from r3lite.grant import Memory
 from r3lite.memory import choice, duration, planner
 from r3lite.memory.cuda_parts import CONTEXT
 from r3lite.memory.duration import Duration, in_words
 from r3lite.memory.planner import Workload
 from r3lite.memory.workloads import KNOWN, on_card
+from r3lite.models.linear import linear
 from r3lite.settings import MemorySettings, SamplingSettings
 from r3lite.settings.common import budget_bytes
 
 DEFAULT_BUDGET = 4 << 30
 A_DAY = 86400  # seconds
-UNKNOWN = "unknown until python -m r3lite.doctor has measured this device"
+UNKNOWN = "unknown, as the speed of the device is"
 MARGIN = 256 << 20  # of a card's free memory, left to the desktop, which takes more and less of it
 
 
@@ -33,8 +35,11 @@ class Plan:
 
     @functools.cached_property
     def duration(self) -> Duration | None:
-        """None if the speeds of the device are not known."""
-        return duration.predict(self.workload, self.memory)
+        """From what is measured of the device of this machine, now if it was not; None if its speeds are not known."""
+        work = self.workload
+        if work.device and not work.speeds:
+            work = replace(work, speeds=speeds_of(torch.device(work.device), linear))
+        return duration.predict(work, self.memory)
 
     @property
     def peak(self) -> int:

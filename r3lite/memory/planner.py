@@ -81,7 +81,8 @@ class Workload:
     held_out: int = 0  # questions of a validation; 0: there is none
     validate_every: int = 1  # rounds
     steps: int | None = None  # optimizer steps or rounds of the run; None: not known
-    speeds: Speeds | None = None  # of the device; None: not known
+    device: str | None = None  # of this machine, whose speeds are measured; None: it is elsewhere
+    speeds: Speeds | None = None  # of the device, if they are known without
 
     @property
     def joining(self) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from r3lite.config import UsageError
-from r3lite.devices.cards import CARDS, card, speeds_of
+from r3lite.devices.cards import CARDS, card
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
 from r3lite.errors import nearest
 from r3lite.grant import Memory
@@ -193,7 +193,7 @@ def _base(model: ModelSettings) -> dict:
         "element": dtype.itemsize,
         "on_cuda": kind == "cuda",
         "dtype": dtype_name(dtype),
-        "speeds": speeds_of(torch.device(kind)) if here[kind] else None,
+        "device": kind if here[kind] else None,
     }
 
 

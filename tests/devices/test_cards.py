@@ -1,6 +1,6 @@
-"""The table of cards, and what `doctor` measured: names, figures, and files that are not what they should be."""
+"""The table of cards, and what is kept of devices that were measured: names, figures, and files that are wrong."""
 
-import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,76 +38,66 @@ def test_the_table_is_of_cards_whose_figures_have_a_source():
 
 
 @pytest.fixture
-def doctor(tmp_path, monkeypatch):
-    """Writes what `doctor` has measured, with changes; None removes a key."""
-    path = tmp_path / "doctor.json"
-    monkeypatch.setattr(cards, "DOCTOR", str(path))
-    good = {
-        "name": cards.device_name(CPU),
-        "bandwidth": 1.5e10,
-        "flops": {"fp32": 1e11, "bf16": 4e11, "fp16": None},
-        "launch": 2e-6,
-        "source": "measured",
-        "memory": None,
-        "reads": {"fp32": 1.5e10, "bf16": 9e9},
-    }
-
-    def write(**changes) -> None:
-        speeds = {key: value for key, value in (good | changes).items() if value is not None}
-        path.write_text(json.dumps({"ok": True, "speeds": speeds}), encoding="utf-8")
-
-    return write
+def kept(tmp_path, monkeypatch):
+    """The file of what was measured, in a folder that is not there yet."""
+    monkeypatch.setattr(cards, "KEPT", str(tmp_path / "cache" / "speeds.json"))
+    return tmp_path / "cache" / "speeds.json"
 
 
-def test_what_was_measured_is_read_for_the_device_that_it_was_measured_on(doctor, monkeypatch, capsys):
-    assert cards.measured(CPU) is None  # not measured yet
-    doctor()
-    found = cards.measured(CPU)
-    assert found == cards.Speeds(
-        cards.device_name(CPU), 1.5e10, {"fp32": 1e11, "bf16": 4e11}, 2e-6, cards.MEASURED, None,
-        {"fp32": 1.5e10, "bf16": 9e9},
-    )  # fmt: skip
-    assert cards.speeds_of(CPU) == found
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
-    assert cards.measured(CPU) is None, "of another number of threads"
-    assert capsys.readouterr().err == ""
+FLOPS, READS = {"fp32": 1e11, "bf16": 4e11}, {"fp32": 1.5e10, "bf16": 9e9}
 
 
-def test_a_card_that_was_measured_is_not_looked_up_and_another_is(doctor, monkeypatch):
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 3050 Laptop GPU")
-    doctor(name="NVIDIA GeForce RTX 3050 Laptop GPU")
-    assert cards.speeds_of(cuda).bandwidth == 1.5e10
-    doctor(name="NVIDIA GeForce GTX 1650")
-    assert cards.speeds_of(cuda) == cards.card("RTX 3050 Laptop")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 9990")
-    assert cards.speeds_of(cuda) is None
+def speeds(**changes) -> cards.Speeds:
+    made = cards.Speeds(cards.device_name(CPU), 1.5e10, FLOPS, 2e-6, cards.MEASURED, None, READS)
+    return replace(made, **changes)
+
+
+def test_what_was_measured_is_kept_for_each_device_and_version_of_pytorch(kept, monkeypatch):
+    assert cards.measured(CPU) is None
+    assert cards.keep(speeds()) == "" and cards.measured(CPU) == speeds()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 99)
+        assert cards.measured(CPU) is None, "of another number of threads"
+        cards.keep(speeds(name=cards.device_name(CPU), launch=1.0))
+        assert cards.measured(CPU).launch == 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr(cards, "processor", lambda: "an abacus")
+        assert cards.measured(CPU) is None, "of another processor, which may have the same home"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "3.0")
+        assert cards.measured(CPU) is None
+    assert cards.measured(CPU) == speeds(), "what came later is beside it"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce GTX 1650")
+    assert cards.measured(torch.device("cuda")) is None
+    cards.keep(speeds(name="NVIDIA GeForce GTX 1650", memory=4 << 30))
+    assert cards.measured(torch.device("cuda")).memory == 4 << 30
 
 
 @pytest.mark.parametrize(
-    ("changes", "wrong"),
+    "changes",
     [
-        ({"bandwidth": 0}, "speeds.bandwidth is 0"),
-        ({"bandwidth": "fast"}, "speeds.bandwidth is 'fast'"),
-        ({"flops": [1]}, "speeds.flops is [1], not a JSON object"),
-        ({"flops": {"fp32": -1}}, "speeds.flops.fp32 is -1"),
-        ({"reads": {"bf16": 0}}, "speeds.reads.bf16 is 0"),
-        ({"launch": None}, "speeds.launch is missing"),
-        ({"name": ""}, "speeds.name is blank"),
-        ({"source": "guessed"}, "speeds.source is 'guessed'"),
+        {"bandwidth": 0},
+        {"bandwidth": "fast"},
+        {"flops": [1]},
+        {"flops": {"fp32": -1}},
+        {"reads": {"bf16": 0}},
+        {"launch": None},
+        {"name": ""},
+        {"source": "guessed"},
     ],
 )
-def test_a_file_that_is_wrong_is_one_line_of_warning_and_no_failure(doctor, capsys, changes, wrong):
-    doctor(**changes)
+def test_a_record_that_is_wrong_was_not_measured_and_is_replaced(kept, changes):
+    cards.keep(speeds(**changes))
     assert cards.measured(CPU) is None
-    told = capsys.readouterr().err
-    assert told.startswith("warning: ") and wrong in told and told.count("\n") == 1
-    assert told.endswith("Run python -m r3lite.doctor again.\n")
+    assert cards.keep(speeds()) == "" and cards.measured(CPU) == speeds()
 
 
-def test_a_file_that_is_not_json_or_a_folder_is_one_too(tmp_path, monkeypatch, capsys):
-    (tmp_path / "torn.json").write_text('{"speeds": {"na')
-    for place in (tmp_path / "torn.json", tmp_path):
-        monkeypatch.setattr(cards, "DOCTOR", str(place))
-        assert cards.measured(CPU) is None
-        assert capsys.readouterr().err.count("\n") == 1
+def test_a_file_that_is_torn_is_replaced_and_one_that_cannot_be_is_told_of(kept):
+    kept.parent.mkdir()
+    kept.write_text('{"speeds": {"na')
+    assert cards.measured(CPU) is None
+    assert cards.keep(speeds()) == "" and cards.measured(CPU) == speeds()
+    kept.unlink()
+    kept.mkdir()
+    assert cards.measured(CPU) is None
+    assert str(kept) in cards.keep(speeds())

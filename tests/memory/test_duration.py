@@ -99,7 +99,7 @@ def test_a_prediction_has_the_phases_of_the_run_or_is_none():
     speeds = replace(speeds, flops={"fp16": 1e12})
     found = predict(replace(ROUND, speeds=speeds, scores=True, steps=5), memory)
     assert list(found.phases) == ["sample", "score", "update"] and found.run == 5 * found.seconds
-    assert found.line().endswith(" for 5; predicted from what doctor measured")
+    assert found.line().endswith(" for 5; predicted from this device's speed as measured")
     assert found.line().startswith("up to ") and "for a round (sample " in found.line()
     step = predict(replace(SFT, speeds=speeds, mean_tokens=100.0, writes=40.0), memory)
     assert list(step.phases) == ["update"] and step.run is None
