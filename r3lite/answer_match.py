@@ -1,6 +1,7 @@
-"""How right an answer is: exact match and F1 as the data sets' official scripts compute them, and ROUGE-L.
+"""How right an answer is: exact match and F1 as the data sets' official scripts compute them, and ROUGE-L; whether
+it stands in a text, and where a text's sentences end.
 
-Rewards and evaluation share it.
+Rewards, evaluation and data sets share it.
 """
 
 import re
@@ -15,6 +16,13 @@ from r3lite.episode import Episode, Question
 Rule = Literal["hotpotqa", "musique"]
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
+# After a full stop, unless of an abbreviation or before a small letter; after an ideographic one; at a blank line.
+SENTENCE = re.compile(
+    r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))"
+    r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|vs|cf)\.)(?<!\b(?:Mrs|Fig)\.)(?<!\bProf\.)(?<!\b[a-z]\.[a-z]\.)"
+    r"\s+(?=[^\Wa-z]|[\"'(\[\u201c\u2018])"
+    r"|(?<=[\u3002\uff01\uff1f])|\n[^\S\n]*\n\s*"
+)
 VERDICTS = ("yes", "no", "noanswer")  # answers that share no credit with others in HotpotQA
 
 
@@ -89,6 +97,17 @@ def answer_scores(episode: Episode) -> tuple[float, float]:
     if not prediction.strip():
         return 0.0, 0.0
     return exact_match(prediction, answers), f1(prediction, answers, rule_of(episode.question))
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words of a text in lower case, without articles; hyphens and dashes divide words, unlike in `normalize`."""
+    return tuple(re.findall(r"\w+", ARTICLES.sub(" ", text.casefold())))
+
+
+def stands_in(answer: str, text: str) -> bool:
+    """Whether a text has the words of an answer, one after the other; no answer stands in none."""
+    wanted = words(answer)
+    return bool(wanted) and f" {' '.join(wanted)} " in f" {' '.join(words(text))} "
 
 
 def rouge_l(prediction: str, reference: str) -> Overlap:

@@ -8,13 +8,13 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.config import UsageError, to_toml
-from r3lite.episode import Document, Failure, Question, Retrieve, Search, Step, retrieve_all
+from r3lite.episode import Document, Failure, Question, Retrieve, Search, retrieve_all
 from r3lite.errors import R3LiteError
 from r3lite.files import append_jsonl, check_writable, recover_jsonl, sole_writer, write_jsonl, write_text
 from r3lite.protocols.base import Protocol
@@ -29,6 +29,9 @@ from r3lite.settings import (
     RetrievalSettings,
     TeacherCacheSettings,
 )
+
+if TYPE_CHECKING:
+    from r3lite.datasets.trajectories import Trajectory
 
 WRITER = "collect --source teacher"  # as errors name what writes the files that it goes on with
 MORE = ("limit", "skip_bad_rows")  # settings with which a teacher's run may go on: they add questions
@@ -182,58 +185,74 @@ def read_earlier(output: Path, config: CollectConfig) -> Earlier:
 def gold(
     config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
 ) -> Tally:
-    """Writes a trajectory for every question with a decomposition; documents come from the retriever.
-
-    For a protocol without search nothing is retrieved.
-    """
-    from r3lite.datasets.gold import obstacle, planned, planned_searches, queries, steps, with_gold, without_search
+    """Writes a trajectory for every question with a decomposition whose hops the retriever finds."""
+    from r3lite.datasets.evidence import demonstrate
+    from r3lite.datasets.gold import obstacle, shown
     from r3lite.datasets.teacher import WITHOUT_SEARCH
     from r3lite.datasets.trajectories import Trajectory, check_steps
 
-    asked = planned_searches if protocol.plans else lambda question: list(map(Search, queries(question)))
-
-    def demonstration(question: Question, documents: Sequence[Sequence[Document]], hurried: bool) -> tuple[Step, ...]:
-        if protocol.plans:
-            return planned(question, documents, hurried)
-        return steps(question, documents, hurried) if protocol.searches else without_search(question, hurried)
-
-    tally, usable = Tally(len(questions)), []
+    tally, usable, written = Tally(len(questions)), [], []
     for question in questions:
         reason = obstacle(question, config.collect.max_hops, protocol.searches)
         if not reason:
-            shown = demonstration(question, [()] * len(question.hops), False)
-            idle = config.collect.without_search == "drop" and not any(step.searches for step in shown)
-            reason = WITHOUT_SEARCH if idle else check_steps(shown, protocol)
+            steps = shown(question, [()] * len(question.hops), protocol)
+            idle = config.collect.without_search == "drop" and not any(step.searches for step in steps)
+            reason = WITHOUT_SEARCH if idle else check_steps(steps, protocol)
         if reason:
             tally.rejected[reason] += 1
         else:
             usable.append(question)
-    documents_of: list[list[list[Document]]] = [[] for _ in usable]  # by question and hop
-    found, failed = [0] * len(usable), set()
-    for hop in range(max((len(q.hops) for q in usable), default=0) if protocol.searches else 0):
-        # One batch for the first queries of all questions, then one for the second queries, ...
-        asking = [i for i, q in enumerate(usable) if hop < len(q.hops)]
-        answers = retrieve_all(retrieve, [(usable[i], asked(usable[i])[hop]) for i in asking])
-        for i, outcome in zip(asking, answers, strict=True):
-            if isinstance(outcome, Failure):
-                failed.add(i)
-                outcome = []
-            seed = f"{config.common.seed}/{usable[i].id}/{hop}"
-            documents, was_there = with_gold(usable[i], hop, outcome, config.retrieval.top_k, seed)
-            documents_of[i].append(documents)
-            found[i] += was_there
-    share = config.collect.hurried_share
-    draws = [random.Random(f"{config.common.seed}/{q.id}/hurried").random() for q in usable]
-    hurried = [draw < share and len(q.hops) > 1 for q, draw in zip(usable, draws, strict=True)]
-    written = []
-    for i, (q, documents, h) in enumerate(zip(usable, documents_of, hurried, strict=True)):
-        if i in failed:
-            tally.rejected["the retriever failed"] += 1
-            continue
-        written.append(Trajectory(q.id, q.text, q.answers, demonstration(q, documents, h), "gold"))
-        tally.keep(len(written[-1].steps), len(documents), found[i])
+    if config.collect.demonstrations == "quotes" and protocol.searches and not protocol.plans:
+        for made in demonstrate(usable, retrieve, config.lengths.max_hops, config.lengths.max_document_tokens):
+            if reason := made.rejected or check_steps(made.steps, protocol):
+                tally.rejected[reason] += 1
+                continue
+            q = made.question
+            written.append(Trajectory(q.id, q.text, q.answers, tuple(made.steps), "gold"))
+            tally.keep(len(made.steps), len(q.gold), len(q.gold))
+    else:
+        written = by_sub_questions(config, usable, protocol, retrieve, tally)
     write_jsonl(output, (t.to_json() for t in written))
     return tally
+
+
+def by_sub_questions(
+    config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, tally: Tally
+) -> "list[Trajectory]":
+    """Trajectories whose queries are the sub-questions of the decompositions; for a protocol without search nothing is
+    retrieved. A question of which a gold paragraph is not found is rejected, unless --insert-gold puts it there."""
+    from r3lite.datasets.evidence import MISSED
+    from r3lite.datasets.gold import planned_searches, queries, shown, with_gold
+    from r3lite.datasets.trajectories import Trajectory
+
+    asked = planned_searches if protocol.plans else lambda question: list(map(Search, queries(question)))
+    documents_of: list[list[list[Document]]] = [[] for _ in questions]  # by question and hop
+    found, rejected = [0] * len(questions), {}
+    for hop in range(max((len(q.hops) for q in questions), default=0) if protocol.searches else 0):
+        # One batch for the first queries of all questions, then one for the second queries, ...
+        asking = [i for i, q in enumerate(questions) if hop < len(q.hops)]
+        answers = retrieve_all(retrieve, [(questions[i], asked(questions[i])[hop]) for i in asking])
+        for i, outcome in zip(asking, answers, strict=True):
+            if isinstance(outcome, Failure):
+                rejected[i] = "the retriever failed"
+                outcome = []
+            seed = f"{config.common.seed}/{questions[i].id}/{hop}"
+            documents, was_there = with_gold(questions[i], hop, outcome, config.retrieval.top_k, seed)
+            documents_of[i].append(documents)
+            found[i] += was_there
+            if not (was_there or config.collect.insert_gold):
+                rejected.setdefault(i, MISSED)
+    share = config.collect.hurried_share
+    draws = [random.Random(f"{config.common.seed}/{q.id}/hurried").random() for q in questions]
+    written = []
+    for i, (q, documents) in enumerate(zip(questions, documents_of, strict=True)):
+        if i in rejected:
+            tally.rejected[rejected[i]] += 1
+            continue
+        hurried = draws[i] < share and len(q.hops) > 1
+        written.append(Trajectory(q.id, q.text, q.answers, shown(q, documents, protocol, hurried), "gold"))
+        tally.keep(len(written[-1].steps), len(documents), found[i])
+    return written
 
 
 def teacher(

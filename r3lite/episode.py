@@ -48,11 +48,14 @@ def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
 
 @dataclass(frozen=True)
 class Hop:
-    """One gold sub-question. `#1` in its text stands for the answer of the first hop, `#2` for the second's."""
+    """One gold sub-question, or the name to look up. `#1` in it stands for the answer of the first hop, `#2` for the
+    second's. `evidence` are the sentences of the document that state the answer, if they are known.
+    """
 
     question: str
     answer: str
     document: Document | None = None
+    evidence: tuple[str, ...] = ()
 
 
 def folded(text: str) -> str:

@@ -13,10 +13,12 @@ from r3lite.episode import Failure
 from r3lite.files import shipped, sole_writer
 from tests.collecting import lines, read_rows, row, run, write
 
+SUB_QUESTIONS = ("--demonstrations", "sub-questions", "--insert-gold")
+
 
 def test_gold_trajectories_have_real_documents_with_the_gold_paragraph_among_them(tmp_path, capsys):
     data, output = shipped("data", "world", "train.jsonl"), tmp_path / "new" / "out.jsonl"
-    assert run(data, output, "--limit", "30", "--top-k", "3") == 0
+    assert run(data, output, "--limit", "30", "--top-k", "3", *SUB_QUESTIONS) == 0
     questions = {q.id: q for q in read_questions(data, limit=30)}
     rows = read_rows(output)  # refuses what is not well-formed
     assert [r.id for r in rows] == list(questions)
@@ -30,20 +32,20 @@ def test_gold_trajectories_have_real_documents_with_the_gold_paragraph_among_the
     table = capsys.readouterr().out
     assert re.search(r"questions +30\n.*kept +30\n", table) and "mean steps" in table
     again = tmp_path / "again.jsonl"
-    assert run(data, again, "--limit", "30", "--top-k", "3") == 0
+    assert run(data, again, "--limit", "30", "--top-k", "3", *SUB_QUESTIONS) == 0
     assert again.read_bytes() == output.read_bytes()
 
 
 @pytest.mark.parametrize("data", ["musique/train_100.jsonl", "hotpotqa/train_100.json"])
 def test_a_hundred_real_questions_become_a_hundred_trajectories(shared, tmp_path, data):
-    assert run(shared / "data" / data, tmp_path / "out.jsonl") == 0
+    assert run(shared / "data" / data, tmp_path / "out.jsonl", *SUB_QUESTIONS) == 0
     assert len(read_rows(tmp_path / "out.jsonl")) == 100
 
 
 def test_gold_trajectories_of_the_other_formats(tmp_path, monkeypatch):
     """Tags have the same steps as R3; without search a demonstration is one step, and no retriever is asked."""
     data, output = shipped("data", "world", "train.jsonl"), tmp_path / "out.jsonl"
-    assert run(data, output, "--limit", "10", "--format", "tags") == 0
+    assert run(data, output, "--limit", "10", "--format", "tags", *SUB_QUESTIONS) == 0
     assert read_rows(output, "tags") == read_rows(output)
     retrieve = lambda pairs: pytest.fail(f"asked {pairs}")  # noqa: E731
     monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", lambda *_, **__: retrieve)
@@ -55,7 +57,7 @@ def test_gold_trajectories_of_the_other_formats(tmp_path, monkeypatch):
 
 
 def test_gold_trajectories_without_search_are_dropped_if_asked_for(tmp_path, capsys):
-    data, drop = shipped("data", "world", "train.jsonl"), ["--limit", "10", "--without-search", "drop"]
+    data, drop = shipped("data", "world", "train.jsonl"), ["--limit", "10", "--without-search", "drop", *SUB_QUESTIONS]
     assert run(data, tmp_path / "out.jsonl", *drop) == 0 and len(lines(tmp_path / "out.jsonl")) == 10
     assert run(data, tmp_path / "solution.jsonl", *drop, "--preset", "solution") == 1
     assert re.search("rejected: answered without a search +10", capsys.readouterr().out)
@@ -68,7 +70,7 @@ def test_questions_that_give_no_trajectory_are_counted_by_reason(tmp_path, capsy
         tmp_path / "data.jsonl",
         [row(1), plain, row(2, hops=twice), row(3, hops=[("Q?", "a", None)]), plain | {"id": "p2"}],
     )
-    assert run(data, tmp_path / "out.jsonl", "--retriever", "none") == 0
+    assert run(data, tmp_path / "out.jsonl", "--retriever", "none", *SUB_QUESTIONS) == 0
     assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1"]
     table = capsys.readouterr().out
     assert re.search(r"rejected: no decomposition +2\n", table)
@@ -85,7 +87,7 @@ def test_each_hop_of_all_questions_is_one_batch(tmp_path, monkeypatch):
 
     monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", lambda *_, **__: retrieve)
     data = write(tmp_path / "data.jsonl", [row(1), row(2, hops=[("Who?", "Oslo", 0)]), row(3)])
-    assert run(data, tmp_path / "out.jsonl") == 0
+    assert run(data, tmp_path / "out.jsonl", *SUB_QUESTIONS) == 0
     assert batches == [
         ["Who directed Film 1?", "Who?", "Who directed Film 3?"],
         ["Where was Person 1 born?", "Where was Person 3 born?"],
@@ -98,9 +100,38 @@ def test_a_question_whose_query_the_retriever_failed_at_gives_no_trajectory(tmp_
 
     monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", lambda *_, **__: retrieve)
     data = write(tmp_path / "data.jsonl", [row(1), row(2), row(3)])
-    assert run(data, tmp_path / "out.jsonl") == 0
+    assert run(data, tmp_path / "out.jsonl", *SUB_QUESTIONS) == 0
     assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1", "q3"]
     assert re.search(r"rejected: the retriever failed +1\n", capsys.readouterr().out)
+
+
+def test_nothing_is_inserted_unless_asked_for(tmp_path, capsys):
+    """A gold paragraph that the retriever had missed was put among the documents, and taught to make facts up."""
+    data = write(tmp_path / "data.jsonl", [row(1)])
+    assert run(data, tmp_path / "out.jsonl", "--retriever", "none", *SUB_QUESTIONS[:2]) == 1
+    assert run(data, tmp_path / "quotes.jsonl", "--retriever", "none") == 1
+    out = capsys.readouterr().out
+    assert re.search("rejected: a query that does not find its gold paragraph +1", out)
+
+
+def test_quotes_are_of_documents_that_were_retrieved(tmp_path, capsys):
+    data, output = shipped("data", "world", "train.jsonl"), tmp_path / "out.jsonl"
+    assert run(data, output, "--limit", "40", "--top-k", "3") == 0
+    rows, questions = read_rows(output), {q.id: q for q in read_questions(data, limit=40)}
+    assert len(rows) >= 20
+    for trajectory in rows:
+        read, question = "", questions[trajectory.id]
+        assert trajectory.steps[0].queries == (question.text,)
+        for step in trajectory.steps[1:]:
+            assert question.text not in (*step.queries, step.analysis)
+        for before, step in zip(trajectory.steps, trajectory.steps[1:]):
+            read += " ".join(f"{d.title}: {d.text}" for d in before.documents)
+            told = [hop.evidence[0] for hop in question.hops if hop.evidence and hop.evidence[0] in step.analysis]
+            assert all(sentence in read for sentence in told) and (told or "Nothing" in step.analysis)
+        assert question.gold_found([d for step in trajectory.steps for d in step.documents]) == set(
+            range(len(question.gold))
+        )
+    assert re.search(r"gold paragraphs that the retriever found +1\.000", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", ["lexical", "hybrid", "golden"])

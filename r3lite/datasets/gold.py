@@ -1,6 +1,7 @@
-"""Demonstrations from gold decompositions, without a teacher: their queries, analyses and answers.
+"""Demonstrations that follow a gold decomposition, without a teacher: their queries, analyses and answers.
 
-Texts for n hops with questions q_k and answers a_k:
+They are those of protocols that plan or do not search, and of `--demonstrations sub-questions`. Texts for n hops with
+questions q_k and answers a_k:
 
     step 1      analysis "I need to find out: {q_1}"                            query "{q_1}"
     step k      analysis "{q_k-1} {a_k-1}. Next I need to find out: {q_k}"      query "{q_k}"
@@ -19,7 +20,7 @@ import re
 from collections.abc import Sequence
 
 from r3lite.episode import Document, Question, Search, Step
-from r3lite.protocols.base import one_line
+from r3lite.protocols.base import Protocol, one_line
 from r3lite.protocols.plan import Node, Plan
 
 
@@ -107,6 +108,18 @@ def with_gold(
     kept = list(documents[: top_k - 1])
     kept.insert(random.Random(seed).randint(0, len(kept)), gold)
     return kept, False
+
+
+def shown(
+    question: Question, documents: Sequence[Sequence[Document]], protocol: Protocol, hurried: bool = False
+) -> tuple[Step, ...]:
+    """The demonstration of a question in a protocol; `documents[k]` are those of hop k.
+
+    A `hurried` one leaves out the last hop and gives the answer before it as the final one: well-formed but wrong.
+    """
+    if protocol.plans:
+        return planned(question, documents, hurried)
+    return steps(question, documents, hurried) if protocol.searches else without_search(question, hurried)
 
 
 def steps(question: Question, documents: Sequence[Sequence[Document]], hurried: bool = False) -> tuple[Step, ...]:

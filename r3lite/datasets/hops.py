@@ -7,6 +7,7 @@ the gold paragraphs may leak into it, or a model would learn to ask for what it 
 import html
 import re
 
+from r3lite.answer_match import SENTENCE
 from r3lite.episode import Document, Hop, Question
 
 PERSONS = re.compile(
@@ -81,12 +82,12 @@ def _asked(text: str) -> str:
     return text + "?" if text[-1:].isalnum() or text[-1:] in "\")'" else text
 
 
-def from_evidences(question: Question, evidences) -> tuple[Hop, ...]:
+def from_evidences(question: Question, evidences, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
     """2WikiMultiHopQA: one hop per evidence (subject, relation, object), in the data set's order.
 
     A subject that is the object of an earlier evidence becomes `#i`. Evidences that share subject and relation are one
     hop with several answers. The paragraph of a hop is the gold one titled like the subject, else the one that names
-    both subject and object. Returns nothing if a hop has no paragraph.
+    both subject and object. Returns nothing if a hop has no paragraph. `supporting` as in `from_supporting`.
     """
     merged: dict[tuple[str, str], list[str]] = {}
     for subject, relation, value in evidences:
@@ -100,7 +101,9 @@ def from_evidences(question: Question, evidences) -> tuple[Hop, ...]:
             return ()
         earlier = next((i for i, hop in enumerate(found, 1) if hop.answer.casefold() == subject.casefold()), None)
         asked = f"#{earlier}" if earlier else _literal(subject)
-        found.append(Hop(relation_question(asked, relation), " and ".join(dict.fromkeys(values)), document))
+        answer = " and ".join(dict.fromkeys(values))
+        told = _brief(_telling(supporting[document.title], *values))
+        found.append(Hop(relation_question(asked, relation), answer, document, told))
     return tuple(found)
 
 
@@ -120,9 +123,9 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
 
     - comparison: one hop per paragraph, in the order in which the question names them; its answer is the supporting
       sentences themselves, the facts to compare, as far as they are short.
-    - bridge: two hops. The second paragraph is the one that has the answer, the first leads there. The answer of the
-      first hop is the bridge entity, that is the title of one paragraph that the other one mentions; the second hop
-      asks the question again with the bridge named.
+    - bridge: two hops. The second paragraph is the one that has the answer, the first leads there. The first hop looks
+      up the name of its paragraph if the question has it, else the question itself; its answer is the bridge entity,
+      that is the title of one paragraph that the other one mentions, which the second hop looks up.
     """
     if len(question.gold) != 2:
         return ()
@@ -130,20 +133,30 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
         a, b = sorted(question.gold, key=lambda d: _position(question.text, d.title))
         names = name_of(a.title), name_of(b.title)
         names = names if names[0] != names[1] else (a.title, b.title)
+        facts = [_brief(supporting[document.title]) for document in (a, b)]
         return tuple(
-            Hop(_literal(f"What is known about {name}?"), _brief(supporting[document.title]), document)
-            for name, document in zip(names, (a, b))
+            Hop(_literal(name), " ".join(told), document, told) for name, document, told in zip(names, (a, b), facts)
         )
     sentences = {title: " ".join(named) for title, named in supporting.items()}
     first, second = _bridge_order(question, sentences)
-    bridge = _bridge(question, first, second, sentences)
+    bridge, answer = _bridge(question, first, second, sentences), question.answers[0]
     known = name_of(first.title)
-    if known != bridge and _overlap(known, question.text) == 1:
-        lead = f"Which name connected with {known} is meant?"
-    else:
-        lead = f"What has to be found first to answer: {_asked(question.text)}"
-    then = f"Given {bridge}: {_asked(question.text)}"
-    return Hop(_literal(lead), bridge, first), Hop(_literal(then), question.answers[0], second)
+    lead = known if known != bridge and _overlap(known, question.text) == 1 else question.text
+    found, told = _telling(supporting[first.title], bridge), _telling(supporting[second.title], answer)
+    return Hop(_literal(lead), bridge, first, _brief(found)), Hop("#1", answer, second, _brief(told))
+
+
+def from_paragraph(question: str, answer: str, document: Document | None) -> Hop:
+    """MuSiQue: a hop whose evidence is the sentence of its paragraph that has the answer; of several, the one that has
+    most of the question's words."""
+    said = SENTENCE.split(" ".join(document.text.split())) if document else []
+    telling = sorted((s for s in said if _mentions(s, answer)), key=lambda s: -_overlap(question, s))
+    return Hop(question, answer, document, tuple(telling[:1]))
+
+
+def _telling(sentences: list[str], *names: str) -> list[str]:
+    """The sentences that mention one of the names; all if none does."""
+    return [s for s in sentences if any(_mentions(s, name) for name in names)] or sentences
 
 
 def _bridge_order(question: Question, sentences: dict[str, str]) -> tuple[Document, Document]:
@@ -169,14 +182,14 @@ def _bridge(question: Question, first: Document, second: Document, sentences: di
     return next((n for n in candidates if n in unknown), (unknown + candidates + [names[0]])[0])
 
 
-def _brief(sentences: list[str]) -> str:
+def _brief(sentences: list[str]) -> tuple[str, ...]:
     """The first sentences, as many as fit into FACTS characters; at least one."""
     kept = sentences[:1]
     for sentence in sentences[1:]:
         if len(" ".join([*kept, sentence])) > FACTS:
             break
         kept.append(sentence)
-    return " ".join(kept)
+    return tuple(kept)
 
 
 def name_of(title: str) -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from r3lite.datasets import hops
 from r3lite.datasets.rows import converted_rows
-from r3lite.episode import Document, Hop, Question
+from r3lite.episode import Document, Question
 from r3lite.errors import R3LiteError
 from r3lite.records import WHOLE, InvalidRecord, Record, parse
 
@@ -110,7 +110,8 @@ def _musique(row: Record, id: str) -> Question:
         if support is not None and support not in documents:
             raise row.error(f"a hop is supported by paragraph {support}, which is not there")
         document = documents[support] if support is not None else None
-        found.append(Hop(hops.natural(hop.text("question")), " ".join(_spoken(hop, "answer").split()), document))
+        asked, answer = hops.natural(hop.text("question")), " ".join(_spoken(hop, "answer").split())
+        found.append(hops.from_paragraph(asked, answer, document))
     gold = [h.document for h in found if h.document] or gold
     return Question(
         id=id,
@@ -167,7 +168,7 @@ def _hotpot(row: Record, id: str) -> Question:
     if not all(isinstance(part, str) or type(part) in (int, float) for evidence in evidences for part in evidence):
         raise row.error("evidences is not a list of subject, relation and object, as text or numbers")
     evidences = [tuple(map(str, evidence)) for evidence in evidences]
-    found = hops.from_evidences(question, evidences) or hops.from_supporting(question, sentences_of)
+    found = hops.from_evidences(question, evidences, sentences_of) or hops.from_supporting(question, sentences_of)
     return replace(question, hops=found)
 
 

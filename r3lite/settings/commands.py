@@ -49,8 +49,15 @@ class CollectSettings(Section):
     malformed ones rejected, continuing an earlier run of the same settings into the same --output"""
     max_hops: Annotated[int, Bounds(low=1, high=100)] = 5
     """most queries of a trajectory; questions with more gold hops are left out, a teacher is then told to answer"""
+    demonstrations: Literal["quotes", "sub-questions"] = "quotes"
+    """of gold; quotes: the question itself is searched first, then the names that are missing, and analyses quote the
+    evidence found; sub-questions: the queries are those of the decompositions (dag does so in any case)"""
+    insert_gold: bool = False
+    """a gold paragraph that a sub-question does not find is put among its documents; without it, such questions are
+    left out (sub-questions)"""
     hurried_share: Fraction = 0.0
-    """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments"""
+    """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments
+    (sub-questions)"""
     attempts: Annotated[int, Bounds(low=1, high=100)] = 4
     """tries of the teacher at a question; each after the first is told to go another way"""
     without_search: Literal["keep", "drop"] = "keep"

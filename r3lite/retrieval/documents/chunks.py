@@ -9,15 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from r3lite.answer_match import SENTENCE
+
 # 64 blanks count, too: no chunk is long that has few tokens.
 TOKEN = re.compile(r"[^\W\u2e80-\u9fff\uac00-\ud7af]{1,5}|[\u2e80-\u9fff\uac00-\ud7af]|[^\w\s]|\s{64}")
-# After a full stop, unless of an abbreviation or before a small letter; after an ideographic one; at a blank line.
-SENTENCE = re.compile(
-    r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))"
-    r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|vs|cf)\.)(?<!\b(?:Mrs|Fig)\.)(?<!\bProf\.)(?<!\b[a-z]\.[a-z]\.)"
-    r"\s+(?=[^\Wa-z]|[\"'(\[\u201c\u2018])"
-    r"|(?<=[\u3002\uff01\uff1f])|\n[^\S\n]*\n\s*"
-)
 BREAKS = (SENTENCE, re.compile(r"\n"), re.compile(r"\s+"))  # finer ones are for what is longer than the budget
 
 

@@ -1,0 +1,124 @@
+"""Demonstrations that quote what they found, made of gold evidence and of what a retriever brings, without a teacher.
+
+    step 1      analysis names what the question names                       query: the question itself
+    step k      analysis "{title}: {sentences}" of what is newly found       query: the name that is missing
+    last step   analysis the same                                            answer
+
+Every fact is written once, and stands in a document that was retrieved: nothing is inserted. A query uses only what was
+found before it. A question that cannot be answered in this way is rejected, with the reason.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from r3lite.answer_match import VERDICTS, normalize, stands_in
+from r3lite.datasets.gold import queries
+from r3lite.datasets.hops import name_of
+from r3lite.episode import Document, Failure, Question, Retrieve, Search, Step, folded, retrieve_all
+from r3lite.protocols.base import one_line, same_query
+
+MISSED = "a query that does not find its gold paragraph"
+CHARACTERS = 4  # of English text that are a token, about: what of a document a model will be shown is in tokens
+QUOTED = 600  # most characters that a step quotes: a step must fit into a turn of the model
+
+
+def demonstrate(
+    questions: Sequence[Question], retrieve: Retrieve, max_hops: int, document_tokens: int
+) -> list["Demonstration"]:
+    """A demonstration of each question: one batch for the first queries of all, then one for the second ones, ...
+
+    What stands further back in a document than about `document_tokens` counts as not there.
+    """
+    made = [Demonstration(question, max_hops, CHARACTERS * document_tokens) for question in questions]
+    while going := [one for one in made if not one.is_over]:
+        asked = [(one.question, Search(one.steps[-1].queries[0])) for one in going]
+        for one, outcome in zip(going, retrieve_all(retrieve, asked), strict=True):
+            if isinstance(outcome, Failure):
+                one.rejected = "the retriever failed"
+            else:
+                one.add(outcome)
+    return made
+
+
+@dataclass
+class Demonstration:
+    """The steps of a question as they grow, query by query, until it is answered or `rejected` for a reason."""
+
+    question: Question
+    max_hops: int
+    document_length: int  # characters of a document that can be read
+    steps: list[Step] = field(default_factory=list)
+    rejected: str | None = None
+    _found: set[int] = field(default_factory=set)  # hops whose evidence is written down
+
+    def __post_init__(self):
+        self.steps.append(Step.asking(_opening(self.question), one_line(self.question.text)))
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.rejected) or self.steps[-1].answer is not None
+
+    def add(self, documents: Sequence[Document]) -> None:
+        """Takes the documents of the last step's query, and writes the next step."""
+        self.steps[-1] = self.steps[-1].with_documents([documents])
+        news = [i for i in self._missing if self._states(documents, i)]
+        self._found.update(news)
+        if not news and len(self.steps) > 1:
+            self.rejected = MISSED
+            return
+        analysis = " ".join(dict.fromkeys(self._quote(i) for i in news)) or "Nothing of use was found."
+        if len(analysis) > QUOTED:
+            self.rejected = f"more than {QUOTED} characters to quote in a step"
+        elif missing := self._missing:
+            self._ask(analysis, missing[0])
+        elif self._answer_stands_in_documents():
+            self.steps.append(Step(analysis, answer=self.question.answers[0]))
+        else:
+            self.rejected = "an answer that stands in no retrieved document"
+
+    @property
+    def _missing(self) -> list[int]:
+        return [i for i in range(len(self.question.hops)) if i not in self._found]
+
+    def _states(self, documents: Sequence[Document], hop: int) -> bool:
+        """Whether the evidence of a hop stands in its gold paragraph as it was retrieved."""
+        document, evidence = self.question.hops[hop].document, self.question.hops[hop].evidence
+        wanted = self.question.gold_index(document)
+        found = [d for d in documents if self.question.gold_index(d) == wanted]
+        texts = [folded(d.text[: self.document_length]) for d in found]
+        return any(evidence and all(folded(sentence) in text for sentence in evidence) for text in texts)
+
+    def _quote(self, hop: int) -> str:
+        told = self.question.hops[hop]
+        return one_line(f"{name_of(told.document.title)}: {' '.join(told.evidence)}")
+
+    def _ask(self, analysis: str, hop: int) -> None:
+        """Adds a step that looks up a hop: the name of its paragraph, if the question or what was written down has it
+        (retrievers find it oftener by that), else its sub-question with the answers of earlier hops."""
+        told = self.question.hops[hop]
+        name, text = name_of(told.document.title), told.question
+        written = " ".join([self.question.text, *(step.analysis for step in self.steps), analysis])
+        used = {int(number) - 1 for number in re.findall(r"#(\d+)", text)}
+        asked = [query for step in self.steps for query in step.queries]
+        known = all(i in self._found and stands_in(self.question.hops[i].answer, written) for i in used)
+        choices = [name] * stands_in(name, written) + [queries(self.question)[hop]] * known
+        fresh = [one_line(c) for c in choices if not any(same_query(c, query) for query in asked)]
+        if not fresh:
+            self.rejected = "a paragraph that nothing found so far names"
+        elif len(self.steps) == self.max_hops:
+            self.rejected = f"more than {self.max_hops} queries"
+        else:
+            self.steps.append(Step.asking(analysis, fresh[0]))
+
+    def _answer_stands_in_documents(self) -> bool:
+        answer, documents = self.question.answers[0], [d for step in self.steps for d in step.documents]
+        texts = [f"{d.title} {d.text[: self.document_length]}" for d in documents]
+        return normalize(answer) in VERDICTS or any(stands_in(answer, text) for text in texts)
+
+
+def _opening(question: Question) -> str:
+    """What the question names, by the titles of its gold paragraphs."""
+    names = dict.fromkeys(name_of(d.title) for d in question.gold)
+    known = sorted((question.text.find(name), name) for name in names if stands_in(name, question.text))
+    return f"The question names {' and '.join(name for _, name in known)}." if known else "The question names nothing."

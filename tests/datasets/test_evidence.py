@@ -1,0 +1,111 @@
+"""Demonstrations that quote what they found: exact texts, and what is rejected rather than made up."""
+
+from dataclasses import replace
+
+import pytest
+
+from r3lite.datasets.evidence import QUOTED, Demonstration, demonstrate
+from r3lite.datasets.trajectories import check_steps
+from r3lite.episode import Document, Failure, Hop, Question
+from r3lite.protocols.registry import build_protocol
+from r3lite.settings import ProtocolSettings
+
+FILM = Document("q/2", "Brenn (film)", "Brenn is old. It is a film by Ann Dahl.")
+PERSON = Document("q/0", "Ann Dahl", "Ann Dahl was born in Oslo.")
+OTHER = Document("9", "Other", "Nothing.")
+HOPS = (
+    Hop("Who directed Brenn?", "Ann Dahl", FILM, ("It is a film by Ann Dahl.",)),
+    Hop("Where was #1 born?", "Oslo", PERSON, ("Ann Dahl was born in Oslo.",)),
+)
+QUESTION = Question("q", "Where was the director of Brenn born?", ("Oslo",), (), (FILM, PERSON), "title", HOPS)
+
+
+def made(*documents, question=QUESTION, max_hops=3, length=500):
+    """The demonstration whose queries bring these documents, one after the other."""
+    one = Demonstration(question, max_hops, length)
+    for found in documents:
+        assert not one.is_over
+        one.add(found)
+    return one
+
+
+def test_a_missing_name_is_looked_up_and_each_fact_is_written_once():
+    one = made([OTHER, FILM], [PERSON])
+    first, second, last = one.steps
+    assert (first.analysis, first.queries) == ("The question names Brenn.", (QUESTION.text,))
+    assert second.analysis == "Brenn: It is a film by Ann Dahl."
+    assert (second.queries, second.documents) == (("Ann Dahl",), (PERSON,))
+    assert (last.analysis, last.answer) == ("Ann Dahl: Ann Dahl was born in Oslo.", "Oslo")
+    assert check_steps(one.steps, build_protocol(ProtocolSettings())) is None
+
+
+def test_what_is_all_found_is_answered_at_once():
+    one = made([PERSON, FILM])
+    assert one.steps[1].analysis == "Brenn: It is a film by Ann Dahl. Ann Dahl: Ann Dahl was born in Oslo."
+    assert one.steps[1].answer == "Oslo"
+
+
+def test_a_question_that_finds_nothing_goes_on_with_a_name_that_it_has():
+    one = made([OTHER], [FILM], [PERSON])
+    assert [s.queries for s in one.steps] == [(QUESTION.text,), ("Brenn",), ("Ann Dahl",), ()]
+    assert one.steps[1].analysis == "Nothing of use was found."
+
+
+def test_a_name_that_nothing_has_named_is_not_asked_for():
+    """Asking for it would teach the model to ask for what it cannot know: the sub-question is asked in its place."""
+    film = replace(HOPS[0], document=replace(FILM, title="A Film of 1990"), question="Which film is old?")
+    question = replace(QUESTION, gold=(film.document, PERSON), hops=(film, HOPS[1]))
+    assert made([OTHER], question=question).steps[1].queries == ("Which film is old?",)
+    hidden = replace(question, hops=(replace(film, question=question.text), HOPS[1]))
+    assert made([OTHER], question=hidden).rejected == "a paragraph that nothing found so far names"
+
+
+def test_an_answer_that_no_quote_has_is_not_filled_in():
+    """`Old Persian` stood in the query, and only `Persian` in what had been read."""
+    dahl = replace(HOPS[0], answer="Ann Maria Dahl")
+    person = replace(HOPS[1], document=replace(PERSON, title="Oslo people"))
+    question = replace(QUESTION, gold=(FILM, person.document), hops=(dahl, person))
+    assert made([FILM], question=question).rejected == "a paragraph that nothing found so far names"
+
+
+@pytest.mark.parametrize(
+    ("documents", "changes", "reason"),
+    [
+        (([FILM], [OTHER]), {}, "a query that does not find its gold paragraph"),
+        (([FILM],), {"max_hops": 1}, "more than 1 queries"),
+        (([FILM, PERSON],), {"question": replace(QUESTION, answers=("Bergen",))}, "an answer that stands in no"),
+        (([FILM, PERSON],), {"length": 20}, None),  # the evidence is cut off both: as if nothing was found
+    ],
+)
+def test_what_cannot_be_shown_is_rejected(documents, changes, reason):
+    one = made(*documents, **changes)
+    assert (one.rejected or "").startswith(reason or "") and bool(one.rejected) == bool(reason)
+    assert reason or one.steps[1].analysis == "Nothing of use was found."
+
+
+def test_a_paragraph_without_its_evidence_is_not_found():
+    """One of the same title may be of another corpus, and say something else."""
+    assert made([FILM], [replace(PERSON, text="Ann Dahl is a painter.")]).rejected
+
+
+def test_what_is_too_long_to_quote_is_rejected():
+    long = "word " * (QUOTED // 5)
+    hop = replace(HOPS[1], evidence=(long.strip(),), document=replace(PERSON, text=long))
+    question = replace(QUESTION, gold=(FILM, hop.document), hops=(HOPS[0], hop))
+    assert made([FILM], [hop.document], question=question, length=9999).rejected.startswith("more than 600 characters")
+
+
+def test_yes_and_no_need_not_stand_in_a_document():
+    assert made([FILM, PERSON], question=replace(QUESTION, answers=("yes",))).steps[-1].answer == "yes"
+
+
+def test_all_questions_are_asked_together():
+    batches = []
+
+    def retrieve(pairs):
+        batches.append([query for _, query in pairs])
+        return [Failure("no room") if q.id == "f" else [FILM] if query == q.text else [PERSON] for q, query in pairs]
+
+    whole, broken = demonstrate([QUESTION, replace(QUESTION, id="f")], retrieve, 3, 100)
+    assert batches == [[QUESTION.text] * 2, ["Ann Dahl"]]
+    assert whole.steps[-1].answer == "Oslo" and broken.rejected == "the retriever failed"
