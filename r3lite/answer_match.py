@@ -99,6 +99,11 @@ def answer_scores(episode: Episode) -> tuple[float, float]:
     return exact_match(prediction, answers), f1(prediction, answers, rule_of(episode.question))
 
 
+def is_right(question: Question, answer: str, min_f1: float) -> bool:
+    """Whether an answer is an exact match, or has at least this F1."""
+    return exact_match(answer, question.answers) == 1 or f1(answer, question.answers, rule_of(question)) >= min_f1
+
+
 def words(text: str) -> tuple[str, ...]:
     """The words of a text in lower case, without articles; hyphens and dashes divide words, unlike in `normalize`."""
     return tuple(re.findall(r"\w+", ARTICLES.sub(" ", text.casefold())))

@@ -1,5 +1,5 @@
 """Sets up the engine that answers questions with a trained model, its memory plan and its retriever; used by evaluate,
-ask and serve."""
+ask, serve and collect."""
 
 import sys
 from collections.abc import Mapping
@@ -27,22 +27,27 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
     from r3lite.rollout.engine import Engine
 
 
-class Answering(Protocol):
-    """The sections of a command that answers questions."""
+class Sampling(Protocol):
+    """The sections of a command that samples episodes."""
 
     common: Common
     model: ModelSettings
     memory: MemorySettings
     retrieval: RetrievalSettings
-    procedures: ProcedureSettings
     protocol: ProtocolSettings
     lengths: LengthSettings
     sampling: SamplingSettings
     truncation: TruncationSettings
 
 
+class Answering(Sampling, Protocol):
+    """The sections of a command that answers questions."""
+
+    procedures: ProcedureSettings
+
+
 def build_engine(
-    config: Answering, questions: int, baseline: str = "none", judge: JudgeSettings | None = None
+    config: Sampling, questions: int, baseline: str = "none", judge: JudgeSettings | None = None
 ) -> "Engine":
     """The engine of the settings' model and adapter, its memory planned for `questions` questions.
 
@@ -68,7 +73,7 @@ def build_engine(
     return Engine(policy.model, layout, sampler, policy.grant, autocast=policy.precision.autocast)
 
 
-def plan_memory(config: Answering, questions: int, judge: JudgeSettings | None = None) -> "Plan":
+def plan_memory(config: Sampling, questions: int, judge: JudgeSettings | None = None) -> "Plan":
     """The memory plan of answering `questions` questions, and of a judge that is loaded beside the model."""
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import evaluate_workload

@@ -1,40 +1,44 @@
-"""Writes SFT trajectories: from gold decompositions without a teacher, or sampled from a teacher and filtered.
+"""Writes SFT trajectories: from gold decompositions without a teacher, or sampled from a teacher or from the model
+itself and filtered.
 
-The teacher is given the student's prompts and the documents that its own queries brought, never the answer.
+Both are given the student's prompts and the documents that their own queries brought, never the answer.
 """
 
 import os
 import random
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite import command
 from r3lite.config import UsageError, to_toml
-from r3lite.episode import Document, Failure, Question, Retrieve, Search, retrieve_all
+from r3lite.datasets.collected import Earlier, Tally, config_of, ids, read_earlier, rejections_of
+from r3lite.episode import Document, Episode, Failure, Question, Retrieve, Search, retrieve_all
 from r3lite.errors import R3LiteError
-from r3lite.files import append_jsonl, check_writable, recover_jsonl, sole_writer, write_jsonl, write_text
+from r3lite.files import append_jsonl, check_writable, sole_writer, write_jsonl, write_text
 from r3lite.protocols.base import Protocol
 from r3lite.settings import (
     CollectSettings,
     Common,
     JudgeSettings,
+    LengthSettings,
     MemorySettings,
     ModelSettings,
     ProtocolSettings,
     QuestionSettings,
     RetrievalSettings,
+    SamplingSettings,
     TeacherCacheSettings,
+    TruncationSettings,
 )
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from r3lite.datasets.trajectories import Trajectory
+    from r3lite.retrieval.setup import Setup
 
-WRITER = "collect --source teacher"  # as errors name what writes the files that it goes on with
-MORE = ("limit", "skip_bad_rows")  # settings with which a teacher's run may go on: they add questions
+MANY = 1000  # questions of a dry run without --limit, which does not count them
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class CollectConfig:
 
     --source gold needs questions with decompositions or supporting facts (MuSiQue, HotpotQA, 2WikiMultiHopQA) and no
     teacher. --source teacher samples them from --judge-model, of Gemini or with --judge openai of another server, whose
-    key is read from the environment.
+    key is read from the environment. --source self samples them from --model with --adapter, which needs no key.
     --teacher-logprobs writes what --model would have said along trajectories that are there already.
     """
 
@@ -56,40 +60,9 @@ class CollectConfig:
     cache: TeacherCacheSettings = TeacherCacheSettings()
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """Ids of the questions that earlier runs of a teacher have done with."""
-
-    kept: set[str]
-    rejected: set[str]
-
-
-@dataclass
-class Tally:
-    """Counts of the questions: kept, rejected for what reason, and what their trajectories hold."""
-
-    questions: int
-    kept: int = 0
-    rejected: Counter = field(default_factory=Counter)  # reason -> questions
-    steps: int = 0  # of kept trajectories
-    gold: int = 0  # gold paragraphs that they need
-    found: int = 0  # of those, how many the retriever found itself
-    extra: dict[str, object] = field(default_factory=dict)
-
-    def keep(self, steps: int, gold: int, found: int) -> None:
-        self.kept, self.steps = self.kept + 1, self.steps + steps
-        self.gold, self.found = self.gold + gold, self.found + found
-
-    def table(self) -> str:
-        rows = [("questions", self.questions), ("trajectories kept", self.kept)]
-        rows += [(f"rejected: {reason}", n) for reason, n in self.rejected.most_common()]
-        rows.append(("mean steps", f"{self.steps / self.kept:.2f}" if self.kept else "-"))
-        rows.append(("gold paragraphs that the retriever found", f"{self.found / self.gold:.3f}" if self.gold else "-"))
-        rows += self.extra.items()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    lengths: LengthSettings = LengthSettings()
+    sampling: SamplingSettings = SamplingSettings(temperature=0.7)  # that of RFT (arXiv 2308.01825)
+    truncation: TruncationSettings = TruncationSettings()
 
 
 def run(config: CollectConfig) -> None:
@@ -104,24 +77,31 @@ def run(config: CollectConfig) -> None:
 
 
 def plan(config: CollectConfig) -> str:
-    """What a teacher takes, for `--dry-run`."""
+    """The memory that a model on this device takes, for `--dry-run`."""
+    length = config.lengths.max_length
     if config.cache.teacher_logprobs is None:
-        return ""
+        if config.collect.source != "self":
+            return ""
+        from r3lite.answering import plan_memory
+
+        episodes = (config.data.limit or MANY) * config.collect.num_generations
+        return f"\nMemory, for episodes of {length} tokens\n{plan_memory(config, episodes).table()}"
     from r3lite import teacher
 
-    cache = config.cache
-    told = f"\nMemory, for trajectories of {cache.max_length} tokens\n{teacher.plan_cache(config).table()}\n\n"
-    most = teacher.on_disk(1000 * cache.max_length, cache.teacher_top)
+    told = f"\nMemory, for trajectories of {length} tokens\n{teacher.plan_cache(config).table()}\n\n"
+    most = teacher.on_disk(1000 * length, config.cache.teacher_top)
     return f"{told}on disk: at most {most} for 1,000 trajectories, if every token has loss"
 
 
 def write_trajectories(config: CollectConfig) -> None:
     if config.collect.source == "teacher" and config.judge.judge == "local":
         raise UsageError("--judge local cannot teach: pass gemini, or openai with the address of a server of your own")
+    if config.collect.source == "self" and config.sampling.temperature == 0 and config.collect.num_generations > 1:
+        raise UsageError("--temperature 0 samples the same episode again and again: pass --num-generations 1")
     output = Path(config.common.output or time.strftime("runs/collect-%Y%m%d-%H%M%S.jsonl"))
     check_output(output, config)
     with sole_writer(output, folder=False):
-        earlier = read_earlier(output, config)
+        earlier = read_earlier(output, config.collect.source, config)
         tally = collect(config, output, earlier)
     print(tally.table())
     print(f"written to {output}")
@@ -130,15 +110,20 @@ def write_trajectories(config: CollectConfig) -> None:
 
 
 def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
+    from r3lite.datasets.contamination import without
     from r3lite.datasets.qa import read_questions
     from r3lite.protocols.registry import build_protocol
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
 
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
+    if config.collect.exclude:
+        questions = without(questions, config.collect.exclude, config.data.skip_bad_rows)
     protocol = build_protocol(config.protocol)
     config.retrieval.check_sources(protocol.plans)
     setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+    if config.collect.source == "self":
+        return self_taught(config, questions, protocol, setup, output, earlier)
     retrieve = build_retriever(setup)
     if config.collect.source == "gold":
         return gold(config, questions, protocol, retrieve, output)
@@ -149,7 +134,8 @@ def check_output(output: Path, config: CollectConfig) -> None:
     """Refuses, before any question is read, an output that is an input, no file, or cannot be written."""
     remedy = "Name a new file that ends in .jsonl."
     try:
-        for flag, given in (("--data", config.data.data), ("--corpus", config.retrieval.corpus)):
+        inputs = [("--data", config.data.data), ("--corpus", config.retrieval.corpus)]
+        for flag, given in [*inputs, *(("--exclude", file) for file in config.collect.exclude or ())]:
             if given and output.exists() and Path(given).exists() and output.samefile(given):
                 raise R3LiteError(f"--output {output} is the file of {flag}", remedy)
         if output.exists() and not output.is_file():
@@ -159,27 +145,6 @@ def check_output(output: Path, config: CollectConfig) -> None:
             open(output, "ab").close()
     except OSError as error:
         raise R3LiteError(f"--output {output} cannot be written: {error}", "Name another file.") from error
-
-
-def read_earlier(output: Path, config: CollectConfig) -> Earlier:
-    """What an earlier run into the same file has done. Refuses a file that this run may not go on writing.
-
-    Gold trajectories are written all at once, so a file with anything in it is not this run's. A teacher's run goes on
-    with its own file only: the settings that it had are kept in `<output>.config.toml`.
-    """
-    if config.collect.source == "gold":
-        if output.exists() and output.stat().st_size:
-            raise R3LiteError(f"--output {output} is there and is not empty", "Name a new file, or remove it.")
-        return Earlier(set(), set())
-    settings = config_of(output)
-    files = (output, rejections_of(output))
-    if known := settings.exists() and any(path.exists() and path.stat().st_size for path in files):
-        command.refuse_another_run(settings, "collect", config, output, MORE)
-    kept, rejected = (
-        recover_jsonl(path, is_ours, WRITER, known)
-        for path, is_ours in zip(files, (is_teachers, is_rejection), strict=True)
-    )
-    return Earlier({str(r["id"]) for r in kept}, {str(r["id"]) for r in rejected})
 
 
 def gold(
@@ -193,7 +158,7 @@ def gold(
 
     tally, usable, written = Tally(len(questions)), [], []
     for question in questions:
-        reason = obstacle(question, config.collect.max_hops, protocol.searches)
+        reason = obstacle(question, config.lengths.max_hops, protocol.searches)
         if not reason:
             steps = shown(question, [()] * len(question.hops), protocol)
             idle = config.collect.without_search == "drop" and not any(step.searches for step in steps)
@@ -274,15 +239,15 @@ def teacher(
     from r3lite.datasets.trajectories import Trajectory
     from r3lite.llm.client import Client
 
-    rejected = rejections_of(output)
-    waiting = [q for q in questions if q.id not in earlier.kept | earlier.rejected]
+    rejected, kept_before, rejected_before = rejections_of(output), ids(earlier.kept), ids(earlier.rejected)
+    waiting = [q for q in questions if q.id not in kept_before | rejected_before]
     tally = Tally(len(questions))
     if len(waiting) < len(questions):
-        tally.extra["kept by earlier runs"] = sum(q.id in earlier.kept for q in questions)
-        tally.extra["rejected by earlier runs"] = sum(q.id in earlier.rejected for q in questions)
+        tally.extra["kept by earlier runs"] = sum(q.id in kept_before for q in questions)
+        tally.extra["rejected by earlier runs"] = sum(q.id in rejected_before for q in questions)
     client = Client(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
     sampler, size = (
-        Teacher(config.collect, client, protocol, retrieve, config.common.seed),
+        Teacher(config.collect, client, protocol, retrieve, config.common.seed, config.lengths.max_hops),
         4 * config.judge.judge_concurrency,
     )
     write_text(config_of(output), to_toml(config, "collect"))
@@ -301,8 +266,7 @@ def teacher(
         append_jsonl(output, [t.to_json() for t in made])
         append_jsonl(rejected, [{"id": t.question.id, "reason": t.failure} for t in wrong])
         for this in right:
-            documents = [d for s in this.steps for d in s.documents]
-            tally.keep(len(this.steps), len(this.question.gold), len(this.question.gold_found(documents)))
+            tally.keep_retrieved(this.question, this.steps)
         tally.rejected.update(t.failure for t in wrong)
         missing = [t.missing for t in last.values() if t.missing]
         tally.rejected.update(f"no reply ({m.partition(':')[0]}), asked again next time" for m in missing)
@@ -322,21 +286,25 @@ def teacher(
     return tally
 
 
-def rejections_of(output: Path) -> Path:
-    return output.with_name(f"{output.name}.rejected.jsonl")
+def self_taught(
+    config: CollectConfig, questions: list[Question], protocol: Protocol, setup: "Setup", output: Path, earlier: Earlier
+) -> Tally:
+    """Adds to the file the model's own right episodes; questions that earlier runs have done are not sampled again."""
+    from r3lite.answering import build_engine
+    from r3lite.datasets.self_taught import Harvest
+    from r3lite.retrieval.retriever import build_retriever
 
+    harvest, many = Harvest.after(earlier, questions, protocol, output), config.collect.num_generations
+    if harvest.waiting:
+        engine, retrieve = build_engine(config, many * len(harvest.waiting)), build_retriever(setup)
+        write_text(config_of(output), to_toml(config, "collect"))
 
-def config_of(output: Path) -> Path:
-    return output.with_name(f"{output.name}.config.toml")
+        def sample(questions: list[Question], seeds: list[str]) -> list[Episode]:
+            return [sequence.episode() for sequence in engine.run(questions, seeds, retrieve)]
 
-
-def is_teachers(record: dict) -> bool:
-    """Whether a record is a trajectory that a teacher's run wrote."""
-    return "id" in record and "steps" in record and record.get("source") == "teacher"
-
-
-def is_rejection(record: dict) -> bool:
-    return record.keys() == {"id", "reason"}
+        retrieves = protocol.searches and config.retrieval.retriever != "none"
+        harvest.gather(sample, config.collect, protocol, retrieves, config.common.seed)
+    return harvest.tally(many)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -64,6 +64,7 @@ class CacheConfig(Protocol):
     memory: MemorySettings
     data: DataSettings
     protocol: ProtocolSettings
+    lengths: LengthSettings
     cache: TeacherCacheSettings
 
 
@@ -206,7 +207,7 @@ def identity(rl: RLSettings) -> str:
 
 def plan_cache(config: CacheConfig, rows: int = 1000) -> Plan:
     """The memory plan of the teacher alone, which reads `rows` trajectories."""
-    return make_plan(read_workload(config.model, config.cache.max_length, rows), config.memory)
+    return make_plan(read_workload(config.model, config.lengths.max_length, rows), config.memory)
 
 
 def on_disk(tokens: int, top: int) -> str:
@@ -220,9 +221,8 @@ def write_cache(config: CacheConfig) -> None:
     with sole_writer(folder):
         base, protocol = weights.resolve_folder(config.model.model), build_protocol(config.protocol)
         tokenizer = Tokenizer.load(base)
-        lengths = LengthSettings(max_length=cache.max_length, max_document_tokens=cache.max_document_tokens)
         trajectories = read_rows(data.data, protocol, data.limit, data.skip_bad_rows)
-        questions, rows = laid_out(trajectories, Layout(tokenizer, protocol, lengths))
+        questions, rows = laid_out(trajectories, Layout(tokenizer, protocol, config.lengths))
         plan = plan_cache(config, len(rows))
         teacher = fingerprint(base, config.model.adapter, plan.memory.nf4)
         origin = Origin(teacher, tokenizer.fingerprint, rows_fingerprint(rows), str(cache.teacher_top))

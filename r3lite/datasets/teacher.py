@@ -7,7 +7,7 @@ never given the answer.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from r3lite.answer_match import exact_match, f1, rule_of
+from r3lite.answer_match import is_right
 from r3lite.episode import Failure, Question, Retrieve, Step, retrieve_all
 from r3lite.llm.replies import Reply, Request
 from r3lite.protocols.base import Protocol
@@ -41,12 +41,16 @@ class Try:
         return not (answered or self.failure or self.missing)
 
 
+@dataclass(frozen=True)
 class Teacher:
     """Samples trajectories step by step, many questions at a time."""
 
-    def __init__(self, settings: CollectSettings, client: "Client", protocol: Protocol, retrieve: Retrieve, seed: int):
-        self.settings, self.client, self.protocol = settings, client, protocol
-        self.retrieve, self.seed = retrieve, seed
+    settings: CollectSettings
+    client: "Client"
+    protocol: Protocol
+    retrieve: Retrieve
+    seed: int
+    max_hops: int
 
     def attempt(self, questions: list[Question], number: int) -> list[Try]:
         """The results of attempt `number` (from 0) at each question; every round of requests asks for one step each."""
@@ -76,7 +80,7 @@ class Teacher:
         for k, step in enumerate(this.steps, 1):
             turns += ["\n\n".join(user), self.protocol.render(step, k)]
             user = [self.protocol.observation(question, this.steps[:k])]
-        if len(this.steps) == self.settings.max_hops:
+        if len(this.steps) == self.max_hops:
             user.append(self.protocol.answer_request)
         if number:
             user.append(OTHER_WAY.format(number=number + 1, all=self.settings.attempts))
@@ -95,15 +99,11 @@ class Teacher:
         step = self.protocol.parse(self.protocol.first_turn(reply.text), this.steps)
         if step.faults:
             this.failure = f"malformed step ({step.faults[0]})"
-        elif step.searches and len(this.steps) == self.settings.max_hops:
-            this.failure = f"no answer after {self.settings.max_hops} queries"
+        elif step.searches and len(this.steps) == self.max_hops:
+            this.failure = f"no answer after {self.max_hops} queries"
         else:
             this.steps.append(step)
-            if step.answer is not None and not self.is_right(this.question, step.answer):
+            if step.answer is not None and not is_right(this.question, step.answer, self.settings.min_f1):
                 this.failure = "wrong answer"
             elif step.answer is not None and len(this.steps) == 1 and self.settings.without_search == "drop":
                 this.failure = WITHOUT_SEARCH
-
-    def is_right(self, question: Question, answer: str) -> bool:
-        right = exact_match(answer, question.answers) == 1
-        return right or f1(answer, question.answers, rule_of(question)) >= self.settings.min_f1

@@ -230,7 +230,7 @@ class Duration:
     def what(self) -> str:
         w = self.workload
         if w.episodes:
-            return "a round" if w.trains else f"the evaluation of {w.episodes:,} questions"
+            return "a round" if w.trains else f"sampling {w.episodes:,} episodes"
         return "a step" if w.trains else f"{w.step_rows:,} trajectories"
 
     @property

@@ -44,11 +44,13 @@ class PrepareSettings(Section):
 class CollectSettings(Section):
     """Collecting."""
 
-    source: Literal["gold", "teacher"] = "gold"
-    """gold: from the data set's decompositions or supporting facts; teacher: sampled from --judge-model, wrong or
-    malformed ones rejected, continuing an earlier run of the same settings into the same --output"""
-    max_hops: Annotated[int, Bounds(low=1, high=100)] = 5
-    """most queries of a trajectory; questions with more gold hops are left out, a teacher is then told to answer"""
+    source: Literal["gold", "teacher", "self"] = "gold"
+    """gold: from the data set's decompositions or supporting facts, of at most --max-hops hops; teacher: sampled from
+    --judge-model; self: sampled from --model with --adapter. Of the last two, wrong and malformed ones are rejected,
+    and the same settings with the same --output go on where an earlier run stopped"""
+    exclude: tuple[str, ...] | None = None
+    """files of questions, with commas between them, none of which may become a trajectory: those to evaluate on.
+    Compared are ids and texts"""
     demonstrations: Literal["quotes", "sub-questions"] = "quotes"
     """of gold; quotes: the question itself is searched first, then the names that are missing, and analyses quote the
     evidence found; sub-questions: the queries are those of the decompositions (dag does so in any case)"""
@@ -63,7 +65,11 @@ class CollectSettings(Section):
     without_search: Literal["keep", "drop"] = "keep"
     """trajectories that answer without a search; a teacher that does so is asked again"""
     min_f1: Fraction = 0.8
-    """a teacher's answer is right when it is an exact match or has this F1"""
+    """an answer of a teacher or of the model itself is right when it is an exact match or has this F1"""
+    num_generations: Annotated[int, Bounds(low=1, high=1024)] = 8
+    """episodes that the model itself samples per question"""
+    keep: Annotated[int, Bounds(low=1, high=1024)] = 2
+    """most of them that are kept of a question, the shortest, no two with the same queries"""
 
 
 # What a reader calls the values of --baseline.

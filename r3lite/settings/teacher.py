@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from r3lite.config import Section, Tokens
+from r3lite.config import Section
 from r3lite.settings.rl import Top
 
 
@@ -12,10 +12,7 @@ class TeacherCacheSettings(Section):
 
     teacher_logprobs: str | None = None
     """folder to write, for `ppo --algorithm dgpo`: the distributions of --model, with --adapter, along the trajectories
-    of --data; the same command goes on where it was stopped"""
+    of --data; the same command goes on where it was stopped. A trajectory that is longer than --max-length gets shorter
+    documents, or is left out if that is not enough"""
     teacher_top: Top = 32
     """how many of the likeliest tokens of a distribution are kept"""
-    max_length: Tokens = 4096
-    """most tokens of a trajectory; longer ones get shorter documents, or are left out if that is not enough"""
-    max_document_tokens: Tokens = 160
-    """most tokens of one document; longer ones are cut"""

@@ -107,7 +107,7 @@ def test_a_prediction_has_the_phases_of_the_run_or_is_none():
     short = predict(replace(SFT, speeds=speeds), memory)
     assert short.seconds > 9 * step.seconds and short.line().startswith("up to ")
     asked = predict(replace(ROUND, trains=False, speeds=card("GTX 1650")), memory)
-    assert " for the evaluation of 8 questions; predicted from the peak speeds of the GTX 1650, so" in asked.line()
+    assert " for sampling 8 episodes; predicted from the peak speeds of the GTX 1650, so" in asked.line()
 
 
 @pytest.mark.parametrize(

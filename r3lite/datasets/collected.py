@@ -1,0 +1,91 @@
+"""What `collect` counts, and its files that a later run goes on with: the output, what was rejected, the settings."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from r3lite.command import refuse_another_run
+from r3lite.episode import Question, Step
+from r3lite.errors import R3LiteError
+from r3lite.files import recover_jsonl
+
+MORE = ("limit", "skip_bad_rows")  # settings with which a run may go on: they add questions
+# What a run writes of the questions that it rejects, or of which it rejects some episodes, by --source.
+REJECTIONS = {"teacher": {"id", "reason"}, "self": {"id", "reasons"}}
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What earlier runs into the same file have written: trajectories, and records of what they rejected."""
+
+    kept: list[dict]
+    rejected: list[dict]
+
+
+@dataclass
+class Tally:
+    """Counts of the questions: kept, rejected for what reason, and what their trajectories hold."""
+
+    questions: int
+    kept: int = 0
+    rejected: Counter = field(default_factory=Counter)  # reason -> questions, or episodes of the model itself
+    steps: int = 0  # of kept trajectories
+    gold: int = 0  # gold paragraphs that they need
+    found: int = 0  # of those, how many the retriever found itself
+    extra: dict[str, object] = field(default_factory=dict)
+
+    def keep(self, steps: int, gold: int, found: int) -> None:
+        self.kept, self.steps = self.kept + 1, self.steps + steps
+        self.gold, self.found = self.gold + gold, self.found + found
+
+    def keep_retrieved(self, question: Question, steps: Sequence[Step]) -> None:
+        """Counts a trajectory of which all documents were retrieved."""
+        documents = [d for step in steps for d in step.documents]
+        self.keep(len(steps), len(question.gold), len(question.gold_found(documents)))
+
+    def table(self) -> str:
+        rows = [("questions", self.questions), ("trajectories kept", self.kept)]
+        rows += [(f"rejected: {reason}", n) for reason, n in self.rejected.most_common()]
+        rows.append(("mean steps", f"{self.steps / self.kept:.2f}" if self.kept else "-"))
+        rows.append(("gold paragraphs that the retriever found", f"{self.found / self.gold:.3f}" if self.gold else "-"))
+        rows += self.extra.items()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def rejections_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.rejected.jsonl")
+
+
+def config_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.config.toml")
+
+
+def ids(records: list[dict]) -> set[str]:
+    return {str(record["id"]) for record in records}
+
+
+def read_earlier(output: Path, source: str, config: Any) -> Earlier:
+    """What an earlier run into the same file has done. Refuses a file that this run may not go on writing.
+
+    Gold trajectories are written all at once, so a file with anything in it is not this run's. Other runs go on with
+    their own file only: the settings that they had are kept in `<output>.config.toml`.
+    """
+    if source == "gold":
+        if output.exists() and output.stat().st_size:
+            raise R3LiteError(f"--output {output} is there and is not empty", "Name a new file, or remove it.")
+        return Earlier([], [])
+
+    def is_kept(record: dict) -> bool:
+        return "id" in record and "steps" in record and record.get("source") == source
+
+    def is_rejected(record: dict) -> bool:
+        return record.keys() == REJECTIONS[source] and isinstance(record.get("reasons", {}), dict)
+
+    settings, files = config_of(output), (output, rejections_of(output))
+    if known := settings.exists() and any(path.exists() and path.stat().st_size for path in files):
+        refuse_another_run(settings, "collect", config, output, MORE)
+    pairs = zip(files, (is_kept, is_rejected), strict=True)
+    return Earlier(*(recover_jsonl(path, ours, f"collect --source {source}", known) for path, ours in pairs))

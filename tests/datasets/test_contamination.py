@@ -1,0 +1,37 @@
+"""Questions of evaluation files are kept out of what is trained on."""
+
+import json
+
+import pytest
+
+from r3lite.datasets.contamination import without
+from r3lite.episode import Question
+from r3lite.errors import R3LiteError
+
+
+def asked(id, text):
+    return Question(id, text, ("x",))
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row | {"answer": "x"}) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_question_is_refused_by_its_id_and_by_its_words(tmp_path, capsys):
+    a = write(tmp_path / "a.jsonl", {"id": "1", "question": "Who?"}, {"question": "Who made the film Brenn?"})
+    b = write(tmp_path / "b.jsonl", {"_id": "7", "question": "Which?"})
+    questions = [
+        asked("1", "another text"),
+        asked("2", "who made the  film: BRENN"),
+        asked("3", "Who made Olm?"),
+        asked("7", "When?"),
+        asked("a-2", "Where?"),  # the row at this place of a.jsonl is not called so
+    ]
+    assert [q.id for q in without(questions, [a, b])] == ["3", "a-2"]
+    assert capsys.readouterr().err == "--exclude: 3 of 5 questions left out (2 by id, 1 by text)\n"
+
+
+def test_nothing_left_is_an_error(tmp_path):
+    with pytest.raises(R3LiteError, match="every question of --data"):
+        without([asked("1", "Who?")], [write(tmp_path / "a.jsonl", {"question": "Who?"})])
