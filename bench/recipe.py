@@ -265,7 +265,7 @@ def amounts(output: Path) -> dict[str, int]:
     predictions, metrics = output / PREDICTIONS, output / "metrics.jsonl"
     trajectories = output.with_name(f"{output.name}.jsonl")
     if predictions.exists():
-        return {"tokens": sum(row.whole("reasoning_tokens", 0) for row in read_jsonl(predictions))}
+        return {"tokens": sum(round(row.number("reasoning_tokens", 0)) for row in read_jsonl(predictions))}
     if metrics.exists():
         rows = [row.whole("num_tokens", 0) for row in read_jsonl(metrics)]
         return {"tokens": rows[-1], "steps": len(rows)} if rows else {}
