@@ -87,9 +87,7 @@ def keep(folder: Path, device: str, bench: Bench, run: dict) -> None:
 
 def add(path: Path, run: dict) -> list[dict]:
     """Adds a run to a file of runs, as `keep` does, and returns all of them."""
-    runs = read(path)
-    if runs and (runs[-1]["section"], runs[-1]["date"]) == (run["section"], run["date"]):
-        runs.pop()
+    runs = [known for known in read(path) if (known["section"], known["date"]) != (run["section"], run["date"])]
     runs.append(run)
     write_text(path, json.dumps({"runs": runs}, indent=1) + "\n")
     return runs

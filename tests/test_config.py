@@ -28,7 +28,7 @@ from r3lite.config import (
     with_values,
 )
 from r3lite.errors import nearest
-from r3lite.evaluate import EvaluateConfig
+from r3lite.evaluate import EvaluateConfig, check_baseline
 from r3lite.files import shipped
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
@@ -279,6 +279,20 @@ def test_presets_of_other_systems():
     assert build_protocol(preset("r-search").protocol).information == Tag("<r>", "</r>")
     assert not build_protocol(preset("solution").protocol).searches
     assert preset("solution").retrieval.retriever == "none"
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo", "evaluate", "collect"])
+def test_the_preset_for_real_questions_is_the_same_in_every_stage(name):
+    """RL goes on from SFT's adapter, and all stages lay an episode out alike."""
+    found = flat(resolve(name, CONFIGS[name][0], ["--preset", "hotpotqa"], command.COMMANDS))
+    wanted = {"lora_r": 16, "lora_alpha": 32, "top_k": 3, "max_hops": 4, "max_length": 2048, "max_document_tokens": 128}
+    assert {key: found[key] for key in wanted if key in found} == {key: wanted[key] for key in wanted if key in found}
+
+
+def test_a_baseline_passes_over_the_hops_of_the_preset_for_real_questions():
+    for name in ("rag", "closed-book", "gold"):
+        argv = ["--preset", "hotpotqa", "--baseline", name]
+        check_baseline(resolve("evaluate", CONFIGS["evaluate"][0], argv, command.COMMANDS))
 
 
 def test_a_file_with_a_byte_order_mark(toml):

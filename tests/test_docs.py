@@ -72,6 +72,7 @@ def test_every_room_is_on_the_map():
     [
         *(ROOT / "README.md", MAP, FORMATS, COLLAPSE, RETRIEVAL, ALGORITHMS_PAGE, EVALUATION, CONVERSATIONS),
         *(OWN_DOCUMENTS, REWARDS_PAGE, SERVING),
+        ROOT / "docs" / "recipe.md",
         ROOT / "docs" / "tune_prompt.md",
         ROOT / "docs" / "tutorial.md",
     ],

@@ -45,6 +45,16 @@ def test_a_run_that_goes_on_is_one_run(tmp_path):
     assert [len(run["records"]) for run in kept(tmp_path)] == [2]
 
 
+def test_a_run_that_goes_on_after_another_was_added_is_one_run(tmp_path):
+    """A way of hours is stopped, another is begun beside it, and the first one goes on."""
+    for run in (a_run("1", 10.0), a_run("2", 30.0), a_run("1", 20.0)):
+        records.keep(tmp_path, "cpu", BENCH, run)
+    assert [(run["date"], run["records"][0]["tokens_per_second"]) for run in kept(tmp_path)] == [
+        ("2", 30.0),
+        ("1", 20.0),
+    ]
+
+
 def test_ranges_are_of_runs_under_the_same_conditions():
     on = [{}, {"precision": "bf16"}, {"processor": "other"}, {"threads": 1}, {"commit": "def"}]
     runs = [a_run(str(i), float(i), **changes) for i, changes in enumerate(on)]

@@ -1,0 +1,384 @@
+"""The whole way on real weights and real questions: baselines, demonstrations, SFT, a self round, RL, evaluations.
+
+    python -m bench.recipe --model MODEL --encoder ENCODER --output runs/recipe \\
+      --set hotpotqa=TRAIN.json,DEV.json --set 2wiki=TRAIN.json,DEV.json --set musique=TRAIN.jsonl,DEV.jsonl
+    ... --then self rl                             # after the cold start a self round, then RL from its adapter
+    ... --flags sft="--epochs 2" rag="--top-k 5"   # more flags, of commands or of kinds of stages
+
+Every stage is a command of r3lite with its output in --output, and one whose result is there is not run again, so the
+same command goes on where it was stopped; --then and --baselines may name more by then. No question of a dev file is
+trained on. A way is one run of bench/results/recipe.json, which it is added to when it is complete, fails or is
+interrupted; bench/recipe_page.py says what the page tells.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import options, records
+from bench.options import RESULTS
+from bench.recipe_page import SHOWN, page, tables
+from r3lite.answer_match import normalize
+from r3lite.command import COMMANDS, Terminated
+from r3lite.config import resolve
+from r3lite.datasets.qa import read_with_rows
+from r3lite.episode import Question
+from r3lite.errors import R3LiteError
+from r3lite.evaluate import COMPARISON, PREDICTIONS, EvaluateConfig
+from r3lite.evaluate import SCORES as SCORES_FILE
+from r3lite.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
+from r3lite.records import Record
+
+COLD = "sft"  # the name of the cold start, and of its adapter
+THEN = ("self", "rl")
+BASELINES = ("rag", "closed-book", "gold")
+KINDS = ("collect", "self", "sft", "ppo", "evaluate", *BASELINES)  # what --flags can be for
+NAME = re.compile(r"[\w-]+")  # of a set
+MORE = ("then", "baselines")  # settings with which a way may go on: they add stages
+POLL, TELL = 0.1, 30.0  # seconds between looks at a process, and between notes of its time
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a way is made of, apart from where it goes."""
+
+    model: str
+    encoder: str
+    sets: dict[str, tuple[str, str]]  # by name: training file, dev file
+    preset: str
+    seed: int
+    limit: int | None
+    then: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = BASELINES
+    dtype: str = "auto"
+    device: str = "auto"
+    flags: dict[str, str] = field(default_factory=dict)  # by kind
+
+    @property
+    def common(self) -> list[str]:
+        return ["--preset", self.preset, "--seed", str(self.seed)]
+
+    @property
+    def runs_model(self) -> list[str]:
+        return [*self.common, "--model", self.model, "--dtype", self.dtype, "--device", self.device]
+
+    @property
+    def searches(self) -> list[str]:
+        return ["--encoder", self.encoder]
+
+    @property
+    def dev_files(self) -> list[str]:
+        return [dev for _, dev in self.sets.values()]
+
+    def more(self, *kinds: str) -> list[str]:
+        """The flags that the user gave for kinds of stages."""
+        return [word for kind in kinds for word in shlex.split(self.flags.get(kind, ""))]
+
+    def labels(self) -> list[str]:
+        """The names of the models that are trained, in their order: sft, self, self-rl."""
+        return [COLD, *("-".join(self.then[: i + 1]) for i in range(len(self.then)))]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command of the way; `name` is also that of its output. `grows`: a result may be there that is not whole."""
+
+    name: str
+    command: str
+    arguments: list[str]
+    result: Path
+    grows: bool = False
+
+    def words(self) -> list[str]:
+        return [sys.executable, "-m", f"r3lite.{self.command}", *self.arguments]
+
+
+class Way:
+    """A way in its folder: its stages, and what is known of each one's cost (stages.json)."""
+
+    def __init__(self, folder: Path, settings: Settings):
+        self.folder, self.settings = folder, settings
+        self.costs_file = folder / "stages.json"
+        self.costs: dict[str, dict] = read_json(self.costs_file) if self.costs_file.exists() else {}
+
+    def go(self) -> None:
+        """All stages, but for those whose result is there."""
+        for baseline in self.settings.baselines:
+            self.evaluate(baseline, ["--baseline", baseline], baseline)
+        gold = self.joined("gold", [self.collected(f"gold-{name}", name) for name in self.settings.sets])
+        adapter, data = self.taught(COLD, gold), [gold]
+        self.evaluate(COLD, ["--adapter", str(adapter)])
+        for what, label in zip(self.settings.then, self.settings.labels()[1:], strict=True):
+            if what == "self":
+                own = [self.collected(f"own-{label}-{name}", name, adapter) for name in self.settings.sets]
+                data = [*data, *own]
+                adapter = self.taught(label, self.joined(f"own-{label}", data))
+            else:
+                adapter = self.reinforced(label, adapter)
+            self.evaluate(label, ["--adapter", str(adapter)])
+
+    def evaluate(self, label: str, what: list[str], *kinds: str) -> None:
+        """The scores of a model or baseline on the dev questions of each set, and how they differ from plain RAG's."""
+        given = self.settings
+        limit = ["--limit", str(given.limit)] if given.limit else []
+        for name, (_, dev) in given.sets.items():
+            output, compared = self.evaluation(label, name)
+            arguments = [*given.runs_model, *given.searches, "--data", dev, *limit, *what]
+            arguments += [*given.more("evaluate", *kinds), "--output", str(output)]
+            self.run(Stage(output.name, "evaluate", arguments, output / SCORES_FILE))
+            if label != "rag" and "rag" in given.baselines:
+                pair = ["--compare", str(self.evaluation("rag", name)[0]), str(output), "--seed", str(given.seed)]
+                arguments = [*pair, "--output", str(compared)]
+                self.run(Stage(compared.name, "evaluate", arguments, compared / COMPARISON))
+
+    def evaluation(self, label: str, name: str) -> tuple[Path, Path]:
+        """The folders of a model's evaluation on a set, and of its comparison with plain RAG."""
+        return self.folder / f"evaluate-{label}-{name}", self.folder / f"compare-{label}-{name}"
+
+    def collected(self, output: str, name: str, adapter: Path | None = None) -> Path:
+        """Trajectories of a set's training questions: gold ones, or with an adapter those that it samples."""
+        given, path = self.settings, self.folder / f"{output}.jsonl"
+        data = ["--data", given.sets[name][0], "--exclude", ",".join(given.dev_files), "--output", str(path)]
+        arguments, kinds = [*given.common, "--source", "gold"], ("collect",)
+        if adapter:
+            arguments = [*given.runs_model, "--adapter", str(adapter), "--source", "self"]
+            kinds = ("collect", "self")
+        arguments += [*given.searches, *data, *given.more(*kinds)]
+        self.run(Stage(output, "collect", arguments, path, grows=adapter is not None))
+        return path
+
+    def joined(self, name: str, files: list[Path]) -> Path:
+        """Several files of trajectories as one."""
+        path = self.folder / f"{name}.jsonl"
+        if not path.exists():
+            write_jsonl(path, (row.values for file in files for row in read_jsonl(file)))
+        return path
+
+    def taught(self, label: str, data: Path) -> Path:
+        """The run folder of SFT from the base."""
+        output = self.folder / label
+        arguments = [*self.settings.runs_model, "--data", str(data), *self.settings.more("sft")]
+        arguments += ["--output", str(output), "--resume", "auto"]
+        self.run(Stage(label, "sft", arguments, output / "summary.json"))
+        return output
+
+    def reinforced(self, label: str, adapter: Path) -> Path:
+        """The run folder of reinforcement learning from an adapter. Each set is drawn as often as any other."""
+        given, output, config = self.settings, self.folder / label, self.folder / "rl.toml"
+        if not config.exists():
+            write_text(config, "".join(self.source(name, train) for name, (train, _) in given.sets.items()))
+        arguments = [*given.runs_model, *given.searches, "--config", str(config), "--adapter", str(adapter)]
+        arguments += [*given.more("ppo"), "--output", str(output), "--resume", "auto"]
+        self.run(Stage(label, "ppo", arguments, output / "summary.json"))
+        return output
+
+    def source(self, name: str, train: str) -> str:
+        """The [[sources]] table of the training questions of a set, of which those in a dev file are left out."""
+        path = self.folder / f"train-{name}.jsonl"
+        write_jsonl(path, unseen(train, self.settings.dev_files))
+        return f'[[sources]]\nname = {json.dumps(name)}\nfile = {json.dumps(str(path))}\ntype = "qa"\n\n'
+
+    def run(self, stage: Stage) -> None:
+        """Runs a stage as a user would, unless its result is there, and notes its cost; R3LiteError if it fails."""
+        cost = self.costs.get(stage.name, {"command": stage.command, "seconds": 0.0, "starts": 0, "commits": []})
+        if stage.result.exists() and not (stage.grows and not cost.get("complete")):
+            return
+        self.costs[stage.name] = cost
+        cost["starts"] += 1
+        cost["commits"] = list(dict.fromkeys([*cost["commits"], records.commit(records.ROOT)]))
+        print(f"\n$ python -m r3lite.{stage.command} {shlex.join(stage.arguments)}", flush=True)
+        process = subprocess.Popen(stage.words())
+        try:
+            self.wait(process, cost)
+        except BaseException:  # Ctrl-C, SIGTERM: what trains saves first
+            process.terminate()
+            self.wait(process, cost)
+            raise
+        if process.returncode:
+            told = f"the stage {stage.name} failed with status {process.returncode}"
+            raise R3LiteError(told, "Its own message stands above; the same command again goes on with it.")
+        cost["complete"] = True
+        self.note()
+
+    def wait(self, process: subprocess.Popen, cost: dict) -> None:
+        """Waits until a process ends, and adds its seconds and its largest resident size to the cost of its stage."""
+        before, start = cost["seconds"], time.monotonic()
+        noted = start
+        while process.returncode is None:
+            if hasattr(os, "wait4"):
+                ended, status, usage = os.wait4(process.pid, os.WNOHANG)
+                if ended:
+                    process.returncode = os.waitstatus_to_exitcode(status)
+                    size = usage.ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+                    cost["peak_mib"] = max(round(size), cost.get("peak_mib", 0))
+            else:  # Windows
+                process.poll()
+            now = time.monotonic()
+            cost["seconds"] = round(before + now - start, 1)
+            if process.returncode is not None or now - noted > TELL:  # so that even SIGKILL loses little
+                noted = now
+                self.note()
+            if process.returncode is None:
+                time.sleep(POLL)
+
+    def note(self) -> None:
+        write_json(self.costs_file, self.costs)
+
+    def stages(self) -> list[dict]:
+        """What each stage took: seconds, starts, resident size, tokens, trajectories."""
+        return [{"stage": name, **cost, **amounts(self.folder / name)} for name, cost in self.costs.items()]
+
+    def scores(self) -> list[dict]:
+        """The scores of every evaluation that is there, with their difference from plain RAG's."""
+        found = []
+        for label in (*self.settings.baselines, *self.settings.labels()):
+            for name in self.settings.sets:
+                output, compared = self.evaluation(label, name)
+                if (output / SCORES_FILE).exists():
+                    scores = read_json(output / SCORES_FILE)
+                    row = {"model": label, "set": name, "n": scores["n"], "finish": scores["finish"]}
+                    row |= {key: scores.get(key) for key in SHOWN}
+                    if (compared / COMPARISON).exists():
+                        metrics = read_json(compared / COMPARISON)["metrics"]
+                        row["over_rag"] = {key: metrics[key] for key in ("em", "f1") if key in metrics}
+                    found.append(row)
+        return found
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def amounts(output: Path) -> dict[str, int]:
+    """How many tokens a training processed or an evaluated model wrote, or how many trajectories a collection has."""
+    predictions, metrics = output / PREDICTIONS, output / "metrics.jsonl"
+    trajectories = output.with_name(f"{output.name}.jsonl")
+    if predictions.exists():
+        return {"tokens": sum(round(row.number("reasoning_tokens", 0)) for row in read_jsonl(predictions))}
+    if metrics.exists():
+        rows = [row.whole("num_tokens", 0) for row in read_jsonl(metrics)]
+        return {"tokens": rows[-1], "steps": len(rows)} if rows else {}
+    return {"trajectories": sum(1 for _ in read_jsonl(trajectories))} if trajectories.exists() else {}
+
+
+def unseen(train: str, dev_files: list[str]) -> Iterator[dict]:
+    """The rows of a file of questions, but for those whose id or normalized text stands in one of others."""
+
+    def names(question: Question, row: Record) -> set[str]:
+        named = {f"id {question.id}"} if "id" in row or "_id" in row else set()  # others are places in the file
+        return named | {f"text {normalize(question.text)}"}
+
+    known = set().union(*(n for file in dev_files for n in read_with_rows(file, names, None, False)))
+    for found, values in read_with_rows(train, lambda q, row: (names(q, row), row.values), None, False):
+        if not found & known:
+            yield values
+
+
+def parse(argv: list[str] | None) -> tuple[Settings, argparse.Namespace]:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", help="folder, hub id or tiny; by default the preset's")
+    made.add_argument("--model-name", help="what the results call it; by default the folder's or the hub's name")
+    made.add_argument("--encoder", help="folder, hub id or hashing; by default the preset's")
+    made.add_argument("--set", action="append", required=True, metavar="NAME=TRAIN,DEV", help="one data set's files")
+    made.add_argument("--then", nargs="*", choices=THEN, default=[], help="stages after the cold start, in this order")
+    made.add_argument("--baselines", nargs="*", choices=BASELINES, default=BASELINES)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--limit", type=int, metavar="N", help="only the first N dev questions of each set")
+    made.add_argument("--preset", default="hotpotqa")
+    made.add_argument("--flags", nargs="+", default=[], metavar="KIND=FLAGS", help=f"KIND: {', '.join(KINDS)}")
+    made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    made.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
+    made.add_argument("--output", type=Path, default=Path("runs/recipe"), help="folder of the way")
+    made.add_argument("--results", type=Path, default=RESULTS, help="folder to which the way is added")
+    given = made.parse_args(argv)
+    named = {name: tuple(files.split(",")) for name, _, files in (text.partition("=") for text in given.set)}
+    right = {name for name, files in named.items() if len(files) == 2 and all(files) and NAME.fullmatch(name)}
+    if wrong := [name for name in named if name not in right]:
+        made.error(f"--set {wrong[0]}: write it as NAME=TRAIN,DEV, NAME of letters, digits, - and _")
+    flags = {kind: words for kind, _, words in (text.partition("=") for text in given.flags)}
+    if unknown := [kind for kind in flags if kind not in KINDS]:
+        made.error(f"--flags {unknown[0]}: write it as KIND=FLAGS, KIND one of {', '.join(KINDS)}")
+    usual = resolve("evaluate", EvaluateConfig(), ["--preset", given.preset], COMMANDS)
+    model, encoder = given.model or usual.model.model, given.encoder or usual.retrieval.encoder
+    stages = {"then": tuple(given.then), "baselines": tuple(given.baselines)}
+    on = {"dtype": given.dtype, "device": given.device}
+    return Settings(model, encoder, named, given.preset, given.seed, given.limit, **stages, **on, flags=flags), given
+
+
+def begun(folder: Path, settings: Settings, precision: Any) -> dict:
+    """What the way in a folder was begun with and on; R3LiteError if that was with other settings."""
+    path, now = folder / "recipe.json", json.loads(json.dumps(vars(settings)))
+    if not path.exists():
+        write_json(path, {"settings": now, "on": records.provenance(precision)})
+    known = read_json(path)
+    if changed := [key for key in now if key not in MORE and known["settings"].get(key) != now[key]]:
+        told = ", ".join(f"{key} (was {known['settings'].get(key)}, is {now[key]})" for key in changed)
+        raise R3LiteError(f"{folder} holds a way with other settings: {told}", "Name another --output.")
+    return known["on"]
+
+
+def described(settings: Settings, folder: Path, model: str) -> dict:
+    """The settings as results keep them: files by their names, and what the preset says at this commit."""
+    preset = shipped("presets", f"{settings.preset}.toml").read_text(encoding="utf-8")
+    return {
+        "section": f"{folder.resolve().name}: {model}, seed {settings.seed}",
+        "model": model,
+        "encoder": name_of(settings.encoder),
+        "sets": {name: [Path(file).name for file in files] for name, files in settings.sets.items()},
+        "seed": settings.seed,
+        "limit": settings.limit,
+        "preset": settings.preset,
+        "preset_values": tomllib.loads(preset),
+        "flags": settings.flags,
+    }
+
+
+def name_of(model: str) -> str:
+    """The name of a model's folder, or a hub id."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def main(argv: list[str] | None = None) -> int:
+    settings, given = parse(argv)
+    signal.signal(signal.SIGTERM, terminate)
+    status, stopped = 0, None
+    try:
+        with sole_writer(given.output):
+            on = begun(given.output, settings, options.precision(given))
+            way = Way(given.output, settings)
+            try:
+                way.go()
+            except (KeyboardInterrupt, Terminated) as stop:
+                status, stopped = (130 if isinstance(stop, KeyboardInterrupt) else 143), "interrupted"
+            except R3LiteError as error:
+                status, stopped = 1, error.cause
+                print(f"\n{error}", file=sys.stderr)
+            told = described(settings, given.output, given.model_name or name_of(settings.model))
+            run = told | on | {"complete": stopped is None, "stopped": stopped}
+            run |= {"stages": way.stages(), "scores": way.scores()}
+            runs = records.add(given.results / "recipe.json", run)
+            write_text(given.results / "recipe.md", page(runs))
+            print("\n" + tables(run))
+    except R3LiteError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def terminate(*_: Any) -> None:
+    raise Terminated
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""The whole way as one command: its stages in their order, stopped and gone on with, their cost, and what is told."""
+
+import json
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import recipe, recipe_page
+from r3lite.command import COMMANDS
+from r3lite.config import resolve
+from r3lite.files import read_jsonl, shipped, write_jsonl
+from r3lite.settings import CollectSettings, PpoConfig
+from tests.commands import CONFIGS
+
+# Stands in for the commands: writes what each leaves in --output, and notes that it ran. It obeys two files beside it:
+# `fail` has the name of an output at which it fails, `stop` of one at which it has the bench stopped by SIGTERM.
+STUB = """
+import json, os, signal, sys, time
+from pathlib import Path
+here, (command, *words) = Path(__file__).parent, sys.argv[1:]
+output = Path(words[words.index("--output") + 1])
+with (here / "ran.jsonl").open("a") as file:
+    file.write(json.dumps([command, *words]) + "\\n")
+def told(name):
+    return (here / name).exists() and (here / name).read_text() == output.name
+if told("fail"):
+    sys.exit(1)
+if told("stop"):
+    (here / "stop").unlink()
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+def write(name, *rows):
+    output.mkdir(parents=True, exist_ok=True)
+    (output / name).write_text("".join(json.dumps(row) + "\\n" for row in rows))
+em = {"value": 0.25, "low": 0.125, "high": 0.5}
+if command == "collect":
+    output.write_text(json.dumps({"id": output.stem}) + "\\n")
+elif "--compare" in words:
+    write("comparison.json", {"metrics": {"em": {"difference": 0.125, "low": -0.25, "high": 0.375, "p": 0.5}}})
+elif command == "evaluate":
+    write("scores.json", {"n": 8, "em": em, "f1": em, "finish": {"answered": 8}})
+    write("predictions.jsonl", {"reasoning_tokens": 30.0}, {"reasoning_tokens": 12.0})
+else:
+    write("metrics.jsonl", {"num_tokens": 100}, {"num_tokens": 250})
+    write("summary.json", {})
+"""
+
+
+@pytest.fixture
+def way(tmp_path, monkeypatch):
+    """Runs the bench with the stub; what it returns are the exit status and the stages that ran, by their outputs."""
+    (tmp_path / "stub.py").write_text(STUB)
+    stub = [sys.executable, str(tmp_path / "stub.py")]
+    monkeypatch.setattr(recipe.Stage, "words", lambda stage: [*stub, stage.command, *stage.arguments])
+    monkeypatch.setattr(recipe, "POLL", 0.01)
+    handler = signal.getsignal(signal.SIGTERM)
+    for name, rows in (("train", ("a", "b", "c")), ("dev", ("d", "b"))):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"question": f"Who is {row}?", "answer": row} for row in rows])
+    files = f"{tmp_path / 'train.jsonl'},{tmp_path / 'dev.jsonl'}"
+    places = ["--output", str(tmp_path / "way"), "--results", str(tmp_path / "results")]
+
+    def run(*arguments, sets=("one",)):
+        (tmp_path / "ran.jsonl").unlink(missing_ok=True)
+        named = [word for name in sets for word in ("--set", f"{name}={files}")]
+        status = recipe.main([*named, *places, "--model", "tiny", "--encoder", "hashing", *arguments])
+        return status, [Path(words[words.index("--output") + 1]).name for words in ran(tmp_path)]
+
+    yield run
+    signal.signal(signal.SIGTERM, handler)
+
+
+def ran(folder: Path) -> list[list[str]]:
+    path = folder / "ran.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def kept(folder: Path) -> list[dict]:
+    return json.loads((folder / "results" / "recipe.json").read_text())["runs"]
+
+
+def given(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+ROOT = Path(recipe.__file__).parent.parent
+COMMANDS_OF_THE_PAGE = re.findall(r"^python -m (\S+) (.*)$", (ROOT / "docs" / "recipe.md").read_text("utf-8"), re.M)
+COLD = [
+    *("evaluate-rag-one", "evaluate-gold-one", "compare-gold-one", "gold-one.jsonl"),
+    *("sft", "evaluate-sft-one", "compare-sft-one"),
+]
+SHORT = ("--baselines", "rag", "gold")
+
+
+def test_the_stages_of_the_whole_way_in_their_order(way, tmp_path):
+    status, outputs = way(*SHORT, "--then", "self", "rl", "--limit", "8")
+    own = ["own-self-one.jsonl", "self", "evaluate-self-one", "compare-self-one"]
+    assert status == 0 and outputs == [*COLD, *own, "self-rl", "evaluate-self-rl-one", "compare-self-rl-one"]
+    rag, gold, over, collect, sft, cold, _, own, again, _, _, rl, last, _ = ran(tmp_path)
+    folder = tmp_path / "way"
+    assert (given(rag, "--baseline"), given(gold, "--baseline"), given(rag, "--limit")) == ("rag", "gold", "8")
+    assert over[2:4] == [str(folder / "evaluate-rag-one"), str(folder / "evaluate-gold-one")]
+    assert (given(collect, "--source"), given(collect, "--exclude")) == ("gold", str(tmp_path / "dev.jsonl"))
+    assert (given(own, "--source"), given(own, "--exclude")) == ("self", str(tmp_path / "dev.jsonl"))
+    assert given(own, "--adapter") == given(cold, "--adapter") == str(folder / "sft")
+    assert given(again, "--data") == str(folder / "own-self.jsonl") and "--adapter" not in again  # from the base
+    assert [row.values["id"] for row in read_jsonl(folder / "own-self.jsonl")] == ["gold-one", "own-self-one"]
+    assert given(rl, "--adapter") == str(folder / "self") and given(last, "--adapter") == str(folder / "self-rl")
+    assert {given(words, "--resume") for words in (sft, again, rl)} == {"auto"}
+    assert {given(words, "--preset") for words in (rag, collect, sft, own, rl)} == {"hotpotqa"}
+
+
+def test_reinforcement_learning_sees_no_question_of_a_dev_file(way, tmp_path):
+    assert way(*SHORT, "--then", "rl", sets=("one", "two"))[0] == 0
+    assert [row.values["answer"] for row in read_jsonl(tmp_path / "way" / "train-two.jsonl")] == ["a", "c"]
+    config = resolve(
+        "ppo", PpoConfig(), ["--config", given(next(w for w in ran(tmp_path) if w[0] == "ppo"), "--config")], COMMANDS
+    )
+    assert [(s["name"], s["file"], s["weight"], s["type"]) for s in config.mixture.sources] == [
+        (name, str(tmp_path / "way" / f"train-{name}.jsonl"), 1.0, "qa") for name in ("one", "two")
+    ]
+
+
+def test_ids_are_compared_only_where_rows_name_them(tmp_path):
+    dev = [{"id": "1", "question": "Who is x?", "answer": "x"}, {"question": "Who is THE b", "answer": "b"}]
+    train = [{"id": i, "question": f"Who is {i}?", "answer": i} for i in ("1", "b", "c")]
+    write_jsonl(tmp_path / "dev.jsonl", dev)
+    write_jsonl(tmp_path / "named.jsonl", train)
+    write_jsonl(tmp_path / "places.jsonl", [{k: v for k, v in row.items() if k != "id"} for row in train])
+    for name, left in (("named", ["c"]), ("places", ["1", "c"])):
+        rows = recipe.unseen(str(tmp_path / f"{name}.jsonl"), [str(tmp_path / "dev.jsonl")])
+        assert [row["answer"] for row in rows] == left
+
+
+def test_a_way_that_was_stopped_goes_on_and_is_one_run(way, tmp_path, capsys):
+    (tmp_path / "stop").write_text("sft")
+    assert way(*SHORT) == (143, COLD[:5])
+    (run,) = kept(tmp_path)
+    assert (run["complete"], run["stopped"]) == (False, "interrupted") and len(run["scores"]) == 2
+    assert "**Not complete**: interrupted." in (tmp_path / "results" / "recipe.md").read_text()
+    first = {stage["stage"]: stage for stage in run["stages"]}["sft"]
+    assert first["starts"] == 1 and first["seconds"] < 30  # it was ended, not waited for
+    assert way(*SHORT) == (0, COLD[4:])
+    (run,) = kept(tmp_path)
+    stage = {stage["stage"]: stage for stage in run["stages"]}["sft"]
+    assert run["complete"] and (stage["starts"], stage["tokens"], stage["steps"]) == (2, 250, 2)
+    assert stage["seconds"] > first["seconds"] and stage["complete"] and len(stage["commits"]) == 1
+    assert way(*SHORT) == (0, []) and len(kept(tmp_path)) == 1
+    assert way(*SHORT, "--then", "rl") == (0, ["rl", "evaluate-rl-one", "compare-rl-one"])
+    assert [score["model"] for score in kept(tmp_path)[0]["scores"]] == ["rag", "gold", "sft", "rl"]
+
+
+def test_a_stage_that_fails_ends_the_way_and_is_named(way, tmp_path, capsys):
+    (tmp_path / "fail").write_text("gold-one.jsonl")
+    assert way(*SHORT) == (1, COLD[:4])
+    assert "the stage gold-one failed with status 1" in capsys.readouterr().err
+    assert kept(tmp_path)[0]["stopped"] == "the stage gold-one failed with status 1"
+    (tmp_path / "fail").unlink()
+    assert way(*SHORT) == (0, COLD[3:]) and kept(tmp_path)[0]["complete"]
+
+
+def test_trajectories_of_the_model_that_a_killed_run_left_are_gone_on_with(way, tmp_path):
+    """They are written a block at a time: that the file is there does not say that it is whole."""
+    (tmp_path / "stop").write_text("own-self-one.jsonl")
+    assert way(*SHORT, "--then", "self")[0] == 143
+    (tmp_path / "way" / "own-self-one.jsonl").write_text('{"id": "half"}\n')
+    assert way(*SHORT, "--then", "self")[1][0] == "own-self-one.jsonl"
+    assert way(*SHORT, "--then", "self") == (0, [])
+
+
+def test_other_settings_are_another_way(way, tmp_path, capsys):
+    assert way(*SHORT)[0] == 0
+    assert way(*SHORT, "--seed", "1") == (1, [])
+    assert "holds a way with other settings: seed (was 0, is 1)" in capsys.readouterr().err
+    assert len(kept(tmp_path)) == 1
+
+
+def test_flags_reach_the_stages_that_they_are_for(way, tmp_path):
+    assert way(*SHORT, "--then", "self", "--flags", "rag=--top-k 5", "self=--keep 1", "evaluate=--max-hops 2")[0] == 0
+    with_flag = [[Path(given(w, "--output")).name for w in ran(tmp_path) if f in w] for f in ("--top-k", "--keep")]
+    assert with_flag == [["evaluate-rag-one"], ["own-self-one.jsonl"]]
+    assert sum("--max-hops" in words for words in ran(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--set", "one=train.jsonl"], "--set one: write it as NAME=TRAIN,DEV"),
+        (["--set", "a/b=train.jsonl,dev.jsonl"], "--set a/b: write it as"),
+        (["--set", "a=b,c", "--flags", "stf=--epochs 2"], "--flags stf: write it as KIND=FLAGS"),
+    ],
+)
+def test_arguments_that_are_wrong_are_named(capsys, arguments, says):
+    with pytest.raises(SystemExit):
+        recipe.main(arguments)
+    assert says in capsys.readouterr().err
+
+
+def test_what_is_recorded_and_shown(way, tmp_path, capsys):
+    assert way(*SHORT, "--model-name", "Small", "--flags", "sft=--epochs 2", sets=("one", "two"))[0] == 0
+    (run,) = kept(tmp_path)
+    assert run["section"] == "way: Small, seed 0" and run["sets"]["two"] == ["train.jsonl", "dev.jsonl"]
+    assert run["preset_values"]["top_k"] == 3 and run["flags"] == {"sft": "--epochs 2"}
+    assert {"commit", "threads", "precision", "processor", "date"} <= run.keys()
+    assert str(tmp_path) not in json.dumps(run | {"stages": []})
+    stages = {stage["stage"]: stage for stage in run["stages"]}
+    assert stages["evaluate-rag-one"]["tokens"] == 42 and stages["gold-one"]["trajectories"] == 1
+    assert 1 < stages["sft"]["peak_mib"] < 100_000
+    shown = capsys.readouterr().out
+    em, over = "0.250 (0.125 to 0.500)", "+0.125 (-0.250 to +0.375)"
+    assert f"| plain RAG | {em} | {em} | 0.250 |  |  |" in shown
+    assert f"| cold start | {em} | {em} | 0.250 | {over} | {over} |" in shown
+    told = (tmp_path / "results" / "recipe.md").read_text()
+    assert shown.strip().splitlines()[-1] in told and "Flags: sft: `--epochs 2`." in told
+    assert recipe_page.title("self-rl") == "self round, then reinforcement learning"
+
+
+@pytest.mark.parametrize(("module", "words"), COMMANDS_OF_THE_PAGE)
+def test_every_command_of_the_page_is_understood(module, words):
+    if module == "bench.recipe":
+        settings, _ = recipe.parse(shlex.split(words))
+        assert (settings.then, settings.model) == (("self", "rl"), "Qwen/Qwen2.5-0.5B-Instruct")
+        return
+    if "--exclude" in words and not hasattr(CollectSettings(), "exclude"):
+        pytest.skip("needs collect --exclude")
+    name = module.removeprefix("r3lite.")
+    resolve(name, CONFIGS[name][0], shlex.split(words), COMMANDS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(CollectSettings(), "exclude"), reason="needs collect --exclude")
+def test_the_commands_themselves_take_what_they_are_given(tmp_path, capsys):
+    world = shipped("data", "world")
+    rows = [row.values for row in read_jsonl(world / "train.jsonl")]
+    write_jsonl(tmp_path / "train.jsonl", rows[:12])
+    write_jsonl(tmp_path / "dev.jsonl", rows[11:15])
+    sets = ["--set", f"world={tmp_path / 'train.jsonl'},{tmp_path / 'dev.jsonl'}"]
+    few = ["sft=--max-steps 2", "ppo=--max-steps 1 --batch-size 2 --num-generations 2 --algorithm grpo"]
+    places = ["--output", str(tmp_path / "way"), "--results", str(tmp_path / "results")]
+    arguments = [*sets, "--preset", "tiny", "--dtype", "fp32", "--baselines", "rag", "--then", "rl"]
+    handler = signal.getsignal(signal.SIGTERM)
+    assert recipe.main([*arguments, "--flags", *few, *places]) == 0
+    signal.signal(signal.SIGTERM, handler)
+    (run,) = kept(tmp_path)
+    assert run["complete"] and run["model"] == "tiny" and [s["n"] for s in run["scores"]] == [4] * 3
+    assert {s["stage"]: s.get("trajectories") for s in run["stages"]}["gold-world"] == 11
+    assert all(s.get("tokens") for s in run["stages"] if s["stage"] in ("sft", "rl"))
