@@ -43,6 +43,7 @@ from r3lite.records import Record
 COLD = "sft"  # the name of the cold start, and of its adapter
 THEN = ("self", "rl")
 BASELINES = ("rag", "closed-book", "gold")
+BEST = {"rag": ["--top-k", "5"]}  # plain RAG has one retrieval only: it gets more documents than a step
 KINDS = ("collect", "self", "sft", "ppo", "evaluate", *BASELINES)  # what --flags can be for
 NAME = re.compile(r"[\w-]+")  # of a set
 MORE = ("then", "baselines")  # settings with which a way may go on: they add stages
@@ -115,7 +116,7 @@ class Way:
     def go(self) -> None:
         """All stages, but for those whose result is there."""
         for baseline in self.settings.baselines:
-            self.evaluate(baseline, ["--baseline", baseline], baseline)
+            self.evaluate(baseline, ["--baseline", baseline, *BEST.get(baseline, [])], baseline)
         gold = self.joined("gold", [self.collected(f"gold-{name}", name) for name in self.settings.sets])
         adapter, data = self.taught(COLD, gold), [gold]
         self.evaluate(COLD, ["--adapter", str(adapter)])
