@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -173,10 +174,12 @@ def summary(episodes: "list[Episode]", marks: "list[Marks]", seed: int) -> dict:
     if not whole:
         raise R3LiteError(f"the retriever failed at every question: {episodes[0].failure}", "Mend that, and try again.")
     marks = [m for _, m in whole]
+    faults = Counter(fault for e, _ in whole for step in e.steps for fault in step.faults)
     found = scores(marks, seed) | {
         "corpus_bleu": corpus_bleu([e.prediction for e, _ in whole], [e.question.answers for e, _ in whole]),
         "by_hops": scores_by(lambda m: m.hops, marks, seed),
         "by_type": scores_by(lambda m: m.type, marks, seed),
+        "faults": dict(faults.most_common()),
         "finish": {f: sum(e.finish == f for e in episodes) for f in sorted({e.finish for e in episodes})},
     }
     failed = len(episodes) - len(whole)

@@ -35,6 +35,7 @@ def test_scores_by_hand(toy, says, tmp_path, capsys):
     expected |= {"combined": (0.8 * 0.9 + 0.2 + 0.8 * 0.3 * 2 / 3) / 3, "mean_searches": 2 / 3}
     assert values == pytest.approx(expected)
     assert scores["n"] == 3 and scores["finish"] == {"answered": 2, "malformed": 1}
+    assert scores["faults"] == {"no_step_heading": 1, "no_analysis": 1, "no_query_or_answer": 1}
     assert {h: s["n"] for h, s in scores["by_hops"].items()} == {"2": 2, "3": 1}
     assert [(p["id"], p["prediction"], p["finish"], p["em"], p["recall"]) for p in predictions] == [
         ("Ada", "The Adatown.", "answered", 1.0, 1.0),
@@ -45,6 +46,7 @@ def test_scores_by_hand(toy, says, tmp_path, capsys):
     assert predictions[0]["steps"][0]["documents"][0]["text"] == "Ada lives in Adatown."
     shown = capsys.readouterr().out
     assert "exact match          0.333" in shown and "2 answered, 1 malformed" in shown
+    assert "faults of steps: 1 no step heading, 1 no analysis, 1 no query or answer" in shown
     # Ada found both gold paragraphs and no other, and answered right; Bob searched nothing; Cy answered nothing.
     more = {
         name: scores[name]["value"] for name in ("sp_em", "sp_f1", "sp_precision", "sp_recall", "joint_em", "joint_f1")
@@ -68,7 +70,7 @@ def test_procedures_stand_before_the_questions_that_they_fit(toy, tmp_path, caps
     monkeypatch.setattr(Layout, "open", opening)
     row = {"name": "Bobs", "description": "d", "trigger": "bob", "steps": [{"action": "Think"}]}
     (tmp_path / "p.json").write_text(json.dumps(row))
-    argv = ["--procedures", str(tmp_path / "p.json"), "--procedures-by", "triggers", "--max-length", "1024"]
+    argv = ["--procedures", str(tmp_path / "p.json"), "--procedures-by", "triggers", "--max-length", "3072"]
     assert evaluate.main([*toy, *argv]) == 0
     assert "1 of 3 questions have a procedure before them" in capsys.readouterr().out
     assert ["Procedure: Bobs" in seen[name] for name in ("Ada", "Bob", "Cy")] == [False, True, False]
