@@ -167,7 +167,7 @@ def gold(
             tally.rejected[reason] += 1
         else:
             usable.append(question)
-    if config.collect.demonstrations == "quotes" and protocol.searches and not protocol.plans:
+    if config.collect.demonstrations == "evidence" and protocol.searches and not protocol.plans:
         for made in demonstrate(usable, retrieve, config.lengths.max_hops, config.lengths.max_document_tokens):
             if reason := made.rejected or check_steps(made.steps, protocol):
                 tally.rejected[reason] += 1

@@ -109,12 +109,12 @@ def test_nothing_is_inserted_unless_asked_for(tmp_path, capsys):
     """A gold paragraph that the retriever had missed was put among the documents, and taught to make facts up."""
     data = write(tmp_path / "data.jsonl", [row(1)])
     assert run(data, tmp_path / "out.jsonl", "--retriever", "none", *SUB_QUESTIONS[:2]) == 1
-    assert run(data, tmp_path / "quotes.jsonl", "--retriever", "none") == 1
+    assert run(data, tmp_path / "evidence.jsonl", "--retriever", "none") == 1
     out = capsys.readouterr().out
     assert re.search("rejected: a query that does not find its gold paragraph +1", out)
 
 
-def test_quotes_are_of_documents_that_were_retrieved(tmp_path, capsys):
+def test_facts_are_of_documents_that_were_retrieved(tmp_path, capsys):
     data, output = shipped("data", "world", "train.jsonl"), tmp_path / "out.jsonl"
     assert run(data, output, "--limit", "40", "--top-k", "3") == 0
     rows, questions = read_rows(output), {q.id: q for q in read_questions(data, limit=40)}
@@ -126,8 +126,8 @@ def test_quotes_are_of_documents_that_were_retrieved(tmp_path, capsys):
             assert question.text not in (*step.queries, step.analysis)
         for before, step in zip(trajectory.steps, trajectory.steps[1:]):
             read += " ".join(f"{d.title}: {d.text}" for d in before.documents)
-            told = [hop.evidence[0] for hop in question.hops if hop.evidence and hop.evidence[0] in step.analysis]
-            assert all(sentence in read for sentence in told) and (told or "Nothing" in step.analysis)
+            told = [hop.answer for hop in question.hops if f"? {hop.answer}." in step.analysis]
+            assert all(answer in read for answer in told) and (told or "Nothing" in step.analysis)
         assert question.gold_found([d for step in trajectory.steps for d in step.documents]) == set(
             range(len(question.gold))
         )

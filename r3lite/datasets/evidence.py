@@ -1,11 +1,13 @@
 """Demonstrations that quote what they found, made of gold evidence and of what a retriever brings, without a teacher.
 
     step 1      analysis names what the question names                       query: the question itself
-    step k      analysis "{title}: {sentences}" of what is newly found       query: the name that is missing
+    step k      analysis the facts that are newly found                      query: the name that is missing
     last step   analysis the same                                            answer
 
-Every fact is written once, and stands in a document that was retrieved: nothing is inserted. A query uses only what was
-found before it. A question that cannot be answered in this way is rejected, with the reason.
+A fact is "{sub-question} {answer}." where the data set has sub-questions (2WikiMultiHopQA, MuSiQue), else "{title}:
+{supporting sentences}" (HotpotQA). Every fact is written once, and stands in a document that was retrieved: nothing is
+inserted. A query uses only what was found before it. A question that cannot be answered in this way is rejected, with
+the reason.
 """
 
 import re
@@ -62,12 +64,17 @@ class Demonstration:
     def add(self, documents: Sequence[Document]) -> None:
         """Takes the documents of the last step's query, and writes the next step."""
         self.steps[-1] = self.steps[-1].with_documents([documents])
-        news = [i for i in self._missing if self._states(documents, i)]
-        self._found.update(news)
+        news = []
+        for i in self._missing:
+            # A sub-question that refers to others waits for them, as nothing says before that its answer matters.
+            waits = self._sub_question(i) and not self._used(i) <= self._found
+            if not waits and self._is_read(i):
+                news.append(i)
+                self._found.add(i)
         if not news and len(self.steps) > 1:
             self.rejected = MISSED
             return
-        analysis = " ".join(dict.fromkeys(self._quote(i) for i in news)) or "Nothing of use was found."
+        analysis = " ".join(dict.fromkeys(self._fact(i) for i in news)) or "Nothing of use was found."
         if len(analysis) > QUOTED:
             self.rejected = f"more than {QUOTED} characters to quote in a step"
         elif missing := self._missing:
@@ -81,27 +88,39 @@ class Demonstration:
     def _missing(self) -> list[int]:
         return [i for i in range(len(self.question.hops)) if i not in self._found]
 
-    def _states(self, documents: Sequence[Document], hop: int) -> bool:
-        """Whether the evidence of a hop stands in its gold paragraph as it was retrieved."""
-        document, evidence = self.question.hops[hop].document, self.question.hops[hop].evidence
-        wanted = self.question.gold_index(document)
-        found = [d for d in documents if self.question.gold_index(d) == wanted]
-        texts = [folded(d.text[: self.document_length]) for d in found]
-        return any(evidence and all(folded(sentence) in text for sentence in evidence) for text in texts)
+    def _is_read(self, hop: int) -> bool:
+        """Whether the fact of a hop stands in its gold paragraph, as it was retrieved so far."""
+        told, wanted = self.question.hops[hop], self.question.gold_index(self.question.hops[hop].document)
+        found = [d for step in self.steps for d in step.documents if self.question.gold_index(d) == wanted]
+        texts = [d.text[: self.document_length] for d in found]
+        if self._sub_question(hop):
+            return any(stands_in(told.answer, text) for text in texts)
+        return any(told.evidence and all(folded(s) in folded(text) for s in told.evidence) for text in texts)
 
-    def _quote(self, hop: int) -> str:
-        told = self.question.hops[hop]
-        return one_line(f"{name_of(told.document.title)}: {' '.join(told.evidence)}")
+    def _fact(self, hop: int) -> str:
+        """What a hop has found: its sub-question and the answer, or the title of its paragraph and the evidence."""
+        told, asked = self.question.hops[hop], self._sub_question(hop)
+        return one_line(
+            f"{asked} {told.answer}." if asked else f"{name_of(told.document.title)}: {' '.join(told.evidence)}"
+        )
+
+    def _sub_question(self, hop: int) -> str | None:
+        """The sub-question of a hop, with the answers of earlier ones; None if it is only a name to look up."""
+        asked = queries(self.question)[hop]
+        return asked if asked.endswith("?") and not same_query(asked, self.question.text) else None
+
+    def _used(self, hop: int) -> set[int]:
+        """The hops whose answers the sub-question of a hop refers to."""
+        return {int(number) - 1 for number in re.findall(r"#(\d+)", self.question.hops[hop].question)}
 
     def _ask(self, analysis: str, hop: int) -> None:
         """Adds a step that looks up a hop: the name of its paragraph, if the question or what was written down has it
         (retrievers find it oftener by that), else its sub-question with the answers of earlier hops."""
         told = self.question.hops[hop]
-        name, text = name_of(told.document.title), told.question
+        name = name_of(told.document.title)
         written = " ".join([self.question.text, *(step.analysis for step in self.steps), analysis])
-        used = {int(number) - 1 for number in re.findall(r"#(\d+)", text)}
         asked = [query for step in self.steps for query in step.queries]
-        known = all(i in self._found and stands_in(self.question.hops[i].answer, written) for i in used)
+        known = all(i in self._found and stands_in(self.question.hops[i].answer, written) for i in self._used(hop))
         choices = [name] * stands_in(name, written) + [queries(self.question)[hop]] * known
         fresh = [one_line(c) for c in choices if not any(same_query(c, query) for query in asked)]
         if not fresh:

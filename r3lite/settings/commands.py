@@ -51,9 +51,9 @@ class CollectSettings(Section):
     exclude: tuple[str, ...] | None = None
     """files of questions, with commas between them, none of which may become a trajectory: those to evaluate on.
     Compared are ids and texts"""
-    demonstrations: Literal["quotes", "sub-questions"] = "quotes"
-    """of gold; quotes: the question itself is searched first, then the names that are missing, and analyses quote the
-    evidence found; sub-questions: the queries are those of the decompositions (dag does so in any case)"""
+    demonstrations: Literal["evidence", "sub-questions"] = "evidence"
+    """of gold; evidence: the question itself is searched first, then the names that are missing, and analyses write down
+    the facts found; sub-questions: the queries are those of the decompositions (dag does so in any case)"""
     insert_gold: bool = False
     """a gold paragraph that a sub-question does not find is put among its documents; without it, such questions are
     left out (sub-questions)"""

@@ -17,6 +17,8 @@ HOPS = (
     Hop("Who directed Brenn?", "Ann Dahl", FILM, ("It is a film by Ann Dahl.",)),
     Hop("Where was #1 born?", "Oslo", PERSON, ("Ann Dahl was born in Oslo.",)),
 )
+# As HotpotQA has them: names to look up, and the sentences that say why.
+QUOTES = (replace(HOPS[0], question="Brenn"), replace(HOPS[1], question="#1"))
 QUESTION = Question("q", "Where was the director of Brenn born?", ("Oslo",), (), (FILM, PERSON), "title", HOPS)
 
 
@@ -33,16 +35,31 @@ def test_a_missing_name_is_looked_up_and_each_fact_is_written_once():
     one = made([OTHER, FILM], [PERSON])
     first, second, last = one.steps
     assert (first.analysis, first.queries) == ("The question names Brenn.", (QUESTION.text,))
-    assert second.analysis == "Brenn: It is a film by Ann Dahl."
+    assert second.analysis == "Who directed Brenn? Ann Dahl."
     assert (second.queries, second.documents) == (("Ann Dahl",), (PERSON,))
-    assert (last.analysis, last.answer) == ("Ann Dahl: Ann Dahl was born in Oslo.", "Oslo")
+    assert (last.analysis, last.answer) == ("Where was Ann Dahl born? Oslo.", "Oslo")
     assert check_steps(one.steps, build_protocol(ProtocolSettings())) is None
 
 
 def test_what_is_all_found_is_answered_at_once():
     one = made([PERSON, FILM])
-    assert one.steps[1].analysis == "Brenn: It is a film by Ann Dahl. Ann Dahl: Ann Dahl was born in Oslo."
+    assert one.steps[1].analysis == "Who directed Brenn? Ann Dahl. Where was Ann Dahl born? Oslo."
     assert one.steps[1].answer == "Oslo"
+
+
+def test_without_sub_questions_the_evidence_is_quoted():
+    one = made([FILM], [PERSON], question=replace(QUESTION, hops=QUOTES))
+    assert [s.queries for s in one.steps] == [(QUESTION.text,), ("Ann Dahl",), ()]
+    quoted = ["Brenn: It is a film by Ann Dahl.", "Ann Dahl: Ann Dahl was born in Oslo."]
+    assert [s.analysis for s in one.steps[1:]] == quoted
+
+
+def test_a_fact_that_leans_on_one_not_found_yet_waits_for_it():
+    """Nothing says before that it matters: writing it down would teach to guess. It is not searched for again."""
+    one = made([PERSON], [FILM])
+    assert [s.queries for s in one.steps] == [(QUESTION.text,), ("Brenn",), ()]
+    assert one.steps[1].analysis == "Nothing of use was found."
+    assert one.steps[2].analysis == "Who directed Brenn? Ann Dahl. Where was Ann Dahl born? Oslo."
 
 
 def test_a_question_that_finds_nothing_goes_on_with_a_name_that_it_has():
@@ -62,8 +79,8 @@ def test_a_name_that_nothing_has_named_is_not_asked_for():
 
 def test_an_answer_that_no_quote_has_is_not_filled_in():
     """`Old Persian` stood in the query, and only `Persian` in what had been read."""
-    dahl = replace(HOPS[0], answer="Ann Maria Dahl")
-    person = replace(HOPS[1], document=replace(PERSON, title="Oslo people"))
+    dahl = replace(QUOTES[0], answer="Ann Maria Dahl")
+    person = replace(QUOTES[1], document=replace(PERSON, title="Oslo people"))
     question = replace(QUESTION, gold=(FILM, person.document), hops=(dahl, person))
     assert made([FILM], question=question).rejected == "a paragraph that nothing found so far names"
 
@@ -90,7 +107,7 @@ def test_a_paragraph_without_its_evidence_is_not_found():
 
 def test_what_is_too_long_to_quote_is_rejected():
     long = "word " * (QUOTED // 5)
-    hop = replace(HOPS[1], evidence=(long.strip(),), document=replace(PERSON, text=long))
+    hop = replace(QUOTES[1], evidence=(long.strip(),), document=replace(PERSON, text=long))
     question = replace(QUESTION, gold=(FILM, hop.document), hops=(HOPS[0], hop))
     assert made([FILM], [hop.document], question=question, length=9999).rejected.startswith("more than 600 characters")
 
