@@ -29,16 +29,14 @@ from typing import Any
 from bench import options, records
 from bench.options import RESULTS
 from bench.recipe_page import SHOWN, page, tables
-from r3lite.answer_match import normalize
 from r3lite.command import COMMANDS, Terminated
 from r3lite.config import resolve
+from r3lite.datasets.contamination import without
 from r3lite.datasets.qa import read_with_rows
-from r3lite.episode import Question
 from r3lite.errors import R3LiteError
 from r3lite.evaluate import COMPARISON, PREDICTIONS, EvaluateConfig
 from r3lite.evaluate import SCORES as SCORES_FILE
 from r3lite.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
-from r3lite.records import Record
 
 COLD = "sft"  # the name of the cold start, and of its adapter
 THEN = ("self", "rl")
@@ -274,16 +272,10 @@ def amounts(output: Path) -> dict[str, int]:
 
 
 def unseen(train: str, dev_files: list[str]) -> Iterator[dict]:
-    """The rows of a file of questions, but for those whose id or normalized text stands in one of others."""
-
-    def names(question: Question, row: Record) -> set[str]:
-        named = {f"id {question.id}"} if "id" in row or "_id" in row else set()  # others are places in the file
-        return named | {f"text {normalize(question.text)}"}
-
-    known = set().union(*(n for file in dev_files for n in read_with_rows(file, names, None, False)))
-    for found, values in read_with_rows(train, lambda q, row: (names(q, row), row.values), None, False):
-        if not found & known:
-            yield values
+    """The rows of a file of questions, but for those that stand in one of others."""
+    rows = read_with_rows(train, lambda question, row: (question, row.values), None, False)
+    left = {question.id for question in without([question for question, _ in rows], dev_files)}
+    yield from (values for question, values in rows if question.id in left)
 
 
 def parse(argv: list[str] | None) -> tuple[Settings, argparse.Namespace]:

@@ -1,4 +1,4 @@
-"""Demonstrations that quote what they found, made of gold evidence and of what a retriever brings, without a teacher.
+"""Demonstrations that write down the evidence that a retriever brought, without a teacher.
 
     step 1      analysis names what the question names                       query: the question itself
     step k      analysis the facts that are newly found                      query: the name that is missing

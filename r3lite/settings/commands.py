@@ -52,7 +52,7 @@ class CollectSettings(Section):
     """files of questions, with commas between them, none of which may become a trajectory: those to evaluate on.
     Compared are ids and texts"""
     demonstrations: Literal["evidence", "sub-questions"] = "evidence"
-    """of gold; evidence: the question itself is searched first, then the names that are missing, and analyses write down
+    """of gold; evidence: the question itself is searched first, then names that are missing, and analyses write down
     the facts found; sub-questions: the queries are those of the decompositions (dag does so in any case)"""
     insert_gold: bool = False
     """a gold paragraph that a sub-question does not find is put among its documents; without it, such questions are

@@ -13,7 +13,7 @@ from bench import recipe, recipe_page
 from r3lite.command import COMMANDS
 from r3lite.config import resolve
 from r3lite.files import read_jsonl, shipped, write_jsonl
-from r3lite.settings import CollectSettings, PpoConfig
+from r3lite.settings import PpoConfig
 from tests.commands import CONFIGS
 
 # Stands in for the commands: writes what each leaves in --output, and notes that it ran. It obeys two files beside it:
@@ -224,14 +224,11 @@ def test_every_command_of_the_page_is_understood(module, words):
         settings, _ = recipe.parse(shlex.split(words))
         assert (settings.then, settings.model) == (("self", "rl"), "Qwen/Qwen2.5-0.5B-Instruct")
         return
-    if "--exclude" in words and not hasattr(CollectSettings(), "exclude"):
-        pytest.skip("needs collect --exclude")
     name = module.removeprefix("r3lite.")
     resolve(name, CONFIGS[name][0], shlex.split(words), COMMANDS)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(CollectSettings(), "exclude"), reason="needs collect --exclude")
 def test_the_commands_themselves_take_what_they_are_given(tmp_path, capsys):
     world = shipped("data", "world")
     rows = [row.values for row in read_jsonl(world / "train.jsonl")]
