@@ -26,7 +26,7 @@ def rewards(tmp_path, monkeypatch):
     prompts = [x for name in ("init", "step") for x in (f"--{name}-prompt", str(tmp_path / f"{name}.txt"))]
 
     def paid(episode, *_) -> reward.Scored:
-        right = float(episode.finish != "cut_off")
+        right = float(episode.finish != "cut_off" and all("cut_off" not in step.faults for step in episode.steps))
         return reward.Scored([right] + [0.0] * (len(episode.steps) - 1), {"em": right, "outcome": right})
 
     monkeypatch.setattr(reward, "score", paid)
