@@ -62,7 +62,7 @@ def show_sample(protocol: "Protocol") -> None:
         show(protocol, protocol.parse(text, steps[: number - 1]))
         if step.searches:
             print(f"\n-- is given then\n{protocol.observation(protocol.quoted(QUESTION), steps[:number])}")
-    print(f"\n-- a forced answer begins with\n{protocol.answer_heading}")
+    print(f"\n-- a forced answer begins with\n{protocol.answer_opening(len(steps))}")
     print(f"\n-- a turn ends at\n{' or '.join(map(repr, protocol.stop_strings))} or the end of the chat's turn")
 
 

@@ -54,7 +54,7 @@ class Protocol(ABC):
     plans: bool = False  # whether the first step is a plan of all searches
     verifies: bool = False  # whether an answer has to be verified before it is given
     answer_request: str  # the observation before a turn in which only the answer is left to write
-    answer_heading: str  # given at the beginning of such a turn
+    answer_heading: str  # given before the answer in such a turn
 
     @abstractmethod
     def opening(self, question: str) -> str:
@@ -90,6 +90,10 @@ class Protocol(ABC):
     @abstractmethod
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         """The step of an answer that was forced, without an analysis: `text` follows `answer_heading`."""
+
+    def answer_opening(self, number: int) -> str:
+        """What is given at the beginning of a turn in which only the answer of step `number` is left to write."""
+        return self.answer_heading
 
     def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
         """What is given to a turn that ran out of room so that the answer is left to write, after what it has of an

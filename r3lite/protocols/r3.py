@@ -148,6 +148,9 @@ class R3(Protocol):
     def answer_heading(self) -> str:
         return self.names.answer
 
+    def answer_opening(self, number: int) -> str:
+        return f"{self.names.step} {number}:\n{self.names.answer}"
+
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         written = Step("-", answer="", verification="-" * self.verifies)
         return self.parse(self.render(written, len(earlier) + 1).rstrip() + text, earlier)

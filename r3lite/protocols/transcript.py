@@ -121,7 +121,7 @@ class Layout:
             transcript.add_step(step)
             transcript.pending = step.searches
         elif self.opening.forces_answer:
-            self._begin_answer(transcript, Step(), [], self.protocol.answer_heading)
+            self._begin_answer(transcript, Step(), [], self._answer_opening(transcript))
 
     def check_room(self, question: Question, prompt: Sequence[int]) -> None:
         """Raises R3LiteError if an episode is full before an answer."""
@@ -232,7 +232,7 @@ class Layout:
             return
         transcript.observe(given)
         if self.opening.forces_answer:
-            self._begin_answer(transcript, Step(), [], self.protocol.answer_heading)
+            self._begin_answer(transcript, Step(), [], self._answer_opening(transcript))
 
     def lay_out(self, question: Question, steps: Iterable[Step], document_tokens: int) -> Transcript:
         """The transcript of an episode in which the model wrote `steps`; documents are cut to `document_tokens` each.
@@ -258,7 +258,10 @@ class Layout:
         The step keeps its analysis and loses its queries.
         """
         request = self._end(transcript) + self._given(self.protocol.answer_request)
-        self._begin_answer(transcript, _without_query(step), request, self.protocol.answer_heading)
+        self._begin_answer(transcript, _without_query(step), request, self._answer_opening(transcript))
+
+    def _answer_opening(self, transcript: Transcript) -> str:
+        return self.protocol.answer_opening(len(transcript.steps) + 1)
 
     def _begin_answer(self, transcript: Transcript, step: Step, request: list[int], heading: str) -> None:
         """Gives `request` and the heading of an answer; cuts the episode off if there is no room for them."""
@@ -278,7 +281,7 @@ class Layout:
         is, if not even one document of each query fits.
         """
         forced = len(self._given(self.protocol.answer_request)) + len(
-            self.tokenizer.encode(self.protocol.answer_heading)
+            self.tokenizer.encode(self.protocol.answer_opening(1))
         )
         kept_free = self.lengths.max_new_tokens + forced + ANSWER_ROOM
         room = self.lengths.max_length - len(transcript.tokens) - kept_free
