@@ -157,9 +157,10 @@ def gold(
     from r3lite.datasets.trajectories import Trajectory, check_steps
 
     tally, usable, written = Tally(len(questions)), [], []
+    by_evidence = config.collect.demonstrations == "evidence" and protocol.searches and not protocol.plans
     for question in questions:
         reason = obstacle(question, config.lengths.max_hops, protocol.searches)
-        if not reason:
+        if not (reason or by_evidence):
             steps = shown(question, [()] * len(question.hops), protocol)
             idle = config.collect.without_search == "drop" and not any(step.searches for step in steps)
             reason = WITHOUT_SEARCH if idle else check_steps(steps, protocol)
@@ -167,7 +168,7 @@ def gold(
             tally.rejected[reason] += 1
         else:
             usable.append(question)
-    if config.collect.demonstrations == "evidence" and protocol.searches and not protocol.plans:
+    if by_evidence:
         for made in demonstrate(usable, retrieve, config.lengths.max_hops, config.lengths.max_document_tokens):
             if reason := made.rejected or check_steps(made.steps, protocol):
                 tally.rejected[reason] += 1

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.config import Bounds, Count, Fraction, Required, Section, Trait
+from r3lite.config import Bounds, Count, Fraction, Required, Section, Trait, UsageError
 from r3lite.settings.common import Common
 from r3lite.settings.data import QuestionSettings, TrajectorySettings
 from r3lite.settings.guard import GuardSettings, ValidationSettings
@@ -70,6 +70,11 @@ class CollectSettings(Section):
     """episodes that the model itself samples per question"""
     keep: Annotated[int, Bounds(low=1, high=1024)] = 2
     """most of them that are kept of a question, the shortest, no two with the same queries"""
+
+    def check(self) -> None:
+        if self.demonstrations == "evidence" and (self.insert_gold or self.hurried_share):
+            flag = "--insert-gold" if self.insert_gold else "--hurried-share"
+            raise UsageError(f"{flag} is for --demonstrations sub-questions: pass that too, or leave it out")
 
 
 # What a reader calls the values of --baseline.
