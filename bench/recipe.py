@@ -224,7 +224,7 @@ class Way:
             else:  # Windows
                 process.poll()
             now = time.monotonic()
-            cost["seconds"] = round(before + now - start, 1)
+            cost["seconds"] = round(before + now - start, 3)
             if process.returncode is not None or now - noted > TELL:  # so that even SIGKILL loses little
                 noted = now
                 self.note()
