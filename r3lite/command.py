@@ -36,7 +36,7 @@ SPINS = 1000
 # How many products compiled for a CPU, one for each size that is met, oneDNN keeps, and PyTorch what it knows of them.
 # 1,024 if nothing is set: with rows of ever new lengths the process grew step by step. One takes 0.6 MiB
 # in both together, and a pass of training has some 42 of them.
-KEPT, CACHES = "128", ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+KEPT, CACHES = "64", ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 class Terminated(BaseException):

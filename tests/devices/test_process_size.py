@@ -29,7 +29,7 @@ def wide_model(tmp_path, small_model, write_folder):
 def test_rows_of_ever_new_lengths_do_not_make_the_process_grow(wide_model, tmp_path):
     """For each length oneDNN and PyTorch would keep what they compiled, amid tensors that then leave holes."""
     draw = random.Random(0)
-    texts = ["".join(draw.choices("abcdefgh ", k=draw.randrange(100, 400))) for _ in range(120)]
+    texts = ["".join(draw.choices("abcdefgh ", k=draw.randrange(250, 400))) for _ in range(120)]
     write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "Say it.", "completion": text} for text in texts])
     command = [sys.executable, "-m", "r3lite.sft", *FLAGS, "--model", str(wide_model), "--max-steps", "60"]
     command += ["--data", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "run")]
