@@ -68,6 +68,13 @@ def test_before_torch_is_loaded_waiting_threads_are_told_to_sleep_soon(asked, se
     assert done.stdout.strip() == set_to, done.stderr
 
 
+def test_few_compiled_products_are_kept_unless_the_user_has_said_how_many(monkeypatch):
+    first, second = command.CACHES
+    monkeypatch.setattr(os, "environ", {first: "7"})
+    command.spare_the_machine()
+    assert os.environ[first] == "7" and os.environ[second] == command.KEPT
+
+
 def test_exit_codes(capsys):
     assert run(lambda config: None) == 0
     assert run(raising(R3LiteError("the disk is full", "Make room."))) == 1
