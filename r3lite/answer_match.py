@@ -109,10 +109,14 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\w+", ARTICLES.sub(" ", text.casefold())))
 
 
+def in_a_row(wanted: Sequence[str], words: Sequence[str]) -> bool:
+    """Whether words stand among others, one after the other; no words do not."""
+    return bool(wanted) and f" {' '.join(wanted)} " in f" {' '.join(words)} "
+
+
 def stands_in(answer: str, text: str) -> bool:
-    """Whether a text has the words of an answer, one after the other; no answer stands in none."""
-    wanted = words(answer)
-    return bool(wanted) and f" {' '.join(wanted)} " in f" {' '.join(words(text))} "
+    """Whether a text has the words of an answer, one after the other."""
+    return in_a_row(words(answer), words(text))
 
 
 def rouge_l(prediction: str, reference: str) -> Overlap:

@@ -173,9 +173,8 @@ def gold(
             if reason := made.rejected or check_steps(made.steps, protocol):
                 tally.rejected[reason] += 1
                 continue
-            q = made.question
-            written.append(Trajectory(q.id, q.text, q.answers, tuple(made.steps), "gold"))
-            tally.keep(len(made.steps), len(q.gold), len(q.gold))
+            written.append(Trajectory.of(made.question, made.steps, "gold"))
+            tally.keep_retrieved(made.question, made.steps)
     else:
         written = by_sub_questions(config, usable, protocol, retrieve, tally)
     write_jsonl(output, (t.to_json() for t in written))
@@ -216,7 +215,7 @@ def by_sub_questions(
             tally.rejected[rejected[i]] += 1
             continue
         hurried = draws[i] < share and len(q.hops) > 1
-        written.append(Trajectory(q.id, q.text, q.answers, shown(q, documents, protocol, hurried), "gold"))
+        written.append(Trajectory.of(q, shown(q, documents, protocol, hurried), "gold"))
         tally.keep(len(written[-1].steps), len(documents), found[i])
     return written
 
@@ -261,9 +260,7 @@ def teacher(
             last |= {t.question.id: t for t in sampler.attempt(failed, number)}
         right = [t for t in last.values() if not (t.failure or t.missing)]
         wrong = [t for t in last.values() if t.failure]
-        made = [
-            Trajectory(t.question.id, t.question.text, t.question.answers, tuple(t.steps), "teacher") for t in right
-        ]
+        made = [Trajectory.of(t.question, t.steps, "teacher") for t in right]
         append_jsonl(output, [t.to_json() for t in made])
         append_jsonl(rejected, [{"id": t.question.id, "reason": t.failure} for t in wrong])
         for this in right:

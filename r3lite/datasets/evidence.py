@@ -53,8 +53,10 @@ class Demonstration:
     steps: list[Step] = field(default_factory=list)
     rejected: str | None = None
     _found: set[int] = field(default_factory=set)  # hops whose evidence is written down
+    _queries: list[str] = field(init=False)  # of each hop, with the answers of earlier ones
 
     def __post_init__(self):
+        self._queries = queries(self.question)
         self.steps.append(Step.asking(_opening(self.question), one_line(self.question.text)))
 
     @property
@@ -106,7 +108,7 @@ class Demonstration:
 
     def _sub_question(self, hop: int) -> str | None:
         """The sub-question of a hop, with the answers of earlier ones; None if it is only a name to look up."""
-        asked = queries(self.question)[hop]
+        asked = self._queries[hop]
         return asked if asked.endswith("?") and not same_query(asked, self.question.text) else None
 
     def _used(self, hop: int) -> set[int]:
@@ -121,7 +123,7 @@ class Demonstration:
         written = " ".join([self.question.text, *(step.analysis for step in self.steps), analysis])
         asked = [query for step in self.steps for query in step.queries]
         known = all(i in self._found and stands_in(self.question.hops[i].answer, written) for i in self._used(hop))
-        choices = [name] * stands_in(name, written) + [queries(self.question)[hop]] * known
+        choices = [name] * stands_in(name, written) + [self._queries[hop]] * known
         fresh = [one_line(c) for c in choices if not any(same_query(c, query) for query in asked)]
         if not fresh:
             self.rejected = "a paragraph that nothing found so far names"

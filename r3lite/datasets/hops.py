@@ -7,7 +7,7 @@ the gold paragraphs may leak into it, or a model would learn to ask for what it 
 import html
 import re
 
-from r3lite.answer_match import SENTENCE
+from r3lite.answer_match import SENTENCE, in_a_row
 from r3lite.episode import Document, Hop, Question
 
 PERSONS = re.compile(
@@ -208,7 +208,7 @@ def _words(text: str) -> list[str]:
 
 
 def _mentions(text: str, name: str) -> bool:
-    return bool(_words(name)) and f" {' '.join(_words(name))} " in f" {' '.join(_words(text))} "
+    return in_a_row(_words(name), _words(text))
 
 
 def _overlap(name: str, text: str) -> float:

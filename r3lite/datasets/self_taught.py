@@ -82,11 +82,7 @@ class Harvest:
                 bar.set_postfix({"kept": len(self.kept), "yield": f"{some} of {len(self.rejected)} questions"})
 
     def _add(self, found: dict[str, tuple[list[Episode], Counter[str]]]) -> None:
-        new = [
-            Trajectory(id, e.question.text, e.question.answers, tuple(e.steps), "self")
-            for id, (kept, _) in found.items()
-            for e in kept
-        ]
+        new = [Trajectory.of(e.question, e.steps, "self") for kept, _ in found.values() for e in kept]
         reasons = {id: reasons for id, (_, reasons) in found.items()}
         append_jsonl(self.output, [trajectory.to_json() for trajectory in new])
         append_jsonl(rejections_of(self.output), [{"id": id, "reasons": why} for id, why in reasons.items()])

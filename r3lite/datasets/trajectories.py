@@ -7,7 +7,7 @@ trajectories were made.
 
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +34,11 @@ class Trajectory:
     answers: tuple[str, ...]
     steps: tuple[Step, ...]
     source: str = ""
+
+    @staticmethod
+    def of(question: Question, steps: Iterable[Step], source: str) -> "Trajectory":
+        """That of a data set's question."""
+        return Trajectory(question.id, question.text, question.answers, tuple(steps), source)
 
     def to_json(self) -> dict:
         return {

@@ -53,7 +53,7 @@ class Protocol(ABC):
     searches: bool = True  # whether a step can ask; if not, an episode is one turn
     plans: bool = False  # whether the first step is a plan of all searches
     verifies: bool = False  # whether an answer has to be verified before it is given
-    answer_request: str  # the observation before a turn in which only the answer is left to write
+    answer_request: str = NO_MORE  # the observation before a turn in which only the answer is left to write
     answer_heading: str  # given before the answer in such a turn
 
     @abstractmethod

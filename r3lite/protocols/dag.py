@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from r3lite.episode import Search, Step
 from r3lite.protocols import plan
-from r3lite.protocols.base import LAYOUT_FAULTS, NO_MORE, Protocol, asked_before, one_line
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
 from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
 from r3lite.protocols.r3 import Headings, render_documents
 from r3lite.protocols.templates import read_template
@@ -55,7 +55,6 @@ class Dag(Protocol):
     stop_strings = (DOCUMENTS,)  # a model that writes them would invent them
     user_turns = True
     plans = True
-    answer_request = NO_MORE
     answer_heading = ANSWER
 
     @staticmethod

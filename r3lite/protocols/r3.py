@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from r3lite.episode import Document, Search, Step
-from r3lite.protocols.base import LAYOUT_FAULTS, NO_MORE, Protocol, asked_before, one_line
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
 from r3lite.protocols.templates import check_placeholders, read_prompt
 from r3lite.settings import ProtocolSettings
 
@@ -85,7 +85,6 @@ class R3(Protocol):
 
     faults = FAULTS
     user_turns = True
-    answer_request = NO_MORE
 
     @staticmethod
     def load(settings: ProtocolSettings) -> "R3":

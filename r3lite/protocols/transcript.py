@@ -205,8 +205,10 @@ class Layout:
         """Adds the step that was held, with the answer of the finished turn. What repeats our request is no answer."""
         step, held = self.protocol.read_answer(text, transcript.steps), transcript.held
         ours = any(base.same_query(step.answer or "", sentence) for sentence in base.NO_MORE.split(". "))
-        if not whole or ours:
-            step = replace(step, answer=None, faults=(*step.faults, *(() if whole else (base.CUT_OFF,))))
+        if not whole:
+            step = replace(step, answer=None, faults=(*step.faults, base.CUT_OFF))
+        elif ours:
+            step = replace(step, answer=None)
         transcript.finish = ANSWERED if step.answer is not None else MALFORMED if whole else CUT_OFF
         faults = tuple(dict.fromkeys((*held.faults, *step.faults)))
         transcript.held = None
