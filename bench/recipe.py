@@ -55,6 +55,7 @@ class Settings:
     model: str
     encoder: str
     sets: dict[str, tuple[str, str]]  # by name: training file, dev file
+    weights: dict[str, float]  # by name: share in what is trained on
     preset: str
     seed: int
     limit: int | None
@@ -115,14 +116,15 @@ class Way:
         """All stages, but for those whose result is there."""
         for baseline in self.settings.baselines:
             self.evaluate(baseline, ["--baseline", baseline, *BEST.get(baseline, [])], baseline)
-        gold = self.joined("gold", [self.collected(f"gold-{name}", name) for name in self.settings.sets])
-        adapter, data = self.taught(COLD, gold), [gold]
+        sets = self.settings.sets
+        data = {name: [self.collected(f"gold-{name}", name)] for name in sets}
+        adapter = self.taught(COLD, data)
         self.evaluate(COLD, ["--adapter", str(adapter)])
         for what, label in zip(self.settings.then, self.settings.labels()[1:], strict=True):
             if what == "self":
-                own = [self.collected(f"own-{label}-{name}", name, adapter) for name in self.settings.sets]
-                data = [*data, *own]
-                adapter = self.taught(label, self.joined(f"own-{label}", data))
+                for name in sets:
+                    data[name].append(self.collected(f"own-{label}-{name}", name, adapter))
+                adapter = self.taught(label, data)
             else:
                 adapter = self.reinforced(label, adapter)
             self.evaluate(label, ["--adapter", str(adapter)])
@@ -157,23 +159,19 @@ class Way:
         self.run(Stage(output, "collect", arguments, path, grows=adapter is not None))
         return path
 
-    def joined(self, name: str, files: list[Path]) -> Path:
-        """Several files of trajectories as one."""
-        path = self.folder / f"{name}.jsonl"
-        if not path.exists():
-            write_jsonl(path, (row.values for file in files for row in read_jsonl(file)))
-        return path
-
-    def taught(self, label: str, data: Path) -> Path:
-        """The run folder of SFT from the base."""
-        output = self.folder / label
-        arguments = [*self.settings.runs_model, "--data", str(data), *self.settings.more("sft")]
+    def taught(self, label: str, data: dict[str, list[Path]]) -> Path:
+        """The run folder of SFT from the base, on the trajectories of each set."""
+        output, sources = self.folder / label, []
+        for name, files in data.items():
+            weight = self.settings.weights[name] / len(files)
+            sources += [f"{file}={weight:g}" for file in files]
+        arguments = [*self.settings.runs_model, "--sources", ",".join(sources), *self.settings.more("sft")]
         arguments += ["--output", str(output), "--resume", "auto"]
         self.run(Stage(label, "sft", arguments, output / "summary.json"))
         return output
 
     def reinforced(self, label: str, adapter: Path) -> Path:
-        """The run folder of reinforcement learning from an adapter. Each set is drawn as often as any other."""
+        """The run folder of reinforcement learning from an adapter."""
         given, output, config = self.settings, self.folder / label, self.folder / "rl.toml"
         if not config.exists():
             write_text(config, "".join(self.source(name, train) for name, (train, _) in given.sets.items()))
@@ -186,7 +184,8 @@ class Way:
         """The [[sources]] table of the training questions of a set, of which those in a dev file are left out."""
         path = self.folder / f"train-{name}.jsonl"
         write_jsonl(path, unseen(train, self.settings.dev_files))
-        return f'[[sources]]\nname = {json.dumps(name)}\nfile = {json.dumps(str(path))}\ntype = "qa"\n\n'
+        told = f"name = {json.dumps(name)}\nfile = {json.dumps(str(path))}\nweight = {self.settings.weights[name]}"
+        return f'[[sources]]\n{told}\ntype = "qa"\n\n'
 
     def run(self, stage: Stage) -> None:
         """Runs a stage as a user would, unless its result is there, and notes its cost; R3LiteError if it fails."""
@@ -283,7 +282,13 @@ def parse(argv: list[str] | None) -> tuple[Settings, argparse.Namespace]:
     made.add_argument("--model", help="folder, hub id or tiny; by default the preset's")
     made.add_argument("--model-name", help="what the results call it; by default the folder's or the hub's name")
     made.add_argument("--encoder", help="folder, hub id or hashing; by default the preset's")
-    made.add_argument("--set", action="append", required=True, metavar="NAME=TRAIN,DEV", help="one data set's files")
+    made.add_argument(
+        "--set",
+        action="append",
+        required=True,
+        metavar="NAME=TRAIN,DEV[,WEIGHT]",
+        help="one data set's files, and the share of it in what is trained on (1)",
+    )
     made.add_argument("--then", nargs="*", choices=THEN, default=[], help="stages after the cold start, in this order")
     made.add_argument("--baselines", nargs="*", choices=BASELINES, default=BASELINES)
     made.add_argument("--seed", type=int, default=0)
@@ -295,10 +300,17 @@ def parse(argv: list[str] | None) -> tuple[Settings, argparse.Namespace]:
     made.add_argument("--output", type=Path, default=Path("runs/recipe"), help="folder of the way")
     made.add_argument("--results", type=Path, default=RESULTS, help="folder to which the way is added")
     given = made.parse_args(argv)
-    named = {name: tuple(files.split(",")) for name, _, files in (text.partition("=") for text in given.set)}
-    right = {name for name, files in named.items() if len(files) == 2 and all(files) and NAME.fullmatch(name)}
-    if wrong := [name for name in named if name not in right]:
-        made.error(f"--set {wrong[0]}: write it as NAME=TRAIN,DEV, NAME of letters, digits, - and _")
+    named = {name: files.split(",") for name, _, files in (text.partition("=") for text in given.set)}
+    for name, parts in named.items():
+        if not NAME.fullmatch(name) or len(parts) not in (2, 3) or not all(parts):
+            made.error(
+                f"--set {name}: write it as NAME=TRAIN,DEV or NAME=TRAIN,DEV,WEIGHT, NAME of letters, digits, - and _"
+            )
+    try:
+        weights = {name: float(parts[2]) if len(parts) == 3 else 1.0 for name, parts in named.items()}
+    except ValueError as error:
+        made.error(f"--set: a weight is a number: {error}")
+    files = {name: (train, dev) for name, (train, dev, *_) in named.items()}
     flags = {kind: words for kind, _, words in (text.partition("=") for text in given.flags)}
     if unknown := [kind for kind in flags if kind not in KINDS]:
         made.error(f"--flags {unknown[0]}: write it as KIND=FLAGS, KIND one of {', '.join(KINDS)}")
@@ -306,7 +318,9 @@ def parse(argv: list[str] | None) -> tuple[Settings, argparse.Namespace]:
     model, encoder = given.model or usual.model.model, given.encoder or usual.retrieval.encoder
     stages = {"then": tuple(given.then), "baselines": tuple(given.baselines)}
     on = {"dtype": given.dtype, "device": given.device}
-    return Settings(model, encoder, named, given.preset, given.seed, given.limit, **stages, **on, flags=flags), given
+    return Settings(
+        model, encoder, files, weights, given.preset, given.seed, given.limit, **stages, **on, flags=flags
+    ), given
 
 
 def begun(folder: Path, settings: Settings, precision: Any) -> dict:
@@ -329,6 +343,7 @@ def described(settings: Settings, folder: Path, model: str) -> dict:
         "model": model,
         "encoder": name_of(settings.encoder),
         "sets": {name: [Path(file).name for file in files] for name, files in settings.sets.items()},
+        "weights": settings.weights,
         "seed": settings.seed,
         "limit": settings.limit,
         "preset": settings.preset,

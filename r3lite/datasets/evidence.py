@@ -6,15 +6,15 @@
 
 A fact is "{sub-question} {answer}." where the data set has sub-questions (2WikiMultiHopQA, MuSiQue), else "{title}:
 {supporting sentences}" (HotpotQA). Every fact is written once, and stands in a document that was retrieved: nothing is
-inserted. A query uses only what was found before it. A question that cannot be answered in this way is rejected, with
-the reason.
+inserted. What a comparison's facts come to is the end of its last analysis (comparison.py). A query uses only what was
+found before it. A question that cannot be answered in this way is rejected, with the reason.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from r3lite.answer_match import VERDICTS, normalize, stands_in
+from r3lite.datasets.comparison import compared, used
 from r3lite.datasets.gold import queries
 from r3lite.datasets.hops import name_of
 from r3lite.episode import Document, Failure, Question, Retrieve, Search, Step, folded, retrieve_all
@@ -69,7 +69,7 @@ class Demonstration:
         news = []
         for i in self._missing:
             # A sub-question that refers to others waits for them, as nothing says before that its answer matters.
-            waits = self._sub_question(i) and not self._used(i) <= self._found
+            waits = self._sub_question(i) and not used(self.question.hops[i]) <= self._found
             if not waits and self._is_read(i):
                 news.append(i)
                 self._found.add(i)
@@ -82,6 +82,7 @@ class Demonstration:
         elif missing := self._missing:
             self._ask(analysis, missing[0])
         elif self._answer_stands_in_documents():
+            analysis = " ".join(filter(None, [analysis, compared(self.question)]))
             self.steps.append(Step(analysis, answer=self.question.answers[0]))
         else:
             self.rejected = "an answer that stands in no retrieved document"
@@ -111,10 +112,6 @@ class Demonstration:
         asked = self._queries[hop]
         return asked if asked.endswith("?") and not same_query(asked, self.question.text) else None
 
-    def _used(self, hop: int) -> set[int]:
-        """The hops whose answers the sub-question of a hop refers to."""
-        return {int(number) - 1 for number in re.findall(r"#(\d+)", self.question.hops[hop].question)}
-
     def _ask(self, analysis: str, hop: int) -> None:
         """Adds a step that looks up a hop: the name of its paragraph, if the question or what was written down has it
         (retrievers find it oftener by that), else its sub-question with the answers of earlier hops."""
@@ -122,7 +119,7 @@ class Demonstration:
         name = name_of(told.document.title)
         written = " ".join([self.question.text, *(step.analysis for step in self.steps), analysis])
         asked = [query for step in self.steps for query in step.queries]
-        known = all(i in self._found and stands_in(self.question.hops[i].answer, written) for i in self._used(hop))
+        known = all(i in self._found and stands_in(self.question.hops[i].answer, written) for i in used(told))
         choices = [name] * stands_in(name, written) + [self._queries[hop]] * known
         fresh = [one_line(c) for c in choices if not any(same_query(c, query) for query in asked)]
         if not fresh:

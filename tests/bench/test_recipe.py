@@ -63,9 +63,9 @@ def way(tmp_path, monkeypatch):
     files = f"{tmp_path / 'train.jsonl'},{tmp_path / 'dev.jsonl'}"
     places = ["--output", str(tmp_path / "way"), "--results", str(tmp_path / "results")]
 
-    def run(*arguments, sets=("one",)):
+    def run(*arguments, sets=("one",), weight=""):
         (tmp_path / "ran.jsonl").unlink(missing_ok=True)
-        named = [word for name in sets for word in ("--set", f"{name}={files}")]
+        named = [word for name in sets for word in ("--set", f"{name}={files}{weight}")]
         status = recipe.main([*named, *places, "--model", "tiny", "--encoder", "hashing", *arguments])
         return status, [Path(words[words.index("--output") + 1]).name for words in ran(tmp_path)]
 
@@ -106,21 +106,24 @@ def test_the_stages_of_the_whole_way_in_their_order(way, tmp_path):
     assert (given(collect, "--source"), given(collect, "--exclude")) == ("gold", str(tmp_path / "dev.jsonl"))
     assert (given(own, "--source"), given(own, "--exclude")) == ("self", str(tmp_path / "dev.jsonl"))
     assert given(own, "--adapter") == given(cold, "--adapter") == str(folder / "sft")
-    assert given(again, "--data") == str(folder / "own-self.jsonl") and "--adapter" not in again  # from the base
-    assert [row.values["id"] for row in read_jsonl(folder / "own-self.jsonl")] == ["gold-one", "own-self-one"]
+    assert given(sft, "--sources") == f"{folder / 'gold-one.jsonl'}=1"
+    both = f"{folder / 'gold-one.jsonl'}=0.5,{folder / 'own-self-one.jsonl'}=0.5"
+    assert given(again, "--sources") == both and "--adapter" not in again  # from the base
     assert given(rl, "--adapter") == str(folder / "self") and given(last, "--adapter") == str(folder / "self-rl")
     assert {given(words, "--resume") for words in (sft, again, rl)} == {"auto"}
     assert {given(words, "--preset") for words in (rag, collect, sft, own, rl)} == {"hotpotqa"}
 
 
 def test_reinforcement_learning_sees_no_question_of_a_dev_file(way, tmp_path):
-    assert way(*SHORT, "--then", "rl", sets=("one", "two"))[0] == 0
+    assert way(*SHORT, "--then", "rl", sets=("one", "two"), weight=",2.5")[0] == 0
     assert [row.values["answer"] for row in read_jsonl(tmp_path / "way" / "train-two.jsonl")] == ["a", "c"]
     config = resolve(
         "ppo", PpoConfig(), ["--config", given(next(w for w in ran(tmp_path) if w[0] == "ppo"), "--config")], COMMANDS
     )
+    gold = [f"{tmp_path / 'way' / f'gold-{name}.jsonl'}=2.5" for name in ("one", "two")]
+    assert given(next(w for w in ran(tmp_path) if w[0] == "sft"), "--sources") == ",".join(gold)
     assert [(s["name"], s["file"], s["weight"], s["type"]) for s in config.mixture.sources] == [
-        (name, str(tmp_path / "way" / f"train-{name}.jsonl"), 1.0, "qa") for name in ("one", "two")
+        (name, str(tmp_path / "way" / f"train-{name}.jsonl"), 2.5, "qa") for name in ("one", "two")
     ]
 
 
@@ -189,6 +192,7 @@ def test_flags_reach_the_stages_that_they_are_for(way, tmp_path):
     ("arguments", "says"),
     [
         (["--set", "one=train.jsonl"], "--set one: write it as NAME=TRAIN,DEV"),
+        (["--set", "a=b,c,much"], "--set: a weight is a number"),
         (["--set", "a/b=train.jsonl,dev.jsonl"], "--set a/b: write it as"),
         (["--set", "a=b,c", "--flags", "stf=--epochs 2"], "--flags stf: write it as KIND=FLAGS"),
     ],

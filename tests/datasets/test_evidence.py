@@ -112,6 +112,14 @@ def test_what_is_too_long_to_quote_is_rejected():
     assert made([FILM], [hop.document], question=question, length=9999).rejected.startswith("more than 600 characters")
 
 
+def test_what_a_comparison_comes_to_is_written_before_its_answer():
+    films = Document("q/3", "Alva", "Alva is of 1950."), Document("q/4", "Berta (film)", "Berta is of 3 May 1949.")
+    hops = Hop("When was Alva published?", "1950", films[0]), Hop("When was Berta published?", "3 May 1949", films[1])
+    question = Question("c", "Which is older, Alva or Berta?", ("Berta",), (), films, "title", hops, "comparison")
+    last = made(films, question=question).steps[-1]
+    assert last.analysis.endswith("published? 3 May 1949. Berta (3 May 1949) is before Alva (1950).")
+
+
 def test_yes_and_no_need_not_stand_in_a_document():
     assert made([FILM, PERSON], question=replace(QUESTION, answers=("yes",))).steps[-1].answer == "yes"
 

@@ -1,0 +1,68 @@
+"""What a comparison comes to: dates of every form in the data sets, and what is not compared."""
+
+import pytest
+
+from r3lite.datasets.comparison import compared, date
+from r3lite.episode import Document, Hop, Question
+
+FILMS = Document("0", "Alva (film)", ""), Document("1", "Berta", "")
+PEOPLE = Document("2", "Carl", ""), Document("3", "Dora", "")
+
+
+def asked(
+    a: str, b: str, answer: str, text: str = "Whose director died first, Alva or Berta?", kind="bridge_comparison"
+):
+    hops = (
+        Hop("Who is the director of Alva?", "Carl", FILMS[0]),
+        Hop("Who is the director of Berta?", "Dora", FILMS[1]),
+        Hop("When did #1 die?", a, PEOPLE[0]),
+        Hop("When did #2 die?", b, PEOPLE[1]),
+    )
+    return compared(Question("q", text, (answer,), hops=hops, type=kind))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("June 9, 1956", (1956, 6, 9)),
+        ("19 February 1913", (1913, 2, 19)),
+        ("October 1893", (1893, 10)),
+        ("950", (950,)),
+        ("9 may 1956", (1956, 5, 9)),
+        ("June 1, 1950 and June 3, 1950", None),
+        ("about 1950", None),
+        ("India", None),
+    ],
+)
+def test_dates(text, expected):
+    assert date(text) == expected
+
+
+def test_the_earlier_date_comes_first_with_what_the_question_asks_about():
+    told = "Berta (9 June 1940) is before Alva (1956)."
+    assert asked("1956", "9 June 1940", "Berta") == told
+    assert asked("1956", "9 June 1940", "alva") == told
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "answer"),
+    [
+        ("1956", "June 9, 1956", "Alva"),  # which is first is not known
+        ("1956", "1956", "Alva"),
+        ("1956", "unknown", "Alva"),
+        ("1956", "1960", "Carl"),  # the answer is of neither film
+        ("1956", "1960", "yes"),
+    ],
+)
+def test_what_does_not_decide_is_not_compared(a, b, answer):
+    assert asked(a, b, answer) is None
+
+
+def test_only_comparisons_are_compared():
+    assert asked("1956", "1960", "Alva", kind="compositional") is None
+
+
+def test_whether_two_facts_are_the_same():
+    text = "Are the directors of Alva and Berta of the same country?"
+    assert asked("India", "Italian", "no", text) == "India and Italian are not the same."
+    assert asked("American", "U.S.", "yes", text) == "American and U.S. are the same."
