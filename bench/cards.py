@@ -12,10 +12,10 @@ from dataclasses import replace
 from bench import records
 from bench.options import HUB
 from r3lite import plan
-from r3lite.command import COMMANDS
-from r3lite.config import resolve
+from r3lite.core.command import COMMANDS
+from r3lite.core.config import resolve
+from r3lite.core.errors import R3LiteError
 from r3lite.devices.cards import CARDS, GIB, LAUNCH, Speeds, card
-from r3lite.errors import R3LiteError
 from r3lite.memory import duration
 from r3lite.memory.duration import in_words
 from r3lite.memory.plan import Plan

@@ -15,9 +15,9 @@ from bench import peers
 from bench.contest import OURS, Contest
 from bench.full_length import FullTurns, check_lengths, full_prompts, full_question
 from bench.limits import products, sft_flops
+from r3lite.core.episode import Question
+from r3lite.core.grant import Grant, Memory
 from r3lite.devices.precision import Precision, dtype_name
-from r3lite.episode import Question
-from r3lite.grant import Grant, Memory
 from r3lite.models.linear import linear
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.fetcher import Fetcher
@@ -130,10 +130,10 @@ def rl_round(
     world `searches` times, with what documents are found spliced in, and samples `new` tokens in each turn. Returns the
     seconds of its parts. Rewards are made up, 0 and 1 in turn, so that there is something to learn.
     """
-    from r3lite import rl_setup
-    from r3lite.command import COMMANDS
-    from r3lite.config import resolve
-    from r3lite.files import shipped
+    from r3lite.assembly import rl_setup
+    from r3lite.core.command import COMMANDS
+    from r3lite.core.config import resolve
+    from r3lite.core.files import shipped
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
     from r3lite.rl.batch import Batch, Rollout

@@ -19,9 +19,10 @@ from bench.contests import PROMPT, RL_EPISODES, RL_NEW, RL_PROMPT, Ours, rl_roun
 from bench.full_length import full_prompts, full_rows
 from bench.simulated_cuda import SimulatedCuda
 from bench.simulation.counts import Counts
-from r3lite import sft
-from r3lite.command import COMMANDS
-from r3lite.config import resolve
+from r3lite.assembly import supervised
+from r3lite.core.command import COMMANDS
+from r3lite.core.config import resolve
+from r3lite.datasets.sources import read_data
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lora import cast_once
@@ -145,7 +146,7 @@ def training(card: SimulatedCuda, folder: str, precision: Precision, tokens: int
     return done
 
 
-def trainer(folder: str, precision: Precision, tokens: int, recomputed: int) -> sft.SFTTrainer:
+def trainer(folder: str, precision: Precision, tokens: int, recomputed: int) -> supervised.SFTTrainer:
     """That of `python -m r3lite.sft` with rows of so many tokens, one in a step."""
     with tempfile.TemporaryDirectory() as where:
         data = Path(where) / "data.jsonl"
@@ -154,7 +155,7 @@ def trainer(folder: str, precision: Precision, tokens: int, recomputed: int) -> 
         flags += f" --max-length {tokens} --batch-size 1 --gradient-accumulation 1 --max-steps 3 --validation-rows 0"
         flags += f" --recompute-layers {recomputed}"
         config = resolve("sft", SftConfig(), flags.split(), COMMANDS)
-        return sft.build_trainer(config, *sft.read_data(config))
+        return supervised.build_trainer(config, *read_data(config))
 
 
 def second(card: SimulatedCuda, work: Callable[[], object]) -> Counts:

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from r3lite.episode import ANSWERED, Question, Step
+from r3lite.core.episode import ANSWERED, Question, Step
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer

@@ -24,8 +24,8 @@ from bench.contest import OURS
 from bench.counted import Work
 from bench.options import RESULTS
 from bench.shapes import SHAPES
+from r3lite.core.files import write_text
 from r3lite.devices.precision import DTYPES, Precision
-from r3lite.files import write_text
 from r3lite.memory.planner import linears
 from r3lite.memory.workloads import QWEN_TOKENS
 from r3lite.models.compiled import missing_compiler

@@ -129,7 +129,8 @@ def run_command(case: Case, folder: str, precision: Precision) -> tuple[Plan, di
 
     Random weights never succeed: of the episodes that may be replayed, every second one counts as a success.
     """
-    from r3lite import policy, ppo, rl_guidance, sft
+    from r3lite import ppo, sft
+    from r3lite.assembly import policy, rl_guidance
 
     plans, announce = [], policy.announce
     successes = itertools.cycle([1.0, 0.0])

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from bench.records import ROOT, commit, processor, read
+from r3lite.core.episode import Document, Question
+from r3lite.core.files import write_json
 from r3lite.datasets.qa import read_questions
-from r3lite.episode import Document, Question
-from r3lite.files import write_json
 from r3lite.retrieval.bert_encoder import BertEncoder
 from r3lite.retrieval.corpus import read_corpus
 from r3lite.retrieval.documents.chunks import sentences

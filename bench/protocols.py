@@ -14,8 +14,8 @@ import torch
 
 from bench.records import ROOT, provenance, table
 from r3lite import quickstart
+from r3lite.core.files import write_json, write_text
 from r3lite.devices.precision import Precision, resolve_dtype
-from r3lite.files import write_json, write_text
 from r3lite.protocols.registry import PROTOCOLS
 from r3lite.settings import QuickstartSettings
 

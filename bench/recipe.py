@@ -29,14 +29,14 @@ from typing import Any
 from bench import options, records
 from bench.options import RESULTS
 from bench.recipe_page import SHOWN, page, tables
-from r3lite.command import COMMANDS, Terminated
-from r3lite.config import resolve
+from r3lite.core.command import COMMANDS, Terminated
+from r3lite.core.config import resolve
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
 from r3lite.datasets.contamination import without
 from r3lite.datasets.qa import read_with_rows
-from r3lite.errors import R3LiteError
 from r3lite.evaluate import COMPARISON, PREDICTIONS, EvaluateConfig
 from r3lite.evaluate import SCORES as SCORES_FILE
-from r3lite.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
 
 COLD = "sft"  # the name of the cold start, and of its adapter
 THEN = ("self", "rl")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from r3lite.core.files import read_record, write_text
 from r3lite.devices import machine
 from r3lite.devices.precision import Precision, dtype_name
-from r3lite.files import read_record, write_text
 
 NOT_RECORDED = "not recorded"
 CONDITIONS = ("precision", "processor", "threads")  # ranges are over runs that agree in them

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from bench.records import ROOT, commit, processor, read
-from r3lite.errors import R3LiteError
-from r3lite.files import write_json, write_text
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_json, write_text
 from r3lite.retrieval.index_size import BLOCK, choose, estimate
 from r3lite.retrieval.vectors import CLASSES, VectorFile, Vectors, build_vectors, open_vectors, write_vectors
 

@@ -94,7 +94,7 @@ class RandomEncoder:
 
 def search(passages: int) -> Callable[[], float]:
     """Finds documents for QUERIES queries at a time in an index of so many passages: seconds a query."""
-    from r3lite.episode import Document, Question
+    from r3lite.core.episode import Document, Question
     from r3lite.retrieval.index import build
     from r3lite.retrieval.search import Search
 

@@ -28,8 +28,8 @@ from bench.contest import FLOOR, OURS, PEAK, Contest
 from bench.contests import PROMPT, RL_EPISODES, RL_NEW, RL_PROMPT, Ours
 from bench.full_length import full_prompts
 from bench.scaling import growths
+from r3lite.core.files import shipped
 from r3lite.devices.precision import Precision
-from r3lite.files import shipped
 from r3lite.models import compiled as compile_
 
 NEW = 64  # tokens of a decoding contest

@@ -5,8 +5,8 @@ import importlib
 import sys
 from pathlib import Path
 
-from r3lite.command import COMMANDS, ignore_output
-from r3lite.errors import nearest
+from r3lite.core.command import COMMANDS, ignore_output
+from r3lite.core.errors import nearest
 
 
 def summary(name: str) -> str:

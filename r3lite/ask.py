@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.answering import build_engine, open_retriever, plan_memory, why_no_answer
-from r3lite.config import UsageError, check_texts
-from r3lite.episode import Document, Episode, Question, Retrieve
-from r3lite.errors import R3LiteError
+from r3lite.assembly.answering import build_engine, open_retriever, plan_memory, why_no_answer
+from r3lite.core import command
+from r3lite.core.config import UsageError, check_texts
+from r3lite.core.episode import Document, Episode, Question, Retrieve
+from r3lite.core.errors import R3LiteError
 from r3lite.settings import (
     AskSettings,
     Common,

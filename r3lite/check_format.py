@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.episode import Document, Step
-from r3lite.errors import R3LiteError
+from r3lite.core import command
+from r3lite.core.episode import Document, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.settings import CheckFormatSettings, Common, ProtocolSettings
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.config import UsageError, to_toml
+from r3lite.core import command
+from r3lite.core.config import UsageError, to_toml
+from r3lite.core.episode import Document, Episode, Failure, Question, Retrieve, Search, retrieve_all
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import append_jsonl, check_writable, sole_writer, write_jsonl, write_text
 from r3lite.datasets.collected import Earlier, Tally, config_of, ids, read_earlier, rejections_of
-from r3lite.episode import Document, Episode, Failure, Question, Retrieve, Search, retrieve_all
-from r3lite.errors import R3LiteError
-from r3lite.files import append_jsonl, check_writable, sole_writer, write_jsonl, write_text
 from r3lite.protocols.base import Protocol
 from r3lite.settings import (
     CollectSettings,
@@ -69,7 +69,7 @@ def run(config: CollectConfig) -> None:
     if config.cache.teacher_logprobs is None:
         write_trajectories(config)
         return
-    from r3lite import teacher  # after the arguments are read: torch takes seconds to load
+    from r3lite.assembly import teacher  # after the arguments are read: torch takes seconds to load
 
     if config.common.output:
         raise UsageError("--teacher-logprobs names what is written: leave --output out")
@@ -82,11 +82,11 @@ def plan(config: CollectConfig) -> str:
     if config.cache.teacher_logprobs is None:
         if config.collect.source != "self":
             return ""
-        from r3lite.answering import plan_memory
+        from r3lite.assembly.answering import plan_memory
 
         episodes = (config.data.limit or MANY) * config.collect.num_generations
         return f"\nMemory, for episodes of {length} tokens\n{plan_memory(config, episodes).table()}"
-    from r3lite import teacher
+    from r3lite.assembly import teacher
 
     told = f"\nMemory, for trajectories of {length} tokens\n{teacher.plan_cache(config).table()}\n\n"
     most = teacher.on_disk(1000 * length, config.cache.teacher_top)
@@ -288,7 +288,7 @@ def self_taught(
     config: CollectConfig, questions: list[Question], protocol: Protocol, setup: "Setup", output: Path, earlier: Earlier
 ) -> Tally:
     """Adds to the file the model's own right episodes; questions that earlier runs have done are not sampled again."""
-    from r3lite.answering import build_engine
+    from r3lite.assembly.answering import build_engine
     from r3lite.datasets.self_taught import Harvest
     from r3lite.retrieval.retriever import build_retriever
 

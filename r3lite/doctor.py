@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import r3lite
-from r3lite import command
-from r3lite.errors import R3LiteError
+from r3lite.core import command
+from r3lite.core.errors import R3LiteError
 from r3lite.settings import Common, DoctorSettings
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
@@ -165,9 +165,9 @@ def examine(config: DoctorConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.checks.card import beside_tensors
     from r3lite.checks.registry import BESIDE, CHECKS
+    from r3lite.core.files import write_json
     from r3lite.devices import machine
     from r3lite.devices.precision import Precision, dtype_name, resolve_device, resolve_dtype
-    from r3lite.files import write_json
 
     start, hide = time.perf_counter(), users_own()
     path = Path(config.common.output or os.path.expanduser(FILE))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.answering import build_engine, plan_memory
-from r3lite.config import UsageError, flag, flat, load_toml, to_toml
-from r3lite.errors import R3LiteError
+from r3lite.assembly.answering import build_engine, plan_memory
+from r3lite.core import command
+from r3lite.core.config import UsageError, flag, flat, load_toml, to_toml
+from r3lite.core.errors import R3LiteError
 from r3lite.settings import (
     Common,
     DataSettings,
@@ -28,7 +28,7 @@ from r3lite.settings import (
 from r3lite.settings.commands import with_baseline
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
-    from r3lite.episode import Episode
+    from r3lite.core.episode import Episode
     from r3lite.evaluation.scores import Marks
     from r3lite.retrieval.bert_encoder import BertEncoder
     from r3lite.rewards.verdict import Verdict
@@ -63,7 +63,7 @@ class EvaluateConfig:
 
 
 def evaluate(config: EvaluateConfig) -> None:
-    from r3lite.files import sole_writer
+    from r3lite.core.files import sole_writer
 
     if config.evaluate.compare:
         compare_predictions(config)
@@ -105,7 +105,7 @@ def check_baseline(config: EvaluateConfig) -> None:
 
 def check_output(config: EvaluateConfig, output: Path) -> None:
     """Refuses a folder that holds anything but what this very evaluation has left unfinished."""
-    from r3lite.files import names_in
+    from r3lite.core.files import names_in
 
     names, remedy = names_in(output), f"Name another folder, such as {output / 'evaluation'}."
     if SCORES in names:
@@ -119,11 +119,11 @@ def check_output(config: EvaluateConfig, output: Path) -> None:
 
 def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
+    from r3lite.assembly.local_client import client_maker
+    from r3lite.core.files import write_json, write_jsonl, write_text
     from r3lite.datasets.qa import read_questions
     from r3lite.evaluation.scores import Marks
     from r3lite.evaluation.tables import scores_table
-    from r3lite.files import write_json, write_jsonl, write_text
-    from r3lite.local_client import client_maker
     from r3lite.retrieval.bert_encoder import BertEncoder
     from r3lite.retrieval.procedures import open_finder
     from r3lite.retrieval.retriever import build_retriever
@@ -207,9 +207,9 @@ def bert_scores(encoder: "BertEncoder", episodes: "list[Episode]") -> list[float
 
 def compare_predictions(config: EvaluateConfig) -> None:
     """Compares two evaluations of the same questions; writes comparison.json if there is an --output."""
+    from r3lite.core.files import names_in, sole_writer, write_json
     from r3lite.evaluation.comparisons import compare
     from r3lite.evaluation.tables import comparison_table
-    from r3lite.files import names_in, sole_writer, write_json
 
     if config.data.data:
         raise UsageError("--compare reads two evaluations that are there; leave --data out")
@@ -236,8 +236,8 @@ def named(path: str) -> str:
 
 def read_predictions(path: str) -> "dict[str, tuple[str, Marks]]":
     """Question and marks of each line of a predictions file, or of that of an evaluation's folder, by id."""
+    from r3lite.core.files import read_jsonl
     from r3lite.evaluation.scores import Marks
-    from r3lite.files import read_jsonl
 
     file = Path(path) / PREDICTIONS if Path(path).is_dir() else Path(path)
     found = {}

@@ -6,10 +6,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.config import UsageError, load_toml
-from r3lite.errors import R3LiteError
-from r3lite.files import shipped
+from r3lite.core import command
+from r3lite.core.config import UsageError, load_toml
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import shipped
 from r3lite.settings import Common, ExportSettings, ModelSettings, ProtocolSettings
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
@@ -41,8 +41,8 @@ class ExportConfig:
 
 
 def export(config: ExportConfig) -> None:
+    from r3lite.core.files import names_in, sole_writer
     from r3lite.exporting import hub
-    from r3lite.files import names_in, sole_writer
     from r3lite.protocols.registry import build_protocol
 
     settings = config.export
@@ -87,7 +87,7 @@ def upload(settings: ExportSettings, folder: Path) -> None:
 
 def read_scores(folder: str | None) -> dict:
     """What scores.json in an evaluation's folder holds; empty without a folder."""
-    from r3lite.files import read_record
+    from r3lite.core.files import read_record
 
     return read_record(Path(folder) / "scores.json", "Name the folder of an evaluation.").values if folder else {}
 
@@ -95,12 +95,12 @@ def read_scores(folder: str | None) -> dict:
 def write(config: ExportConfig, protocol: "Protocol", scores: dict, output: Path) -> None:
     import torch
 
+    from r3lite.assembly.policy import check_base
+    from r3lite.core.files import write_text
     from r3lite.devices.precision import DTYPES
     from r3lite.exporting import gguf, parity
     from r3lite.exporting.card import Facts, card, modelfile
-    from r3lite.files import write_text
     from r3lite.models import lora, weights
-    from r3lite.policy import check_base
     from r3lite.protocols.tokenizer import Tokenizer
 
     settings = config.export

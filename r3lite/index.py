@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.config import UsageError
+from r3lite.core import command
+from r3lite.core.config import UsageError
 from r3lite.settings import Common, DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
 from r3lite.settings.retrieval import collection_server
 
 if TYPE_CHECKING:
-    from r3lite.episode import Document
+    from r3lite.core.episode import Document
     from r3lite.retrieval.documents.folder import Folder
     from r3lite.retrieval.encoder import Encoder
 
@@ -38,7 +38,7 @@ class IndexConfig:
 
 
 def work(config: IndexConfig) -> None:
-    from r3lite.files import sole_writer
+    from r3lite.core.files import sole_writer
     from r3lite.retrieval.building import check_output
 
     settings, output = config.index, config.common.output
@@ -69,7 +69,7 @@ def check(config: IndexConfig) -> None:
 
 
 def build(config: IndexConfig, output: str) -> None:
-    from r3lite.files import write_jsonl
+    from r3lite.core.files import write_jsonl
     from r3lite.retrieval import building, index
     from r3lite.retrieval.index_size import choose
 
@@ -169,7 +169,7 @@ def edit(config: IndexConfig, output: Path) -> None:
 
 def ids_of(named: tuple[str, ...]) -> Iterator[str]:
     """The ids that are named, and those that stand in a file that is named as @FILE, one a line."""
-    from r3lite.files import read_text
+    from r3lite.core.files import read_text
 
     for name in named:
         if name.startswith("@"):
@@ -200,7 +200,7 @@ def plan(config: IndexConfig) -> str:
 
 def count_lines(path: str) -> int:
     """Lines of a file that are not blank."""
-    from r3lite.files import open_regular
+    from r3lite.core.files import open_regular
     from r3lite.retrieval.corpus import REMEDY
 
     with open_regular(path, REMEDY) as file:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from r3lite import command
-from r3lite.config import UsageError, load_toml
+from r3lite.core import command
+from r3lite.core.config import UsageError, load_toml
 from r3lite.settings import CardSettings, DataSettings, PlanSettings, PpoConfig, SftConfig
 from r3lite.settings.rl import Algorithm
 
@@ -40,10 +40,10 @@ class PlanRlConfig(PpoConfig):
 def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
     """The plan of the run that the settings are of."""
     # Imported after the arguments are read: torch takes seconds to load.
+    from r3lite.assembly.rl_setup import round_workload
     from r3lite.memory.plan import make_plan, plan_for_card
     from r3lite.memory.workloads import sft_workload
     from r3lite.rl import algorithms
-    from r3lite.rl_setup import round_workload
 
     if isinstance(config, PlanSftConfig):
         sampling = None
@@ -62,7 +62,7 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
 
 
 def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
-    from r3lite.files import write_json
+    from r3lite.core.files import write_json
 
     plan = make(config)
     print(plan.table())

@@ -10,16 +10,16 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.config import UsageError, flag, flat
-from r3lite.errors import R3LiteError
+from r3lite.core import command
+from r3lite.core.config import UsageError, flag, flat
+from r3lite.core.errors import R3LiteError
+from r3lite.core.spans import Spans, build_spans
 from r3lite.settings import PpoConfig
-from r3lite.spans import Spans, build_spans
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
+    from r3lite.assembly.rl_round import RoundSampler
+    from r3lite.assembly.teacher import CachedTeacher, TeacherInTurns
     from r3lite.rl.learner import Learner
-    from r3lite.rl_round import RoundSampler
-    from r3lite.teacher import CachedTeacher, TeacherInTurns
     from r3lite.training.guard import Guard
     from r3lite.training.state import TrainState
 
@@ -51,8 +51,8 @@ class RLTrainer:
 
     def step(self, number: int) -> tuple[dict, int]:
         """One round; its metrics, and how many tokens its episodes have."""
-        from r3lite import rl_setup
-        from r3lite.files import append_jsonl
+        from r3lite.assembly import rl_setup
+        from r3lite.core.files import append_jsonl
         from r3lite.rewards import curriculum
         from r3lite.rl.batch import Batch
         from r3lite.training.metrics import Stopwatch
@@ -86,19 +86,19 @@ def train(config: PpoConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
     import torch
 
-    from r3lite import rl_guidance, rl_setup, teacher
+    from r3lite.assembly import rl_guidance, rl_setup, teacher
+    from r3lite.assembly.local_client import client_maker
+    from r3lite.assembly.rl_guidance import Guidance
+    from r3lite.assembly.rl_round import RoundSampler
+    from r3lite.assembly.validation import build_validation, read_held_out
     from r3lite.datasets.sources import protocols_of, read_questions_of
-    from r3lite.local_client import client_maker
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
     from r3lite.rewards.judge import build_judge, note_on
-    from r3lite.rl_guidance import Guidance
-    from r3lite.rl_round import RoundSampler
     from r3lite.training import loop
     from r3lite.training.guard import Guard
     from r3lite.training.oversight import Oversight
     from r3lite.training.run_folder import RunFolder
-    from r3lite.validation import build_validation, read_held_out
 
     check(config)
     with RunFolder("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,)) as run:
@@ -137,7 +137,7 @@ def train(config: PpoConfig) -> None:
 
 def check(config: PpoConfig) -> None:
     """Refuses settings that contradict each other; UsageError says which."""
-    from r3lite import rl_guidance
+    from r3lite.assembly import rl_guidance
     from r3lite.datasets.sources import entries_of, protocols_of
     from r3lite.rewards.registry import SEARCHING, named_rewards
     from r3lite.rl import algorithms
@@ -182,7 +182,7 @@ def told_of_sources(config: PpoConfig) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     def plan(config: PpoConfig) -> str:
-        from r3lite.rl_setup import plan_memory
+        from r3lite.assembly.rl_setup import plan_memory
 
         check(config)
         told, held_out = plan_memory(config).table(), config.validation

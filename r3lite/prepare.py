@@ -6,13 +6,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from r3lite import command
-from r3lite.command import refuse_another_run
-from r3lite.config import to_toml
+from r3lite.core import command
+from r3lite.core.command import refuse_another_run
+from r3lite.core.config import to_toml
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import check_writable, sole_writer, write_json, write_jsonl, write_text
 from r3lite.datasets.hub import NAMED, files_of
 from r3lite.datasets.qa import read_with_rows
-from r3lite.errors import R3LiteError
-from r3lite.files import check_writable, sole_writer, write_json, write_jsonl, write_text
 from r3lite.settings import Common, PrepareSettings, QuestionSettings
 
 PROCESSED = Path("data/processed")

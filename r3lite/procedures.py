@@ -3,10 +3,10 @@
 import sys
 from dataclasses import dataclass
 
-from r3lite import command
-from r3lite.config import UsageError
-from r3lite.episode import folded
-from r3lite.errors import R3LiteError
+from r3lite.core import command
+from r3lite.core.config import UsageError
+from r3lite.core.episode import folded
+from r3lite.core.errors import R3LiteError
 from r3lite.settings import Common, ProcedureFileSettings, ProcedureSettings, RetrievalSettings
 
 NONE = "none fits: nothing would stand before the question"
@@ -26,7 +26,7 @@ class ProceduresConfig:
 
 
 def procedures(config: ProceduresConfig) -> None:
-    from r3lite.files import write_text
+    from r3lite.core.files import write_text
     from r3lite.retrieval.procedures import read_procedures, to_json
 
     path, given = config.procedures.procedures, config.file

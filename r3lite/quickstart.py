@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.errors import R3LiteError
-from r3lite.files import read_jsonl, shipped
+from r3lite.core import command
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_jsonl, shipped
 from r3lite.settings import Common, QuickstartSettings
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Stage:
 
 def teacher(trajectories: Path) -> dict:
     """How often the teacher of the cold start answers right: what SFT is asked to imitate."""
-    from r3lite.answer_match import exact_match, f1
+    from r3lite.core.answer_match import exact_match, f1
 
     rows = [(row.values["steps"][-1]["answer"], row.values["answers"]) for row in read_jsonl(trajectories)]
     scores = {"em": sum(exact_match(*r) for r in rows) / len(rows), "f1": sum(f1(*r) for r in rows) / len(rows)}
@@ -167,8 +167,8 @@ def run_all_stages(config: QuickstartConfig) -> None:
 
 def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, config: QuickstartConfig) -> None:
     """The table, what RL changed with its paired interval, and where to look next; `quickstart.json` has the same."""
+    from r3lite.core.files import write_json
     from r3lite.evaluation.comparisons import compare
-    from r3lite.files import write_json
 
     columns = {
         "EM": "em",

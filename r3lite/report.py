@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from r3lite import command
-from r3lite.files import write_text
+from r3lite.core import command
+from r3lite.core.files import write_text
 from r3lite.reports import png
 from r3lite.reports.data import read_data
 from r3lite.reports.page import Report, html

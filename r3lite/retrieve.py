@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.config import UsageError
-from r3lite.episode import Document, Failure, Question
-from r3lite.errors import R3LiteError
+from r3lite.core import command
+from r3lite.core.config import UsageError
+from r3lite.core.episode import Document, Failure, Question
+from r3lite.core.errors import R3LiteError
 from r3lite.settings import Common, DataSettings, RetrievalSettings, RetrieveSettings
 
 if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so that --help answers at once
@@ -105,7 +105,7 @@ def show_query(config: RetrieveConfig) -> None:
 
 
 def measure_recall(config: RetrieveConfig) -> None:
-    from r3lite.files import write_json
+    from r3lite.core.files import write_json
     from r3lite.retrieval.retriever import build_retriever
 
     output = Path(config.common.output or time.strftime("runs/retrieve-%Y%m%d-%H%M%S"))
@@ -144,7 +144,7 @@ def measure_recall(config: RetrieveConfig) -> None:
 
 def check_output(output: Path, gap_report: str | None) -> None:
     """Refuses, before anything is read, an output that is there already or cannot be written."""
-    from r3lite.files import check_writable
+    from r3lite.core.files import check_writable
 
     if output.is_file():
         raise R3LiteError(f"--output {output} is a file", "Name a folder.")
@@ -159,7 +159,7 @@ def check_output(output: Path, gap_report: str | None) -> None:
 
 def write_gaps(setup: "Setup", known: list[Question], cuts: list[int], path: Path) -> None:
     """Writes and tells which gold paragraphs the corpus lacks."""
-    from r3lite.files import write_json
+    from r3lite.core.files import write_json
     from r3lite.retrieval import gaps
 
     told = gaps.report(gaps.gaps(known, setup.documents), cuts)

@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.answering import open_retriever
-from r3lite.config import UsageError
-from r3lite.errors import R3LiteError
+from r3lite.assembly.answering import open_retriever
+from r3lite.core import command
+from r3lite.core.config import UsageError
+from r3lite.core.errors import R3LiteError
 from r3lite.settings import (
     Common,
     LengthSettings,
@@ -63,7 +63,7 @@ def serve(config: ServeConfig) -> None:
         raise UsageError("--output has no use here, as no file is written")
     listening = listen(config.server)  # before the model is loaded, so that a port in use shows at once
     with listening:
-        from r3lite.answering_live import LiveAnswers
+        from r3lite.assembly.answering_live import LiveAnswers
 
         answering = LiveAnswers(config, *open_retriever(config))
         answering.warm_up()
@@ -137,7 +137,7 @@ def run(config: ServeConfig, answering: "Answering", listening: socket.socket, t
 
 def main(argv: list[str] | None = None) -> int:
     def plan(config: ServeConfig) -> str:
-        from r3lite.answering_live import plan_lanes
+        from r3lite.assembly.answering_live import plan_lanes
 
         return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_lanes(config).table()}"
 

@@ -1,183 +1,20 @@
-"""Supervised fine-tuning of a LoRA adapter on trajectories and conversations.
-
-`SFTTrainer.step` reads as the algorithm: rows -> micro-batches -> loss on the assistant's turns -> backward -> update.
-"""
+"""Supervised fine-tuning of a LoRA adapter on trajectories and conversations (assembly/supervised.py)."""
 
 import sys
-import time
-from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.bars import BRIEF
-from r3lite.settings import LengthSettings, SftConfig
-from r3lite.spans import build_spans, span
-
-if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
-    from torch import Tensor
-
-    from r3lite.datasets.trajectories import Conversation, Row, Trajectory
-    from r3lite.policy import Policy
-    from r3lite.protocols.base import Protocol
-
-    Rows = dict[str, list[Trajectory | Conversation]]  # by the names of their sources
-
-
-def read_data(config: SftConfig) -> "tuple[dict[str, Protocol], Rows, Rows]":
-    """The protocols, with their prompt files read, rows to train on and rows held out: each by the names of sources."""
-    from r3lite.datasets.order import hold_out
-    from r3lite.datasets.sources import protocols_of, read_rows_of
-
-    protocols = protocols_of(config.protocol, config.mixture)
-    rows = read_rows_of(config.data, config.mixture, protocols)
-    return protocols, *hold_out(rows, config.sft.validation_fraction, config.sft.validation_rows, config.common.seed)
-
-
-class SFTTrainer:
-    """Takes the steps of a run: each lowers the mean cross-entropy of the tokens that the assistant wrote."""
-
-    def __init__(self, config: SftConfig, policy: "Policy", vocabulary: int, rows: "list[Row]", held_out: "list[Row]"):
-        """`vocabulary`: ids of the tokenizer; those beyond are padding of the embedding and get no probability."""
-        from r3lite.datasets.sources import build_mixture
-        from r3lite.datasets.trajectories import fingerprint
-
-        self.config, self.policy, self.vocabulary, self.rows, self.held_out = config, policy, vocabulary, rows, held_out
-        self.total, self.last_row = config.length(len(rows))
-        self.spans = build_spans(config.tracking)
-        self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
-        facts = {
-            "rows": len(rows),
-            "validation_rows": len(held_out),
-            "trained_tokens_per_epoch": sum(row.loss_tokens for row in rows),
-            "trainable_parameters": sum(p.numel() for group in policy.optimizer.param_groups for p in group["params"]),
-        }
-        data = fingerprint([*rows, *held_out])
-        self.state = policy.train_state(config.optimizer, config.model.model, data, facts)
-        self.last_micro_batch: list[Row] = []
-
-    def step(self, number: int) -> tuple[dict, int]:
-        """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched."""
-        from r3lite.datasets.order import rows_of_step
-        from r3lite.models.lora import cast_once
-        from r3lite.training.metrics import means_by_source, with_perplexity
-
-        per_step, seed = self.config.rows_per_step, self.config.common.seed
-        chosen = rows_of_step(number, len(self.rows), per_step, seed, self.last_row, self.mixture)
-        rows = [self.rows[i] for i in chosen]
-        self.policy.model.train()
-        with span(self.spans, "update", rows=len(rows)):
-            with cast_once(self.policy.model, self.policy.precision.dtype):
-                shares = self.policy.grant.attempt("update", self.add_gradients, rows)
-            norm, _ = self.state.update()
-        epoch = ((number - 1) * per_step + len(rows)) / len(self.rows)
-        record = means_by_source("loss", shares, tokens_of(rows)) | {"grad_norm": norm, "epoch": epoch}
-        if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
-            with span(self.spans, "validate", rows=len(self.held_out)):
-                record |= self.policy.grant.attempt("update", self.validation_losses)
-        return with_perplexity(record), sum(len(row.tokens) for row in rows)
-
-    def add_gradients(self, rows: "list[Row]") -> "dict[str, Tensor]":
-        """What each source adds to the mean loss of a step's rows, and its gradients, however many passes they take."""
-        count, shares = sum(row.loss_tokens for row in rows), {}
-        for group in self.micro_batches(rows):
-            self.last_micro_batch = group
-            loss = self.loss(group) / count
-            self.policy.precision.backward(loss)
-            shares[group[0].source] = shares.get(group[0].source, 0.0) + loss.detach()
-        # There when the gradients' norm is: a step waits for the device once.
-        return {name: loss.to("cpu", non_blocking=True) for name, loss in shares.items()}
-
-    def loss(self, rows: "list[Row]") -> "Tensor":
-        """Summed cross-entropy of the rows' trained tokens, each predicted by the hidden state before it."""
-        from r3lite.models.logprobs import cross_entropy, token_loss
-        from r3lite.models.packing import Pack, states_at
-
-        model = self.policy.model
-        with self.policy.precision.autocast():
-            pack = Pack.of([row.tokens for row in rows], model.head_weight.device, model.head_weight.dtype)
-            states, targets = pack.predicted([row.loss_mask for row in rows])
-            hidden = states_at(model(pack.tokens, pack), states)  # [N, C]
-            head = model.head_weight[: self.vocabulary]  # [V, C]
-            chunk = self.policy.grant.memory.loss_chunk
-            loss, _ = token_loss(hidden, head, targets, cross_entropy, chunk=chunk)
-        return loss
-
-    def micro_batches(self, rows: "list[Row]") -> "list[list[Row]]":
-        """Rows in groups that go through the model together; each of one source, whose loss is thereby known."""
-        from r3lite.models.packing import groups
-
-        limit, most, made = self.policy.grant.memory.micro_batch_tokens, self.config.sft.batch_size, []
-        for name in dict.fromkeys(row.source for row in rows):
-            some = [row for row in rows if row.source == name]
-            made += [[some[i] for i in group] for group in groups([row.tokens for row in some], limit, most)]
-        return made
-
-    def validation_losses(self) -> dict[str, float]:
-        """Mean cross-entropy over all trained tokens of the rows held out, and of each source's."""
-        import torch
-        from tqdm import tqdm
-
-        from r3lite.training.metrics import means_by_source
-
-        self.policy.model.eval()
-        tokens, sums = tokens_of(self.held_out), dict.fromkeys((row.source for row in self.held_out), 0.0)
-        with torch.no_grad():
-            for group in tqdm(self.micro_batches(self.held_out), "validating", unit="batch", **BRIEF):
-                sums[group[0].source] += self.loss(group).item()
-        return means_by_source("eval_loss", {n: x / sum(tokens.values()) for n, x in sums.items()}, tokens)
-
-    def explain_overflow(self) -> str:
-        """Which layer overflowed first in the last micro-batch."""
-        from r3lite.models.hooks import explain_overflow
-
-        return explain_overflow(self.policy.model, lambda: self.loss(self.last_micro_batch))
-
-
-def tokens_of(rows: "list[Row]") -> dict[str, int]:
-    """Trained tokens of each source's rows."""
-    return {name: sum(r.loss_tokens for r in rows if r.source == name) for name in {r.source for r in rows}}
+from r3lite.core import command
+from r3lite.settings import SftConfig
 
 
 def train(config: SftConfig) -> None:
-    data = read_data(config)
+    from r3lite.assembly import supervised  # after the arguments are read: torch takes seconds to load
 
-    import torch
-
-    from r3lite.training import loop
-    from r3lite.training.run_folder import RunFolder
-
-    with RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S")) as run:
-        torch.manual_seed(config.common.seed)  # of dropout; all else has streams of its own
-        trainer = build_trainer(config, *data)
-        if loop.train(run, trainer, spans=trainer.spans):
-            print(f"the adapter is in {run.output / 'adapter'}")
-
-
-def build_trainer(config: SftConfig, protocols: "dict[str, Protocol]", rows: "Rows", validation: "Rows") -> SFTTrainer:
-    """Lays the rows out in tokens, plans the memory that they take and loads the model."""
-    from r3lite.datasets.sources import encode_fitting, encode_rows_of
-    from r3lite.datasets.trajectories import lengths_of
-    from r3lite.memory.plan import make_plan
-    from r3lite.memory.workloads import sft_workload
-    from r3lite.models.weights import resolve_folder
-    from r3lite.policy import Training, load_policy
-    from r3lite.protocols.tokenizer import Tokenizer
-    from r3lite.protocols.transcript import Layout
-
-    folder = resolve_folder(config.model.model)
-    tokenizer = Tokenizer.load(folder)
-    lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
-    layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
-    trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
-    known, (steps, _) = lengths_of(trained, held_out), config.length(len(trained))
-    plan = make_plan(sft_workload(config.model, config.sft, config.lora, **known, steps=steps), config.memory)
-    training = Training(config.lora, command.usual("sft", config).lora, config.optimizer, config.common.seed)
-    policy = load_policy(folder, config.model, config.memory, plan, training)
-    return SFTTrainer(config, policy, tokenizer.size, trained, held_out)
+    supervised.train(config)
 
 
 def plan(config: SftConfig) -> str:
     """What a run would do, for `--dry-run`; data that would have to be downloaded first are not counted."""
-    from r3lite.datasets.sources import missing_of, table
+    from r3lite.datasets.sources import missing_of, read_data, table
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import sft_workload
 

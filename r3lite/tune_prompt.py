@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from r3lite import command
-from r3lite.answering import build_engine, plan_memory
-from r3lite.config import UsageError, flag, to_toml
-from r3lite.errors import R3LiteError
+from r3lite.assembly.answering import build_engine, plan_memory
+from r3lite.core import command
+from r3lite.core.config import UsageError, flag, to_toml
+from r3lite.core.errors import R3LiteError
 from r3lite.settings import (
     Common,
     JudgeSettings,
@@ -28,9 +28,9 @@ from r3lite.settings import (
 from r3lite.tuning.history import History, most, shown
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
+    from r3lite.assembly.local_client import LocalClient
+    from r3lite.assembly.prompt_tuner import Pool
     from r3lite.llm.client import Client
-    from r3lite.local_client import LocalClient
-    from r3lite.prompt_tuner import Pool
 
 CONFIG, HISTORY, CACHE = "config.toml", "history.json", "judge-cache"
 FREE = {"rounds"}  # a run may go on with more of them
@@ -71,7 +71,7 @@ class TunePromptConfig:
 
 
 def tune(config: TunePromptConfig) -> None:
-    from r3lite.files import sole_writer
+    from r3lite.core.files import sole_writer
 
     if config.judge.judge == "none":
         raise UsageError("--judge is missing: who criticizes: gemini, openai, or local for a model on this device")
@@ -83,7 +83,7 @@ def tune(config: TunePromptConfig) -> None:
 
 def check_output(config: TunePromptConfig, output: Path) -> None:
     """Refuses a folder that holds anything but what this very run has done so far."""
-    from r3lite.files import names_in
+    from r3lite.core.files import names_in
 
     names = names_in(output)
     if names and CONFIG not in names:
@@ -96,8 +96,8 @@ def check_output(config: TunePromptConfig, output: Path) -> None:
 
 def improve(config: TunePromptConfig, output: Path) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
-    from r3lite.local_client import client_maker
-    from r3lite.prompt_tuner import BEST
+    from r3lite.assembly.local_client import client_maker
+    from r3lite.assembly.prompt_tuner import BEST
 
     prompt = first_prompt(config.protocol, config.tuning.improve)
     cache = Path(config.judge.judge_cache) if config.judge.judge_cache else output / CACHE
@@ -123,8 +123,8 @@ def go_on(
     scored: "Pool",
 ) -> list[str]:
     """Takes the rounds that are left; what is to be said of the critic, in lines."""
-    from r3lite.files import write_text
-    from r3lite.prompt_tuner import PromptTuner
+    from r3lite.assembly.prompt_tuner import PromptTuner
+    from r3lite.core.files import write_text
 
     count = all_episodes(config.tuning, len(sampled.questions), len(scored.questions))
     engine = build_engine(config, count, judge=config.judge)
@@ -158,8 +158,8 @@ def first_prompt(protocol: ProtocolSettings, which: str) -> str:
 
 def read_pools(config: TunePromptConfig) -> "tuple[Pool, Pool]":
     """The questions of --data, and those of --eval-data that are drawn, each with what retrieves for them."""
+    from r3lite.assembly.prompt_tuner import Pool
     from r3lite.datasets.qa import read_questions
-    from r3lite.prompt_tuner import Pool
     from r3lite.protocols.registry import build_protocol
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
@@ -182,7 +182,7 @@ def read_pools(config: TunePromptConfig) -> "tuple[Pool, Pool]":
 
 def origin(config: TunePromptConfig, prompt: str, *pools: "Pool") -> str:
     """A digest of what the scores of a run depend on beside its settings: files may change under their names."""
-    from r3lite.files import folder_fingerprint
+    from r3lite.core.files import folder_fingerprint
     from r3lite.models.lora import adapter_folder
 
     adapter = config.model.adapter and folder_fingerprint(adapter_folder(config.model.adapter))

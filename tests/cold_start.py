@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from r3lite import collect, index, sft
-from r3lite.files import shipped
+from r3lite.core.files import shipped
 from r3lite.training import checkpoint, metrics
 
 WORLD = shipped("data", "world")

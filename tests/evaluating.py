@@ -6,7 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from r3lite.files import write_jsonl
+from r3lite.core.files import write_jsonl
 from r3lite.rollout.engine import Engine
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -1,7 +1,7 @@
 import pytest
 
-from r3lite.answer_match import Overlap, best_overlap, exact_match, f1, hop_weight, normalize, rule_of
-from r3lite.episode import Question
+from r3lite.core.answer_match import Overlap, best_overlap, exact_match, f1, hop_weight, normalize, rule_of
+from r3lite.core.episode import Question
 
 
 def test_normalization_in_the_official_order():

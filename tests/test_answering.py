@@ -2,10 +2,10 @@
 
 import pytest
 
-from r3lite.answering import warn_of_other_format
 from r3lite.ask import AskConfig
-from r3lite.command import COMMANDS
-from r3lite.config import resolve, to_toml
+from r3lite.assembly.answering import warn_of_other_format
+from r3lite.core.command import COMMANDS
+from r3lite.core.config import resolve, to_toml
 from r3lite.settings import SftConfig
 
 

@@ -8,28 +8,24 @@ from typing import get_args
 
 import pytest
 
-from r3lite.command import COMMANDS
+from r3lite.core.command import COMMANDS
 from r3lite.settings.rl import Algorithm
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "r3lite"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-# Floor 0: the standard library only. Floor 1: floor 0. Floor 2: floors 0 and 1. Rooms of one floor never import each
-# other, but on the ground, which is one room.
-GROUND = {"__init__", "errors", "config", "settings", "command", "episode", "files", "grant", "records"}
-GROUND |= {"spans", "bars"}
-FIRST = {"models", "devices", "llm", "protocols", "answer_match"}
+# The floors, from below. A room imports rooms of lower floors only, never its neighbours; floor 0 is as one room and
+# imports the standard library only.
+GROUND = {"__init__", "core", "settings"}
+FIRST = {"models", "devices", "llm", "protocols"}
 SECOND = {"datasets", "retrieval", "rollout", "rewards", "evaluation", "rl", "training", "memory"}
 SECOND |= {"reports", "exporting", "serving", "tuning"}
-# What several recipes share: it may import what they may.
-SHARED = {"policy", "answering", "answering_live", "rl_setup", "rl_round", "rl_guidance", "teacher", "validation"}
-SHARED |= {"local_client", "prompt_tuner"}
-CHECKS = {"checks"}  # what doctor runs, and no other recipe: real commands among it, so it may import recipes
-ENTRY = {"__main__"}  # `python -m r3lite`: it starts recipes by name
+THIRD, FOURTH = {"assembly"}, {"checks"}
+ENTRY = {"__main__"}  # `python -m r3lite`: it starts commands by name
 SHORT = {"ppo.py", "sft.py", "rollout/engine.py", "rl/learner.py"}  # files that read as an algorithm
 TEXT_ONLY = {"protocols", "llm"}  # rooms that never import torch
-# A recipe is what `python -m r3lite.X` runs: any other module that stands in the package itself.
-RECIPES = {path.stem for path in PACKAGE.glob("*.py")} - GROUND - FIRST - SHARED - ENTRY
+# What `python -m r3lite.X` runs: every module that stands in the package itself.
+RUN = {path.stem for path in PACKAGE.glob("*.py")} - GROUND - ENTRY
 HEAVY = ("torch", "faiss", "google.genai", "transformers", "tokenizers", "safetensors", "huggingface_hub")
 
 
@@ -55,18 +51,12 @@ def imports(path: Path) -> list[tuple[int, str]]:
 
 def allowed(room: str) -> set[str]:
     """The rooms that a room may import."""
-    if room in GROUND:
-        return GROUND
-    if room in FIRST:
-        return GROUND | {room}
-    if room in SECOND:
-        return GROUND | FIRST | {room}
-    everything = GROUND | FIRST | SECOND | SHARED | {room}
-    if room == "doctor":
-        return everything | CHECKS
-    if room in CHECKS:
-        return everything | RECIPES - {"doctor"}
-    return everything | RECIPES if room in {"quickstart", *ENTRY} else everything
+    below: set[str] = set()
+    for floor in (GROUND, FIRST, SECOND, THIRD, FOURTH):
+        if room in floor:
+            return below | (GROUND if floor is GROUND else {room})
+        below = below | floor
+    return below | RUN if room in {"quickstart", *ENTRY} else below | {room}
 
 
 def violations(path: Path) -> list[str]:
@@ -85,10 +75,10 @@ def violations(path: Path) -> list[str]:
 
 
 def test_every_folder_is_a_known_room():
-    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert folders <= GROUND | FIRST | SECOND | CHECKS
-    assert {room_of(path) for path in SOURCES} <= GROUND | FIRST | SECOND | SHARED | CHECKS | ENTRY | RECIPES
-    assert set(COMMANDS) == RECIPES, "a module that no command runs, or a command without one"
+    known = GROUND | FIRST | SECOND | THIRD | FOURTH
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= known
+    assert {room_of(path) for path in SOURCES} <= known | ENTRY | RUN
+    assert set(COMMANDS) == RUN, "a module that no command runs, or a command without one"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -104,18 +94,29 @@ def test_imports_go_down_only(path):
         ("models/qwen2.py", "from r3lite.training import loop"),
         ("protocols/r3.py", "import torch"),
         ("models/qwen2.py", "from r3lite.devices import precision"),
-        ("answer_match.py", "from r3lite.rewards import reward"),
-        ("policy.py", "from r3lite.sft import main"),
-        ("episode.py", "from r3lite.models import qwen2"),
+        ("core/answer_match.py", "from r3lite.rewards import reward"),
+        ("assembly/policy.py", "from r3lite.sft import main"),
+        ("core/episode.py", "from r3lite.models import qwen2"),
         ("sft.py", "from r3lite import ppo"),
         ("rollout/engine.py", "from r3lite.ppo import main"),
-        ("ppo.py", "from r3lite.checks import runs"),
         ("memory/plan.py", "from r3lite.checks.finding import tiny"),
         ("checks/runs.py", "from r3lite.doctor import main"),
     ],
 )
 def test_the_rules_catch_what_they_are_for(tmp_path, monkeypatch, file, line):
-    for room in ("models", "devices", "protocols", "training", "rewards", "rollout", "rl", "memory", "checks"):
+    for room in (
+        "models",
+        "devices",
+        "protocols",
+        "training",
+        "rewards",
+        "rollout",
+        "rl",
+        "memory",
+        "checks",
+        "core",
+        "assembly",
+    ):
         (tmp_path / room).mkdir()
     for name in ("sft.py", "ppo.py", "doctor.py", file):
         (tmp_path / name).write_text(line if name == file else "", encoding="utf-8")
@@ -171,7 +172,7 @@ def run_without(argv: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", sorted(RUN))
 def test_help_and_usage_errors_answer_before_anything_heavy_is_imported(name):
     done = run_without([f"r3lite.{name}", "--help"])
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr

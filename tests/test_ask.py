@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from r3lite import ask, quickstart
-from r3lite.command import COMMANDS
-from r3lite.config import resolve
-from r3lite.episode import CUT_OFF, Document, Episode, Question, Search, Step
-from r3lite.errors import R3LiteError
-from r3lite.files import write_jsonl
+from r3lite.core.command import COMMANDS
+from r3lite.core.config import resolve
+from r3lite.core.episode import CUT_OFF, Document, Episode, Question, Search, Step
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_jsonl
 from r3lite.protocols.r3 import FAULTS
 from r3lite.protocols.transcript import Layout
 from r3lite.retrieval.index import PassageIndex

@@ -8,9 +8,9 @@ from unittest.mock import Mock
 import pytest
 
 from r3lite import collect
+from r3lite.core.episode import Failure
+from r3lite.core.files import shipped, sole_writer
 from r3lite.datasets.qa import read_questions
-from r3lite.episode import Failure
-from r3lite.files import shipped, sole_writer
 from tests.collecting import lines, read_rows, row, run, write
 
 SUB_QUESTIONS = ("--demonstrations", "sub-questions", "--insert-gold")

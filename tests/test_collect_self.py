@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from r3lite import collect
+from r3lite.core.episode import Failure
+from r3lite.core.files import write_jsonl
 from r3lite.datasets import self_taught
-from r3lite.episode import Failure
-from r3lite.files import write_jsonl
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.rollout.engine import Engine
 from tests.cold_start import WORLD
@@ -126,7 +126,7 @@ def test_a_run_that_was_killed_goes_on_to_what_an_uninterrupted_one_writes(tmp_p
         assert contents(output) == contents(whole) and "torn" in capsys.readouterr().err
     # With nothing left to do, no model is loaded.
     capsys.readouterr()
-    monkeypatch.setattr("r3lite.answering.build_engine", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("r3lite.assembly.answering.build_engine", lambda *_: pytest.fail("loaded"))
     assert teach(output) == 0
     assert contents(output) == contents(whole)
     assert capsys.readouterr().out.partition("written to")[0] == table

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from r3lite.episode import Failure
+from r3lite.core.episode import Failure
 from r3lite.retrieval.retriever import build_retriever
 from tests.collecting import lines, read_rows, row, run, write
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from r3lite import command
-from r3lite.errors import R3LiteError
+from r3lite.core import command
+from r3lite.core.errors import R3LiteError
 from tests.commands import CONFIGS, Everything
 
 
@@ -52,7 +52,8 @@ def test_what_must_be_given_is_asked_for_before_the_work_and_not_for_a_dry_run(c
 
 SEEN_BY_TORCH = """
 import os, sys
-from r3lite import command, ppo
+from r3lite.core import command
+from r3lite import ppo
 from r3lite.settings import PpoConfig
 assert "torch" not in sys.modules
 command.run("ppo", PpoConfig(), lambda config: print(os.environ.get("GOMP_SPINCOUNT")), ["--data", "x"])

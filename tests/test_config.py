@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import pytest
 
 import r3lite.settings as settings
-from r3lite import command
-from r3lite.config import (
+from r3lite.core import command
+from r3lite.core.config import (
     Bounds,
     Free,
     Required,
@@ -27,9 +27,9 @@ from r3lite.config import (
     to_toml,
     with_values,
 )
-from r3lite.errors import nearest
+from r3lite.core.errors import nearest
+from r3lite.core.files import shipped
 from r3lite.evaluate import EvaluateConfig, check_baseline
-from r3lite.files import shipped
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
 from r3lite.protocols.markup import Tag
@@ -285,7 +285,7 @@ def test_presets_of_other_systems():
 def test_the_preset_for_real_questions_is_the_same_in_every_stage(name):
     """RL goes on from SFT's adapter, and all stages lay an episode out alike."""
     found = flat(resolve(name, CONFIGS[name][0], ["--preset", "hotpotqa"], command.COMMANDS))
-    wanted = {"lora_r": 16, "lora_alpha": 32, "top_k": 3, "max_hops": 4, "max_length": 2048, "max_document_tokens": 128}
+    wanted = {"lora_r": 16, "lora_alpha": 32, "top_k": 3, "max_hops": 4, "max_length": 2048, "max_document_tokens": 160}
     assert {key: found[key] for key in wanted if key in found} == {key: wanted[key] for key in wanted if key in found}
 
 

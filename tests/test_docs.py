@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from r3lite.command import COMMANDS, usual
-from r3lite.config import flat, resolve, sections
+from r3lite.core.command import COMMANDS, usual
+from r3lite.core.config import flat, resolve, sections
+from r3lite.core.episode import ANSWERED, Document, Episode, Question, Search, Step
+from r3lite.core.files import shipped
 from r3lite.datasets.conversations import LAYOUTS
-from r3lite.episode import ANSWERED, Document, Episode, Question, Search, Step
 from r3lite.evaluation.scores import MEANS, METRICS
 from r3lite.evaluation.tables import TITLES
-from r3lite.files import shipped
 from r3lite.protocols import dag
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN

@@ -12,9 +12,9 @@ from r3lite import doctor
 from r3lite.checks import registry
 from r3lite.checks.finding import Finding, judged, skipped
 from r3lite.checks.registry import Check
+from r3lite.core.errors import R3LiteError
 from r3lite.devices import cards, speed
 from r3lite.devices.cards import MEASURED, Speeds
-from r3lite.errors import R3LiteError
 from r3lite.models.linear import linear
 
 CPU = torch.device("cpu")

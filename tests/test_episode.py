@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from r3lite.episode import ANSWERED, Document, Episode, Hop, Question, Step
-from r3lite.records import Record, Source
+from r3lite.core.episode import ANSWERED, Document, Episode, Hop, Question, Step
+from r3lite.core.records import Record, Source
 
 PARIS = Document("1", "Paris", "Paris is the capital of France. It lies on the Seine.")
 OTHER_PARIS = Document("2", "Paris", "Paris is a prince of Troy.")

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from r3lite import evaluate
-from r3lite.errors import R3LiteError
-from r3lite.files import sole_writer, write_jsonl
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import sole_writer, write_jsonl
 from r3lite.protocols.transcript import Layout
 from r3lite.retrieval.index import PassageIndex
 from r3lite.rewards.reward import StepVerdict, Verdict

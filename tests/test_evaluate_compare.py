@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from r3lite import evaluate
-from r3lite.files import write_jsonl
+from r3lite.core.files import write_jsonl
 from tests.evaluating import SCORES, answer
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from r3lite import export
+from r3lite.core.files import read_record
 from r3lite.exporting.card import modelfile
 from r3lite.exporting.parity import compare
-from r3lite.files import read_record
 from r3lite.models import lora
 from r3lite.models.tensor_files import shards_of
 from r3lite.models.weights import load_qwen2, resolve_folder

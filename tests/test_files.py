@@ -11,9 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from r3lite import files
-from r3lite.errors import R3LiteError
-from r3lite.files import (
+from r3lite.core import files
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import (
     append_jsonl,
     folder_fingerprint,
     names_in,
@@ -136,7 +136,7 @@ def test_a_link_is_written_through(tmp_path, write):
 
 HOLDER = """
 import sys, time
-from r3lite.files import sole_writer
+from r3lite.core.files import sole_writer
 with sole_writer(sys.argv[1], folder=sys.argv[2] == "folder"):
     print("held", flush=True)
     time.sleep(60)

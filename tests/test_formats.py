@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from r3lite import collect, evaluate, ppo, sft
-from r3lite.files import shipped
+from r3lite.core.files import shipped
 
 WORLD = shipped("data", "world")
 

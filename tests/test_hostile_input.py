@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import shipped
 from r3lite.datasets.qa import read_questions
 from r3lite.datasets.trajectories import read_rows
-from r3lite.errors import R3LiteError
-from r3lite.files import shipped
 from r3lite.models.bert import read_bert_config
 from r3lite.models.lora import read_adapter_config
 from r3lite.models.weights import read_config

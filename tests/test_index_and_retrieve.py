@@ -6,9 +6,9 @@ import re
 import pytest
 
 from r3lite import index, retrieve
+from r3lite.core.episode import Document, Question
+from r3lite.core.files import shipped, sole_writer
 from r3lite.datasets.qa import read_questions
-from r3lite.episode import Document, Question
-from r3lite.files import shipped, sole_writer
 from r3lite.retrieval.lexical import Lexical
 
 HOTPOT = ("hotpotqa/train_100.json", "hotpotqa/corpus_994.jsonl")

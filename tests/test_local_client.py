@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from r3lite import collect, evaluate, local_client, ppo
+from r3lite import collect, evaluate, ppo
+from r3lite.assembly import local_client
+from r3lite.assembly.local_client import FORM, LocalClient, client_maker
+from r3lite.core.episode import ANSWERED, Document, Episode, Question, Step
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import shipped
 from r3lite.devices.live_tensors import LiveTensors
-from r3lite.episode import ANSWERED, Document, Episode, Question, Step
-from r3lite.errors import R3LiteError
-from r3lite.files import shipped
 from r3lite.llm.replies import Request
-from r3lite.local_client import FORM, LocalClient, client_maker
 from r3lite.memory import planner
 from r3lite.memory.workloads import evaluate_workload
 from r3lite.models import weights

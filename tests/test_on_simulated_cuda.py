@@ -16,9 +16,9 @@ import torch
 
 from bench.simulated_cuda import GIB, SimulatedCuda
 from r3lite import evaluate, index, plan, ppo, sft
+from r3lite.core.files import shipped, write_jsonl
 from r3lite.datasets.qa import read_questions
 from r3lite.devices import speed
-from r3lite.files import shipped, write_jsonl
 from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.rewards import reward
 from r3lite.rl.algorithms import ALGORITHMS

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3lite import collect, evaluate, plan, ppo, rl_setup, sft
+from r3lite import collect, evaluate, plan, ppo, sft
+from r3lite.assembly import rl_setup
+from r3lite.core.files import shipped
+from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds
-from r3lite.files import shipped
-from r3lite.grant import Memory
 from r3lite.memory.plan import UNKNOWN, announce
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import ModelSettings, PpoConfig, RLSettings

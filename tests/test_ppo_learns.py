@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 from r3lite import ppo
-from r3lite.files import write_jsonl
+from r3lite.core.files import write_jsonl
 from r3lite.rewards import reward
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.training import metrics, optim

@@ -7,8 +7,8 @@ from itertools import chain
 import pytest
 
 from r3lite import prepare
+from r3lite.core.files import read_jsonl
 from r3lite.datasets.qa import read_questions
-from r3lite.files import read_jsonl
 
 BOOKS = [f"Who wrote book {i}?" for i in range(50)]
 

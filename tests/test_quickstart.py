@@ -6,7 +6,7 @@ import re
 import pytest
 
 from r3lite import quickstart
-from r3lite.files import write_json, write_jsonl
+from r3lite.core.files import write_json, write_jsonl
 
 
 @pytest.mark.parametrize("name", ["used", "used/file"])

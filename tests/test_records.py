@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from r3lite.records import MAX_DEPTH, InvalidRecord, Record, Source, parse
+from r3lite.core.records import MAX_DEPTH, InvalidRecord, Record, Source, parse
 
 
 def record(**values) -> Record:

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from r3lite import report
+from r3lite.core.files import read_jsonl
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.scores import Marks
-from r3lite.files import read_jsonl
 from tests.reports.conftest import entry, episode, jsonl
 
 

@@ -4,19 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from r3lite import ppo, rl_guidance
-from r3lite.command import COMMANDS
-from r3lite.config import resolve
+from r3lite import ppo
+from r3lite.assembly import rl_guidance
+from r3lite.assembly.rl_guidance import Guidance
+from r3lite.core.command import COMMANDS
+from r3lite.core.config import resolve
+from r3lite.core.episode import Document, Question
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_jsonl
 from r3lite.datasets.trajectories import encode_row, read_traces
-from r3lite.episode import Document, Question
-from r3lite.errors import R3LiteError
-from r3lite.files import write_jsonl
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
 from r3lite.rewards.reward import Scored
 from r3lite.rl.batch import Rollout
 from r3lite.rl.replay import ReplayBuffer
-from r3lite.rl_guidance import Guidance
 from r3lite.settings import PpoConfig, ProtocolSettings
 
 PROTOCOL = build_protocol(ProtocolSettings())

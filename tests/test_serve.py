@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from r3lite import serve
-from r3lite.command import COMMANDS
-from r3lite.config import UsageError, resolve
-from r3lite.files import read_jsonl, shipped
+from r3lite.core.command import COMMANDS
+from r3lite.core.config import UsageError, resolve
+from r3lite.core.files import read_jsonl, shipped
 from r3lite.models import lora, weights
 from r3lite.models.weights import resolve_folder
 from r3lite.settings import ServerSettings
@@ -139,7 +139,7 @@ def config(*argv):
 
 
 def test_which_adapter_answers_in_which_mode():
-    from r3lite.answering_live import adapters_of, modes_of
+    from r3lite.assembly.answering_live import adapters_of, modes_of
 
     def modes(*argv, searches=True):
         c = config(*argv)
@@ -159,7 +159,7 @@ def test_which_adapter_answers_in_which_mode():
 
 
 def test_what_was_said_before_is_given_where_it_is_wanted_and_as_far_as_there_is_room(adapters):
-    from r3lite.answering_live import LiveAnswers
+    from r3lite.assembly.answering_live import LiveAnswers
     from r3lite.serving.asks import Ask
 
     def prompt(answering, ask):
@@ -182,8 +182,8 @@ def test_what_was_said_before_is_given_where_it_is_wanted_and_as_far_as_there_is
 
 
 def test_a_procedure_stands_before_the_question_that_it_fits(tmp_path):
-    from r3lite.answering import open_retriever
-    from r3lite.answering_live import LiveAnswers
+    from r3lite.assembly.answering import open_retriever
+    from r3lite.assembly.answering_live import LiveAnswers
     from r3lite.serving.asks import Ask
 
     row = {"name": "Cities", "description": "about cities", "trigger": "city", "steps": [{"action": "Think"}]}

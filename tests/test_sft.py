@@ -14,16 +14,18 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from r3lite import sft
-from r3lite.config import with_values
+from r3lite.assembly import supervised
+from r3lite.assembly.policy import POLICY
+from r3lite.core.config import with_values
+from r3lite.core.episode import Step
+from r3lite.core.files import write_jsonl
+from r3lite.core.records import Record, Source
+from r3lite.datasets.sources import read_data
 from r3lite.datasets.trajectories import Row, read_rows
-from r3lite.episode import Step
-from r3lite.files import write_jsonl
 from r3lite.models import lora
-from r3lite.policy import POLICY
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tokenizer import Tokenizer as ChatTokenizer
-from r3lite.records import Record, Source
 from r3lite.settings import ProtocolSettings
 from r3lite.training import checkpoint, metrics
 
@@ -84,10 +86,10 @@ def log(output: Path) -> list[dict]:
     return metrics.read(output / metrics.FILE)
 
 
-def trainer(toy: list[str], **settings) -> sft.SFTTrainer:
+def trainer(toy: list[str], **settings) -> supervised.SFTTrainer:
     """The recipe's trainer on the toy, its LoRA's B no longer zero."""
     config = with_values(sft.SftConfig(), dict(zip((a[2:].replace("-", "_") for a in toy[::2]), toy[1::2])) | settings)
-    made = sft.build_trainer(config, *sft.read_data(config))
+    made = supervised.build_trainer(config, *read_data(config))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in lora.adapter_parameters(made.policy.model, POLICY).values():
@@ -95,7 +97,7 @@ def trainer(toy: list[str], **settings) -> sft.SFTTrainer:
     return made
 
 
-def by_hand(made: sft.SFTTrainer, rows: list[Row]) -> float:
+def by_hand(made: supervised.SFTTrainer, rows: list[Row]) -> float:
     """Mean cross-entropy of the trained tokens, row by row, from all logits."""
     losses = []
     with torch.no_grad():
@@ -121,7 +123,7 @@ def test_the_loss_by_hand_over_rows_of_different_lengths(toy):
     assert made.validation_losses()["eval_loss"] == pytest.approx(by_hand(made, made.held_out), abs=1e-5)
 
 
-def gradients(made: sft.SFTTrainer, rows: list[Row], together: int) -> list[torch.Tensor]:
+def gradients(made: supervised.SFTTrainer, rows: list[Row], together: int) -> list[torch.Tensor]:
     """A step's gradients, its rows taken so many at a time."""
     count, parameters = (
         sum(row.loss_tokens for row in rows),
@@ -177,12 +179,12 @@ def test_rows_of_one_question_are_not_split_between_training_and_validation(toy,
     """Sampled trajectories of one question share its answer: a model is not validated on what it was shown."""
     write_jsonl(tmp_path / "twice.jsonl", [trajectory(i) for i in range(20)] * 2)
     settings = {"data": str(tmp_path / "twice.jsonl"), "validation_fraction": 0.25}
-    _, rows, validation = sft.read_data(with_values(sft.SftConfig(), settings))
+    _, rows, validation = read_data(with_values(sft.SftConfig(), settings))
     assert (len(rows[""]), len(validation[""])) == (30, 10)
     assert not {r.id for r in rows[""]} & {r.id for r in validation[""]}
-    *_, capped = sft.read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 5}))
+    *_, capped = read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 5}))
     assert len(capped[""]) == 4
-    _, rows, none = sft.read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 0}))
+    _, rows, none = read_data(with_values(sft.SftConfig(), settings | {"validation_rows": 0}))
     assert (len(rows[""]), len(none[""])) == (40, 0)
 
 

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from r3lite import ppo, sft
-from r3lite.config import with_values
-from r3lite.datasets.sources import read_questions_of
-from r3lite.episode import Question
-from r3lite.errors import R3LiteError
-from r3lite.files import write_jsonl
+from r3lite.assembly import supervised
+from r3lite.assembly.rl_setup import shared_by_prompts
+from r3lite.core.config import with_values
+from r3lite.core.episode import Question
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_jsonl
+from r3lite.datasets.sources import read_data, read_questions_of
 from r3lite.protocols.chat import Chat
 from r3lite.protocols.transcript import Layout
-from r3lite.rl_setup import shared_by_prompts
 from r3lite.settings import LengthSettings, SftConfig
 from tests.cold_start import WORLD, arguments, logged, same
 from tests.test_sft import SHORT, assert_same_run, log, start, toy, trajectory, wait_for  # noqa: F401
@@ -43,11 +44,11 @@ def mixed(toy, tmp_path):  # noqa: F811
     return [*toy[:at], *toy[at + 2 :], "--config", str(tmp_path / "sources.toml")]
 
 
-def trainer(mixed: list[str], **settings) -> sft.SFTTrainer:
+def trainer(mixed: list[str], **settings) -> supervised.SFTTrainer:
     given = dict(zip((a[2:].replace("-", "_") for a in mixed[::2]), mixed[1::2]))
     sources = tomllib.loads(Path(given["config"]).read_text(encoding="utf-8"))
     config = with_values(SftConfig(), given | sources | settings)
-    return sft.build_trainer(config, *sft.read_data(config))
+    return supervised.build_trainer(config, *read_data(config))
 
 
 def test_the_loss_of_each_source_by_hand(mixed):
@@ -101,7 +102,7 @@ def test_a_question_of_two_sources_is_held_out_of_both(mixed):
     given = dict(zip((a[2:].replace("-", "_") for a in mixed[::2]), mixed[1::2]))
     sources = tomllib.loads(Path(given["config"]).read_text(encoding="utf-8"))
     config = with_values(SftConfig(), given | sources | {"validation_fraction": 0.5})
-    _, rows, held_out = sft.read_data(config)
+    _, rows, held_out = read_data(config)
     trained = {row.id for some in rows.values() for row in some}
     apart = {row.id for some in held_out.values() for row in some}
     shared = {f"q{i}" for i in range(15, 20)}

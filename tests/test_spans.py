@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from r3lite import ppo, sft
-from r3lite.spans import Spans, span
+from r3lite.core.spans import Spans, span
 from r3lite.training import metrics
 from r3lite.training.trace import CHROME, CLOSED, OPENTELEMETRY
 from tests.cold_start import WORLD, arguments, logged, same
@@ -34,7 +34,7 @@ def test_spans_know_what_they_are_inside_of():
 
 
 def test_without_spans_no_clock_is_read(monkeypatch):
-    monkeypatch.setattr("r3lite.spans.time", None)
+    monkeypatch.setattr("r3lite.core.spans.time", None)
     with span(None, "rollout", episodes=1) as told:
         assert told == {"episodes": 1}
 
@@ -137,7 +137,7 @@ def test_opentelemetrys_own_messages_hold_the_spans_of_sft(cold):
         data = json_format.ParseDict(line, trace.TracesData(), ignore_unknown_fields=False)
         (resource,) = data.resource_spans
         about = {a.key: a.value.string_value for a in resource.resource.attributes}
-        assert about == {"service.name": "r3lite", "r3lite.command": "sft", "r3lite.run": "sft-spans"}
+        assert about == {"service.name": "r3lite", "r3lite.core.command": "sft", "r3lite.run": "sft-spans"}
         found.append(resource.scope_spans[0].spans)
     names = [[s.name for s in spans] for spans in found]
     assert names == [

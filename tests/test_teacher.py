@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from r3lite import collect, ppo, teacher
+from r3lite import collect, ppo
+from r3lite.assembly import teacher
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_jsonl, write_jsonl
 from r3lite.datasets import teacher_logprobs
 from r3lite.datasets.teacher_logprobs import Lesson, read_cache
 from r3lite.datasets.trajectories import Row
-from r3lite.errors import R3LiteError
-from r3lite.files import read_jsonl, write_jsonl
 from r3lite.models.logprobs import TopTokens
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from r3lite import collect, sft, tune_prompt
-from r3lite.files import shipped, write_jsonl
+from r3lite.core.files import shipped, write_jsonl
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.rollout.engine import Engine
 from r3lite.settings import ProtocolSettings

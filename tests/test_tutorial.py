@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from r3lite.command import COMMANDS
-from r3lite.config import resolve
+from r3lite.core.command import COMMANDS
+from r3lite.core.config import resolve
 from r3lite.export import ExportConfig
 from r3lite.report import ReportConfig
 from tests.commands import CONFIGS

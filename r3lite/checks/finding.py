@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from r3lite.core.episode import Question
+from r3lite.core.files import shipped
 from r3lite.datasets.qa import read_questions
 from r3lite.devices.precision import Precision, dtype_name
-from r3lite.episode import Question
-from r3lite.files import shipped
 from r3lite.models import lora
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.weights import load_qwen2, resolve_folder

@@ -22,8 +22,8 @@ from r3lite.checks.finding import (
     skipped,
     tiny,
 )
+from r3lite.core.grant import Grant, Memory
 from r3lite.devices.precision import Precision, dtype_name
-from r3lite.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, nf4
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
 from r3lite.models.logprobs import cross_entropy, token_loss

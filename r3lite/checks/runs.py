@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from r3lite import command, sft
+from r3lite.assembly import supervised
 from r3lite.checks.finding import (
     CPU,
     Finding,
@@ -20,12 +20,14 @@ from r3lite.checks.finding import (
     skipped,
     whole_card,
 )
-from r3lite.config import resolve
+from r3lite.core import command
+from r3lite.core.config import resolve
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_jsonl
+from r3lite.core.grant import Memory
+from r3lite.datasets.sources import read_data
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.devices.precision import Precision, dtype_name
-from r3lite.errors import R3LiteError
-from r3lite.files import write_jsonl
-from r3lite.grant import Memory
 from r3lite.memory.cuda_parts import CUBLAS_WORKSPACE, THREADS
 from r3lite.memory.plan import Plan
 from r3lite.models.weights import resolve_folder
@@ -60,7 +62,7 @@ def place(precision: Precision) -> Iterator[Path]:
 
 def train(output: Path, flags: list[str]) -> list[dict]:
     """Runs the command; the records of its steps. What it printed before it failed is in the check's output."""
-    status = sft.main([*flags, "--output", str(output)])
+    status = command.run("sft", SftConfig(), supervised.train, [*flags, "--output", str(output)])
     if status == 130:
         raise KeyboardInterrupt
     if status == 143:
@@ -135,7 +137,7 @@ def memory(precision: Precision) -> Finding:
 def _run(flags: list[str], steps: int = 2) -> tuple[Plan, Memory]:
     """Takes the first steps of an SFT, and saves nothing: its plan, and the figures that it has worked with."""
     config = resolve("sft", SftConfig(), flags, command.COMMANDS)
-    trainer = sft.build_trainer(config, *sft.read_data(config))
+    trainer = supervised.build_trainer(config, *read_data(config))
     for number in range(1, steps + 1):
         trainer.step(number)
     return trainer.policy.grant.plan, trainer.policy.grant.memory

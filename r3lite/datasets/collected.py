@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from r3lite.command import refuse_another_run
-from r3lite.episode import Question, Step
-from r3lite.errors import R3LiteError
-from r3lite.files import recover_jsonl
+from r3lite.core.command import refuse_another_run
+from r3lite.core.episode import Question, Step
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import recover_jsonl
 
 MORE = ("limit", "skip_bad_rows")  # settings with which a run may go on: they add questions
 # What a run writes of the questions that it rejects, or of which it rejects some episodes, by --source.

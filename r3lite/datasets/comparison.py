@@ -2,9 +2,9 @@
 
 import re
 
-from r3lite.answer_match import normalize
+from r3lite.core.answer_match import normalize
+from r3lite.core.episode import Hop, Question
 from r3lite.datasets.hops import name_of
-from r3lite.episode import Hop, Question
 
 MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
 DATE = re.compile(

@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Iterable
 
-from r3lite.answer_match import normalize
+from r3lite.core.answer_match import normalize
+from r3lite.core.episode import Question
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import Record
 from r3lite.datasets.qa import read_with_rows
-from r3lite.episode import Question
-from r3lite.errors import R3LiteError
-from r3lite.records import Record
 
 
 def without(questions: list[Question], files: Iterable[str], skip_bad_rows: bool = False) -> list[Question]:

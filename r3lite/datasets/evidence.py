@@ -13,11 +13,11 @@ found before it. A question that cannot be answered in this way is rejected, wit
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from r3lite.answer_match import VERDICTS, normalize, stands_in
+from r3lite.core.answer_match import VERDICTS, normalize, stands_in
+from r3lite.core.episode import Document, Failure, Question, Retrieve, Search, Step, folded, retrieve_all
 from r3lite.datasets.comparison import compared, used
 from r3lite.datasets.gold import queries
 from r3lite.datasets.hops import name_of
-from r3lite.episode import Document, Failure, Question, Retrieve, Search, Step, folded, retrieve_all
 from r3lite.protocols.base import one_line, same_query
 
 MISSED = "a query that does not find its gold paragraph"

@@ -19,7 +19,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from r3lite.episode import Document, Question, Search, Step
+from r3lite.core.episode import Document, Question, Search, Step
 from r3lite.protocols.base import Protocol, one_line
 from r3lite.protocols.plan import Node, Plan
 

@@ -7,8 +7,8 @@ the gold paragraphs may leak into it, or a model would learn to ask for what it 
 import html
 import re
 
-from r3lite.answer_match import SENTENCE, in_a_row
-from r3lite.episode import Document, Hop, Question
+from r3lite.core.answer_match import SENTENCE, in_a_row
+from r3lite.core.episode import Document, Hop, Question
 
 PERSONS = re.compile(
     "performer|composer|author|director|producer|screenwriter|lyricist|founder|creator|editor|architect|cast member|"

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from r3lite.core.episode import Question
 from r3lite.datasets.mixture import Mixture
-from r3lite.episode import Question
 
 
 class HasId(Protocol):

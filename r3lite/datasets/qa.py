@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from r3lite.core.episode import Document, Question
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import WHOLE, InvalidRecord, Record, parse
 from r3lite.datasets import hops
 from r3lite.datasets.rows import converted_rows
-from r3lite.episode import Document, Question
-from r3lite.errors import R3LiteError
-from r3lite.records import WHOLE, InvalidRecord, Record, parse
 
 Item = TypeVar("Item")
 

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from r3lite.bars import BRIEF
+from r3lite.core.bars import BRIEF
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import open_regular, read_jsonl
+from r3lite.core.records import InvalidRecord, Record, Source, end_of, parse_at
 from r3lite.datasets import hub
-from r3lite.errors import R3LiteError
-from r3lite.files import open_regular, read_jsonl
-from r3lite.records import InvalidRecord, Record, Source, end_of, parse_at
 
 MEND = "Mend or remove the row, or pass --skip-bad-rows."
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from r3lite.answer_match import VERDICTS, is_right, normalize, stands_in, words
+from r3lite.core.answer_match import VERDICTS, is_right, normalize, stands_in, words
+from r3lite.core.episode import CUT_OFF, Episode, Question
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import append_jsonl, write_jsonl
+from r3lite.core.records import Record, Source
 from r3lite.datasets.collected import Earlier, Tally, rejections_of
 from r3lite.datasets.trajectories import Trajectory, check_steps, row_from_json
-from r3lite.episode import CUT_OFF, Episode, Question
-from r3lite.errors import R3LiteError
-from r3lite.files import append_jsonl, write_jsonl
 from r3lite.protocols.base import ANSWER_WAS_FORCED, Protocol
-from r3lite.records import Record, Source
 from r3lite.settings import CollectSettings
 
 BLOCK = 32  # questions that are sampled together, and written together

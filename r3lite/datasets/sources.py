@@ -10,24 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol as Shape
 
-from r3lite.config import UsageError
+from r3lite.core.config import UsageError
+from r3lite.core.episode import Question
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import Record
 from r3lite.datasets.conversations import LAYOUTS, Conversation, layouts_of, read_conversation
 from r3lite.datasets.mixture import Mixture
+from r3lite.datasets.order import hold_out
 from r3lite.datasets.qa import plain_answers, read_questions
 from r3lite.datasets.rows import converted_rows
 from r3lite.datasets.trajectories import Row, Trajectory, encode_row, encode_rows, read_rows, row_from_json
-from r3lite.episode import Question
-from r3lite.errors import R3LiteError
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
-from r3lite.records import Record
-from r3lite.settings import DataSettings, ProtocolSettings, SourceSettings
+from r3lite.settings import DataSettings, ProtocolSettings, SftConfig, SourceSettings
 from r3lite.settings.sources import SourceEntry
 
 CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
 R1 = ("question", "reasoning", "answer")
+Rows = dict[str, list[Trajectory | Conversation]]  # by the names of their sources
 
 
 class Sourced(Shape):
@@ -83,6 +85,13 @@ def read_rows_of(
     if not entries:
         return {"": read_rows(data.data, protocols[""], data.limit, data.skip_bad_rows)}
     return {entry["name"]: _rows(entry, data, protocols[entry["name"]]) for entry in entries}
+
+
+def read_data(config: SftConfig) -> tuple[dict[str, Protocol], Rows, Rows]:
+    """The protocols, with their prompt files read, rows to train on and rows held out: each by the names of sources."""
+    protocols = protocols_of(config.protocol, config.mixture)
+    rows = read_rows_of(config.data, config.mixture, protocols)
+    return protocols, *hold_out(rows, config.sft.validation_fraction, config.sft.validation_rows, config.common.seed)
 
 
 def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Trajectory | Conversation]:

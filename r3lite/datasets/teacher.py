@@ -7,8 +7,8 @@ never given the answer.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from r3lite.answer_match import is_right
-from r3lite.episode import Failure, Question, Retrieve, Step, retrieve_all
+from r3lite.core.answer_match import is_right
+from r3lite.core.episode import Failure, Question, Retrieve, Step, retrieve_all
 from r3lite.llm.replies import Reply, Request
 from r3lite.protocols.base import Protocol
 from r3lite.settings import CollectSettings

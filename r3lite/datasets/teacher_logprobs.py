@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import names_in, read_record, write_json
+from r3lite.core.records import Record
 from r3lite.datasets.trajectories import Row
-from r3lite.errors import R3LiteError
-from r3lite.files import names_in, read_record, write_json
 from r3lite.models.logprobs import TopTokens
 from r3lite.models.tensor_files import opened, read_tensors, write_tensors
-from r3lite.records import Record
 
 PART = 64  # rows of a part file
 MANIFEST = "manifest.json"

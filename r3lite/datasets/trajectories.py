@@ -13,14 +13,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from r3lite.core.episode import Question, Step
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import Record
 from r3lite.datasets.conversations import LAYOUTS, Conversation, layouts_of, read_conversation
 from r3lite.datasets.rows import converted_rows
-from r3lite.episode import Question, Step
-from r3lite.errors import R3LiteError
 from r3lite.models.packing import common_prefix
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.transcript import LEAST_DOCUMENT, Layout
-from r3lite.records import Record
 
 STEPS = ("steps",)  # the keys of a trajectory's row that tell it
 

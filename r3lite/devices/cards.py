@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record, write_json
+from r3lite.core.records import Record
 from r3lite.devices.machine import processor
-from r3lite.errors import R3LiteError
-from r3lite.files import read_record, write_json
-from r3lite.records import Record
 
 KEPT = "~/.cache/r3lite/speeds.json"  # what was measured, by device and version of PyTorch, beside the weights in NF4
 MEASURED, BESIDE_OTHERS = "measured", "measured beside other programs"

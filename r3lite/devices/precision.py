@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from r3lite.errors import NotFinite, R3LiteError
-from r3lite.records import Record, Source
+from r3lite.core.errors import NotFinite, R3LiteError
+from r3lite.core.records import Record, Source
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The scale starts at 2^16 and halves at each overflow: after this many in a row it is below 1 and no longer helps.

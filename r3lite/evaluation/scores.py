@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from r3lite.answer_match import Overlap, answer_scores, best_overlap, combined_score, rouge_l, rule_of
-from r3lite.episode import Episode, Step
+from r3lite.core.answer_match import Overlap, answer_scores, best_overlap, combined_score, rouge_l, rule_of
+from r3lite.core.episode import Episode, Step
+from r3lite.core.records import Record
 from r3lite.evaluation.intervals import interval, ratios, resampled_sums
 from r3lite.evaluation.supporting_facts import facts_match, joint, retrieved_facts
 from r3lite.evaluation.text_overlap import sentence_bleu
-from r3lite.records import Record
 
 METRICS = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
 # Means over the questions for which they are known, under the same name in predictions.jsonl.

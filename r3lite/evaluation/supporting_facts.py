@@ -6,8 +6,8 @@ paragraphs. What an r3lite model writes names neither, so the facts of an episod
 
 from collections.abc import Hashable, Set
 
-from r3lite.answer_match import Overlap
-from r3lite.episode import Episode
+from r3lite.core.answer_match import Overlap
+from r3lite.core.episode import Episode
 
 
 def facts_match(predicted: Set[Hashable], gold: Set[Hashable]) -> tuple[float, Overlap]:

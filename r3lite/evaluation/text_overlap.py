@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from r3lite.answer_match import Overlap
+from r3lite.core.answer_match import Overlap
 
 ORDERS = 4  # BLEU counts n-grams of one to four words
 ENTITIES = {"&quot;": '"', "&amp;": "&", "&lt;": "<", "&gt;": ">"}

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from r3lite.errors import R3LiteError
-from r3lite.files import PART, read_record, read_text
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import PART, read_record, read_text
+from r3lite.core.records import Record
 from r3lite.models import lora
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.weights import checkpoint_tensors
-from r3lite.records import Record
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

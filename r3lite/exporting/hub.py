@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 
 TOKEN = "HF_TOKEN"
 

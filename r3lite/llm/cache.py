@@ -10,8 +10,8 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from r3lite.errors import R3LiteError
-from r3lite.files import read_record, write_text
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record, write_text
 from r3lite.llm.replies import Reply, Request, parse
 
 

@@ -22,14 +22,14 @@ from pathlib import Path
 import httpx2
 from tqdm import tqdm
 
-from r3lite import bars
-from r3lite.errors import R3LiteError
+from r3lite.core import bars
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import InvalidRecord
 from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.known_models import prices_of
 from r3lite.llm.limits import Budget, RateLimiter
 from r3lite.llm.replies import Answer, Complaint, Reply, Request, estimated_tokens, parse
 from r3lite.llm.transport import Calls, Refused, TooLarge
-from r3lite.records import InvalidRecord
 from r3lite.settings import JudgeSettings
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try

@@ -1,6 +1,6 @@
 """An episode as it is shown to a model that judges it, or that criticizes the prompt which brought it about."""
 
-from r3lite.episode import Episode
+from r3lite.core.episode import Episode
 
 DOCUMENT_LENGTH = 512  # characters of a document that are shown, as in R3-RAG (arXiv 2505.23794)
 TEXT_LENGTH = 2000  # characters of a question, an analysis, a query or an answer

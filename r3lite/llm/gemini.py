@@ -5,7 +5,7 @@ import copy
 from google import genai
 from google.genai import types
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.llm import gemini_json
 from r3lite.llm.client import Service, read_key
 from r3lite.llm.known_models import THINKING_ROOM, thinking

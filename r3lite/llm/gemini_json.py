@@ -3,8 +3,8 @@
 Knows no network and no settings. InvalidRecord says what is wrong with a reply.
 """
 
+from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.llm.replies import Answer, Complaint, estimated_tokens, token_count
-from r3lite.records import InvalidRecord, Record, Source, parse
 
 BLOCKED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "MODEL_ARMOR", "LANGUAGE")
 

@@ -2,7 +2,7 @@
 
 import re
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.settings import JudgeSettings
 
 # US dollars per million tokens read and written.

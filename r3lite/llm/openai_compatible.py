@@ -6,12 +6,12 @@ The key is read from OPENAI_API_KEY; a server of one's own (--judge-base-url) ne
 
 import re
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.llm.client import Service, read_key
 from r3lite.llm.known_models import THINKING_ROOM
 from r3lite.llm.replies import Answer, Complaint, Request, estimated_tokens, token_count
 from r3lite.llm.transport import BoundedClient
-from r3lite.records import InvalidRecord, Record, Source, parse
 from r3lite.settings import JudgeSettings
 
 ADDRESS = "https://api.openai.com/v1"

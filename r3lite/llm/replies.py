@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from r3lite import records
-from r3lite.records import InvalidRecord, Record
+from r3lite.core import records
+from r3lite.core.records import InvalidRecord, Record
 
 BYTES_PER_TOKEN = 3  # for estimates that are rather too high; about 4 in English
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from r3lite.config import flag
+from r3lite.core.config import flag
+from r3lite.core.errors import R3LiteError
+from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
-from r3lite.errors import R3LiteError
-from r3lite.grant import Memory
 from r3lite.memory.planner import Workload, peak
 from r3lite.models import logprobs
 from r3lite.models.qwen2 import Qwen2Config

@@ -9,8 +9,8 @@ may be, unless it is known that they are not.
 import math
 from dataclasses import dataclass, replace
 
+from r3lite.core.grant import Memory
 from r3lite.devices.cards import BESIDE_OTHERS, MEASURED, Speeds
-from r3lite.grant import Memory
 from r3lite.memory.planner import Workload, adapter_bytes, as_teacher, linears
 
 # Kernels: of a layer, forward, and backward; more for casts of adapters and their gradients in half precision, and for

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.speed import speeds_of
-from r3lite.grant import Memory
 from r3lite.memory import choice, duration, planner
 from r3lite.memory.cuda_parts import CONTEXT
 from r3lite.memory.duration import Duration, in_words

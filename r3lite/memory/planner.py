@@ -8,9 +8,9 @@ a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.p
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from r3lite.core.grant import Memory
 from r3lite.devices.cards import Speeds
 from r3lite.devices.live_tensors import GRAIN
-from r3lite.grant import Memory
 from r3lite.memory.cuda_parts import NOT_TENSORS, beside_tensors
 from r3lite.models import logprobs, nf4
 from r3lite.models.kv_cache import BLOCK

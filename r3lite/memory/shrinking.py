@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 
 import torch
 
+from r3lite.core.errors import R3LiteError
+from r3lite.core.grant import Grant, Memory, P, Phase, T
+from r3lite.core.records import Record, Source
 from r3lite.devices.random_state import random_state, set_random_state
-from r3lite.errors import R3LiteError
-from r3lite.grant import Grant, Memory, P, Phase, T
 from r3lite.memory.plan import Plan
 from r3lite.memory.planner import peak
-from r3lite.records import Record, Source
 
 LEAST_CHUNK, LEAST_TILE = 16, 32
 

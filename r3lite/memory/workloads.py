@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from r3lite.config import UsageError
+from r3lite.core.config import UsageError
+from r3lite.core.errors import nearest
+from r3lite.core.grant import Memory
 from r3lite.devices.cards import CARDS, card
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
-from r3lite.errors import nearest
-from r3lite.grant import Memory
 from r3lite.memory.planner import JudgeWork, TeacherWork, Workload
 from r3lite.models.lora import read_adapter_config
 from r3lite.models.qwen2 import Qwen2Config

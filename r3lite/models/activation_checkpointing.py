@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from r3lite.grant import Grant, Memory
+from r3lite.core.grant import Grant, Memory
 from r3lite.models.attention import AttentionContext
 from r3lite.models.lora import Switch, switch_of
 from r3lite.models.offload import Offload

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from r3lite.errors import R3LiteError
-from r3lite.files import read_record
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record
 from r3lite.models.embedding import embedding
 from r3lite.models.linear import linear
 from r3lite.models.qwen2_config import SIZES

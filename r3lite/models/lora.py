@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from r3lite.bars import BRIEF
-from r3lite.errors import R3LiteError
-from r3lite.files import read_record, write_json
+from r3lite.core.bars import BRIEF
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record, write_json
+from r3lite.core.records import Record, shown
 from r3lite.models.projections import PROJECTIONS, LoraConfig, LoraLinear, Nf4Linear, Switch
 from r3lite.models.stacks import stacked, stacks
 from r3lite.models.tensor_files import opened, read_tensors, write_tensors
 from r3lite.models.weights import FINGERPRINT
-from r3lite.records import Record, shown
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 REMEDY = "Name a run folder or a plain LoRA adapter of PEFT in safetensors format."

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.models.stacks import side_by_side
 
 # As published with the paper (bitsandbytes): quantiles of the normal distribution, scaled to [-1, 1]. Eight points are

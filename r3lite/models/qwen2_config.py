@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from r3lite.errors import R3LiteError
-from r3lite.files import read_record
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record
+from r3lite.core.records import Record, shown
 from r3lite.models import nf4
 from r3lite.models.qwen2 import Qwen2Config
-from r3lite.records import Record, shown
 
 # The most of each size: far beyond any published model, and yet a model of it can be laid out without delay.
 SIZES = {

@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from r3lite.errors import R3LiteError
-from r3lite.files import PART, check_regular
-from r3lite.records import parse
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import PART, check_regular
+from r3lite.core.records import parse
 
 REMEDY = "The download may be incomplete: fetch the file again."
 

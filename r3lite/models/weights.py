@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from r3lite.bars import BRIEF
-from r3lite.errors import R3LiteError
-from r3lite.files import PART, read_record, shipped, write_json
+from r3lite.core.bars import BRIEF
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import PART, read_record, shipped, write_json
+from r3lite.core.records import shown
 from r3lite.models import nf4
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.qwen2_config import SIZES, config_record, is_nf4, read_config
 from r3lite.models.stacks import stacked, stacks
 from r3lite.models.tensor_files import opened, shards_of, write_tensors
-from r3lite.records import shown
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 VERBATIM = (

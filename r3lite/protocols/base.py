@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from r3lite.episode import Step
+from r3lite.core.episode import Step
 
 CUT_OFF, ANSWER_WAS_FORCED = "cut_off", "answer_was_forced"
 BLANK_QUERY, REPEATED_QUERY = "blank_query", "repeated_query"  # faults of every protocol that searches

@@ -7,7 +7,7 @@ No format of --format, as it has no steps. `serve` speaks it in its mode chat.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from r3lite.episode import Step
+from r3lite.core.episode import Step
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol
 
 FAULTS = {"blank_answer": "answers nothing", **LAYOUT_FAULTS}

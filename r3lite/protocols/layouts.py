@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from r3lite.episode import Document
+from r3lite.core.episode import Document
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout, Transcript
 from r3lite.settings import LengthSettings

@@ -6,7 +6,7 @@ Of the baselines of `evaluate`, and not a format of --format: nothing is trained
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from r3lite.episode import Step
+from r3lite.core.episode import Step
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat import Chat
 from r3lite.protocols.r3 import render_documents

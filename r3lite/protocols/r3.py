@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from r3lite.episode import Document, Search, Step
+from r3lite.core.episode import Document, Search, Step
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
 from r3lite.protocols.templates import check_placeholders, read_prompt
 from r3lite.settings import ProtocolSettings

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from r3lite.episode import Search, Step
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Search, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.protocols import markup
 from r3lite.protocols.base import LAYOUT_FAULTS, NO_MORE, Protocol, asked_before
 from r3lite.protocols.markup import Block, Markup, Tag

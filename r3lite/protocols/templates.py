@@ -4,8 +4,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from r3lite.errors import R3LiteError
-from r3lite.files import shipped
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import shipped
 
 
 def read_template(name: str, placeholder: str, optional: tuple[str, ...] = ()) -> str:

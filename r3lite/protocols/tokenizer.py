@@ -14,9 +14,9 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 from tokenizers.pre_tokenizers import ByteLevel
 
-from r3lite.errors import R3LiteError
-from r3lite.files import read_record, read_text
-from r3lite.records import Record
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record, read_text
+from r3lite.core.records import Record
 
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")

@@ -8,8 +8,8 @@ a model or a trajectory, is the caller's. Nothing is decoded and tokenized again
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Search, Step
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Search, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.protocols import base
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import LengthSettings

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from r3lite.episode import searches_of
-from r3lite.errors import R3LiteError
-from r3lite.files import read_jsonl
-from r3lite.records import Record
+from r3lite.core.episode import searches_of
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_jsonl
+from r3lite.core.records import Record
 from r3lite.reports.chart import Bar, Bars, Chart, number, ticks
 
 PARTS = {

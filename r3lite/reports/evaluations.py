@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from r3lite.records import Record
+from r3lite.core.records import Record
 from r3lite.reports.chart import Bar, Bars, Chart
 from r3lite.reports.run import Run
 

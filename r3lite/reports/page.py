@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from r3lite.episode import searches_of
-from r3lite.records import Record
+from r3lite.core.episode import searches_of
+from r3lite.core.records import Record
 from r3lite.reports import data, evaluations, learning
 from r3lite.reports.chart import COLOURS, DASHES, Bars, Chart, Lines, number, svg
 from r3lite.reports.data import DataFile

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.reports.chart import COLOURS, Bars, Chart, Lines
 
 DASHES = ("-", "--", ":", "-.", (0, (1, 2)), (0, (8, 3)))

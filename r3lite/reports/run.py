@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from r3lite.config import load_toml
-from r3lite.errors import R3LiteError
-from r3lite.files import read_jsonl, read_record
-from r3lite.records import InvalidRecord, Record
+from r3lite.core.config import load_toml
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_jsonl, read_record
+from r3lite.core.records import InvalidRecord, Record
 from r3lite.settings.commands import with_baseline
 
 METRICS, EPISODES, PREDICTIONS = "metrics.jsonl", "episodes.jsonl", "predictions.jsonl"

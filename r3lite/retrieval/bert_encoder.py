@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import DTYPES
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
 from r3lite.models.bert import load_bert
 from r3lite.retrieval.bert_folder import Batch, batches, model_folder, text_tokenizer
 from r3lite.retrieval.conventions import passage_text, read_conventions, settings_of

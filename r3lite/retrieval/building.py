@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
-from r3lite.files import check_writable, names_in, read_record, write_json
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import check_writable, names_in, read_record, write_json
 from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.index import (
     FURTHEST,

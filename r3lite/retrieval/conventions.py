@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
-from r3lite.files import read_record, read_text, within
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record, read_text, within
+from r3lite.core.records import Record, Source
 from r3lite.models.bert import MODEL_TYPES
-from r3lite.records import Record, Source
 from r3lite.retrieval.bert_folder import LONGEST, REMEDY, SHORTEST, optional
 
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, which BertEncoder computes

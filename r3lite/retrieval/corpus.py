@@ -11,11 +11,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from r3lite.bars import BRIEF
-from r3lite.episode import Document, Question, metadata_of
-from r3lite.errors import R3LiteError
-from r3lite.files import read_jsonl
-from r3lite.records import InvalidRecord, Record
+from r3lite.core.bars import BRIEF
+from r3lite.core.episode import Document, Question, metadata_of
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_jsonl
+from r3lite.core.records import InvalidRecord, Record
 
 REMEDY = 'Each line is an object such as {"id": "7", "title": "Blue Harbor", "text": "Blue Harbor is a film ..."}.'
 

@@ -14,10 +14,10 @@ import faiss
 import numpy as np
 from tqdm import tqdm
 
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
-from r3lite.files import write_json
-from r3lite.records import Record
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_json
+from r3lite.core.records import Record
 from r3lite.retrieval.corpus import fingerprint
 from r3lite.retrieval.index import (
     MANIFEST,

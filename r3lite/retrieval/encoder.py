@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 from huggingface_hub import try_to_load_from_cache
 
-from r3lite.episode import Document
-from r3lite.files import read_record
+from r3lite.core.episode import Document
+from r3lite.core.files import read_record
 from r3lite.retrieval.bert_encoder import BertEncoder
 from r3lite.retrieval.bert_folder import REMEDY, model_folder
 from r3lite.retrieval.conventions import passage_text, read_conventions

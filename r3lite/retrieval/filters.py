@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 from tqdm import tqdm
 
-from r3lite.bars import BRIEF
-from r3lite.episode import Document, folded
-from r3lite.errors import R3LiteError, nearest
+from r3lite.core.bars import BRIEF
+from r3lite.core.episode import Document, folded
+from r3lite.core.errors import R3LiteError, nearest
 from r3lite.settings.retrieval import CONDITION
 
 SHOWN = 20  # fields that an error names

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from r3lite.episode import Document, Question, folded
+from r3lite.core.episode import Document, Question, folded
 
 
 @dataclass(frozen=True)

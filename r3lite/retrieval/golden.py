@@ -6,8 +6,8 @@ It bounds what retrieval can bring, and with noise it shows how a model bears pa
 import random
 from dataclasses import replace
 
-from r3lite.episode import Document, Question, Retrieve
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document, Question, Retrieve
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.setup import Setup
 
 NAME = "golden"

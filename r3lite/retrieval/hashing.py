@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from r3lite.episode import Document
-from r3lite.files import read_record, write_json
+from r3lite.core.episode import Document
+from r3lite.core.files import read_record, write_json
 from r3lite.retrieval.conventions import passage_text
 
 HASHING = "hashing"  # its name for --encoder

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from r3lite.episode import Document, Question, Retrieve
+from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.retrieval.lexical import Lexical
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup

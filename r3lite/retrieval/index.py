@@ -23,10 +23,10 @@ import faiss
 import numpy as np
 from tqdm import tqdm
 
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
-from r3lite.files import PIECE, PIECES, check_regular, read_record
-from r3lite.records import Record
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import PIECE, PIECES, check_regular, read_record
+from r3lite.core.records import Record
 from r3lite.retrieval import corpus
 from r3lite.retrieval.conventions import STYLES
 from r3lite.retrieval.encoder import Encoder, reopen_encoder

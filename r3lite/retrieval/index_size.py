@@ -11,7 +11,7 @@ opq-ivf-pq  the same lists, a byte for each 8 dimensions of the rotated vector (
 import math
 from dataclasses import dataclass
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 
 MANY = 1_000_000  # passages; above, `auto` reads a part of the index for a query and not all of it
 LINKS = 32  # of a vector in the graph of hnsw, twice as many on its lowest level

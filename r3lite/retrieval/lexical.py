@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 from tqdm import tqdm
 
-from r3lite.bars import BRIEF
-from r3lite.episode import Document, Retrieve
-from r3lite.errors import R3LiteError
+from r3lite.core.bars import BRIEF
+from r3lite.core.episode import Document, Retrieve
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.conventions import passage_text
 from r3lite.retrieval.search import Search, best, found
 from r3lite.retrieval.setup import Setup

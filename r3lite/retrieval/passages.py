@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
-from r3lite.files import check_regular, within
-from r3lite.records import Record, Source
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import check_regular, within
+from r3lite.core.records import Record, Source
 from r3lite.retrieval.corpus import fingerprint
 
 PASSAGES, ENDS = "passages.jsonl", "ends.bin"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import httpx2
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 
 TIMEOUT = 60.0  # seconds of a request in all
 TRIES, PAUSE = 3, 0.5  # seconds before the second try, doubled before the next

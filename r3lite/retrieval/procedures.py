@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from r3lite.episode import Document, Question, folded
-from r3lite.files import read_text, within
-from r3lite.records import Record, Source
+from r3lite.core.episode import Document, Question, folded
+from r3lite.core.files import read_text, within
+from r3lite.core.records import Record, Source
 from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.hashing import HashingEncoder
 from r3lite.settings import ProcedureSettings

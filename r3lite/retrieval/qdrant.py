@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from r3lite.episode import Document, Retrieve, metadata_of
-from r3lite.errors import R3LiteError
-from r3lite.records import InvalidRecord, Record, Source
+from r3lite.core.episode import Document, Retrieve, metadata_of
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
-from r3lite.files import check_regular, check_writable
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import check_regular, check_writable
 from r3lite.retrieval.encoder import Encoder
 
 PROBE = "Who directed the film that won the prize in 1994?"

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable
 
-from r3lite.episode import Document, Retrieve, metadata_of
-from r3lite.errors import R3LiteError
-from r3lite.records import InvalidRecord, Record, Source, parse
+from r3lite.core.episode import Document, Retrieve, metadata_of
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.retrieval.posting import Poster
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from r3lite.errors import R3LiteError
-from r3lite.records import InvalidRecord, Record, Source, parse
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.retrieval.posting import Poster
 
 BATCH = 64  # passages of a request

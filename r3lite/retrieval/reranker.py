@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
+from r3lite.core.episode import Document, Question, Retrieve
+from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import DTYPES
-from r3lite.episode import Document, Question, Retrieve
-from r3lite.errors import R3LiteError
 from r3lite.models.bert import load_bert_scorer
 from r3lite.retrieval.bert_folder import LONGEST, REMEDY, batches, model_folder, text_tokenizer
 from r3lite.retrieval.conventions import passage_text

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from r3lite.episode import Document, Failure, Question, Retrieve, Routes
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document, Failure, Question, Retrieve, Routes
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import golden, hybrid, lexical, qdrant, remote, semantic, web
 from r3lite.retrieval.reranker import CANDIDATES, Reranked
 from r3lite.retrieval.setup import Setup

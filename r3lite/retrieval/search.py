@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from r3lite.episode import Document, Question
+from r3lite.core.episode import Document, Question
 
 
 class Ranking(Protocol):

@@ -1,6 +1,6 @@
 """Semantic retrieval: the passages whose vectors are nearest to the query's."""
 
-from r3lite.episode import Retrieve
+from r3lite.core.episode import Retrieve
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
 

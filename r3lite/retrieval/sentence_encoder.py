@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.bert_folder import LONGEST, model_folder
 from r3lite.retrieval.conventions import passage_text, read_conventions, settings_of
 

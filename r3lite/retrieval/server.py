@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from r3lite.episode import Document, Failure, Question, Retrieve
-from r3lite.errors import R3LiteError
-from r3lite.records import WHOLE, InvalidRecord, Record, Source, parse
+from r3lite.core.episode import Document, Failure, Question, Retrieve
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import WHOLE, InvalidRecord, Record, Source, parse
 
 TIMEOUT = 60.0  # seconds of a read: a client that stalls gives its thread back
 LARGEST = 4 << 20  # bytes of a request

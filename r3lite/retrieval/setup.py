@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from r3lite.episode import Document, Question
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document, Question
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import corpus, index
 from r3lite.retrieval.encoder import Encoder, make_encoder
 from r3lite.retrieval.filters import fitting

@@ -13,8 +13,8 @@ import faiss
 import numpy as np
 from tqdm import tqdm
 
-from r3lite.bars import BRIEF
-from r3lite.errors import R3LiteError
+from r3lite.core.bars import BRIEF
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.index_size import BLOCK, CODEWORDS, LEAST, LINKS, SUBSPACE, item_bytes, lists_of, sample_of
 
 CLASSES = {

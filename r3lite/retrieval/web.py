@@ -20,11 +20,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from r3lite.episode import Document, Retrieve
-from r3lite.errors import R3LiteError
-from r3lite.files import read_record, write_json
+from r3lite.core.episode import Document, Retrieve
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record, write_json
+from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.llm.limits import RateLimiter
-from r3lite.records import InvalidRecord, Record, Source, parse
 from r3lite.retrieval.documents import html
 from r3lite.retrieval.documents.chunks import count_tokens, sentences
 from r3lite.retrieval.documents.section import Unreadable

@@ -3,9 +3,9 @@
 Every function takes an episode; what it returns is paid at the last step. None is a missing reward.
 """
 
-from r3lite import answer_match
-from r3lite.answer_match import answer_scores, combined_score, normalize
-from r3lite.episode import Episode
+from r3lite.core import answer_match
+from r3lite.core.answer_match import answer_scores, combined_score, normalize
+from r3lite.core.episode import Episode
 
 
 def exact_match(episode: Episode) -> float:

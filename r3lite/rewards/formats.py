@@ -4,7 +4,7 @@ or headings of each format enclose. A block that is blank, or that cannot be tol
 Every function takes an episode; what it returns is paid at the last step.
 """
 
-from r3lite.episode import ANSWERED, Episode
+from r3lite.core.episode import ANSWERED, Episode
 
 
 def strict_format(episode: Episode) -> float:

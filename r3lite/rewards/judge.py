@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from r3lite.episode import Episode
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Episode
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import Record, Source, shown
+from r3lite.core.spans import Spans, span
 from r3lite.llm.episodes import DOCUMENT_LENGTH, described
 from r3lite.llm.replies import FAILURES, Reply, Request
-from r3lite.records import Record, Source, shown
 from r3lite.rewards.reward import needs_verdict
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import JudgeSettings, RewardSettings
-from r3lite.spans import Spans, span
 
 if TYPE_CHECKING:  # its libraries take long to load
     from r3lite.llm.client import Client

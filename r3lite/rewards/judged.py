@@ -1,6 +1,6 @@
 """Rewards for what only a judge can say. A function that names a `verdict` is given the judge's."""
 
-from r3lite.episode import Episode
+from r3lite.core.episode import Episode
 from r3lite.rewards.verdict import Verdict
 
 

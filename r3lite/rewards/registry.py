@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from r3lite.config import UsageError
-from r3lite.episode import Episode
-from r3lite.errors import R3LiteError, nearest
-from r3lite.records import shown
+from r3lite.core.config import UsageError
+from r3lite.core.episode import Episode
+from r3lite.core.errors import R3LiteError, nearest
+from r3lite.core.records import shown
 from r3lite.rewards import answers, formats, judged, searching, tasks, texts
 from r3lite.rewards.verdict import Verdict
 from r3lite.settings import RewardSettings

@@ -6,10 +6,10 @@ Knows the weights and what an episode holds; a judge's opinion is handed in as a
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from r3lite.answer_match import answer_scores
-from r3lite.config import Trait, settings_with
-from r3lite.episode import Episode, Step
-from r3lite.errors import R3LiteError
+from r3lite.core.answer_match import answer_scores
+from r3lite.core.config import Trait, settings_with
+from r3lite.core.episode import Episode, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
 from r3lite.rewards.judged import trajectory_factor
 from r3lite.rewards.registry import MOST, named_rewards

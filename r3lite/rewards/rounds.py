@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import groupby
 
-from r3lite.episode import CUT_OFF, MALFORMED, Episode
+from r3lite.core.episode import CUT_OFF, MALFORMED, Episode
 from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
 from r3lite.rewards.reward import Scored
 

@@ -5,7 +5,7 @@ Every function takes an episode. A list is paid step by step, a number at the la
 
 from collections.abc import Hashable
 
-from r3lite.episode import Episode, Step
+from r3lite.core.episode import Episode, Step
 from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
 
 

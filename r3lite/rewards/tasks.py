@@ -8,8 +8,8 @@ import ast
 import re
 import warnings
 
-from r3lite.episode import Episode
-from r3lite.records import InvalidRecord, parse
+from r3lite.core.episode import Episode
+from r3lite.core.records import InvalidRecord, parse
 from r3lite.rewards.answers import rouge_l
 
 FENCED = re.compile(r"```[\w+-]*\n(.*?)```", re.DOTALL)

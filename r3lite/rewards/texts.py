@@ -7,8 +7,8 @@ above 0.
 import re
 import unicodedata
 
-from r3lite.answer_match import normalize
-from r3lite.episode import Episode
+from r3lite.core.answer_match import normalize
+from r3lite.core.episode import Episode
 
 CONNECTORS = (
     "because", "since", "therefore", "thus", "hence", "so", "then", "however", "but", "first", "next", "finally",

@@ -1,6 +1,6 @@
 """The weight of the KL divergence, adapted from round to round."""
 
-from r3lite.records import Record, Source
+from r3lite.core.records import Record, Source
 
 GAIN = 0.1  # K_beta of arXiv 1909.08593
 MOST_ERROR = 0.2

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from r3lite.bars import BRIEF
+from r3lite.core.bars import BRIEF
+from r3lite.core.grant import Grant
 from r3lite.devices.precision import Precision
-from r3lite.grant import Grant
 from r3lite.models import hooks
 from r3lite.models.logprobs import chosen_loss, token_logprobs, token_loss
 from r3lite.models.lora import cast_once, use_adapter

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from r3lite.records import Record, Source
+from r3lite.core.records import Record, Source
 from r3lite.rl.batch import Batch, Rollout
 
 CENTRE, WIDTH = 0.5, 1.0  # of the Gaussian over success rates

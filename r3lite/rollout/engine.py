@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from r3lite import bars
-from r3lite.episode import Document, Question, Retrieve
-from r3lite.errors import NotFinite
-from r3lite.grant import Grant
+from r3lite.core import bars
+from r3lite.core.episode import Document, Question, Retrieve
+from r3lite.core.errors import NotFinite
+from r3lite.core.grant import Grant
+from r3lite.core.spans import Spans
 from r3lite.models.hooks import ActivationWatch
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lora import cast_once
@@ -28,7 +29,6 @@ from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.scheduler import Scheduler, passes
 from r3lite.rollout.sequence import Listener, Sequence
-from r3lite.spans import Spans
 
 
 @dataclass

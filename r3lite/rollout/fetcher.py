@@ -7,9 +7,9 @@ episodes are decoded together, and so the last bit of every number, is the same 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from r3lite.episode import Document, Failure, Retrieve, retrieve_all
+from r3lite.core.episode import Document, Failure, Retrieve, retrieve_all
+from r3lite.core.spans import Spans
 from r3lite.rollout.sequence import Sequence
-from r3lite.spans import Spans
 
 GATHER = 8  # iterations for which queries are gathered, so that few are encoded together
 PATIENCE = 16  # iterations after which documents are taken, waiting for them if need be

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from r3lite.episode import CUT_OFF, Retrieve
+from r3lite.core.episode import CUT_OFF, Retrieve
 from r3lite.models.kv_cache import Prefill
 from r3lite.models.lora import cast_once, use_adapter
 from r3lite.rollout.engine import Engine

@@ -5,8 +5,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from r3lite.core.spans import Spans
 from r3lite.protocols.transcript import Transcript
-from r3lite.spans import Spans
 
 
 @dataclass

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.serving.asks import MODES, Answer, Ask
 from r3lite.serving.conversations import Conversations
 from r3lite.serving.limits import Places, Rate

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, Field
 
-from r3lite.episode import CUT_OFF
+from r3lite.core.episode import CUT_OFF
 from r3lite.serving.asks import Answer, Ask
 from r3lite.serving.asks import Message as Said
 from r3lite.serving.desk import AUTO, Desk, Refusal

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from r3lite.answer_match import normalize
-from r3lite.episode import ANSWERED, CUT_OFF, Document, Episode, Step
+from r3lite.core.answer_match import normalize
+from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Episode, Step
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.transcript import Transcript
 from r3lite.serving.asks import Answer, Ask, Source, Tell

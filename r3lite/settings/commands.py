@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.config import Bounds, Count, Fraction, Required, Section, Trait, UsageError
+from r3lite.core.config import Bounds, Count, Fraction, Required, Section, Trait, UsageError
 from r3lite.settings.common import Common
 from r3lite.settings.data import QuestionSettings, TrajectorySettings
 from r3lite.settings.guard import GuardSettings, ValidationSettings

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from r3lite.config import Bounds, Free, Section, UsageError
+from r3lite.core.config import Bounds, Free, Section, UsageError
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from r3lite.config import Count, Required, Section
+from r3lite.core.config import Count, Required, Section
 
 
 @dataclass(frozen=True)

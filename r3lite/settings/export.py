@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from r3lite.config import Required, Section, UsageError, Whole
+from r3lite.core.config import Required, Section, UsageError, Whole
 from r3lite.settings.common import budget_bytes
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from r3lite.config import Bounds, Count, Fraction, Free, NonNegative, Section, Whole
+from r3lite.core.config import Bounds, Count, Fraction, Free, NonNegative, Section, Whole
 
 Share = Annotated[float, Bounds(above=0, high=1)]
 Factor = Annotated[float, Bounds(above=1, high=10**9)]

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from r3lite.config import Count, Free, NonNegative, Positive, Section, Tokens, UsageError, Whole
+from r3lite.core.config import Count, Free, NonNegative, Positive, Section, Tokens, UsageError, Whole
 from r3lite.settings.common import problem_of_address
 
 GEMINI = "gemini-3.5-flash-lite"

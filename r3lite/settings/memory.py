@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from r3lite.config import Count, Free, Section, Whole
+from r3lite.core.config import Count, Free, Section, Whole
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from r3lite.config import Bounds, Fraction, Positive, Section
+from r3lite.core.config import Bounds, Fraction, Positive, Section
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from r3lite.config import Bounds, Section
+from r3lite.core.config import Bounds, Section
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from r3lite.config import Bounds, Section, UsageError
-from r3lite.errors import nearest
+from r3lite.core.config import Bounds, Section, UsageError
+from r3lite.core.errors import nearest
 
 Format = Literal["r3", "tags", "solution", "dag"]
 FORMATS = get_args(Format)

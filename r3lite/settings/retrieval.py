@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from r3lite.config import Bounds, Fraction, Section, UsageError
-from r3lite.errors import nearest
+from r3lite.core.config import Bounds, Fraction, Section, UsageError
+from r3lite.core.errors import nearest
 from r3lite.settings.common import budget_bytes, problem_of_address
 
 SOURCES = ("General", "News", "Academic")  # kinds that a plan knows

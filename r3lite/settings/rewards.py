@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from r3lite.config import MOST, Bounds, Judged, NonNegative, Section, UsageError
+from r3lite.core.config import MOST, Bounds, Judged, NonNegative, Section, UsageError
 
 Factor = Annotated[float, Bounds(low=-1000, high=1000)]
 FIRST_WEIGHT = "first_weight"

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
+from r3lite.core.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
 
 Top = Annotated[int, Bounds(low=1, high=1024)]
 # The keys of rl.algorithms.ALGORITHMS; a test holds them to it.

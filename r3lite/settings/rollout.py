@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from r3lite.config import Bounds, Section, Tokens, Whole
+from r3lite.core.config import Bounds, Section, Tokens, Whole
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from r3lite.config import Bounds, Count, Positive, Section, UsageError, Whole
+from r3lite.core.config import Bounds, Count, Positive, Section, UsageError, Whole
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from r3lite.config import MOST, Section, UsageError
-from r3lite.errors import nearest
+from r3lite.core.config import MOST, Section, UsageError
+from r3lite.core.errors import nearest
 from r3lite.settings.protocol import FORMATS
 
 TYPES = ("qa", "chat", "coding", "function_calling", "r1")

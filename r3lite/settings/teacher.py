@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from r3lite.config import Section
+from r3lite.core.config import Section
 from r3lite.settings.rl import Top
 
 

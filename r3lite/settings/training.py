@@ -4,8 +4,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from r3lite.config import Count, Fraction, Free, NonNegative, Positive, Section, UsageError, Whole
-from r3lite.errors import R3LiteError
+from r3lite.core.config import Count, Fraction, Free, NonNegative, Positive, Section, UsageError, Whole
+from r3lite.core.errors import R3LiteError
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from r3lite.config import Bounds, Count, Required, Section
+from r3lite.core.config import Bounds, Count, Required, Section
 
 Few = Annotated[int, Bounds(low=1, high=100)]
 

@@ -27,8 +27,8 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from r3lite.errors import R3LiteError
-from r3lite.files import PART, open_regular, read_record, write_json
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import PART, open_regular, read_record, write_json
 
 NAME = re.compile(r"checkpoint-(\d+)")
 MANIFEST, STATE, ADAPTER = "manifest.json", "state.json", "adapter"

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from r3lite.records import Record, Source
+from r3lite.core.records import Record, Source
 from r3lite.settings import GuardSettings
 from r3lite.training.watches import WATCHES, Numbers, right_likelihood, watched
 

@@ -8,10 +8,10 @@ import sys
 import time
 from typing import Protocol
 
-from r3lite.command import Terminated
+from r3lite.core.command import Terminated
+from r3lite.core.errors import NotFinite, R3LiteError
+from r3lite.core.spans import Spans, span
 from r3lite.devices.precision import NonFiniteGradients
-from r3lite.errors import NotFinite, R3LiteError
-from r3lite.spans import Spans, span
 from r3lite.training import metrics, optim
 from r3lite.training.interrupts import Interrupts
 from r3lite.training.oversight import Collapse, Oversight

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import own_records
+from r3lite.core.spans import Spans, span
 from r3lite.devices.live_tensors import MIB
-from r3lite.errors import R3LiteError
-from r3lite.files import own_records
-from r3lite.spans import Spans, span
 from r3lite.training.tracking import Tracker
 
 FILE = "metrics.jsonl"

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from tqdm import tqdm
 
-from r3lite.config import flag
-from r3lite.errors import NotFinite, R3LiteError
+from r3lite.core.config import flag
+from r3lite.core.errors import NotFinite, R3LiteError
+from r3lite.core.spans import Spans, span
 from r3lite.settings import ValidationSettings
-from r3lite.spans import Spans, span
 from r3lite.training import checkpoint
 from r3lite.training.guard import Alarm, Guard
 from r3lite.training.run_folder import RunFolder

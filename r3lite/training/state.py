@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
 from r3lite.devices.random_state import random_state, set_random_state
-from r3lite.errors import R3LiteError
 from r3lite.training import optim
 from r3lite.training.checkpoint import GROUPS, Checkpoint
 

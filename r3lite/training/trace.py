@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from r3lite.errors import R3LiteError
-from r3lite.files import read_text, write_text
-from r3lite.spans import MAIN, Span, Spans
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_text, write_text
+from r3lite.core.spans import MAIN, Span, Spans
 
 CHROME, OPENTELEMETRY = "trace.json", "spans.jsonl"
 REMEDY = "Move it away, or leave --track-spans out."
@@ -55,7 +55,7 @@ class OpenTelemetryLines:
 
     def __init__(self, path: Path, command: str, done: int):
         self.path = path
-        run = {"service.name": SERVICE, "r3lite.command": command, "r3lite.run": path.absolute().parent.name}
+        run = {"service.name": SERVICE, "r3lite.core.command": command, "r3lite.run": path.absolute().parent.name}
         self._resource = {"attributes": _attributes(run)}
         write_text(path, "".join(line + "\n" for line, step in _lines(path) if step <= done) if done else "")
 

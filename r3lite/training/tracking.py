@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from r3lite.errors import R3LiteError
-from r3lite.files import read_text, write_text
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_text, write_text
 
 WANDB_ID = "wandb-id.txt"  # a resumed run goes on in the same place
 

@@ -6,9 +6,9 @@ Decides what is still to be done, so that a run that was killed goes on where it
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from r3lite.errors import R3LiteError
-from r3lite.files import read_record, write_json
-from r3lite.records import Record
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record, write_json
+from r3lite.core.records import Record
 
 REMEDY = "Name another --output; what is there stays as it is."
 Score = dict[str, float]  # value, low, high

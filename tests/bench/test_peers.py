@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import contests, full_length, peers
 from bench.contest import OURS, peak_mib
+from r3lite.core.files import shipped
 from r3lite.devices.precision import Precision
-from r3lite.files import shipped
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rollout.sequence import Sequence
 from tests.bench.conftest import VOCABULARY

@@ -1,7 +1,7 @@
 """The bench of a query through the whole of retrieval: what it makes and what it times."""
 
 from bench import pipeline
-from r3lite.files import write_jsonl
+from r3lite.core.files import write_jsonl
 from r3lite.retrieval.bert_encoder import BertEncoder
 
 

@@ -8,8 +8,8 @@ import torch
 
 from bench import memory, options, profile, records, throughput
 from bench.records import NOT_RECORDED, Bench
+from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
-from r3lite.errors import R3LiteError
 
 BENCH = Bench("speed", "Speed", keys=("contest", "contestant"), figures=("tokens_per_second", "exponent"))
 ON = {"commit": "abc", "processor": "chip", "threads": 2, "precision": "fp32", "versions": {"torch": "2.13"}}

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from r3lite import sft
+from r3lite.assembly import supervised
 from r3lite.checks import runs
 from r3lite.checks.finding import CPU
+from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
-from r3lite.errors import R3LiteError
 from r3lite.memory.plan import Plan
 from r3lite.training import state
 
@@ -54,14 +55,14 @@ def test_training_fails_that_learns_otherwise(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [1, 2])
 def test_training_fails_if_the_loss_of_a_step_is_no_number(monkeypatch, wrong):
-    step = sft.SFTTrainer.step
+    step = supervised.SFTTrainer.step
 
     def lost(self, number):
         record, tokens = step(self, number)
         is_wrong = self.policy.precision.dtype == torch.bfloat16 and number == wrong
         return record | ({"loss": float("nan")} if is_wrong else {}), tokens
 
-    monkeypatch.setattr(sft.SFTTrainer, "step", lost)
+    monkeypatch.setattr(supervised.SFTTrainer, "step", lost)
     assert failed(runs.training(Precision(torch.bfloat16, CPU)))
 
 
@@ -79,14 +80,14 @@ def test_memory_fails_that_was_planned_wrongly(monkeypatch, share):
 
 
 def test_memory_fails_if_it_runs_out(monkeypatch):
-    work, calls = sft.SFTTrainer.add_gradients, itertools.count()
+    work, calls = supervised.SFTTrainer.add_gradients, itertools.count()
 
     def runs_out(self, rows):
         if next(calls) == 0:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return work(self, rows)
 
-    monkeypatch.setattr(sft.SFTTrainer, "add_gradients", runs_out)
+    monkeypatch.setattr(supervised.SFTTrainer, "add_gradients", runs_out)
     found = runs.memory(EXACT)
     assert failed(found) and "memory ran out" in found.told
 
@@ -107,13 +108,13 @@ def test_resume_fails_that_forgets_the_moments(monkeypatch):
 
 
 def test_where_equal_runs_differ_nothing_can_be_equal_to_the_bit(monkeypatch):
-    noise, step = itertools.count(), sft.SFTTrainer.step
+    noise, step = itertools.count(), supervised.SFTTrainer.step
 
     def noisy(self, number):
         record, tokens = step(self, number)
         return record | {"loss": record["loss"] + 1e-7 * next(noise)}, tokens
 
-    monkeypatch.setattr(sft.SFTTrainer, "step", noisy)
+    monkeypatch.setattr(supervised.SFTTrainer, "step", noisy)
     found = runs.resume(EXACT)
     assert found.state == "skipped" and "in no fixed order" in found.told
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from r3lite.core.episode import Document, Hop, Question
 from r3lite.datasets.comparison import compared, date
-from r3lite.episode import Document, Hop, Question
 
 FILMS = Document("0", "Alva (film)", ""), Document("1", "Berta", "")
 PEOPLE = Document("2", "Carl", ""), Document("3", "Dora", "")

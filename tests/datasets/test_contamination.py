@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from r3lite.core.episode import Question
+from r3lite.core.errors import R3LiteError
 from r3lite.datasets.contamination import without
-from r3lite.episode import Question
-from r3lite.errors import R3LiteError
 
 
 def asked(id, text):

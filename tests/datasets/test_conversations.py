@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.datasets.conversations import LAYOUTS
 from r3lite.datasets.trajectories import Conversation, read_rows, row_from_json
-from r3lite.errors import R3LiteError
 from r3lite.protocols.registry import build_protocol
-from r3lite.records import InvalidRecord, Record, Source
 from r3lite.settings import ProtocolSettings
 
 FORMAT = build_protocol(ProtocolSettings())

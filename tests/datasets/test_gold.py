@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from r3lite.core.episode import Document, Hop, Question, Search
 from r3lite.datasets import gold
 from r3lite.datasets.trajectories import check_steps
-from r3lite.episode import Document, Hop, Question, Search
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import ProtocolSettings
 

@@ -8,9 +8,9 @@ import types
 
 import pytest
 
+from r3lite.core.errors import R3LiteError
 from r3lite.datasets import hub
 from r3lite.datasets.qa import read_questions
-from r3lite.errors import R3LiteError
 from tests.question_rows import HOTPOT, write
 
 

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
+from r3lite.core.episode import Question
 from r3lite.datasets.order import questions_of_refill, questions_of_round, rows_of_step
-from r3lite.episode import Question
 
 
 def test_every_epoch_reads_every_row_once_and_the_last_step_may_be_smaller():

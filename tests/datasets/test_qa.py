@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_jsonl
 from r3lite.datasets.qa import read_questions
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
-from r3lite.files import read_jsonl
 from tests.question_rows import HOTPOT, MUSIQUE, TWO_WIKI, write
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
 from r3lite.datasets.self_taught import chosen
-from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
 from r3lite.protocols.base import ANSWER_WAS_FORCED
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import ProtocolSettings

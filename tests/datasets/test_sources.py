@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from r3lite.config import UsageError, with_values
+from r3lite.core.config import UsageError, with_values
+from r3lite.core.episode import ANSWERED, Episode, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.datasets.conversations import Conversation
 from r3lite.datasets.sources import (
     build_mixture,
@@ -16,8 +18,6 @@ from r3lite.datasets.sources import (
     read_rows_of,
     table,
 )
-from r3lite.episode import ANSWERED, Episode, Step
-from r3lite.errors import R3LiteError
 from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.rewards.tasks import combined
 from r3lite.settings import DataSettings, ProtocolSettings, SftConfig, SourceSettings

@@ -1,7 +1,7 @@
 """What a remote teacher is asked."""
 
+from r3lite.core.episode import Question
 from r3lite.datasets.teacher import Teacher, Try
-from r3lite.episode import Question
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import CollectSettings, ProtocolSettings
 

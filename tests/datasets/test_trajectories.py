@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from r3lite.core.episode import Document, Question, Search, Step
+from r3lite.core.errors import R3LiteError
+from r3lite.core.grant import Grant, Memory
+from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.datasets.trajectories import Conversation, Trajectory, encode_row, encode_rows, read_rows, row_from_json
-from r3lite.episode import Document, Question, Search, Step
-from r3lite.errors import R3LiteError
-from r3lite.grant import Grant, Memory
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
-from r3lite.records import InvalidRecord, Record, Source
 from r3lite.rollout.engine import Engine
 from r3lite.settings import LengthSettings, ProtocolSettings
 

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
+from r3lite.core.episode import Document, Question, Search
 from r3lite.devices.live_tensors import GRAIN, LiveTensors
-from r3lite.episode import Document, Question, Search
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sequence import Sequence
 

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
+from r3lite.core.errors import R3LiteError
 from r3lite.devices import precision
 from r3lite.devices.precision import MAX_SKIPS_IN_A_ROW, NonFiniteGradients, Precision
-from r3lite.errors import R3LiteError
 from r3lite.models.hooks import explain_overflow
 
 CPU = torch.device("cpu")

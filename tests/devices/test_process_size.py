@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from r3lite.command import CACHES
-from r3lite.files import shipped, write_jsonl
+from r3lite.core.command import CACHES
+from r3lite.core.files import shipped, write_jsonl
 from r3lite.training import metrics
 
 FLAGS = ["--device", "cpu", "--batch-size", "1", "--gradient-accumulation", "2", "--validation-rows", "0"]

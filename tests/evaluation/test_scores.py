@@ -1,8 +1,8 @@
 import pytest
 
-from r3lite.episode import ANSWERED, Document, Episode, Question, Step
+from r3lite.core.episode import ANSWERED, Document, Episode, Question, Step
+from r3lite.core.records import Record, Source
 from r3lite.evaluation.scores import MEANS, METRICS, Marks, combined, scores, scores_by
-from r3lite.records import Record, Source
 
 GOLD = tuple(Document(str(i), f"T{i}", f"Text {i}") for i in range(3))
 

@@ -1,7 +1,7 @@
 import pytest
 
-from r3lite.answer_match import Overlap, best_overlap
-from r3lite.episode import ANSWERED, Document, Episode, Question, Step
+from r3lite.core.answer_match import Overlap, best_overlap
+from r3lite.core.episode import ANSWERED, Document, Episode, Question, Step
 from r3lite.evaluation.supporting_facts import facts_match, joint, retrieved_facts
 
 GOLD = {("Neighbours", 1), ("Kate Ramsay", 0)}

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from r3lite.answer_match import rouge_l
+from r3lite.core.answer_match import rouge_l
 from r3lite.datasets.qa import read_questions
 from r3lite.evaluation.text_overlap import bert_score, corpus_bleu, sentence_bleu
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.llm.client import Request
 from tests.marks import ASK, MARK, ask, read_mark
 

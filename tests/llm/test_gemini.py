@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.llm.client import Request
 from tests.marks import ASK, MARK, Mark, ask, read_mark
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.llm.known_models import prices_of
 from r3lite.settings import JudgeSettings
 

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
-from r3lite.config import UsageError
-from r3lite.episode import ANSWERED, Document, Episode, Question, Step
-from r3lite.errors import R3LiteError
+from r3lite.core.config import UsageError
+from r3lite.core.episode import ANSWERED, Document, Episode, Question, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.llm.client import Client, Request
 from r3lite.llm.openai_compatible import closed
 from r3lite.rewards.judge import SCHEMA, build_judge

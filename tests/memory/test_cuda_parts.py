@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
-from r3lite.grant import Memory
 from r3lite.memory import choice, planner
 from r3lite.memory.cuda_parts import CONTEXT, NOT_TENSORS, beside_tensors
 from r3lite.memory.planner import Workload

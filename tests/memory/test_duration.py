@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from bench.limits import training_flops
+from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds, card
-from r3lite.grant import Memory
 from r3lite.memory import duration
 from r3lite.memory.duration import CARD, Cost, Efficiency, in_words, predict
 from r3lite.memory.planner import Workload, adapter_bytes

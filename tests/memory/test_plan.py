@@ -4,9 +4,9 @@ import types
 
 import torch
 
+from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import resolve_device
-from r3lite.grant import Memory
 from r3lite.memory import plan, planner
 from r3lite.memory.cuda_parts import CONTEXT
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from bench.memory import full_question, full_rows
-from r3lite import collect, policy, ppo, rl_round, sft
-from r3lite.config import UsageError
+from r3lite import collect, ppo, sft
+from r3lite.assembly import policy, rl_round
+from r3lite.core.config import UsageError
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_jsonl
+from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB, LiveTensors
-from r3lite.errors import R3LiteError
-from r3lite.files import write_jsonl
-from r3lite.grant import Memory
 from r3lite.memory import planner
 from r3lite.memory.choice import choose
 from r3lite.memory.planner import Workload, peak

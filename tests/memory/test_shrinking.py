@@ -10,9 +10,10 @@ import safetensors.torch
 import torch
 
 from r3lite import ppo, sft
-from r3lite.errors import R3LiteError
-from r3lite.files import write_jsonl
-from r3lite.grant import Memory
+from r3lite.assembly import supervised
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_jsonl
+from r3lite.core.grant import Memory
 from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.models.weights import resolve_folder
 from r3lite.rewards import reward
@@ -67,7 +68,7 @@ def out_of_memory() -> None:
 
 def small_card(monkeypatch, room: int) -> list[int]:
     """A card on which the loss of more than so many tokens does not fit; notes what was tried."""
-    seen, loss, loss_in_rl = [], sft.SFTTrainer.loss, Learner.loss
+    seen, loss, loss_in_rl = [], supervised.SFTTrainer.loss, Learner.loss
 
     def limited(work):
         def call(self, part, *more):
@@ -79,7 +80,7 @@ def small_card(monkeypatch, room: int) -> list[int]:
 
         return call
 
-    monkeypatch.setattr(sft.SFTTrainer, "loss", limited(loss))
+    monkeypatch.setattr(supervised.SFTTrainer, "loss", limited(loss))
     monkeypatch.setattr(Learner, "loss", limited(loss_in_rl))
     return seen
 
@@ -150,7 +151,9 @@ TWO_PASSES = ["--micro-batch-tokens", "1", "--lora-dropout", "0.3"]  # each row 
 def test_half_made_gradients_are_dropped_and_dropout_drops_the_same_again(toy, tmp_path, monkeypatch, capsys):
     """Two rows' gradients are there when memory runs out: counted twice, they would steer the step."""
     assert run_sft(toy, tmp_path / "whole", *TWO_PASSES) == 0
-    failing(monkeypatch, sft.SFTTrainer, "loss", {3, 6, 16})  # in the first step, in its second try, and in the third
+    failing(
+        monkeypatch, supervised.SFTTrainer, "loss", {3, 6, 16}
+    )  # in the first step, in its second try, and in the third
     assert run_sft(toy, tmp_path / "small", *TWO_PASSES) == 0
     told = capsys.readouterr().err
     assert "recompute_layers 0 -> 1" in told and "recompute_layers 1 -> 2" in told and "loss_chunk 128 -> 64" in told
@@ -206,7 +209,7 @@ def test_figures_of_wrong_types_in_a_checkpoint_are_refused(changed, told):
 
 
 def test_what_the_user_fixed_stays(toy, tmp_path, monkeypatch, capsys):
-    failing(monkeypatch, sft.SFTTrainer, "loss", {1})
+    failing(monkeypatch, supervised.SFTTrainer, "loss", {1})
     assert run_sft(toy, tmp_path / "run", *FIXED[:4], "--micro-batch-tokens", "2000") == 0
     assert "is repeated with mlp_tile 1024 -> 512\n" in capsys.readouterr().err
     kept = memory_of(tmp_path / "run", 3)
@@ -217,7 +220,7 @@ def test_what_the_user_fixed_stays(toy, tmp_path, monkeypatch, capsys):
 def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_path, monkeypatch, capsys, failed):
     assert run_sft(toy, tmp_path / "whole", *FIXED) == 0
     with monkeypatch.context() as patch:
-        failing(patch, sft.SFTTrainer, "loss", {failed})
+        failing(patch, supervised.SFTTrainer, "loss", {failed})
         assert run_sft(toy, tmp_path / "run", *FIXED) == 1
     told = capsys.readouterr().err
     assert "r3lite.sft stopped: the device ran out of memory, and nothing is left to make smaller" in told
@@ -232,7 +235,7 @@ def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_
 
 def test_memory_that_runs_out_without_end_stops_the_run(toy, tmp_path, monkeypatch, capsys):
     """Every setting is halved down to its least, and then there is an end."""
-    monkeypatch.setattr(sft.SFTTrainer, "loss", lambda *_: out_of_memory())
+    monkeypatch.setattr(supervised.SFTTrainer, "loss", lambda *_: out_of_memory())
     assert run_sft(toy, tmp_path / "run") == 1
     told = capsys.readouterr().err
     assert "loss_chunk 32 -> 16" in told and "mlp_tile 64 -> 32" in told
@@ -302,7 +305,7 @@ def test_in_fp16_the_loss_scale_is_as_if_nothing_had_happened(toy, tmp_path, mon
     """An attempt that failed is no skipped step: it must not touch the scaler."""
     half = [*TWO_PASSES, "--dtype", "fp16"]
     assert run_sft(toy, tmp_path / "whole", *half) == 0
-    failing(monkeypatch, sft.SFTTrainer, "loss", {3, 10})
+    failing(monkeypatch, supervised.SFTTrainer, "loss", {3, 10})
     assert run_sft(toy, tmp_path / "small", *half) == 0
     one, two = weights(tmp_path / "small", 3), weights(tmp_path / "whole", 3)
     for name, tensor in one.items():  # rounding in fp16 turns the sign of a few updates whose gradient is nearly 0

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from r3lite.grant import Grant, Memory
+from r3lite.core.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, qwen2
 from r3lite.models.functions import swiglu
 from r3lite.models.kv_cache import KVCache, Prefill

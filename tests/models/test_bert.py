@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.models.bert import load_bert, load_bert_scorer
 
 

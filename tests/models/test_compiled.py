@@ -7,9 +7,9 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor import cpp_builder
 
-from r3lite import policy
-from r3lite.errors import R3LiteError
-from r3lite.grant import Grant, Memory
+from r3lite.assembly import policy
+from r3lite.core.errors import R3LiteError
+from r3lite.core.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, compiled, nf4
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lora import adapter_parameters, add_adapter, set_adapter, use_adapter

@@ -8,8 +8,8 @@ import copy
 import pytest
 import torch
 
+from r3lite.core.grant import Grant, Memory
 from r3lite.devices.precision import Precision
-from r3lite.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, lora
 from r3lite.models.hooks import ActivationWatch
 from r3lite.models.kv_cache import KVCache, Prefill

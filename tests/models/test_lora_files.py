@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.models.lora import add_adapter, load_adapter, read_adapter_config, read_base, save_adapter
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from r3lite.errors import R3LiteError
-from r3lite.grant import Grant, Memory
+from r3lite.core.errors import R3LiteError
+from r3lite.core.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, nf4, projections
 from r3lite.models.lora import LoraLinear, adapter_parameters, add_adapter, merge_adapter, remove_adapter, use_adapter
 from r3lite.models.nf4 import dequantize, quantize

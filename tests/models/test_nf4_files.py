@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.models import nf4
 from r3lite.models.lora import add_adapter, remove_adapter
 from r3lite.models.qwen2_config import read_config

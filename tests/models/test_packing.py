@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from r3lite.grant import Grant, Memory
+from r3lite.core.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, lora
 from r3lite.models.packing import GRANULE, Pack, groups, states_at
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.models import nf4, tensor_files, weights
 from r3lite.models.lora import adapter_parameters, add_adapter, use_adapter
 from r3lite.models.qwen2_config import read_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.models import weights
 from r3lite.models.lora import adapter_parameters, add_adapter, merge_adapter
 from r3lite.models.qwen2_config import read_config

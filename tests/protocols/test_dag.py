@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from r3lite.episode import Document, Question, Search, Step
+from r3lite.core.episode import Document, Question, Search, Step
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import OPENINGS, Layout, Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from r3lite.episode import ANSWERED, Document, Question, Step
+from r3lite.core.episode import ANSWERED, Document, Question, Step
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tags import Tags

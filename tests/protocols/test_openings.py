@@ -5,8 +5,8 @@ import typing
 import pytest
 import torch
 
-from r3lite.episode import ANSWERED, CUT_OFF, Document, Question
-from r3lite.grant import Grant, Memory
+from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Question
+from r3lite.core.grant import Grant, Memory
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tags import Tags

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from r3lite.config import UsageError
-from r3lite.episode import Document, Step
-from r3lite.errors import R3LiteError
+from r3lite.core.config import UsageError
+from r3lite.core.episode import Document, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import ProtocolSettings
 

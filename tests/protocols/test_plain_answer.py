@@ -2,8 +2,8 @@
 
 import pytest
 
-from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import OPENINGS, Layout, Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from r3lite.config import UsageError
-from r3lite.episode import Document, Search, Step
+from r3lite.core.config import UsageError
+from r3lite.core.episode import Document, Search, Step
 from r3lite.protocols.base import same_query
 from r3lite.protocols.r3 import FAULTS, R3
 from r3lite.settings import ProtocolSettings

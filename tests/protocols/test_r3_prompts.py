@@ -2,8 +2,8 @@
 
 import pytest
 
-from r3lite.episode import Document, Step
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.protocols.r3 import R3, render_documents
 from r3lite.settings import ProtocolSettings
 

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from r3lite.core.episode import Document, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.datasets.trajectories import check_steps
-from r3lite.episode import Document, Step
-from r3lite.errors import R3LiteError
 from r3lite.protocols.markup import Tag
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN, SOLUTION, WORKING_OUT, Tags

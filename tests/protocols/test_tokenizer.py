@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from r3lite.errors import R3LiteError
-from r3lite.files import shipped
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import shipped
 from r3lite.protocols.tokenizer import Tokenizer, vocabulary_of
 
 CONVERSATIONS = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Search, Step
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Search, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import SOLUTION, WORKING_OUT, Tags

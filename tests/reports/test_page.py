@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.reports.data import read_data
 from r3lite.reports.page import Report, html
 from r3lite.reports.run import read_runs

@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.reports.run import KEPT, read_runs
 from tests.reports.conftest import episode
 

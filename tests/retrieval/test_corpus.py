@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from r3lite.episode import Document, Question
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document, Question
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.corpus import fingerprint, from_questions, read_corpus
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from r3lite import index as recipe
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import building, editing, index
 from r3lite.retrieval.index_size import estimate
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.bert_encoder import BertEncoder
 from r3lite.retrieval.conventions import style_of
 from r3lite.retrieval.encoder import make_encoder

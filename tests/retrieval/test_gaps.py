@@ -1,6 +1,6 @@
 """What a corpus lacks, worked by hand."""
 
-from r3lite.episode import Document, Question
+from r3lite.core.episode import Document, Question
 from r3lite.retrieval.gaps import gaps, report
 
 HARBOR, LEE, OSLO = (

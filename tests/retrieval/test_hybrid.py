@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3lite.episode import Document, Question
+from r3lite.core.episode import Document, Question
 from r3lite.retrieval.hybrid import DEPTH, Hybrid, build, reciprocal_ranks, scaled_scores
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings

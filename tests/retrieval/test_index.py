@@ -9,8 +9,8 @@ import faiss
 import numpy as np
 import pytest
 
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import building, index
 from r3lite.retrieval.encoder import make_encoder
 from r3lite.retrieval.hashing import HashingEncoder

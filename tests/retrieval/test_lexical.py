@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from r3lite.episode import Document, Question
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document, Question
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import index
 from r3lite.retrieval.lexical import Lexical
 from r3lite.retrieval.retriever import build_retriever

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from r3lite.episode import Question
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Question
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.procedures import Finder, open_finder, read_procedures, to_json
 from r3lite.settings import ProcedureSettings
 

@@ -5,10 +5,10 @@ import sys
 import pytest
 
 from r3lite import index as recipe
-from r3lite.config import UsageError
-from r3lite.episode import Document, Failure, Question
-from r3lite.errors import R3LiteError
-from r3lite.files import write_jsonl
+from r3lite.core.config import UsageError
+from r3lite.core.episode import Document, Failure, Question
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_jsonl
 from r3lite.retrieval import index, qdrant
 from r3lite.retrieval.bert_encoder import BertEncoder
 from r3lite.retrieval.retriever import build_retriever

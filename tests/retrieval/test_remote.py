@@ -9,9 +9,9 @@ from http.server import ThreadingHTTPServer
 import pytest
 
 from r3lite import retrieve as command
-from r3lite.config import UsageError
-from r3lite.episode import Document, Failure, Question
-from r3lite.errors import R3LiteError
+from r3lite.core.config import UsageError
+from r3lite.core.episode import Document, Failure, Question
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import posting, remote, server
 from r3lite.retrieval.remote import Remote
 from r3lite.retrieval.remote_reranker import RemoteReranker

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from r3lite.episode import Document, Question
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document, Question
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.reranker import CrossEncoder, Reranked
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from r3lite.config import UsageError
-from r3lite.episode import Document, Failure, Question, Search, retrieve_all
-from r3lite.errors import R3LiteError
+from r3lite.core.config import UsageError
+from r3lite.core.episode import Document, Failure, Question, Search, retrieve_all
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import index, setup
 from r3lite.retrieval.retriever import GIVE_UP, RETRIEVERS, Tolerant, build_retriever
 from r3lite.retrieval.setup import Setup

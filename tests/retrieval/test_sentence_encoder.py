@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import index
 from r3lite.retrieval.bert_encoder import BertEncoder
 from r3lite.retrieval.encoder import make_encoder

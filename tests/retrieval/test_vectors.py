@@ -4,7 +4,7 @@ import faiss
 import numpy as np
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.index_size import choose, estimate, lists_of, sample_of
 from r3lite.retrieval.vectors import CLASSES, VectorFile, Vectors, build_vectors, open_vectors, write_vectors
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from r3lite.config import UsageError
-from r3lite.episode import Document, Failure, Question, Search, retrieve_all
-from r3lite.errors import R3LiteError
+from r3lite.core.config import UsageError
+from r3lite.core.episode import Document, Failure, Question, Search, retrieve_all
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import posting, web
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup

@@ -1,6 +1,6 @@
 """Episodes that tests of rewards are worked out on by hand."""
 
-from r3lite.episode import ANSWERED, Document, Episode, Question, Step
+from r3lite.core.episode import ANSWERED, Document, Episode, Question, Step
 
 GOLD = tuple(Document(str(i), f"Title {i}", f"Text {i}.") for i in range(2))
 OTHER, ANOTHER = Document("8", "Other", "Nothing."), Document("9", "Another", "Nothing more.")

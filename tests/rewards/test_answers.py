@@ -1,6 +1,6 @@
 import pytest
 
-from r3lite.episode import CUT_OFF, Episode, Question
+from r3lite.core.episode import CUT_OFF, Episode, Question
 from r3lite.rewards.answers import answer_f1, contains_gold, exact_match, hop_weighted, rouge_l, rouge_l_levels
 from tests.rewards.episodes import GOLD, QUESTION, answered, search
 

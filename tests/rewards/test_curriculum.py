@@ -2,10 +2,10 @@
 
 import pytest
 
-from r3lite import rl_guidance
-from r3lite.command import COMMANDS
-from r3lite.config import UsageError, resolve
-from r3lite.episode import Search, Step
+from r3lite.assembly import rl_guidance
+from r3lite.core.command import COMMANDS
+from r3lite.core.config import UsageError, resolve
+from r3lite.core.episode import Search, Step
 from r3lite.rewards.curriculum import changes_at, changing_weights, of_round
 from r3lite.rewards.reward import needs_verdict, score
 from r3lite.rewards.verdict import StepVerdict, Verdict

@@ -1,6 +1,6 @@
 import pytest
 
-from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Episode, Step
+from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Episode, Step
 from r3lite.protocols.registry import build_protocol
 from r3lite.rewards.formats import all_tags, approximate_format, strict_format, tag_share, valid_plan
 from r3lite.settings import ProtocolSettings

@@ -2,14 +2,14 @@ import json
 
 import pytest
 
-from r3lite.episode import ANSWERED, CUT_OFF, Document, Episode, Question, Step
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Episode, Question, Step
+from r3lite.core.errors import R3LiteError
+from r3lite.core.spans import Spans
 from r3lite.llm.cache import digest
 from r3lite.rewards.judge import Judge, build_judge, request_for
 from r3lite.rewards.reward import StepVerdict, Verdict, score
 from r3lite.settings import JudgeSettings, RewardSettings
 from r3lite.settings.rewards import RewardEntry
-from r3lite.spans import Spans
 
 GOLD = Document("1", "Ada", "Ada Byron wrote the first program. " + "x" * 1000)
 STEPS = [Step.asking("Who was it?", "first programmer", (GOLD,)), Step("It was Ada.", answer="Lady Lovelace")]

@@ -1,6 +1,6 @@
 import pytest
 
-from r3lite.episode import CUT_OFF, Episode
+from r3lite.core.episode import CUT_OFF, Episode
 from r3lite.rewards.judged import coherence, judged_answer, query_rationality, relevance
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from tests.rewards.episodes import GOLD, QUESTION, answered, search

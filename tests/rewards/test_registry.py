@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from r3lite.config import UsageError, resolve
-from r3lite.episode import CUT_OFF, Episode, Question
-from r3lite.errors import R3LiteError
+from r3lite.core.config import UsageError, resolve
+from r3lite.core.episode import CUT_OFF, Episode, Question
+from r3lite.core.errors import R3LiteError
 from r3lite.rewards import answers, searching
 from r3lite.rewards.registry import REWARDS, SEARCHING, named_rewards
 from r3lite.rewards.reward import Scored, needs_verdict, score, score_all

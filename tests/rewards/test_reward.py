@@ -3,9 +3,9 @@ import math
 
 import pytest
 
-from r3lite.answer_match import answer_scores
-from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
-from r3lite.errors import R3LiteError
+from r3lite.core.answer_match import answer_scores
+from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.protocols.registry import build_protocol
 from r3lite.rewards.reward import Scored, StepVerdict, Verdict, score
 from r3lite.settings import ProtocolSettings, RewardSettings

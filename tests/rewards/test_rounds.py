@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3lite.episode import Episode, Question, Step
+from r3lite.core.episode import Episode, Question, Step
 from r3lite.rewards.reward import Scored
 from r3lite.rewards.rounds import episode_records, likelihood_of_right, round_metrics
 

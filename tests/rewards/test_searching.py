@@ -1,6 +1,6 @@
 import pytest
 
-from r3lite.episode import Document, Episode, Question
+from r3lite.core.episode import Document, Episode, Question
 from r3lite.rewards.searching import gold_precision, gold_recall, information_gain, search_count, search_excess
 from tests.rewards.episodes import ANOTHER, GOLD, OTHER, QUESTION, answered, search
 

@@ -2,7 +2,7 @@ import warnings
 
 import pytest
 
-from r3lite.episode import Question
+from r3lite.core.episode import Question
 from r3lite.rewards.tasks import chat, coding, combined, function_calling
 from tests.rewards.episodes import answered
 

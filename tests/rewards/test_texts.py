@@ -1,6 +1,6 @@
 import pytest
 
-from r3lite.episode import ANSWERED, Episode, Question, Step
+from r3lite.core.episode import ANSWERED, Episode, Question, Step
 from r3lite.rewards.texts import keyword_overlap, language_penalty, length_penalty, logical_connectors
 from tests.rewards.episodes import QUESTION
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from r3lite.core.grant import Grant, Memory
 from r3lite.devices.precision import Precision
-from r3lite.grant import Grant, Memory
 from r3lite.models import lora
 from r3lite.models.logprobs import TopTokens
 from r3lite.models.value_head import ValueHead

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from r3lite.config import UsageError
-from r3lite.errors import R3LiteError
+from r3lite.core.config import UsageError
+from r3lite.core.errors import R3LiteError
 from r3lite.rl import losses
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.kl import KlFactor

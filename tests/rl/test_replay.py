@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.rl.batch import Rollout
 from r3lite.rl.replay import ReplayBuffer
 

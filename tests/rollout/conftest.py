@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from r3lite.grant import Grant, Memory
+from r3lite.core.grant import Grant, Memory
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
 from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.rollout.engine import Engine

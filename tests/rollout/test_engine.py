@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 import torch
 
-from r3lite.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Routes
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Routes
+from r3lite.core.errors import R3LiteError
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import build_protocol
 from r3lite.rl.batch import Batch, Rollout

@@ -2,7 +2,7 @@
 
 import random
 
-from r3lite.episode import Document, Failure, Question, Routes, Search
+from r3lite.core.episode import Document, Failure, Question, Routes, Search
 from r3lite.rollout.fetcher import GATHER, PATIENCE, Fetcher
 from r3lite.rollout.sequence import Sequence
 

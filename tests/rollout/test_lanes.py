@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from r3lite.episode import ANSWERED, CUT_OFF, Document, Question
-from r3lite.grant import Grant, Memory
+from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Question
+from r3lite.core.grant import Grant, Memory
 from r3lite.models import lora
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.transcript import Layout

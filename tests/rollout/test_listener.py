@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from r3lite.episode import Document, Failure, Question
+from r3lite.core.episode import Document, Failure, Question
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import build_protocol
 from r3lite.rollout.sequence import Listener

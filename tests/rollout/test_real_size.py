@@ -6,7 +6,7 @@ Random weights give a flat distribution, in which the last bit decides what is s
 import pytest
 import torch
 
-from r3lite.episode import Document, Question
+from r3lite.core.episode import Document, Question
 from r3lite.models import lora
 from r3lite.models.weights import load_qwen2
 from r3lite.protocols.r3 import R3

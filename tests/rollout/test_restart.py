@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from r3lite.episode import ANSWERED, Document, Question
+from r3lite.core.episode import ANSWERED, Document, Question
 from r3lite.protocols.r3 import R3
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.forward import action_logprobs, action_states

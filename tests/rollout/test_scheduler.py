@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from r3lite.episode import Document, Question
+from r3lite.core.episode import Document, Question
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.protocols.r3 import R3
 from r3lite.rollout.sampling import Sampler

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from r3lite.answering import build_engine
-from r3lite.command import COMMANDS
-from r3lite.config import resolve
+from r3lite.assembly.answering import build_engine
+from r3lite.core.command import COMMANDS
+from r3lite.core.config import resolve
+from r3lite.core.files import shipped
 from r3lite.datasets.qa import read_questions
 from r3lite.evaluate import EvaluateConfig
-from r3lite.files import shipped
 from r3lite.models import lora
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.serving.asks import Answer
 from r3lite.settings import LimitSettings, ModeSettings, ServerSettings
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from r3lite.episode import ANSWERED, CUT_OFF, Document, Question
+from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Question
 from r3lite.protocols.chat import Chat
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout, Transcript

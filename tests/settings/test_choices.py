@@ -2,9 +2,10 @@
 
 import pytest
 
-from r3lite import command, config, sft
-from r3lite.config import flat, resolve, to_toml
-from r3lite.files import shipped
+from r3lite import sft
+from r3lite.core import command, config
+from r3lite.core.config import flat, resolve, to_toml
+from r3lite.core.files import shipped
 from r3lite.settings import PpoConfig, SftConfig
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3lite.config import UsageError, resolve
+from r3lite.core.config import UsageError, resolve
 from r3lite.settings import JudgeSettings, PpoConfig
 
 

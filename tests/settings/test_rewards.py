@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from r3lite import command
-from r3lite.config import UsageError, resolve, to_toml
+from r3lite.core import command
+from r3lite.core.config import UsageError, resolve, to_toml
 from r3lite.settings import PpoConfig
 
 

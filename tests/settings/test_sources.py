@@ -4,8 +4,8 @@ import tomllib
 
 import pytest
 
-from r3lite.command import COMMANDS
-from r3lite.config import UsageError, check_required, flat, resolve, to_toml
+from r3lite.core.command import COMMANDS
+from r3lite.core.config import UsageError, check_required, flat, resolve, to_toml
 from r3lite.settings import PpoConfig, SftConfig
 
 SOURCES = """

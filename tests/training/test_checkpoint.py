@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.training import checkpoint
 from r3lite.training.checkpoint import Checkpoint
 

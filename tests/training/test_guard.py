@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.settings import GuardSettings
 from r3lite.training.guard import Guard, standard_error
 from r3lite.training.watches import right_likelihood

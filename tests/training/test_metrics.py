@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.training import metrics
 
 

@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import pytest
 from safetensors import SafetensorError
 
-from r3lite.command import changes
-from r3lite.config import flat, with_values
-from r3lite.errors import R3LiteError
-from r3lite.files import sole_writer
+from r3lite.core.command import changes
+from r3lite.core.config import flat, with_values
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import sole_writer
 from r3lite.settings import ModelSettings, PpoConfig
 from r3lite.training import checkpoint, loop, metrics
 from r3lite.training.run_folder import RunFolder

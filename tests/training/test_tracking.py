@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.settings import TrackSettings
 from r3lite.training.metrics import MetricsLog
 from r3lite.training.tracking import WANDB_ID, build_tracker

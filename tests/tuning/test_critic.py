@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from r3lite.episode import MALFORMED, Document, Episode, Question, Step
+from r3lite.core.episode import MALFORMED, Document, Episode, Question, Step
 from r3lite.llm.replies import parse
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.settings import ProtocolSettings

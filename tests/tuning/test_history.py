@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.tuning.history import Candidate, History, Round, most
 
 

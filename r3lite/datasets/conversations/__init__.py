@@ -1,8 +1,8 @@
 """Conversations in the layouts that data sets publish, told apart by their keys; one file a layout."""
 
+from r3lite.core.records import Record
 from r3lite.datasets.conversations import alpaca, glaive, messages, prompt_completion, r1, sharegpt
 from r3lite.datasets.conversations.conversation import Conversation, conversation
-from r3lite.records import Record
 
 # The keys that a row of a layout has, and what makes messages of it.
 LAYOUTS = {

@@ -4,8 +4,8 @@ The input follows the instruction in the user's turn. Alpaca's own frame ("Below
 chat model has its chat template.
 """
 
+from r3lite.core.records import Record
 from r3lite.datasets.conversations.conversation import turn
-from r3lite.records import Record
 
 
 def read(row: Record) -> list[dict[str, str]]:

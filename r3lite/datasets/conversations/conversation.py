@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from r3lite.records import Record
+from r3lite.core.records import Record
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ next user turn, with its heading, as a chat has no other turn that is not traine
 
 import re
 
+from r3lite.core.records import Record
 from r3lite.datasets.conversations.conversation import turn
-from r3lite.records import Record
 
 TURN = re.compile(r"^(USER|ASSISTANT|FUNCTION RESPONSE):", re.MULTILINE)
 END = "<|endoftext|>"

@@ -1,8 +1,8 @@
 """`messages` of `role` and `content`, as OpenAI's API and most chat data sets have them."""
 
+from r3lite.core.records import Record
 from r3lite.datasets.conversations.conversation import turn
 from r3lite.protocols.tokenizer import ROLES
-from r3lite.records import Record
 
 
 def read(row: Record) -> list[dict[str, str]]:

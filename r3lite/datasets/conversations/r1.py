@@ -3,8 +3,8 @@
 The assistant writes the reasoning between `<think>` and `</think>`, then the answer.
 """
 
+from r3lite.core.records import Record
 from r3lite.datasets.conversations.conversation import turn
-from r3lite.records import Record
 
 
 def read(row: Record) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """`conversations` of `from` and `value`, as ShareGPT's and OpenHermes-2.5's rows have them."""
 
+from r3lite.core.records import Record
 from r3lite.datasets.conversations.conversation import turn
-from r3lite.records import Record
 
 ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from r3lite.answer_match import SENTENCE
+from r3lite.core.answer_match import SENTENCE
 
 # 64 blanks count, too: no chunk is long that has few tokens.
 TOKEN = re.compile(r"[^\W\u2e80-\u9fff\uac00-\ud7af]{1,5}|[\u2e80-\u9fff\uac00-\ud7af]|[^\w\s]|\s{64}")

@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 
 from tqdm import tqdm
 
-from r3lite.episode import Document
-from r3lite.errors import R3LiteError
+from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.documents import BINARIES, TEXTS
 from r3lite.retrieval.documents.chunks import chunks, count_tokens
 from r3lite.retrieval.documents.section import Section, Unreadable

@@ -4,7 +4,7 @@ import io
 import logging
 from collections.abc import Iterator
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.documents.section import Section, Unreadable
 
 MOST = 1 << 26  # bytes of all pages, unpacked: a small file may unpack to any size, which takes memory and hours

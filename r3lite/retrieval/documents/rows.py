@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from r3lite.records import InvalidRecord, parse
+from r3lite.core.records import InvalidRecord, parse
 from r3lite.retrieval.documents.section import Section, Unreadable
 
 TITLES, TEXTS = ("title", "name", "heading"), ("text", "contents", "content", "body")

@@ -1,6 +1,6 @@
 """The algorithms, by the name that --algorithm takes. A new one is a file in this folder and a line here."""
 
-from r3lite.config import UsageError, flag
+from r3lite.core.config import UsageError, flag
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.algorithms.dapo import Dapo
 from r3lite.rl.algorithms.dgpo import Dgpo

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from r3lite.config import UsageError
+from r3lite.core.config import UsageError
 from r3lite.rl import losses
 from r3lite.rl.advantages import share_without_variance
 from r3lite.rl.batch import ActionTokens, Batch

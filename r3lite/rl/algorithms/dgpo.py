@@ -16,7 +16,7 @@ learn from episodes that, with a cache, nobody has sampled.
 
 from torch import Tensor
 
-from r3lite.config import UsageError
+from r3lite.core.config import UsageError
 from r3lite.rl import losses
 from r3lite.rl.algorithms.grpo import Grpo
 from r3lite.rl.batch import Batch

@@ -26,7 +26,7 @@ def test_sentences_are_cut_only_beyond_the_budget():
 def test_the_count_is_near_that_of_wordpiece(minilm):
     from tokenizers import Tokenizer
 
-    from r3lite.files import shipped
+    from r3lite.core.files import shipped
 
     tokenizer = Tokenizer.from_file(str(minilm / "tokenizer.json"))
     tokenizer.no_truncation()

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import index
 from r3lite.retrieval.documents import folder as folder_file
 from r3lite.retrieval.documents.folder import read_folder

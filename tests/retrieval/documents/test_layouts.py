@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.documents import BINARIES, TEXTS
 from r3lite.retrieval.documents.section import Unreadable
 

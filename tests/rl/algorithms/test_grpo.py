@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from r3lite.config import UsageError
+from r3lite.core.config import UsageError
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.algorithms.grpo import Grpo
 from r3lite.rl.batch import ActionTokens, Batch, Rollout

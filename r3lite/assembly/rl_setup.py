@@ -9,17 +9,19 @@ from collections.abc import Mapping, Sequence
 
 from tqdm import tqdm
 
-from r3lite import command, teacher
-from r3lite.answering import warn_of_other_format
+from r3lite.assembly import teacher
+from r3lite.assembly.answering import warn_of_other_format
+from r3lite.assembly.policy import Training, load_policy
+from r3lite.core import command
+from r3lite.core.episode import Question
+from r3lite.core.spans import Spans
 from r3lite.datasets.sources import protocols_of
 from r3lite.datasets.trajectories import Trajectory
-from r3lite.episode import Question
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.planner import Workload
 from r3lite.memory.workloads import rl_workload
 from r3lite.models.packing import common_prefix
 from r3lite.models.weights import resolve_folder
-from r3lite.policy import Training, load_policy
 from r3lite.protocols.layouts import Layouts
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
@@ -29,7 +31,6 @@ from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import PpoConfig
-from r3lite.spans import Spans
 from r3lite.training.earlier_run import sft_epochs
 from r3lite.training.guard import Guard
 from r3lite.training.state import Stateful, TrainState

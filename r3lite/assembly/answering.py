@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from r3lite.config import UsageError, flag
-from r3lite.episode import Episode, Retrieve
+from r3lite.core.config import UsageError, flag
+from r3lite.core.episode import Episode, Retrieve
 from r3lite.settings import (
     Common,
     JudgeSettings,
@@ -53,8 +53,8 @@ def build_engine(
 
     The plan includes a `judge` that is loaded beside the model.
     """
+    from r3lite.assembly.policy import load_policy
     from r3lite.models.weights import resolve_folder
-    from r3lite.policy import load_policy
     from r3lite.protocols.registry import build_protocol
     from r3lite.protocols.tokenizer import Tokenizer
     from r3lite.protocols.transcript import OPENINGS, Layout

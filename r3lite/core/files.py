@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from r3lite.errors import R3LiteError
-from r3lite.records import InvalidRecord, Record, Source, parse
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import InvalidRecord, Record, Source, parse
 
 MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
 PART = ".part"  # suffix of what is being written; a leftover of a kill is swept at the next start
@@ -26,7 +26,7 @@ MEND_LINE = "Mend or remove the line, or pass --skip-bad-rows."
 
 def shipped(*parts: str) -> Path:
     """A file or folder that travels with r3lite: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     inside = package.joinpath(*parts)
     return inside if inside.exists() else package.parent.joinpath(*parts)
 

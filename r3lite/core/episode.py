@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from r3lite.records import Record
+from r3lite.core.records import Record
 
 ANSWERED, CUT_OFF, MALFORMED = "answered", "cut_off", "malformed"  # the values of Episode.finish
 

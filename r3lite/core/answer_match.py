@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from r3lite.episode import Episode, Question
+from r3lite.core.episode import Episode, Question
 
 Rule = Literal["hotpotqa", "musique"]
 PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from r3lite import policy
-from r3lite.answering import Answering, warn_of_other_format, why_no_answer
-from r3lite.config import UsageError
-from r3lite.episode import Document, Failure, Question, Retrieve, Routes
-from r3lite.errors import R3LiteError
+from r3lite.assembly import policy
+from r3lite.assembly.answering import Answering, warn_of_other_format, why_no_answer
+from r3lite.core.config import UsageError
+from r3lite.core.episode import Document, Failure, Question, Retrieve, Routes
+from r3lite.core.errors import R3LiteError
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import evaluate_workload
 from r3lite.models import lora, weights

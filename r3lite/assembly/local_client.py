@@ -14,17 +14,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from r3lite import bars
+from r3lite.assembly.policy import check_lengths, load_frozen
+from r3lite.core import bars
+from r3lite.core.episode import CUT_OFF, Question
+from r3lite.core.grant import Grant
 from r3lite.devices.precision import Precision, dtype_name, resolve_device, resolve_dtype
-from r3lite.episode import CUT_OFF, Question
-from r3lite.grant import Grant
 from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.client import Client
 from r3lite.llm.limits import Budget
 from r3lite.llm.replies import Reply, Request, parse
 from r3lite.memory.workloads import judge_work
 from r3lite.models import activation_checkpointing, weights
-from r3lite.policy import check_lengths, load_frozen
 from r3lite.protocols.chat import Chat
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import ANSWER_ROOM, Layout

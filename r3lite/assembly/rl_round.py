@@ -6,9 +6,10 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from r3lite.assembly.rl_guidance import Guidance
+from r3lite.core.episode import CUT_OFF, Episode, Question, Retrieve
 from r3lite.datasets.order import questions_of_refill, questions_of_round
 from r3lite.datasets.sources import build_mixture
-from r3lite.episode import CUT_OFF, Episode, Question, Retrieve
 from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards import curriculum
 from r3lite.rewards.judge import Judge
@@ -16,7 +17,6 @@ from r3lite.rewards.reward import Scored, score_all
 from r3lite.rewards.rounds import episode_records, likelihood_of_right, round_metrics, turns_of
 from r3lite.rl.batch import Rollout
 from r3lite.rl.refill import Rewards, refill, teaches
-from r3lite.rl_guidance import Guidance
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig

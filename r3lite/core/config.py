@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from r3lite.errors import R3LiteError, nearest
-from r3lite.files import read_text, shipped
+from r3lite.core.errors import R3LiteError, nearest
+from r3lite.core.files import read_text, shipped
 
 
 class UsageError(Exception):

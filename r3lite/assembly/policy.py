@@ -13,12 +13,12 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from r3lite.config import flag
+from r3lite.core.config import flag
+from r3lite.core.errors import R3LiteError
+from r3lite.core.grant import Grant
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
 from r3lite.devices.speed import warn_of_slow_fp16
-from r3lite.errors import R3LiteError
-from r3lite.grant import Grant
 from r3lite.memory.plan import Plan, announce, enforce
 from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.models import activation_checkpointing, compiled, lora, weights

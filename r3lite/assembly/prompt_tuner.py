@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol as Interface
 
-from r3lite.answer_match import answer_scores
-from r3lite.episode import Episode, Question, Retrieve
-from r3lite.errors import R3LiteError
+from r3lite.assembly.local_client import LocalClient
+from r3lite.core.answer_match import answer_scores
+from r3lite.core.episode import Episode, Question, Retrieve
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_jsonl, write_jsonl, write_text
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.scores import Marks, scores
-from r3lite.files import read_jsonl, write_jsonl, write_text
 from r3lite.llm.client import Client
 from r3lite.llm.replies import FAILURES, Reply, Request
-from r3lite.local_client import LocalClient
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.templates import unfit

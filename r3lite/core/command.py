@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from r3lite.config import (
+from r3lite.core.config import (
     Trait,
     UsageError,
     check_required,
@@ -22,7 +22,7 @@ from r3lite.config import (
     settings_with,
     with_values,
 )
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 
 COMMANDS = (
     "sft", "ppo", "evaluate", "ask", "serve", "collect", "index", "retrieve", "plan", "doctor", "report", "export",

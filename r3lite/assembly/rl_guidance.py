@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from r3lite.config import UsageError
+from r3lite.core.config import UsageError
+from r3lite.core.episode import ANSWERED, Episode, Question
+from r3lite.core.errors import R3LiteError
 from r3lite.datasets.trajectories import Trajectory, encode_row, read_traces
-from r3lite.episode import ANSWERED, Episode, Question
-from r3lite.errors import R3LiteError
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
 from r3lite.rewards import curriculum

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from r3lite.errors import R3LiteError
+from r3lite.core.errors import R3LiteError
 
 MAX_DEPTH = 100  # of nested lists and objects: recursive code such as json.dumps fails at about 1,000
 WHOLE = 2**63 - 1  # the largest whole number that tensors, FAISS and other programs' JSON take

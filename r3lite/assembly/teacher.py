@@ -12,6 +12,11 @@ from typing import Protocol
 import torch
 from tqdm import tqdm
 
+from r3lite.assembly.policy import check_base, check_lengths, load_frozen, load_policy
+from r3lite.core.episode import Question
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import folder_fingerprint, sole_writer
+from r3lite.core.grant import Grant
 from r3lite.datasets.teacher_logprobs import (
     PART,
     TOKEN_BYTES,
@@ -27,17 +32,12 @@ from r3lite.datasets.trajectories import Conversation, Row, Trajectory, encode_r
 from r3lite.datasets.trajectories import fingerprint as rows_fingerprint
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision
-from r3lite.episode import Question
-from r3lite.errors import R3LiteError
-from r3lite.files import folder_fingerprint, sole_writer
-from r3lite.grant import Grant
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import read_workload
 from r3lite.models import activation_checkpointing, lora, weights
 from r3lite.models.logprobs import TopTokens, top_logprobs
 from r3lite.models.packing import Pack, groups, states_at
 from r3lite.models.qwen2 import Qwen2
-from r3lite.policy import check_base, check_lengths, load_frozen, load_policy
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout

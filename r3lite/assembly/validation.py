@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+from r3lite.core.episode import CUT_OFF, MALFORMED, Question, Retrieve
 from r3lite.datasets.qa import read_questions
-from r3lite.episode import CUT_OFF, MALFORMED, Question, Retrieve
 from r3lite.evaluation.scores import Marks, scores
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
