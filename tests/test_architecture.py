@@ -1,6 +1,7 @@
 """The house's rules, read off the syntax trees: which room may import what, and the sizes that a reader can bear."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,25 @@ def test_the_rules_catch_what_they_are_for(tmp_path, monkeypatch, file, line):
         (tmp_path / name).write_text(line if name == file else "", encoding="utf-8")
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     assert len(violations(tmp_path / file)) == 1
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Those inside functions and for types count, too."""
+    files = {
+        p: p.relative_to(ROOT).with_suffix("").parts for r in ("r3lite", "bench") for p in (ROOT / r).rglob("*.py")
+    }
+    names = {".".join(parts).removesuffix(".__init__"): path for path, parts in files.items()}
+    imported = {name: {n for n in modules(path) if n in names} - {name} for name, path in names.items()}
+    assert imported["r3lite.assembly.supervised"] >= {"r3lite.models.hooks", "r3lite.training.loop"}
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, which names them
+
+
+def modules(path: Path) -> set[str]:
+    """What a file imports: modules, and names of modules, which may be modules themselves."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    pairs = [(node.module, alias.name) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return found | {module for module, _ in pairs} | {f"{module}.{name}" for module, name in pairs}
 
 
 def test_rollouts_import_no_protocol_by_name():

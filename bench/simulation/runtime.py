@@ -5,7 +5,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,7 @@ from bench.simulation.operators import on_card, tensors_in
 from bench.simulation.streams import Event, Stream, use_of
 from r3lite.devices import speed
 
-if TYPE_CHECKING:
-    from bench.simulated_cuda import SimulatedCuda
-
+Card = Any  # a SimulatedCuda, whose module imports this one
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BANDWIDTH = 192e9  # bytes per second, by which events tell the time
 NAME, CAPABILITY, PROCESSORS = "simulated card", (7, 5), 14
@@ -31,7 +29,7 @@ def is_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-def stand_ins(card: "SimulatedCuda") -> Iterator[tuple[Any, str, Any]]:
+def stand_ins(card: Card) -> Iterator[tuple[Any, str, Any]]:
     """Owner, name and what takes the name's place."""
     for make in (_of_tensors, _of_torch, _of_cuda):
         owner, found = make(card)
@@ -55,7 +53,7 @@ def _no_speed(*_: Any) -> None:
     raise RuntimeError("the card is simulated")
 
 
-def _of_tensors(card: "SimulatedCuda") -> tuple[type, dict[str, Any]]:
+def _of_tensors(card: Card) -> tuple[type, dict[str, Any]]:
     """Methods of tensors that tell, or change, where they are."""
 
     def to(tensor: Tensor, *args, **kwargs) -> Tensor:
@@ -107,7 +105,7 @@ def _array(array: Any, dtype: Any) -> Any:
     return array if dtype is None else array.astype(dtype)
 
 
-def _of_torch(card: "SimulatedCuda") -> tuple[Any, dict[str, Any]]:
+def _of_torch(card: Card) -> tuple[Any, dict[str, Any]]:
     """Functions of `torch` that make tensors of the host's numbers, and those that ask what is on."""
     make, convert = torch.tensor, torch.as_tensor
     enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -170,7 +168,7 @@ class _Autocast(torch.autocast):
         super().__init__(_host_type(device_type), dtype, *args, **kwargs)
 
 
-def _one_kernel(card: "SimulatedCuda", function: Callable) -> Callable:
+def _one_kernel(card: Card, function: Callable) -> Callable:
     @functools.wraps(function)
     def run(x: Tensor, *args, **kwargs) -> Tensor:
         if not on_card(x):
@@ -186,12 +184,12 @@ def _one(value: Any) -> Callable:
     return lambda *_, **__: value
 
 
-def _of_cuda(card: "SimulatedCuda") -> tuple[Any, dict[str, Any]]:
+def _of_cuda(card: Card) -> tuple[Any, dict[str, Any]]:
     """Functions of `torch.cuda`."""
     return torch.cuda, _facts(card) | _memory(card) | _random_numbers(card) | _streams_and_graphs(card)
 
 
-def _facts(card: "SimulatedCuda") -> dict[str, Any]:
+def _facts(card: Card) -> dict[str, Any]:
     """What the card is."""
 
     def initialize(*_: Any) -> None:
@@ -215,7 +213,7 @@ def _facts(card: "SimulatedCuda") -> dict[str, Any]:
     }
 
 
-def _memory(card: "SimulatedCuda") -> dict[str, Any]:
+def _memory(card: Card) -> dict[str, Any]:
     """How much of the card's memory there is, is used, and may be used."""
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -238,7 +236,7 @@ def _memory(card: "SimulatedCuda") -> dict[str, Any]:
     }
 
 
-def _random_numbers(card: "SimulatedCuda") -> dict[str, Any]:
+def _random_numbers(card: Card) -> dict[str, Any]:
     """The card's generator, seeded, saved and restored."""
     return {
         "manual_seed": card.generator.manual_seed,
@@ -250,7 +248,7 @@ def _random_numbers(card: "SimulatedCuda") -> dict[str, Any]:
     }
 
 
-def _streams_and_graphs(card: "SimulatedCuda") -> dict[str, Any]:
+def _streams_and_graphs(card: Card) -> dict[str, Any]:
     """Streams, events and graphs, and waiting for them."""
 
     @contextlib.contextmanager
@@ -287,7 +285,7 @@ def _streams_and_graphs(card: "SimulatedCuda") -> dict[str, Any]:
 class CardStream(Stream):
     """A stream as torch.cuda.Stream makes it."""
 
-    def __init__(self, card: "SimulatedCuda", device: Any = None, priority: int = 0):
+    def __init__(self, card: Card, device: Any = None, priority: int = 0):
         super().__init__(card.host)
         self.card = card
 
@@ -306,7 +304,7 @@ class CardStream(Stream):
 class CardEvent(Event):
     """Its time is what the bytes moved until then take at BANDWIDTH."""
 
-    def __init__(self, card: "SimulatedCuda", enable_timing: bool = False, **_: Any):
+    def __init__(self, card: Card, enable_timing: bool = False, **_: Any):
         super().__init__()
         self.card, self.milliseconds = card, 0.0
 
@@ -330,7 +328,7 @@ class CardEvent(Event):
 class Graph:
     """A captured graph: the operators that ran, to be done again on the same memory, and what their kernels cost."""
 
-    def __init__(self, card: "SimulatedCuda"):
+    def __init__(self, card: Card):
         self.card = card
         self.work: list[tuple[Callable, tuple, dict, list[Tensor]]] = []  # with the results
         self.kernels: list[tuple[str, int, int, int]] = []  # as Counts.kernel takes them

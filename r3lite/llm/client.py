@@ -1,18 +1,15 @@
 """A client of remote models: structured or plain replies, cached, limited, retried, counted.
 
-Owns everything between a prompt and its reply but the form in which a service takes and gives it (`Service`). A reply
+Owns everything between a prompt and its reply but the form in which a service takes and gives it (service.py). A reply
 that is missing, blocked, cut or malformed is a `Reply` with the kind of its failure, not an exception; only what would
 fail every request (no key, a wrong one, an unknown model) stops the run. The key is never written, shown or cached.
 Knows neither judges nor teachers.
 """
 
-import os
 import random
-import re
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -28,7 +25,8 @@ from r3lite.core.records import InvalidRecord
 from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.known_models import prices_of
 from r3lite.llm.limits import Budget, RateLimiter
-from r3lite.llm.replies import Answer, Complaint, Reply, Request, estimated_tokens, parse
+from r3lite.llm.replies import Reply, Request, estimated_tokens, parse
+from r3lite.llm.service import Service
 from r3lite.llm.transport import Calls, Refused, TooLarge
 from r3lite.settings import JudgeSettings
 
@@ -38,40 +36,6 @@ LONGEST_WAIT = 300.0  # seconds; if a server asks for more, the request has fail
 PASSING = ("timeout", "connection", "rate_limited", "server")
 # Errors of a request that was not sent, and so costs nothing.
 NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout)
-
-
-class Service(ABC):
-    """How one kind of server is asked, and what its answers mean."""
-
-    secret: str  # the key; empty if there is none
-    key_remedy: str  # what to do if it is not accepted
-
-    @property
-    def circumstances(self) -> dict:
-        """What a reply depends on beside the request and the settings that all services have: part of its name in the
-        cache. Nothing for Gemini, with which the cache began."""
-        return {}
-
-    @property
-    @abstractmethod
-    def room(self) -> int:
-        """Output tokens that a request is given beyond its own, for the model's thoughts."""
-
-    @abstractmethod
-    async def send(self, request: Request, limit: int) -> str:
-        """The body of the server's reply; at most `limit` tokens are to be written."""
-
-    @abstractmethod
-    def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
-        """What the body of a reply says; raises InvalidRecord if it is none."""
-
-    @abstractmethod
-    def read_complaint(self, body: str) -> Complaint:
-        """What the body of an error says."""
-
-    def gives_way(self, reason: str) -> str | None:
-        """After a refusal: how requests will be made from now on, to be said; None if there is no other way."""
-        return None
 
 
 def make_service(settings: JudgeSettings) -> Service:
@@ -294,17 +258,6 @@ class Client:
         """US dollars; 0 if the price is not known, which no cap on cost allows."""
         read, written = self._prices or (0.0, 0.0)
         return (input_tokens * read + output_tokens * written) / 1e6
-
-
-def read_key(service: str, names: tuple[str, ...], remedy: str) -> str:
-    """The key in the first of these variables of the environment that has one; empty if none has.
-
-    Raises R3LiteError if it is no key.
-    """
-    key = next((key for name in names if (key := os.environ.get(name, "").strip())), "")
-    if not re.fullmatch(r"[!-~]*", key):  # the error of a header that cannot be sent would show it
-        raise R3LiteError(f"the key for {service} holds characters that no key has, such as spaces", remedy)
-    return key
 
 
 def _seconds(*named: str) -> float:

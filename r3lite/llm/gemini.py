@@ -7,9 +7,9 @@ from google.genai import types
 
 from r3lite.core.errors import R3LiteError
 from r3lite.llm import gemini_json
-from r3lite.llm.client import Service, read_key
 from r3lite.llm.known_models import THINKING_ROOM, thinking
 from r3lite.llm.replies import Answer, Complaint, Request
+from r3lite.llm.service import Service, read_key
 from r3lite.llm.transport import BoundedClient
 from r3lite.settings import JudgeSettings
 

@@ -8,9 +8,9 @@ import re
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source, parse
-from r3lite.llm.client import Service, read_key
 from r3lite.llm.known_models import THINKING_ROOM
 from r3lite.llm.replies import Answer, Complaint, Request, estimated_tokens, token_count
+from r3lite.llm.service import Service, read_key
 from r3lite.llm.transport import BoundedClient
 from r3lite.settings import JudgeSettings
 

@@ -18,7 +18,7 @@ from r3lite.core.records import Record, Source, shown
 from r3lite.core.spans import Spans, span
 from r3lite.llm.episodes import DOCUMENT_LENGTH, described
 from r3lite.llm.replies import FAILURES, Reply, Request
-from r3lite.rewards.reward import needs_verdict
+from r3lite.rewards.registry import needs_verdict
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import JudgeSettings, RewardSettings
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from r3lite.core.answer_match import answer_scores
-from r3lite.core.config import Trait, settings_with
 from r3lite.core.episode import Episode, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
 from r3lite.rewards.judged import trajectory_factor
-from r3lite.rewards.registry import MOST, named_rewards
+from r3lite.rewards.registry import MOST, named_rewards, needs_verdict
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import RewardSettings
 
@@ -68,12 +67,6 @@ def outcome_share(scored: Scored, settings: RewardSettings) -> float:
     The whole reward does not tell: format and recall are paid for wrong answers, too.
     """
     return scored.parts["outcome"] / most_for_answer(settings)
-
-
-def needs_verdict(settings: RewardSettings) -> bool:
-    """Whether a weight that pays for what only a judge can say is above 0, or a named reward takes a verdict."""
-    weighed = any(getattr(settings, name) > 0 for name in settings_with(settings, Trait.JUDGED))
-    return weighed or any(reward.judged for reward in named_rewards(settings))
 
 
 def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = None) -> Scored | None:

@@ -7,7 +7,8 @@ from r3lite.core.command import COMMANDS
 from r3lite.core.config import UsageError, resolve
 from r3lite.core.episode import Search, Step
 from r3lite.rewards.curriculum import changes_at, changing_weights, of_round
-from r3lite.rewards.reward import needs_verdict, score
+from r3lite.rewards.registry import needs_verdict
+from r3lite.rewards.reward import score
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import PpoConfig, RewardSettings
 from r3lite.settings.rewards import RewardEntry

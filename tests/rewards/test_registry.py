@@ -10,8 +10,8 @@ from r3lite.core.config import UsageError, resolve
 from r3lite.core.episode import CUT_OFF, Episode, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.rewards import answers, searching
-from r3lite.rewards.registry import REWARDS, SEARCHING, named_rewards
-from r3lite.rewards.reward import Scored, needs_verdict, score, score_all
+from r3lite.rewards.registry import REWARDS, SEARCHING, named_rewards, needs_verdict
+from r3lite.rewards.reward import Scored, score, score_all
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import PpoConfig, RewardSettings
 from r3lite.settings.rewards import RewardEntry

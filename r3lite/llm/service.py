@@ -1,0 +1,53 @@
+"""What the client needs of a kind of server: how it is asked, what its answers mean, where its key is."""
+
+import os
+import re
+from abc import ABC, abstractmethod
+
+from r3lite.core.errors import R3LiteError
+from r3lite.llm.replies import Answer, Complaint, Request
+
+
+class Service(ABC):
+    """How one kind of server is asked, and what its answers mean."""
+
+    secret: str  # the key; empty if there is none
+    key_remedy: str  # what to do if it is not accepted
+
+    @property
+    def circumstances(self) -> dict:
+        """What a reply depends on beside the request and the settings that all services have: part of its name in the
+        cache. Nothing for Gemini, with which the cache began."""
+        return {}
+
+    @property
+    @abstractmethod
+    def room(self) -> int:
+        """Output tokens that a request is given beyond its own, for the model's thoughts."""
+
+    @abstractmethod
+    async def send(self, request: Request, limit: int) -> str:
+        """The body of the server's reply; at most `limit` tokens are to be written."""
+
+    @abstractmethod
+    def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
+        """What the body of a reply says; raises InvalidRecord if it is none."""
+
+    @abstractmethod
+    def read_complaint(self, body: str) -> Complaint:
+        """What the body of an error says."""
+
+    def gives_way(self, reason: str) -> str | None:
+        """After a refusal: how requests will be made from now on, to be said; None if there is no other way."""
+        return None
+
+
+def read_key(service: str, names: tuple[str, ...], remedy: str) -> str:
+    """The key in the first of these variables of the environment that has one; empty if none has.
+
+    Raises R3LiteError if it is no key.
+    """
+    key = next((key for name in names if (key := os.environ.get(name, "").strip())), "")
+    if not re.fullmatch(r"[!-~]*", key):  # the error of a header that cannot be sent would show it
+        raise R3LiteError(f"the key for {service} holds characters that no key has, such as spaces", remedy)
+    return key
