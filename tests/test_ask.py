@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from r3lite import ask, quickstart
-from r3lite.assembly import asking
+from r3lite.assembly import asking, stages
 from r3lite.assembly.answering import open_retriever
 from r3lite.core.command import COMMANDS
 from r3lite.core.config import resolve
@@ -220,7 +220,7 @@ def test_a_passage_takes_two_lines(text):
 
 def test_the_command_that_quickstart_names_is_understood(tmp_path):
     config = quickstart.QuickstartConfig()
-    python, m, module, *argv = shlex.split(quickstart.asking(tmp_path / "my runs", config))
+    python, m, module, *argv = shlex.split(stages.asking(tmp_path / "my runs", config))
     assert (python, m, module) == ("python", "-m", "r3lite.ask")
     config = resolve("ask", ask.AskConfig(), argv, COMMANDS)
     assert config.ask.question == "Who is married to the composer of Jelsan Janli?"
