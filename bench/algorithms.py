@@ -24,9 +24,9 @@ import torch
 
 from bench import algorithms_page, records
 from bench.options import RESULTS
+from r3lite.assembly.stages import HURRIED, TRAJECTORIES
 from r3lite.core.files import read_jsonl, shipped, write_text
 from r3lite.devices.precision import Precision, resolve_dtype
-from r3lite.quickstart import HURRIED, TRAJECTORIES
 from r3lite.rl.algorithms import ALGORITHMS
 
 TOKENS = 100_000

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from r3lite import ask, quickstart
+from r3lite.assembly import asking, stages
+from r3lite.assembly.answering import open_retriever
 from r3lite.core.command import COMMANDS
 from r3lite.core.config import resolve
 from r3lite.core.episode import CUT_OFF, Document, Episode, Question, Search, Step
@@ -173,7 +175,7 @@ def test_an_episode_without_an_answer_says_why(arguments, capsys):
     shown = told(capsys, ["What is this?", *arguments]).out
     assert shown.startswith("I do not know.\n\nno answer: step 1 does not open with `Step k:`, has no problem analysis")
     full = Episode(Question("q", "x", ()), [Step.asking("so", "y")], CUT_OFF)
-    assert ask.outcome(full, FAULTS) == "no answer: step 1 had no room left within --max-length\n"
+    assert asking.outcome(full, FAULTS) == "no answer: step 1 had no room left within --max-length\n"
 
 
 def test_a_question_that_is_too_long_leaves_the_prompt_usable(arguments, capsys, monkeypatch):
@@ -196,13 +198,13 @@ def test_a_question_that_is_too_long_leaves_the_prompt_usable(arguments, capsys,
     ],
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(argv, status, cause, capsys, monkeypatch):
-    monkeypatch.setattr(ask, "build_engine", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("r3lite.assembly.answering.build_engine", lambda *_: pytest.fail("the model was loaded"))
     assert cause in told(capsys, ["--preset", "tiny", *argv], status).err
 
 
 def test_a_format_without_search_needs_no_index():
     config = resolve("ask", ask.AskConfig(), ["x", "--format", "solution"], COMMANDS)
-    assert ask.open_retriever(config)[0]([(Question("q", "x", ()), "x")]) == [[]]
+    assert open_retriever(config)[0]([(Question("q", "x", ()), "x")]) == [[]]
 
 
 def test_a_dry_run_tells_the_memory(capsys):
@@ -211,14 +213,14 @@ def test_a_dry_run_tells_the_memory(capsys):
 
 @pytest.mark.parametrize("text", ["word " * 60, "x" * 300, "\u6771" * 300, "\x1b[2J\x9b\n" * 40])
 def test_a_passage_takes_two_lines(text):
-    lines = ask.shown(Document("17", "Title", text)).splitlines()
+    lines = asking.shown(Document("17", "Title", text)).splitlines()
     assert 1 <= len(lines) <= 2 and all(len(line) <= 80 and line.isprintable() for line in lines)
     assert lines[0].startswith("  [17] Title: ") and lines[0].strip() != "[17] Title:"
 
 
 def test_the_command_that_quickstart_names_is_understood(tmp_path):
     config = quickstart.QuickstartConfig()
-    python, m, module, *argv = shlex.split(quickstart.asking(tmp_path / "my runs", config))
+    python, m, module, *argv = shlex.split(stages.asking(tmp_path / "my runs", config))
     assert (python, m, module) == ("python", "-m", "r3lite.ask")
     config = resolve("ask", ask.AskConfig(), argv, COMMANDS)
     assert config.ask.question == "Who is married to the composer of Jelsan Janli?"
@@ -235,5 +237,5 @@ def test_the_nodes_of_a_plan_are_shown_with_their_sources(failure, said):
     step = Step("A: Ann", (Search("Where was Ann born?", (found,), "News"), Search("Her film?", (), "General")))
     sequence = SimpleNamespace(steps=[step], failure=failure)
     lines = ["Where was Ann born? (News):", "  [1] Oslo: A city.", "Her film? (General):", said]
-    assert ask.evidence(sequence) == "".join(f"{line}\n" for line in lines)
-    assert ask.evidence(SimpleNamespace(steps=[Step("I know.", answer="x")], failure=None)) == ""
+    assert asking.evidence(sequence) == "".join(f"{line}\n" for line in lines)
+    assert asking.evidence(SimpleNamespace(steps=[Step("I know.", answer="x")], failure=None)) == ""

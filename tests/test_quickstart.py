@@ -6,6 +6,7 @@ import re
 import pytest
 
 from r3lite import quickstart
+from r3lite.assembly.stages import HURRIED, Stage, report, teacher
 from r3lite.core.files import write_json, write_jsonl
 
 
@@ -14,7 +15,7 @@ def test_an_output_that_is_in_use_is_refused_at_once(tmp_path, monkeypatch, caps
     """It did three stages again and stopped at the fourth, with advice that named a flag it does not have."""
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").write_text("x")
-    monkeypatch.setattr(quickstart, "run_stage", lambda *_: pytest.fail("a stage began"))
+    monkeypatch.setattr("r3lite.assembly.stages.run_stage", lambda *_: pytest.fail("a stage began"))
     assert quickstart.main(["--output", str(tmp_path / name)]) == 1
     error = capsys.readouterr().err
     assert f"--output {tmp_path / name} exists and is not an empty folder" in error and "Name a new one" in error
@@ -24,8 +25,8 @@ def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, caps
     """Without it, what RL adds looks like more than it is: flawless trajectories need no RL to reach 0.9."""
     rows = [{"answers": ["a"], "steps": [{"answer": answer}]} for answer in ("a", "A.", "b", "c")]
     write_jsonl(tmp_path / "trajectories.jsonl", rows)
-    taught_by = quickstart.teacher(tmp_path / "trajectories.jsonl")
-    assert taught_by == {"n": 4, "em": 0.5, "f1": 0.5, "hurried_share": quickstart.HURRIED}
+    taught_by = teacher(tmp_path / "trajectories.jsonl")
+    assert taught_by == {"n": 4, "em": 0.5, "f1": 0.5, "hurried_share": HURRIED}
     stages = []
     line = {"question": "Who?", "steps": [], "f1": 0.0, "recall": None}
     for name, right in (("SFT", (0.0, 1.0)), ("PPO", (1.0, 1.0))):
@@ -34,8 +35,8 @@ def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, caps
         write_json(tmp_path / name / "scores.json", {"n": 2, **{key: {"value": 0.5} for key in keys}})
         lines = [line | {"id": str(i), "em": em} for i, em in enumerate(right)]
         write_jsonl(tmp_path / name / "predictions.jsonl", lines)
-        stages.append(quickstart.Stage(name, tmp_path / name, 1.0))
-    quickstart.report(stages, taught_by, tmp_path, 2.0, quickstart.QuickstartConfig())
+        stages.append(Stage(name, tmp_path / name, 1.0))
+    report(stages, taught_by, tmp_path, 2.0, quickstart.QuickstartConfig())
     assert re.search(r"teacher +0\.500 +0\.500 +the 4 trajectories for SFT; hasty on purpose", capsys.readouterr().out)
     written = json.loads((tmp_path / "quickstart.json").read_text(encoding="utf-8"))
     assert written["teacher"] == taught_by and [s["stage"] for s in written["stages"]] == ["SFT", "PPO"]

@@ -17,6 +17,7 @@ from r3lite.core.config import UsageError, resolve
 from r3lite.core.files import read_jsonl, shipped
 from r3lite.models import lora, weights
 from r3lite.models.weights import resolve_folder
+from r3lite.serving import listening
 from r3lite.settings import ServerSettings
 
 openai = pytest.importorskip("openai", reason="needs the extra test")
@@ -201,20 +202,20 @@ def test_a_procedure_stands_before_the_question_that_it_fits(tmp_path):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "::", "example.org"])
 def test_a_server_that_others_can_reach_needs_a_token(monkeypatch, host, capsys):
-    monkeypatch.delenv(serve.TOKEN, raising=False)
+    monkeypatch.delenv(listening.TOKEN, raising=False)
     assert serve.main(["--preset", "tiny", "--retriever", "none", "--host", host]) == 1
     assert "R3LITE_TOKEN is not set" in capsys.readouterr().err
-    monkeypatch.setenv(serve.TOKEN, "short")
+    monkeypatch.setenv(listening.TOKEN, "short")
     assert serve.main(["--preset", "tiny", "--retriever", "none", "--host", host]) == 1
     assert "too short" in (told := capsys.readouterr().err) and "short\n" not in told.replace("too short\n", "")
-    monkeypatch.setenv(serve.TOKEN, "k" * 16)
-    assert serve.token_of(ServerSettings(host=host)) == "k" * 16
+    monkeypatch.setenv(listening.TOKEN, "k" * 16)
+    assert listening.token_of(ServerSettings(host=host)) == "k" * 16
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_on_a_loopback_address_it_needs_none(monkeypatch, host):
-    monkeypatch.delenv(serve.TOKEN, raising=False)
-    assert serve.token_of(ServerSettings(host=host)) is None
+    monkeypatch.delenv(listening.TOKEN, raising=False)
+    assert listening.token_of(ServerSettings(host=host)) is None
 
 
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn"])
@@ -239,7 +240,7 @@ def test_bad_input_is_refused(argv, status, cause, capsys):
 
 
 def test_a_port_in_use_is_named(capsys):
-    with serve.listen(ServerSettings(port=0)) as taken:
+    with listening.listen(ServerSettings(port=0)) as taken:
         port = str(taken.getsockname()[1])
         assert serve.main(["--preset", "tiny", "--retriever", "none", "--port", port]) == 1
     assert f"nothing can listen at 127.0.0.1, port {port}" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import torch
 from r3lite import collect, sft, tune_prompt
 from r3lite.core.files import shipped, write_jsonl
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
+from r3lite.protocols.templates import SHIPPED
 from r3lite.rollout.engine import Engine
 from r3lite.settings import ProtocolSettings
 from r3lite.tuning.history import History
@@ -264,7 +265,7 @@ def test_errors_and_dry_run(run, model, critic, files, capsys):
 
 
 def test_the_formats_own_prompts_are_those_that_are_named():
-    for (name, which), file in tune_prompt.SHIPPED.items():
+    for (name, which), file in SHIPPED.items():
         assert shipped(file).exists() and name in PROTOCOLS
         assert build_protocol(ProtocolSettings(format=name, **{which: file})) == build_protocol(
             ProtocolSettings(format=name)

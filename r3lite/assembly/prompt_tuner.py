@@ -1,4 +1,5 @@
-"""The rounds of prompt optimisation (ProTeGi, Pryzant et al. 2023, arXiv 2305.03495); used by tune_prompt.
+"""The rounds of prompt optimisation (ProTeGi, Pryzant et al. 2023, arXiv 2305.03495), and what they begin
+with; used by tune_prompt.
 
 `PromptTuner.run` reads as the algorithm: score the first prompt; then, round after round, try the beam's prompts, have
 their failures criticized and the prompts edited, score the new ones, and keep the best.
@@ -6,25 +7,39 @@ their failures criticized and the prompts edited, score the new ones, and keep t
 
 import random
 import sys
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol as Interface
 
 from r3lite.assembly.local_client import LocalClient
 from r3lite.core.answer_match import answer_scores
+from r3lite.core.config import UsageError
 from r3lite.core.episode import Episode, Question, Retrieve
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_jsonl, write_jsonl, write_text
+from r3lite.core.files import folder_fingerprint, read_jsonl, write_jsonl, write_text
+from r3lite.datasets.qa import read_questions
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.scores import Marks, scores
 from r3lite.llm.client import Client
 from r3lite.llm.replies import FAILURES, Reply, Request
+from r3lite.models.lora import adapter_folder
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.registry import build_protocol
-from r3lite.protocols.templates import unfit
+from r3lite.protocols.templates import prompt_file, read_prompt, unfit
 from r3lite.protocols.transcript import ANSWER_ROOM
+from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
-from r3lite.settings import Common, LengthSettings, ProtocolSettings, TuningSettings
+from r3lite.settings import (
+    Common,
+    LengthSettings,
+    ModelSettings,
+    ProtocolSettings,
+    QuestionSettings,
+    RetrievalSettings,
+    TuningSettings,
+)
 from r3lite.tuning.critic import Critic
 from r3lite.tuning.history import Candidate, History, Round, shown
 
@@ -38,6 +53,9 @@ class Config(Interface):
 
     common: Common
     tuning: TuningSettings
+    model: ModelSettings
+    data: QuestionSettings
+    retrieval: RetrievalSettings
     protocol: ProtocolSettings
     lengths: LengthSettings
 
@@ -48,6 +66,40 @@ class Pool:
 
     questions: list[Question]
     retrieve: Retrieve
+
+
+def first_prompt(protocol: ProtocolSettings, which: str) -> str:
+    """The text of the prompt that is to be improved, as its file has it."""
+    build_protocol(protocol)  # which says what is wrong with prompt files
+    name = prompt_file(protocol, which)
+    if name is None:
+        raise UsageError(f"--improve {which}: --format {protocol.format} has no such prompt of its own")
+    return read_prompt(name)
+
+
+def read_pools(config: Config) -> tuple[Pool, Pool]:
+    """The questions of --data, and those of --eval-data that are drawn, each with what retrieves for them."""
+    tuning, seed, skip = config.tuning, config.common.seed, config.data.skip_bad_rows
+    sampled = read_questions(config.data.data, config.data.limit, skip)
+    scored = read_questions(tuning.eval_data, None, skip)
+    draw = random.Random(f"{seed}/validation")
+    scored = draw.sample(scored, min(tuning.eval_questions, len(scored)))
+    known = {question.text for question in sampled}
+    if shared := sum(question.text in known for question in scored):
+        told = f"{shared} of {len(scored)} questions of --eval-data are in --data as well: critiques may tell of them"
+        print(f"warning: {told}", file=sys.stderr)
+    config.retrieval.check_sources(build_protocol(config.protocol).plans)
+    retrieve = build_retriever(Setup(config.retrieval, sampled, seed, skip_bad_rows=skip))
+    if not config.retrieval.from_questions:
+        return Pool(sampled, retrieve), Pool(scored, retrieve)
+    return Pool(sampled, retrieve), Pool(scored, build_retriever(Setup(config.retrieval, scored, seed)))
+
+
+def origin(config: Config, prompt: str, *pools: Pool) -> str:
+    """A digest of what the scores of a run depend on beside its settings: files may change under their names."""
+    adapter = config.model.adapter and folder_fingerprint(adapter_folder(config.model.adapter))
+    asked = [[(q.id, q.text, q.answers) for q in pool.questions] for pool in pools]
+    return f"{zlib.crc32(repr([prompt, adapter, asked]).encode()):08x}"
 
 
 class PromptTuner:
@@ -83,6 +135,18 @@ class PromptTuner:
             write_text(self.output / BEST, f"{self.history.best.prompt}\n")
             if self.capped:
                 return
+
+    def notes(self) -> list[str]:
+        """What is to be said of the critic, in lines."""
+        counts = self.client.counts()
+        parts = [f"{counts['calls']} requests", f"{counts['cache_hits']} replies from the cache"]
+        parts += [f"{counts['failures']} failed"] if counts["failures"] else []
+        parts += [f"{counts['cost']:.4f} US dollars"] if "cost" in counts else []
+        notes = [f"critic: {', '.join(parts)}"]
+        if self.capped:
+            told = f"stopped before its last round was over: {self.capped}"
+            notes.append(f"{told}; with a higher cap, the same command goes on")
+        return notes
 
     def branch_out(self, number: int, title: str) -> None:
         """Adds a round's new prompts to the history: those of the beam are tried, criticized and edited."""

@@ -21,7 +21,7 @@ from functools import cached_property
 
 from r3lite.core.episode import Document, Search, Step
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
-from r3lite.protocols.templates import check_placeholders, read_prompt
+from r3lite.protocols.templates import check_placeholders, prompt_file, read_prompt
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -89,8 +89,8 @@ class R3(Protocol):
     @staticmethod
     def load(settings: ProtocolSettings) -> "R3":
         """With the prompt files that the settings name; a relative path is looked up here, then among the shipped."""
-        init = read_prompt(settings.init_prompt or "prompts/init_prompt.txt")
-        return R3.made(settings, init, read_prompt(settings.step_prompt or "prompts/step_prompt.txt"))
+        init, step = (read_prompt(prompt_file(settings, which)) for which in ("init_prompt", "step_prompt"))
+        return R3.made(settings, init, step)
 
     @staticmethod
     def made(settings: ProtocolSettings, init: str, step: str, headings: Headings = Headings()) -> "R3":

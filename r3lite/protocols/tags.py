@@ -20,7 +20,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.protocols import markup
 from r3lite.protocols.base import LAYOUT_FAULTS, NO_MORE, Protocol, asked_before
 from r3lite.protocols.markup import Block, Markup, Tag
-from r3lite.protocols.templates import read_template
+from r3lite.protocols.templates import prompt_file, read_template
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -176,7 +176,7 @@ def load_tags(settings: ProtocolSettings) -> Tags:
                 f"{flag} is {end!r}",
                 "A tag is a name in angle brackets, such as <context> or </context>, other than think, search, answer.",
             )
-    prompt = _init_prompt(settings, "prompts/tags/init_prompt.txt", ("information_open", "information_close"))
+    prompt = _init_prompt(settings, ("information_open", "information_close"))
     for name, end in zip(("{information_open}", "{information_close}"), ends):
         prompt = prompt.replace(name, end)
     lenient, system = settings.tags == "lenient", settings.system_prompt
@@ -185,15 +185,15 @@ def load_tags(settings: ProtocolSettings) -> Tags:
 
 def load_solution(settings: ProtocolSettings) -> Tags:
     """Working-out and solution; no search."""
-    prompt = _init_prompt(settings, "prompts/solution/init_prompt.txt")
+    prompt = _init_prompt(settings)
     lenient, system = settings.tags == "lenient", settings.system_prompt
     return Tags(prompt, WORKING_OUT, SOLUTION, search=None, information=None, lenient=lenient, system=system)
 
 
-def _init_prompt(settings: ProtocolSettings, shipped: str, optional: tuple[str, ...] = ()) -> str:
+def _init_prompt(settings: ProtocolSettings, optional: tuple[str, ...] = ()) -> str:
     if settings.step_prompt is not None:
         raise R3LiteError(
             f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have",
             "Leave it out, or pass --format r3.",
         )
-    return read_template(settings.init_prompt or shipped, "question", optional)
+    return read_template(prompt_file(settings, "init_prompt"), "question", optional)

@@ -9,6 +9,7 @@ from pathlib import Path
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record, write_json
 from r3lite.core.records import Record
+from r3lite.settings import TuningSettings
 
 REMEDY = "Name another --output; what is there stays as it is."
 Score = dict[str, float]  # value, low, high
@@ -158,3 +159,9 @@ def most(rounds: int, beam: int, branch: int) -> Most:
         parents = min(beam, scored)
         tried, scored = tried + parents, scored + parents * branch
     return Most(tried, tried * branch, scored)
+
+
+def all_episodes(tuning: TuningSettings, sampled: int, scored: int) -> int:
+    """The most episodes that a run over so many questions of --data and of --eval-data samples."""
+    made = most(tuning.rounds, tuning.beam, tuning.branch)
+    return made.tried * min(sampled, tuning.sampled_questions) + made.scored * min(scored, tuning.eval_questions)

@@ -230,7 +230,7 @@ def test_the_format_of_the_settings_chooses_the_protocol(tokenizer, name):
     layout = Layout(
         tokenizer, build_protocol(ProtocolSettings(format=name)), LengthSettings(), OPENINGS["no-retrieval"]
     )
-    assert isinstance(layout.protocol, type(PROTOCOLS[name](ProtocolSettings())))
+    assert isinstance(layout.protocol, type(PROTOCOLS[name](ProtocolSettings(format=name))))
     transcript = opened(layout)
     assert transcript.held == Step()
     assert layout.tokenizer.decode(transcript.tokens).endswith(layout.protocol.answer_heading)

@@ -1,0 +1,100 @@
+"""Asks a model one question after another, and shows in a terminal how each is answered; used by ask."""
+
+import json
+import textwrap
+from dataclasses import dataclass
+
+from r3lite.assembly.answering import why_no_answer
+from r3lite.core.episode import Document, Episode, Question, Retrieve
+from r3lite.retrieval.procedures import Finder
+from r3lite.rollout.engine import Engine
+from r3lite.rollout.sequence import Listener, Sequence
+
+WIDE = 80  # columns of what is shown, but for the model's own lines
+
+
+@dataclass
+class Conversation:
+    """A model and a retriever that questions are put to, one after another."""
+
+    engine: Engine
+    retrieve: Retrieve
+    finder: Finder | None  # of procedures
+    seed: int
+    as_json: bool
+    asked: int = 0
+
+    def ask(self, text: str) -> None:
+        """Answers a question and prints the answer, with how it came about."""
+        turns = [""]  # the text of each
+
+        def hear(new: str) -> None:
+            turns[-1] += new
+            if not self.as_json:
+                print(printable(new), end="", flush=True)
+
+        def look(sequence: Sequence) -> None:
+            turns.append("")
+            if not self.as_json:
+                print(f"\n{evidence(sequence)}", flush=True)
+
+        question, seed = Question(f"{self.asked + 1}", text, ()), f"{self.seed}/{self.asked}"
+        if self.finder:
+            question = self.finder.before(question)
+        if question.procedure and not self.as_json:
+            print(f"{printable(question.procedure)}\n")
+        self.asked += 1
+        (sequence,) = self.engine.run([question], [seed], self.retrieve, listeners=[Listener(hear, look)])
+        episode = sequence.episode()
+        if self.as_json:
+            print(json.dumps(record(episode, "\n".join(turns[:-1]))), flush=True)
+        else:
+            print(outcome(episode, self.engine.layout.protocol.faults), flush=True)
+
+
+def record(episode: Episode, trace: str) -> dict:
+    """What --json prints of an answer; `failure` is there if the retriever failed."""
+    return {
+        "question": episode.question.text,
+        "final_answer": episode.prediction,
+        "reasoning_trace": trace,
+        "search_queries": episode.queries,
+        "documents": [d.to_json() for d in episode.documents],
+        **({"failure": episode.failure} if episode.failure else {}),
+    }
+
+
+def evidence(sequence: Sequence) -> str:
+    """What the queries of the last step brought, in lines that are set in; empty if the step has none.
+
+    The queries of a plan's nodes stand before their documents: answers of other nodes were filled in, and each was
+    asked at its kind of source.
+    """
+    step, told = sequence.steps[-1], []
+    for search in step.searches:
+        if search.source:
+            told.append(textwrap.fill(printable(f"{search.query} ({search.source}):"), WIDE))
+        told += [shown(document) for document in search.documents]
+        if not search.documents and not sequence.failure:
+            told.append("  (nothing was found)")
+    if step.searches and sequence.failure:
+        told.append(f"  no documents: the retriever failed: {sequence.failure}")
+    return "".join(f"{line}\n" for line in told)
+
+
+def shown(document: Document) -> str:
+    """Id, title and first words of a passage, in two lines of at most WIDE columns."""
+    line = printable(f"[{document.id}] {document.title}: {document.text}")
+    return textwrap.fill(line, WIDE, initial_indent="  ", subsequent_indent="     ", max_lines=2, placeholder=" ...")
+
+
+def outcome(episode: Episode, faults) -> str:
+    """The answer, or why there is none, set apart from what stands before it."""
+    if episode.prediction:
+        return f"{'-' * WIDE}\nanswer: {printable(episode.prediction)}\n"
+    return textwrap.fill(f"no answer: {why_no_answer(episode, faults)}", WIDE) + "\n"
+
+
+def printable(text: str) -> str:
+    """A text without control characters, which could steer a terminal; line breaks stay."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)

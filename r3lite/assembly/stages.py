@@ -1,0 +1,219 @@
+"""The stages of the quickstart with their arguments, and the table of what they bring about; used by quickstart."""
+
+import json
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+from r3lite.core import command
+from r3lite.core.answer_match import exact_match, f1
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_jsonl, shipped, write_json
+from r3lite.evaluation.comparisons import compare
+from r3lite.evaluation.scores import Marks
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.settings import Common, QuickstartSettings
+
+# The cold start's teacher is hasty: half of its trajectories leave out the last hop, so that there is something left
+# for rewards to teach. With flawless trajectories and 160 steps, SFT alone answers 0.93 of the questions.
+TRAJECTORIES = 300
+HURRIED = 0.5
+# What --quick makes of each stage.
+FEW = {
+    "collect": ["--limit", "40"],
+    "sft": ["--max-steps", "3"],
+    "ppo": ["--max-steps", "2"],
+    "evaluate": ["--limit", "16"],
+}
+# The preset's opening prompt, whose words the tiny model knows, is for its own format only unless it is named.
+OWN_PROMPT = ["--init-prompt", "prompts/tiny/init_prompt.txt"]
+ROOM = {"dag": ["--max-new-tokens", "128"]}  # a plan of four searches is longer than the preset's turns
+# The base was trained on r3's words alone: of the tokens of other formats it stays unsure, and would stumble over them.
+SAMPLING = ["--temperature", "0.5"]
+LESSONS = {"dag": ["--max-steps", "250"]}  # and harder to learn: after the preset's 100 steps few are answered right
+
+
+class Config(Protocol):
+    """The sections of `quickstart`."""
+
+    common: Common
+    quickstart: QuickstartSettings
+
+
+@dataclass
+class Stage:
+    """One evaluated model: what it scored on the test questions."""
+
+    name: str
+    folder: Path
+    minutes: float
+
+    @property
+    def scores(self) -> dict:
+        return json.loads((self.folder / "scores.json").read_text(encoding="utf-8"))
+
+    @property
+    def marks(self) -> list[Marks]:
+        """What was counted of every question, in the order of the test file."""
+        return [Marks.from_json(line) for line in read_jsonl(self.folder / "predictions.jsonl")]
+
+
+def teacher(trajectories: Path) -> dict:
+    """How often the teacher of the cold start answers right: what SFT is asked to imitate."""
+    rows = [(row.values["steps"][-1]["answer"], row.values["answers"]) for row in read_jsonl(trajectories)]
+    scores = {"em": sum(exact_match(*r) for r in rows) / len(rows), "f1": sum(f1(*r) for r in rows) / len(rows)}
+    return {"n": len(rows), **scores, "hurried_share": HURRIED}
+
+
+def run_stage(title: str, commands: Mapping[str, ModuleType], name: str, arguments: list[str]) -> float:
+    """Runs one command with its arguments shown; minutes it took."""
+    print(f"\n== {title}\n$ python -m r3lite.{name} {' '.join(arguments)}", flush=True)
+    start = time.monotonic()
+    match commands[name].main(arguments):
+        case 0:
+            return (time.monotonic() - start) / 60
+        case 130:
+            raise KeyboardInterrupt
+        case 143:
+            raise command.Terminated
+        case status:
+            raise R3LiteError(f"the stage {name} failed with status {status}", "Its own message stands above.")
+
+
+def output_of(config: Config) -> Path:
+    """The folder of the run. SFT and RL refuse one that is in use, too, but only after the stages before them."""
+    out = Path(config.common.output or time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        remedy = "Name a new one; every stage starts anew."
+        raise R3LiteError(f"--output {out} exists and is not an empty folder", remedy)
+    return out
+
+
+def run_all_stages(config: Config, commands: Mapping[str, ModuleType]) -> None:
+    """Runs the stages one after another, then prints the table."""
+    start = time.monotonic()
+    common, settings = config.common, config.quickstart
+    out = output_of(config)
+    world = shipped("data", "world")
+    shared = ["--preset", common.preset, "--seed", str(common.seed)]
+    spoken = spoken_in(settings.format)
+    search = [*spoken, *retrieved_from(out, settings.format)]
+    samples = [*search, *ROOM.get(settings.format, [])]
+    quick = {name: arguments if settings.quick else [] for name, arguments in FEW.items()}
+
+    def evaluated(name: str, adapter: Path | None, minutes: float) -> Stage:
+        folder = out / f"evaluate-{name.lower()}"
+        arguments = [*shared, "--data", str(world / "test.jsonl"), *samples, "--output", str(folder)]
+        arguments += quick["evaluate"]
+        arguments += ["--adapter", str(adapter)] if adapter else []
+        run_stage(
+            f"evaluate the {name} model on questions about entities it never saw", commands, "evaluate", arguments
+        )
+        return Stage(name, folder, minutes)
+
+    def taught(title: str, data: Path, adapter: Path) -> float:
+        arguments = [*shared, *spoken, "--data", str(data), "--output", str(adapter)]
+        return run_stage(title, commands, "sft", [*arguments, *LESSONS.get(settings.format, []), *quick["sft"]])
+
+    if settings.format != "solution":
+        passages = ["--corpus", str(world / "corpus.jsonl")]
+        run_stage("index the encyclopedia", commands, "index", [*shared, *passages, "--output", str(out / "index")])
+    trajectories = out / "trajectories.jsonl"
+    arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(trajectories)]
+    arguments += ["--limit", str(TRAJECTORIES), "--hurried-share", str(HURRIED), *quick["collect"]]
+    title = f"collect trajectories for the cold start; {HURRIED:.0%} of them, on purpose, answer one hop too early"
+    run_stage(title, commands, "collect", arguments)
+    stages = [evaluated("base", None, 0.0)]
+    minutes = taught("SFT: learn the step format and to copy what was read", trajectories, out / "sft")
+    stages.append(evaluated("SFT", out / "sft", minutes))
+    name, teacher_of_failures = settings.algorithm, []
+    if ALGORITHMS[name].has_teacher:
+        flawless, adapter = out / "flawless.jsonl", out / "teacher"
+        arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(flawless)]
+        arguments += ["--limit", str(TRAJECTORIES), *quick["collect"]]
+        run_stage("collect flawless trajectories for a teacher", commands, "collect", arguments)
+        taught("SFT of the teacher, another adapter of the same model", flawless, adapter)
+        teacher_of_failures = ["--teacher", "tiny", "--teacher-adapter", str(adapter), "--teacher-quantize", "none"]
+    arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
+    if ALGORITHMS[name].has_traces:  # the hasty ones among them are paid too little, and fall out
+        arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]  # of questions that may have one
+    arguments += [*samples, "--output", str(out / name), *teacher_of_failures, *quick["ppo"]]
+    arguments += SAMPLING if settings.format != "r3" else []
+    minutes = run_stage(
+        f"{name.upper()}: learn from rewards, with questions and answers only", commands, "ppo", arguments
+    )
+    stages.append(evaluated(name.upper(), out / name, minutes))
+    report(stages, teacher(trajectories), out, (time.monotonic() - start) / 60, config)
+
+
+def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, config: Config) -> None:
+    """The table, what RL changed with its paired interval, and where to look next; `quickstart.json` has the same."""
+    columns = {"EM": "em", "F1": "f1", "format": "format_adherence"}
+    columns |= {"recall": "retrieval_recall", "searches": "mean_searches"}
+    n = stages[0].scores["n"]
+    wide = max(len(name) for name in ("teacher", *(stage.name for stage in stages)))
+    head = "".join(f"{c:>10}" for c in (*columns, "minutes"))
+    print(f"\n== {n} test questions, greedy, real retrieval\n{'stage':<{wide}}{head}")
+    rows = []
+    about = f"   the {taught_by['n']} trajectories for SFT; hasty on purpose"
+    print(f"{'teacher':<{wide}}{taught_by['em']:>10.3f}{taught_by['f1']:>10.3f}{about}")
+    for stage in stages:
+        values = {key: stage.scores[key]["value"] for key in columns.values()}
+        rows.append({"stage": stage.name, "n": n, **values, "minutes": round(stage.minutes, 2)})
+        print(f"{stage.name:<{wide}}" + "".join(f"{v:>10.3f}" for v in values.values()) + f"{stage.minutes:>10.1f}")
+    before, after = stages[-2:]
+    em = compare(before.marks, after.marks, seed=config.common.seed)["em"]
+    gain = {"value": em["difference"], "low": em["low"], "high": em["high"], "p": em["p"]}
+    interval = f"95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}, p {gain['p']:.4f}, paired bootstrap"
+    print(f"\nexact match, {after.name} - {before.name}: {gain['value']:+.3f} ({interval})")
+    print(f"{minutes:.1f} minutes in all")
+    if config.quickstart.quick:
+        print("--quick shows that everything runs; leave it out to see the model learn")
+    found = {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
+    write_json(out / "quickstart.json", found)
+    print(f"""
+where to look next
+  what it says:     {after.folder / "predictions.jsonl"}
+  why it was paid:  {out / config.quickstart.algorithm / "episodes.jsonl"}
+  how it learned:   {out / config.quickstart.algorithm / "metrics.jsonl"}
+  all of it drawn:  python -m r3lite.report {out}
+  your own data:    docs/tutorial.md, and README.md, "Train on HotpotQA"
+  ask it yourself:
+    {asking(out, config)}
+  on a page in the browser (pip install -e '.[serve]'):
+    {serving(out, config)}
+""")
+
+
+def spoken_in(format: str) -> list[str]:
+    """What a command is given of a format."""
+    return ["--format", format, *OWN_PROMPT] if format != "r3" else []
+
+
+def retrieved_from(out: Path, format: str) -> list[str]:
+    """What a command is given of the retriever of a format."""
+    return ["--index", str(out / "index")] if format != "solution" else ["--retriever", "none"]
+
+
+def spoken_to(out: Path, config: Config) -> list[str]:
+    """What the commands that use the trained model are given of its format and its retriever."""
+    name = config.quickstart.format
+    return [*spoken_in(name), *ROOM.get(name, []), *retrieved_from(out, name)]
+
+
+def asking(out: Path, config: Config) -> str:
+    """The command that asks the trained model the first of the test questions."""
+    question = next(read_jsonl(shipped("data", "world", "test.jsonl"))).text("question")
+    paths = ["--adapter", str(out / config.quickstart.algorithm), *spoken_to(out, config)]
+    return shlex.join(["python", "-m", "r3lite.ask", "--preset", config.common.preset, *paths, question])
+
+
+def serving(out: Path, config: Config) -> str:
+    """The command that serves both trained models on a page."""
+    adapters = f"sft={out / 'sft'},rl={out / config.quickstart.algorithm}"
+    paths = ["--adapters", adapters, *spoken_to(out, config)]
+    return shlex.join(["python", "-m", "r3lite.serve", "--preset", config.common.preset, *paths])

@@ -1,0 +1,47 @@
+"""What a server has before it loads a model: its packages, its token and the socket that it listens at."""
+
+import os
+import socket
+
+from r3lite.core.errors import R3LiteError
+from r3lite.settings import ServerSettings
+
+TOKEN = "R3LITE_TOKEN"
+SHORTEST_TOKEN = 16  # characters
+
+
+def check_extra() -> None:
+    """Raises R3LiteError if the packages of the extra are not installed."""
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise R3LiteError(
+            f"serving needs the package {error.name}, which is not installed",
+            "Install it with: pip install 'r3lite[serve]'.",
+        ) from error
+
+
+def token_of(server: ServerSettings) -> str | None:
+    """The token of the environment, without which a server that others can reach does not start."""
+    token = os.environ.get(TOKEN, "").strip() or None
+    if token is None and not server.on_loopback:
+        raise R3LiteError(
+            f"--host {server.host} can be reached by others, and {TOKEN} is not set",
+            f"Set {TOKEN} to a secret of your own, such as the output of: openssl rand -hex 24",
+        )
+    if token is not None and len(token) < SHORTEST_TOKEN:
+        raise R3LiteError(f"{TOKEN} is too short", f"It takes {SHORTEST_TOKEN} characters at least.")
+    return token
+
+
+def listen(server: ServerSettings) -> socket.socket:
+    """A socket at the address of the settings."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        return socket.create_server((server.host, server.port), family=family)
+    except OSError as error:
+        raise R3LiteError(
+            f"nothing can listen at {server.host}, port {server.port}: {error.strerror or error}",
+            "Pass another --port or --host; --port 0 takes any that is free.",
+        ) from error
