@@ -25,7 +25,7 @@ from r3lite.settings import (
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Serves a web page and an HTTP API: python -m r3lite.serve --adapters sft=runs/sft rl=runs/ppo --index my-index
+    """Serves a web page and an HTTP API: python -m r3lite.serve --adapters sft=runs/sft,rl=runs/ppo --index my-index
 
     The page is at http://127.0.0.1:8000. POST /generate takes {"query": ..., "mode": chat, reasoning, search or auto};
     /v1/chat/completions is OpenAI's. Format, prompts, index and encoder are not taken from the adapters' runs: pass
