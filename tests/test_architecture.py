@@ -23,7 +23,7 @@ SECOND = {"datasets", "retrieval", "rollout", "rewards", "evaluation", "rl", "tr
 SECOND |= {"reports", "exporting", "serving", "tuning"}
 THIRD, FOURTH = {"assembly"}, {"checks"}
 ENTRY = {"__main__"}  # `python -m r3lite`: it starts commands by name
-SHORT = {"ppo.py", "sft.py", "rollout/engine.py", "rl/learner.py"}  # files that read as an algorithm
+SHORT = {"assembly/reinforcement.py", "sft.py", "rollout/engine.py", "rl/learner.py"}  # files that read as an algorithm
 TEXT_ONLY = {"protocols", "llm"}  # rooms that never import torch
 # What `python -m r3lite.X` runs: every module that stands in the package itself.
 RUN = {path.stem for path in PACKAGE.glob("*.py")} - GROUND - ENTRY

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from r3lite import doctor
 from r3lite.checks import registry
 from r3lite.checks.finding import Finding, judged, skipped
+from r3lite.checks.privacy import hider
 from r3lite.checks.registry import Check
+from r3lite.checks.speeds import measured_speeds
 from r3lite.core.errors import R3LiteError
 from r3lite.devices import cards, speed
 from r3lite.devices.cards import MEASURED, Speeds
@@ -105,7 +108,7 @@ def test_the_file_has_all_that_was_printed(checks, tmp_path, capsys):
     assert (speeds["name"], one["state"], other["state"], beside["state"]) == ("speeds", "ok", "failed", "skipped")
     assert one["measured"] == {"figure": 0.333333, "lost": None}
     assert other["told"] == "ValueError: no such number" and other["remedy"]
-    assert other["where"][-1].startswith("elsewhere:") and other["where"][0].startswith("r3lite/doctor.py:")
+    assert other["where"][-1].startswith("elsewhere:") and other["where"][0].startswith("r3lite/checks/report.py:")
     out = capsys.readouterr().out
     assert all(entry["told"].split(";")[0] in out for entry in found["checks"])
 
@@ -141,7 +144,7 @@ def test_fp16_that_is_slower_than_fp32_on_a_card_is_said(checks, monkeypatch):
     monkeypatch.setattr(speed, "measure", lambda device, product: Speeds("card", 1e11, flops, 4e-6, MEASURED))
     monkeypatch.setattr(cards, "keep", lambda speeds: "")
     monkeypatch.setattr(speed, "host_copy_speed", lambda device, pinned: 6e9 if pinned else 3e9)
-    told = doctor.measured_speeds(torch.device("cuda"), []).told
+    told = measured_speeds(torch.device("cuda"), []).told
     assert told.endswith(
         "from the host 3.0 GB/s, pinned 6.0; fp16 is the slower: where a run fits, --dtype fp32 is faster"
     )
@@ -176,7 +179,7 @@ def planted(monkeypatch, tmp_path):
     home = tmp_path / USER
     for name, folder in {"work": home / PROJECT, "tmp": home / HIDDEN}.items():
         folder.mkdir(parents=True)
-        monkeypatch.setattr(doctor.tempfile, "tempdir", str(folder)) if name == "tmp" else monkeypatch.chdir(folder)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder)) if name == "tmp" else monkeypatch.chdir(folder)
     for variable in ("HOME", "USERPROFILE"):
         monkeypatch.setenv(variable, str(home))
     for variable in ("USER", "LOGNAME", "USERNAME", "LNAME"):
@@ -225,7 +228,7 @@ def test_no_path_and_no_name_of_the_user_is_told(planted, checks, monkeypatch, c
     ["15.8 GB/s; products", "see https://pytorch.org/get-started/locally/", "O(T^2)", "2 of 3", "a/b", "causal: flash"],
 )
 def test_what_is_not_a_path_stays(text):
-    assert doctor.hider(["/home/zoe"], ["zoe"])(text) == text
+    assert hider(["/home/zoe"], ["zoe"])(text) == text
 
 
 def test_the_real_checks_on_a_cpu(planted, capsys):

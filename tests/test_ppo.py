@@ -285,7 +285,8 @@ def test_in_fp16_stopped_and_resumed_equals_uninterrupted(cold, tmp_path, monkey
 
 def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch, capsys):
     """The judge fails on every second episode: they are in the log without rewards, and in no mean."""
-    from r3lite.rewards import judge, reward
+    from r3lite.assembly import reinforcement
+    from r3lite.rewards import reward
 
     class Flaky:
         missing = 3
@@ -299,7 +300,7 @@ def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch
         def counts(self):
             return {"judge/failures": 3}
 
-    monkeypatch.setattr(judge, "build_judge", lambda *_: Flaky())
+    monkeypatch.setattr(reinforcement, "build_judge", lambda *_: Flaky())
     paid = [
         "--outcome-judge",
         "1",

@@ -8,6 +8,7 @@ import pytest
 
 from r3lite import prepare
 from r3lite.core.files import read_jsonl
+from r3lite.datasets import splits
 from r3lite.datasets.qa import read_questions
 
 BOOKS = [f"Who wrote book {i}?" for i in range(50)]
@@ -105,11 +106,11 @@ def test_more_than_there_is_is_refused_and_nothing_written(questions, tmp_path, 
 
 def test_a_data_set_known_by_name_has_held_out_questions_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert prepare.held_out("hotpotqa", None) == "hotpotqa,validation"
-    assert prepare.held_out("musique,train", None) == "musique,validation"
-    assert prepare.held_out("2wiki,validation", None) is None
-    assert prepare.held_out("mine.jsonl", None) is None
-    assert prepare.held_out("mine.jsonl", "mine.jsonl") is None
-    assert prepare.held_out("hotpotqa", "mine.jsonl") == "mine.jsonl"
+    assert splits.held_out("hotpotqa", None) == "hotpotqa,validation"
+    assert splits.held_out("musique,train", None) == "musique,validation"
+    assert splits.held_out("2wiki,validation", None) is None
+    assert splits.held_out("mine.jsonl", None) is None
+    assert splits.held_out("mine.jsonl", "mine.jsonl") is None
+    assert splits.held_out("hotpotqa", "mine.jsonl") == "mine.jsonl"
     (tmp_path / "hotpotqa").touch()
-    assert prepare.held_out("hotpotqa", None) is None
+    assert splits.held_out("hotpotqa", None) is None

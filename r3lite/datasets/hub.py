@@ -108,12 +108,16 @@ def _data_files(info: "DatasetInfo") -> dict[str, str | None]:
     return {s.rfilename: s.lfs.sha256 if s.lfs else None for s in found if s.rfilename.endswith(KINDS)}
 
 
-def _checked(path: Path, sha256: str | None) -> Path:
-    if sha256 is not None:
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                raise R3LiteError(f"{path} is not the file that the hub has: its SHA-256 differs", f"Delete {path}.")
+def _checked(path: Path, kept: str | None) -> Path:
+    if kept is not None and sha256(path) != kept:
+        raise R3LiteError(f"{path} is not the file that the hub has: its SHA-256 differs", f"Delete {path}.")
     return path
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def on_card(card: Any, files: list[str], subset: str, split: str) -> list[str]:

@@ -1,0 +1,89 @@
+"""Writes a trained model for other programs, with a card, and compares what was written with what it was made of."""
+
+import tempfile
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from r3lite.assembly.policy import check_base
+from r3lite.core.config import load_toml
+from r3lite.core.files import shipped, write_text
+from r3lite.datasets.qa import read_questions
+from r3lite.devices.precision import DTYPES
+from r3lite.exporting import gguf, parity
+from r3lite.exporting.card import Facts, card, modelfile
+from r3lite.exporting.files import CARD, FILES, GGUF, MODELFILE
+from r3lite.models import lora, weights
+from r3lite.models.qwen2 import Qwen2
+from r3lite.protocols.base import Protocol
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.settings import ExportSettings, ModelSettings
+from r3lite.settings.common import budget_bytes
+
+
+def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dict, output: Path) -> None:
+    """Merges, or not, writes and reads back; tells what is written and how near the two are."""
+    folder = weights.resolve_folder(settings.model)
+    check_base(ModelSettings(model=settings.model, adapter=settings.adapter), weights.fingerprint(folder))
+    tokenizer, prompts = Tokenizer.load(folder), None
+    if settings.prompts:
+        prompts = [tokenizer.open_chat(protocol.opening(q), protocol.system) for q in questions(settings, protocol)]
+    model = weights.load_qwen2(folder, torch.float32, "cpu")
+    lora.load_adapter(model, "trained", settings.adapter, trainable=False)
+    lora.set_adapter(model, "trained")
+    before = parity.next_logits(model, prompts, tokenizer.size, "before") if prompts else None
+    file, name = FILES[settings.form], Path(settings.adapter).name
+    written = output / file if file else output
+    if merged := settings.form in ("folder", "gguf"):
+        lora.merge_adapter(model, "trained")
+    if settings.form == "gguf":
+        gguf.write(model, folder, written, settings.weights, name)
+        gguf.fill(model, written)
+        write_text(output / MODELFILE, modelfile(GGUF, protocol))
+    elif settings.form == "gguf-adapter":
+        gguf.write_adapter(model, "trained", written, settings.weights, name)
+        gguf.fill_adapter(model, "trained", written)
+    elif settings.form == "adapter":
+        fingerprint, dtype = weights.fingerprint(folder), DTYPES[settings.weights]
+        lora.save_adapter(model, "trained", output, settings.model, fingerprint, dtype)
+        lora.load_adapter(model, "written", output, trainable=False)
+        lora.set_adapter(model, "written")
+    else:
+        model = in_folder(model, folder, output, settings)
+    run = run_of(settings.adapter)
+    facts = Facts(settings.model, settings.weights, file, merged, run, settings.license, scores)
+    write_text(output / CARD, card(facts, protocol, format))
+    size = sum(path.stat().st_size for path in output.iterdir())
+    print(f"written to  {written}, {size / (1 << 20):,.0f} MiB in all, with a card in {output / CARD}")
+    if before is not None:
+        print(parity.compare(before, parity.next_logits(model, prompts, tokenizer.size, "after")).told())
+
+
+def in_folder(model: Qwen2, source: Path, output: Path, settings: ExportSettings) -> Qwen2:
+    """Writes the model as a folder and returns it as it is read back."""
+    kind = settings.weights
+    if kind != "nf4":
+        most = budget_bytes(settings.max_shard_size, "--max-shard-size")
+        weights.save_merged(model.to(DTYPES[kind]), source, output, most)
+        return weights.load_qwen2(output, DTYPES[kind], "cpu")
+    with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as parent:
+        dense = Path(parent) / "dense"  # as weights are quantized while they are read
+        weights.save_merged(model, source, dense)
+        quantized = weights.load_qwen2(dense, torch.float32, "cpu", quantize=True)
+        weights.save_nf4(quantized, dense, output)
+    return weights.load_qwen2(output, torch.float32, "cpu")
+
+
+def questions(settings: ExportSettings, protocol: Protocol) -> list[str]:
+    """The first --prompts questions, as they stand in a prompt."""
+    path = settings.questions or str(shipped("data", "world", "test.jsonl"))
+    return [protocol.quoted(question.text) for question in islice(read_questions(path), settings.prompts)]
+
+
+def run_of(adapter: str) -> dict:
+    """The settings of the run that wrote an adapter, if its folder is beside them."""
+    for folder in (Path(adapter), Path(adapter).parent):
+        if (folder / "config.toml").exists():
+            return next((t for t in load_toml(folder / "config.toml").values() if isinstance(t, dict)), {})
+    return {}

@@ -1,0 +1,152 @@
+"""Reinforcement learning with retrieval in the loop: PPO, GRPO and their variants.
+
+`RLTrainer.step` reads as the algorithm: sample and score -> advantages and update -> log. How a round's episodes come
+about is in `rl_round.py`; what an algorithm computes is in `rl/algorithms`, a file each.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+
+from r3lite.assembly import rl_guidance, rl_setup, teacher
+from r3lite.assembly.local_client import client_maker
+from r3lite.assembly.rl_guidance import Guidance
+from r3lite.assembly.rl_round import RoundSampler
+from r3lite.assembly.teacher import CachedTeacher, TeacherInTurns
+from r3lite.assembly.validation import build_validation, read_held_out
+from r3lite.core import command
+from r3lite.core.config import UsageError, flag, flat
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import append_jsonl
+from r3lite.core.spans import Spans, build_spans
+from r3lite.datasets.sources import entries_of, protocols_of, read_questions_of
+from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
+from r3lite.rewards import curriculum
+from r3lite.rewards.judge import build_judge, note_on
+from r3lite.rewards.registry import SEARCHING, named_rewards
+from r3lite.rl import algorithms
+from r3lite.rl.batch import Batch
+from r3lite.rl.learner import Learner
+from r3lite.settings import PpoConfig
+from r3lite.training import loop
+from r3lite.training.guard import Guard
+from r3lite.training.metrics import Stopwatch
+from r3lite.training.oversight import Oversight
+from r3lite.training.run_folder import RunFolder
+from r3lite.training.state import TrainState
+
+EPISODES = "episodes.jsonl"
+# Settings that pay for searches, or ask for them.
+ABOUT_SEARCHES = (
+    "least_searches", "search_bonus", "idle_query_penalty", "process_recall", "process_judge", "expand_limit",
+)  # fmt: skip
+
+
+class RLTrainer:
+    """Takes the rounds of a run: episodes are sampled, paid and learned from."""
+
+    def __init__(
+        self,
+        config: PpoConfig,
+        rounds: int,
+        sampler: RoundSampler,
+        learner: Learner,
+        state: TrainState,
+        guard: Guard,
+        episodes_file: Path,
+        teacher: CachedTeacher | TeacherInTurns | None = None,
+        spans: Spans | None = None,
+    ):
+        self.config, self.total, self.sampler, self.learner, self.state = config, rounds, sampler, learner, state
+        self.guard, self.episodes_file, self.teacher = guard, episodes_file, teacher
+        self.spans = spans
+
+    def step(self, number: int) -> tuple[dict, int]:
+        """One round; its metrics, and how many tokens its episodes have."""
+        watch = Stopwatch(self.spans)
+        if curriculum.changes_at(self.config.reward, number):
+            self.guard.forget_rewards()
+        sampled = self.sampler.sample(number, watch)
+        append_jsonl(self.episodes_file, sampled.records(number))
+        metrics = sampled.metrics()
+        self.learner.algorithm.kl.scale = self.guard.kl_scale
+        if rollouts := sampled.rollouts(self.config.rl.failed_below):
+            if self.teacher:
+                with watch.stage("teacher"):
+                    batch = self.teacher.batch(rollouts, sampled.questions)
+            else:
+                batch = Batch.of(rollouts)
+            with watch.stage("update"):
+                metrics |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
+        judge = self.sampler.judge
+        metrics |= (judge.counts() if judge else {}) | watch.laps
+        rl_setup.warn_of_no_reward(self.config, self.guard, metrics)
+        return metrics, sampled.tokens
+
+    def explain_overflow(self) -> str:
+        """Which layer overflowed first in the last micro-batch."""
+        return self.learner.explain_overflow()
+
+
+def train(config: PpoConfig) -> None:
+    """A run of RL in its folder, from the first round or the last checkpoint on."""
+    check(config)
+    with RunFolder("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,)) as run:
+        questions = read_questions_of(config.data, config.mixture)
+        if config.rl.expand_limit and not any(question.gold for question in questions):
+            raise R3LiteError(
+                "no question of --data or [[sources]] has gold paragraphs, and --expand-limit goes on from these",
+                "Leave --expand-limit out, or train on questions whose supporting paragraphs are marked.",
+            )
+        protocols = protocols_of(config.protocol, config.mixture)
+        config.retrieval.check_sources(any(protocol.plans for protocol in protocols.values()))
+        asking = [question for question in questions if protocols[question.source].searches] or questions
+        setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+        retrieve = build_retriever(setup)
+        spans = build_spans(config.tracking)
+        make_client = client_maker(config.model, config.memory)
+        judge = build_judge(config.judge, run.output, config.reward, make_client, spans)
+        torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
+        guard, held_out = Guard(config.guard, config.episodes_of_round), read_held_out(config, questions)
+        traces, replay = rl_guidance.read(config), rl_guidance.build_buffer(config)
+        parts = {"guard": guard} | ({"replay": replay} if replay else {})
+        engine, learner, state = rl_setup.build(config, questions, held_out, traces, spans, **parts)
+        validation = build_validation(config, held_out, engine, retrieve)
+        found = rl_guidance.usable(traces, config, questions, engine.layout, judge) if traces else {}
+        guidance = Guidance(config, questions, found, replay, learner.mean_entropies) if found or replay else None
+        taught_by = teacher.build(config, learner, engine.layout.tokenizer, questions)
+        sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance, setup.query_cache)
+        rounds = config.rounds(len(questions))
+        file = run.output / EPISODES
+        trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
+        oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
+        if loop.train(run, trainer, oversight, spans):
+            told = f"done: {run.output / 'adapter'}{oversight.note()}; what it said: {file}"
+            print(told + note_on(judge))
+
+
+def check(config: PpoConfig) -> None:
+    """Refuses settings that contradict each other; UsageError says which."""
+    if config.sampling.temperature == 0:
+        raise UsageError("--temperature 0 always says the same; RL learns from differences: pass 1, or a little less")
+    if (least := config.reward.least_searches) > config.lengths.max_hops:
+        raise UsageError(f"--least-searches is {least}, and --max-hops {config.lengths.max_hops} allows fewer")
+    named = named_rewards(config.reward)
+    names = [entry["name"] for entry in entries_of(config.data, config.mixture)] or [""]
+    protocols = protocols_of(config.protocol, config.mixture)
+    if not any(protocols[name].searches for name in names):
+        what = "no source has" if config.mixture.sources else f"--format {config.protocol.format} has no"
+        for name in ABOUT_SEARCHES:
+            if value := flat(config)[name]:
+                raise UsageError(f"{flag(name)} is {value}, and {what} searches")
+        if idle := [reward.name for reward in named if reward.function in SEARCHING]:
+            raise UsageError(f"--rewards names {idle[0]}, and {what} searches")
+    for name in ("traces", "teacher_logprobs"):
+        if config.mixture.sources and flat(config)[name]:
+            raise UsageError(f"{flag(name)} belongs to the questions of --data: leave it or [[sources]] out")
+    if config.rl.expand_limit and config.retrieval.retriever == "none":
+        raise UsageError("--expand-limit goes on after queries that brought gold paragraphs, and --retriever is none")
+    algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
+    rl_guidance.check(config)

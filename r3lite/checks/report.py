@@ -1,0 +1,95 @@
+"""What checks found, told a line a check as they are made, and kept for a file."""
+
+import contextlib
+import io
+import math
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import r3lite
+from r3lite.checks.finding import REPORT, Finding
+from r3lite.core.errors import R3LiteError
+
+MARKS = {"ok": "ok", "failed": "!!", "skipped": "--"}
+
+
+@dataclass
+class Report:
+    """The findings, printed as they are made, and kept for the file without what names the user."""
+
+    hide: Callable[[str], str]
+    checks: list[dict] = field(default_factory=list)
+
+    def make(self, name: str, check: Callable[..., Finding], *arguments) -> Finding:
+        """Makes a check and tells what it found. One that raises has failed, and the others go on."""
+        terminal, said, start, where = sys.stdout.isatty(), io.StringIO(), time.perf_counter(), []
+        if terminal:
+            print(f"   {name} ...", end="\r", flush=True)
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                found = check(*arguments)
+        except Exception as error:  # of any kind: this is what a check may find
+            found, where = Finding("failed", *told_by(error)), frames(error)
+        warnings = [line for line in said.getvalue().splitlines() if line.startswith(("warning:", "r3lite."))]
+        entry = {"name": name, "state": found.state, "told": self.hide(found.told)}
+        entry |= {"remedy": self.hide(found.remedy)} if found.remedy else {}
+        entry |= {"warnings": list(dict.fromkeys(map(self.hide, warnings)))} if warnings else {}
+        entry |= {"where": where} if where else {}
+        entry |= {"seconds": round(time.perf_counter() - start, 2)}
+        self.checks.append(entry | {"measured": {k: plain(v) for k, v in found.measured.items()}})
+        print(" " * (len(name) + 7) + "\r" if terminal else "", end="")
+        print_line(f"{MARKS[found.state]} {name:<19}", entry["told"])
+        for line in (entry.get("remedy", ""), *entry.get("warnings", [])):
+            print_line("", line)
+        return found
+
+    @property
+    def failed(self) -> list[str]:
+        return [entry["name"] for entry in self.checks if entry["state"] == "failed"]
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """The figures of all checks so far."""
+        return {name: value for entry in self.checks for name, value in entry["measured"].items()}
+
+
+def print_line(head: str, told: str) -> None:
+    """Prints a text beside its head, in as many lines as it takes; an empty one not at all."""
+    for i, line in enumerate(textwrap.wrap(told, 96, break_long_words=False, break_on_hyphens=False)):
+        print(f"{'' if i else head:<22} {line}", flush=True)
+
+
+def told_by(error: Exception) -> tuple[str, str]:
+    """What an error says in a line, and what to do about it."""
+    if isinstance(error, R3LiteError):
+        return error.cause, error.remedy or REPORT
+    first = (str(error).strip() or "no message").splitlines()[0]
+    out_of_memory = isinstance(error, torch.OutOfMemoryError)
+    return f"{type(error).__name__}: {first}", "Close what else uses the card." if out_of_memory else REPORT
+
+
+def frames(error: Exception) -> list[str]:
+    """Where an error was raised, outermost first: file, line and function, and no folder above the packages."""
+    found, package = [], Path(r3lite.__file__).parent
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename)
+        if path.is_relative_to(package):
+            place = path.relative_to(package.parent).as_posix()
+        elif "site-packages" in path.parts:
+            place = "/".join(path.parts[path.parts.index("site-packages") + 1 :])
+        else:
+            place = "elsewhere"
+        found.append(f"{place}:{frame.lineno} {frame.name}")
+    return found
+
+
+def plain(value: float) -> float | None:
+    """A figure as JSON has it: not more digits than were measured, and nothing for what is not a number."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
