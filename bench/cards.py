@@ -33,51 +33,57 @@ ROUND = ["--algorithm", "ppo", "--adapter", "runs/sft"]
 # The trajectories of 100 training questions of HotpotQA, by `collect --encoder hashing`, in tokens of Qwen2.5: the
 # mean of a row, how many of them the model writes, and with how many all rows begin.
 TYPICAL = {"mean_tokens": 1522, "writes": 213, "shared": 144}
-# The README's recipe: 2,000 trajectories, 64 of them held out, once; 200 rounds; an evaluation.
+# A whole run: 2,000 trajectories, 64 of them held out, once; 200 rounds; an evaluation.
 TRAJECTORIES, QUESTIONS = 2000 - 64, 500
 UNFIT = "does not fit"
 PAGE = """\
 # Cards
 
-**Predicted, not measured.** r3lite has not run on a card yet. Here is what its formulas say of five classes of cards,
-each by one card, from the peak speeds of data sheets: no card keeps them up, so every time is one at best. What your
-own card does is measured by the first command that tells a time there, in a few seconds, and from then on its figures
-are what predictions are made from. This page is what `python -m bench.cards` prints.
+**Predicted, not measured.** r3lite has not run on a GPU yet. This page predicts times on five classes of cards, each
+represented by one card, from the peak speeds of data sheets. No card sustains those, so every time is a best case. On
+your card, the first command that reports a time measures the speeds in a few seconds, and predictions use those from
+then on.
 
-## How it is predicted
+`python -m r3lite.plan --card "GTX 1650"` plans one run for a card; `python -m bench.cards` prints this page.
 
-A piece of work takes the time in which its weights are read or that in which its matrix products are computed,
-whichever is longer; then come attention, what goes through activations number by number, and {launch:.0f} microseconds
-for each kernel (`r3lite/memory/duration.py`). `python -m bench.memory` holds the same formulas against seconds measured
-on a CPU. Not counted are loading, retrieval (the CPU's: an index of the paragraphs is built first, and every query is
-encoded), offload to the host's memory, judges, validation and checkpoints.
+## Method
+
+A piece of work takes the time to read its weights or to compute its matrix products, whichever is longer, plus
+attention, elementwise operations and {launch:.0f} microseconds a kernel (`r3lite/memory/duration.py`).
+`python -m bench.memory` compares the formulas with times measured on a CPU. Not included: loading, retrieval (on the
+CPU: building an index of the paragraphs and encoding every query), offload to host memory, judges, validation and
+checkpoints.
 
 ## What fits, and how fast
 
-By `python -m r3lite.plan --card CARD --model MODEL`, with `--max-length 1024` or `2048` for SFT and with
-`--algorithm ppo --adapter runs/sft` for a round of PPO; all else as in the preset `laptop-4gb`. Cards of more than
-4 GB get `--vram-budget` of a GiB less than they have, since a run takes 4 GiB at most if it is told nothing. All tokens
-of a row are trained on. A round is of 64 episodes that all reach 4,096 tokens, of which they sample 1,536, so that it
-takes no longer. GRPO, which has no critic, takes as long.
+| figure | command |
+|---|---|
+| SFT | `python -m r3lite.plan --card CARD --model MODEL --max-length 1024` or `2048` |
+| a round of PPO | `python -m r3lite.plan --card CARD --model MODEL --algorithm ppo --adapter runs/sft` |
+
+Other settings are those of the preset `laptop-4gb`. Cards with more than 4 GB get `--vram-budget` one GiB below their
+memory, because the default budget is at most 4 GiB. All tokens of a row are trained on. A round has 64 episodes that
+all reach 4,096 tokens, 1,536 of them sampled, so real rounds take no longer. GRPO, which has no critic, takes as long.
 
 {tables}
 
-"NF4" is the 4-bit base, which the plan takes if nothing else fits; "recomputed" tells how many layers run again in the
-backward pass, "at a time" how many episodes are sampled together.
+- "NF4": the 4-bit base, chosen only if nothing else fits.
+- "recomputed": layers that run again in the backward pass.
+- "at a time": episodes sampled together.
 
-## The README's recipe on HotpotQA
+## A whole run on HotpotQA
 
-SFT on 2,000 trajectories, 200 rounds of PPO and an evaluation of 500 questions, if rows and episodes are as long as
-trajectories of HotpotQA are: {mean_tokens:,} tokens in the mean, {writes} of them the model's (100 training questions,
-three steps each, by `collect --encoder hashing`). If a policy searches more often a round takes longer, up to the one
-above.
+SFT on 2,000 trajectories + 200 rounds of PPO + an evaluation of 500 questions, with rows and episodes as long as
+trajectories of HotpotQA: {mean_tokens:,} tokens on average, {writes} of them written by the model (100 training
+questions, three steps each, by `collect --encoder hashing`). A policy that searches more often takes longer, up to the
+rounds above.
 
 {recipes}
 
 ## The table of cards
 
-What `--card` goes by: memory, its bandwidth, and TFLOPS of matrix products that accumulate in fp32.
-`r3lite/devices/cards.py` says which of them are assumed, and what power of a laptop's card is meant.
+`--card` uses these figures: memory, memory bandwidth, and TFLOPS of matrix products that accumulate in fp32.
+`r3lite/devices/cards.py` marks the assumed ones and the power limits of laptop cards.
 
 {cards}
 """
