@@ -14,7 +14,7 @@ from tqdm import tqdm
 from r3lite.core.bars import BRIEF
 from r3lite.core.episode import Document, Question, metadata_of
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_jsonl
+from r3lite.core.files import open_regular, read_jsonl
 from r3lite.core.records import InvalidRecord, Record
 
 REMEDY = 'Each line is an object such as {"id": "7", "title": "Blue Harbor", "text": "Blue Harbor is a film ..."}.'
@@ -68,6 +68,12 @@ def _document(record: Record) -> Document:
         if not text.strip():
             raise record.error("nothing follows the title in contents")
     return Document(id, title, text, metadata=metadata_of(record))
+
+
+def count_lines(path: str) -> int:
+    """Lines of a file that are not blank."""
+    with open_regular(path, REMEDY) as file:
+        return sum(1 for line in file if line.strip())
 
 
 def from_questions(questions: Iterable[Question]) -> list[Document]:
