@@ -13,8 +13,8 @@ from bench import records
 from bench.options import HUB
 from r3lite import plan
 from r3lite.core.command import COMMANDS
-from r3lite.core.config import resolve
 from r3lite.core.errors import R3LiteError
+from r3lite.core.invocation import resolve
 from r3lite.devices.cards import CARDS, GIB, LAUNCH, Speeds, card
 from r3lite.memory import duration
 from r3lite.memory.duration import in_words

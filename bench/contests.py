@@ -132,8 +132,8 @@ def rl_round(
     """
     from r3lite.assembly import rl_setup
     from r3lite.core.command import COMMANDS
-    from r3lite.core.config import resolve
     from r3lite.core.files import shipped
+    from r3lite.core.invocation import resolve
     from r3lite.retrieval.retriever import build_retriever
     from r3lite.retrieval.setup import Setup
     from r3lite.rl.batch import Batch, Rollout

@@ -21,7 +21,7 @@ from bench.simulated_cuda import SimulatedCuda
 from bench.simulation.counts import Counts
 from r3lite.assembly import supervised
 from r3lite.core.command import COMMANDS
-from r3lite.core.config import resolve
+from r3lite.core.invocation import resolve
 from r3lite.datasets.sources import read_data
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.models.kv_cache import KVCache, Prefill

@@ -30,9 +30,9 @@ from bench import options, records
 from bench.options import RESULTS
 from bench.recipe_page import SHOWN, page, tables
 from r3lite.core.command import COMMANDS, Terminated
-from r3lite.core.config import resolve
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
+from r3lite.core.invocation import resolve
 from r3lite.datasets.contamination import without
 from r3lite.datasets.qa import read_with_rows
 from r3lite.evaluate import COMPARISON, PREDICTIONS, EvaluateConfig

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from r3lite.core import command
-from r3lite.core.config import UsageError, check_texts
+from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
+from r3lite.core.invocation import check_texts
 from r3lite.settings import (
     AskSettings,
     Common,

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite.core import command
-from r3lite.core.config import UsageError, to_toml
+from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Episode, Failure, Question, Retrieve, Search, retrieve_all
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import append_jsonl, check_writable, sole_writer, write_jsonl, write_text
+from r3lite.core.invocation import to_toml
 from r3lite.datasets.collected import Earlier, Tally, config_of, ids, read_earlier, rejections_of
 from r3lite.protocols.base import Protocol
 from r3lite.settings import (

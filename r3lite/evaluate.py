@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from r3lite.assembly.answering import build_engine, plan_memory
 from r3lite.core import command
-from r3lite.core.config import UsageError, flag, flat, load_toml, to_toml
+from r3lite.core.config import UsageError, flag, flat
 from r3lite.core.errors import R3LiteError
+from r3lite.core.invocation import load_toml, to_toml
 from r3lite.settings import (
     Common,
     DataSettings,

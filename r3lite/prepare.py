@@ -6,8 +6,8 @@ from pathlib import Path
 
 from r3lite.core import command
 from r3lite.core.command import refuse_another_run
-from r3lite.core.config import to_toml
 from r3lite.core.files import check_writable, sole_writer, write_json, write_jsonl, write_text
+from r3lite.core.invocation import to_toml
 from r3lite.datasets.hub import files_of, sha256
 from r3lite.datasets.splits import draw, held_out
 from r3lite.settings import Common, PrepareSettings, QuestionSettings

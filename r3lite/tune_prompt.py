@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError, flag, to_toml
+from r3lite.core.config import UsageError, flag
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import names_in, sole_writer, write_text
+from r3lite.core.invocation import to_toml
 from r3lite.settings import (
     Common,
     JudgeSettings,

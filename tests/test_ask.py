@@ -14,10 +14,10 @@ from r3lite import ask, quickstart
 from r3lite.assembly import asking, stages
 from r3lite.assembly.answering import open_retriever
 from r3lite.core.command import COMMANDS
-from r3lite.core.config import resolve
 from r3lite.core.episode import CUT_OFF, Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
+from r3lite.core.invocation import resolve
 from r3lite.protocols.r3 import FAULTS
 from r3lite.protocols.transcript import Layout
 from r3lite.retrieval.index import PassageIndex

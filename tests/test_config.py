@@ -15,20 +15,16 @@ from r3lite.core.config import (
     Section,
     Trait,
     UsageError,
-    _kinds,
-    all_settings,
-    build_parser,
     check_required,
     field_docs,
     flat,
-    resolve,
+    kinds_of,
     sections,
     settings_with,
-    to_toml,
-    with_values,
 )
 from r3lite.core.errors import nearest
 from r3lite.core.files import shipped
+from r3lite.core.invocation import all_settings, build_parser, resolve, to_toml, with_values
 from r3lite.evaluate import EvaluateConfig, check_baseline
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
@@ -313,7 +309,7 @@ def test_what_was_unset_on_purpose_stays_unset_when_read_back(toml, name, preset
     """Unset keys were left out, so a run with `--preset tiny --max-steps none` could not be resumed by its own file:
     the preset's value came back."""
     default, table = CONFIGS[name]
-    kinds = [kind for section in sections(default).values() for kind in _kinds(type(section)).items()]
+    kinds = [kind for section in sections(default).values() for kind in kinds_of(type(section)).items()]
     optional = [setting for setting, kind in kinds if kind.optional]
     unset = [word for key in optional if key != "config" for word in ("--" + key.replace("_", "-"), "none")]
     for argv in ([], unset):
@@ -335,7 +331,7 @@ def test_a_trait_stands_beside_bounds_and_leaves_them():
         choice: Free[Literal["a", "b"]] = "a"
 
     assert settings_with(Some(), Trait.FREE) == ["free", "maybe", "choice"]
-    kinds = _kinds(Some)
+    kinds = kinds_of(Some)
     assert kinds["maybe"].convert("maybe", "none") is None and kinds["choice"].choices == ("a", "b")
     for name in ("free", "maybe"):
         with pytest.raises(UsageError, match=f"{name} is 0; it must be at least 1"):

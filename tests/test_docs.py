@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from r3lite.core.command import COMMANDS, usual
-from r3lite.core.config import flat, resolve, sections
+from r3lite.core.config import flat, sections
 from r3lite.core.episode import ANSWERED, Document, Episode, Question, Search, Step
 from r3lite.core.files import shipped
+from r3lite.core.invocation import resolve
 from r3lite.datasets.conversations import LAYOUTS
 from r3lite.evaluation.scores import MEANS, METRICS
 from r3lite.evaluation.tables import TITLES

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from r3lite import evaluate, ppo, sft
 from r3lite.assembly import policy
 from r3lite.core.command import usual
-from r3lite.core.config import with_values
 from r3lite.core.files import shipped
+from r3lite.core.invocation import with_values
 from r3lite.devices.precision import Precision
 from r3lite.models import lora, weights
 from r3lite.models.qwen2_config import is_nf4

@@ -8,10 +8,10 @@ from r3lite import ppo
 from r3lite.assembly import rl_guidance
 from r3lite.assembly.rl_guidance import Guidance
 from r3lite.core.command import COMMANDS
-from r3lite.core.config import resolve
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
+from r3lite.core.invocation import resolve
 from r3lite.datasets.trajectories import encode_row, read_traces
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from r3lite.assembly.rl_round import Expansion, Round, RoundSampler, near_misses
-from r3lite.core.config import with_values
 from r3lite.core.episode import ANSWERED, Document, Question, Step
 from r3lite.core.grant import Grant, Memory
+from r3lite.core.invocation import with_values
 from r3lite.rewards.reward import Scored, StepVerdict, Verdict
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import PpoConfig

@@ -3,7 +3,7 @@
 import pytest
 
 from r3lite.assembly.rl_setup import warn_of_no_reward
-from r3lite.core.config import with_values
+from r3lite.core.invocation import with_values
 from r3lite.settings import PpoConfig
 from r3lite.training.guard import Guard
 

@@ -13,8 +13,9 @@ import torch
 
 from r3lite import serve
 from r3lite.core.command import COMMANDS
-from r3lite.core.config import UsageError, resolve
+from r3lite.core.config import UsageError
 from r3lite.core.files import read_jsonl, shipped
+from r3lite.core.invocation import resolve
 from r3lite.models import lora, weights
 from r3lite.models.weights import resolve_folder
 from r3lite.serving import listening

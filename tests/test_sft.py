@@ -16,9 +16,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from r3lite import sft
 from r3lite.assembly import supervised
 from r3lite.assembly.policy import POLICY
-from r3lite.core.config import with_values
 from r3lite.core.episode import Step
 from r3lite.core.files import write_jsonl
+from r3lite.core.invocation import with_values
 from r3lite.core.records import Record, Source
 from r3lite.datasets.sources import read_data
 from r3lite.datasets.trajectories import Row, read_rows

@@ -13,10 +13,10 @@ import torch
 from r3lite import ppo, sft
 from r3lite.assembly import supervised
 from r3lite.assembly.rl_setup import shared_by_prompts
-from r3lite.core.config import with_values
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
+from r3lite.core.invocation import with_values
 from r3lite.datasets.sources import read_data, read_questions_of
 from r3lite.protocols.chat import Chat
 from r3lite.protocols.transcript import Layout

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from r3lite.core.command import COMMANDS
-from r3lite.core.config import resolve
+from r3lite.core.invocation import resolve
 from r3lite.export import ExportConfig
 from r3lite.report import ReportConfig
 from tests.commands import CONFIGS

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from r3lite.assembly.policy import check_base
-from r3lite.core.config import load_toml
 from r3lite.core.files import shipped, write_text
+from r3lite.core.invocation import load_toml
 from r3lite.datasets.qa import read_questions
 from r3lite.devices.precision import DTYPES
 from r3lite.exporting import gguf, parity

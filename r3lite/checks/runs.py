@@ -21,10 +21,10 @@ from r3lite.checks.finding import (
     whole_card,
 )
 from r3lite.core import command
-from r3lite.core.config import resolve
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.core.grant import Memory
+from r3lite.core.invocation import resolve
 from r3lite.datasets.sources import read_data
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.devices.precision import Precision, dtype_name

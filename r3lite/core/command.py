@@ -10,19 +10,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.config import (
-    Trait,
-    UsageError,
-    check_required,
-    flag,
-    flat,
-    load_toml,
-    resolve,
-    sections,
-    settings_with,
-    with_values,
-)
+from r3lite.core.config import Trait, UsageError, check_required, flag, flat, sections, settings_with
 from r3lite.core.errors import R3LiteError
+from r3lite.core.invocation import load_toml, resolve, with_values
 
 COMMANDS = (
     "sft", "ppo", "evaluate", "ask", "serve", "collect", "index", "retrieve", "plan", "doctor", "report", "export",

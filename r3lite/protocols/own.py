@@ -13,8 +13,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.config import UsageError, load_toml
+from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError, nearest
+from r3lite.core.invocation import load_toml
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.markup import Tag
 from r3lite.protocols.r3 import R3, Headings

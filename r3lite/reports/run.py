@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from r3lite.core.config import load_toml
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl, read_record
+from r3lite.core.invocation import load_toml
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.settings.commands import with_baseline
 

@@ -1,6 +1,6 @@
 """Every setting of every command, by section: one file per room, all of them importable from here.
 
-Each command puts together the sections it needs. Bounds and traits stand at the setting (see config.py): whether a
+Each command puts together the sections it needs. Bounds and traits stand at the setting (see core/config.py): whether a
 resumed run may change it, whether it pays what only a judge can say, whether it must be given.
 """
 

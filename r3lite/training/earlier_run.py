@@ -4,8 +4,9 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.config import UsageError, load_toml
+from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
+from r3lite.core.invocation import load_toml
 from r3lite.training import checkpoint, metrics
 from r3lite.training.run_folder import CONFIG
 

@@ -13,9 +13,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from r3lite.core.command import changes, refuse_another_run
-from r3lite.core.config import flat, to_toml, with_values
+from r3lite.core.config import flat
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint, names_in, sole_writer, write_json, write_jsonl, write_text
+from r3lite.core.invocation import to_toml, with_values
 from r3lite.models.weights import resolve_folder
 from r3lite.training import checkpoint, metrics
 from r3lite.training.state import TrainState

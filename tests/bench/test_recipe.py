@@ -11,8 +11,8 @@ import pytest
 
 from bench import recipe, recipe_page
 from r3lite.core.command import COMMANDS
-from r3lite.core.config import resolve
 from r3lite.core.files import read_jsonl, shipped, write_jsonl
+from r3lite.core.invocation import resolve
 from r3lite.settings import PpoConfig
 from tests.commands import CONFIGS
 

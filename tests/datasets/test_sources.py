@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from r3lite.core.config import UsageError, with_values
+from r3lite.core.config import UsageError
 from r3lite.core.episode import ANSWERED, Episode, Step
 from r3lite.core.errors import R3LiteError
+from r3lite.core.invocation import with_values
 from r3lite.datasets.conversations import Conversation
 from r3lite.datasets.sources import (
     build_mixture,

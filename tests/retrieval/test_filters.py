@@ -7,10 +7,11 @@ import pytest
 
 from r3lite import index as recipe
 from r3lite import retrieve
-from r3lite.core.config import UsageError, resolve
+from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
+from r3lite.core.invocation import resolve
 from r3lite.retrieval import index
 from r3lite.retrieval.corpus import fingerprint, read_corpus
 from r3lite.retrieval.filters import fitting

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from r3lite import retrieve
-from r3lite.core.config import UsageError, resolve
+from r3lite.core.config import UsageError
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
+from r3lite.core.invocation import resolve
 from r3lite.retrieval.bert_encoder import BertEncoder
 from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
 from r3lite.retrieval.retriever import build_retriever

@@ -4,8 +4,9 @@ import pytest
 
 from r3lite.assembly import rl_guidance
 from r3lite.core.command import COMMANDS
-from r3lite.core.config import UsageError, resolve
+from r3lite.core.config import UsageError
 from r3lite.core.episode import Search, Step
+from r3lite.core.invocation import resolve
 from r3lite.rewards.curriculum import changes_at, changing_weights, of_round
 from r3lite.rewards.registry import needs_verdict
 from r3lite.rewards.reward import score

@@ -6,9 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from r3lite.core.config import UsageError, resolve
+from r3lite.core.config import UsageError
 from r3lite.core.episode import CUT_OFF, Episode, Question
 from r3lite.core.errors import R3LiteError
+from r3lite.core.invocation import resolve
 from r3lite.rewards import answers, searching
 from r3lite.rewards.registry import REWARDS, SEARCHING, named_rewards, needs_verdict
 from r3lite.rewards.reward import Scored, score, score_all

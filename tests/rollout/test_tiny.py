@@ -7,8 +7,8 @@ import torch
 
 from r3lite.assembly.answering import build_engine
 from r3lite.core.command import COMMANDS
-from r3lite.core.config import resolve
 from r3lite.core.files import shipped
+from r3lite.core.invocation import resolve
 from r3lite.datasets.qa import read_questions
 from r3lite.evaluate import EvaluateConfig
 from r3lite.models import lora

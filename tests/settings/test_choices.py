@@ -4,8 +4,9 @@ import pytest
 
 from r3lite import sft
 from r3lite.core import command, config
-from r3lite.core.config import flat, resolve, to_toml
+from r3lite.core.config import flat
 from r3lite.core.files import shipped
+from r3lite.core.invocation import resolve, to_toml
 from r3lite.settings import PpoConfig, SftConfig
 
 

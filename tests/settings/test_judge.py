@@ -2,7 +2,8 @@
 
 import pytest
 
-from r3lite.core.config import UsageError, resolve
+from r3lite.core.config import UsageError
+from r3lite.core.invocation import resolve
 from r3lite.settings import JudgeSettings, PpoConfig
 
 

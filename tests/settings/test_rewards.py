@@ -5,7 +5,8 @@ import json
 import pytest
 
 from r3lite.core import command
-from r3lite.core.config import UsageError, resolve, to_toml
+from r3lite.core.config import UsageError
+from r3lite.core.invocation import resolve, to_toml
 from r3lite.settings import PpoConfig
 
 

@@ -5,7 +5,8 @@ import tomllib
 import pytest
 
 from r3lite.core.command import COMMANDS
-from r3lite.core.config import UsageError, check_required, flat, resolve, to_toml
+from r3lite.core.config import UsageError, check_required, flat
+from r3lite.core.invocation import resolve, to_toml
 from r3lite.settings import PpoConfig, SftConfig
 
 SOURCES = """

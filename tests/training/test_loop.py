@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from r3lite.core.command import Terminated
-from r3lite.core.config import with_values
 from r3lite.core.errors import R3LiteError
+from r3lite.core.invocation import with_values
 from r3lite.devices.precision import NonFiniteGradients, Precision
 from r3lite.settings import Common, OptimizerSettings, RLSettings, Schedule, TrackSettings
 from r3lite.training import checkpoint, loop, metrics, optim

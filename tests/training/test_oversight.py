@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from r3lite.core.config import with_values
 from r3lite.core.errors import NotFinite
+from r3lite.core.invocation import with_values
 from r3lite.settings import GuardSettings, ValidationSettings
 from r3lite.training import checkpoint, loop, metrics
 from r3lite.training.guard import Guard

@@ -11,9 +11,10 @@ import pytest
 from safetensors import SafetensorError
 
 from r3lite.core.command import changes
-from r3lite.core.config import flat, with_values
+from r3lite.core.config import flat
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer
+from r3lite.core.invocation import with_values
 from r3lite.settings import ModelSettings, PpoConfig
 from r3lite.training import checkpoint, loop, metrics
 from r3lite.training.run_folder import RunFolder

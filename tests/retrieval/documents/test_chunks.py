@@ -31,7 +31,7 @@ def test_the_count_is_near_that_of_wordpiece(minilm):
     tokenizer = Tokenizer.from_file(str(minilm / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    for path in (shipped("README.md"), shipped("pyproject.toml").parent / "r3lite" / "config.py"):
+    for path in (shipped("README.md"), shipped("pyproject.toml").parent / "r3lite" / "core" / "config.py"):
         text = path.read_text(encoding="utf-8")
         ratio = count_tokens(text) / len(tokenizer.encode(text, add_special_tokens=False).ids)
         assert 0.95 < ratio < 1.1

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from r3lite.core.command import COMMANDS, usual
-from r3lite.core.config import UsageError, resolve, to_toml
+from r3lite.core.config import UsageError
+from r3lite.core.invocation import resolve, to_toml
 from r3lite.rl import algorithms
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import PpoConfig
