@@ -60,8 +60,7 @@ class RLTrainer:
         spans: Spans | None = None,
     ):
         self.config, self.total, self.sampler, self.learner, self.state = config, rounds, sampler, learner, state
-        self.guard, self.episodes_file, self.teacher = guard, episodes_file, teacher
-        self.spans = spans
+        self.guard, self.episodes_file, self.teacher, self.spans = guard, episodes_file, teacher, spans
 
     def step(self, number: int) -> tuple[dict, int]:
         """One round; its metrics, and how many tokens its episodes have."""
@@ -118,8 +117,7 @@ def train(config: PpoConfig) -> None:
         guidance = Guidance(config, questions, found, replay, learner.mean_entropies) if found or replay else None
         taught_by = teacher.build(config, learner, engine.layout.tokenizer, questions)
         sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance, setup.query_cache)
-        rounds = config.rounds(len(questions))
-        file = run.output / EPISODES
+        rounds, file = config.rounds(len(questions)), run.output / EPISODES
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
         if loop.train(run, trainer, oversight, spans):

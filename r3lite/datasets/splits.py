@@ -59,9 +59,8 @@ def rows_of(name: str, data: QuestionSettings) -> list[Row]:
         named = {} if "id" in row or "_id" in row else {"id": question.id}
         return Row(question.text, row.values | named)
 
-    rows = read_with_rows(name, made, data.limit, data.skip_bad_rows)
     first: dict[str, Row] = {}
-    for row in rows:
+    for row in read_with_rows(name, made, data.limit, data.skip_bad_rows):
         first.setdefault(row.question, row)
     return list(first.values())
 
