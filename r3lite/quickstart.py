@@ -66,7 +66,7 @@ class Stage:
     @property
     def marks(self) -> "list[Marks]":
         """What was counted of every question, in the order of the test file."""
-        from r3lite.evaluate import read_predictions
+        from r3lite.evaluation.folder import read_predictions
 
         return [marks for _, marks in read_predictions(str(self.folder)).values()]
 
