@@ -123,9 +123,8 @@ class Server(ThreadingHTTPServer):
 def serve(setup: Setup, host: str, port: int) -> None:
     """Serves the retriever of a setup, and its reranker, until it is interrupted."""
     settings = setup.settings
-    retrieve = build_retriever(setup)
-    rerank = setup.reranker.scores if settings.rerank else None
-    server = Server(Service(retrieve, rerank, settings.top_k), host, port)
+    service = Service(build_retriever(setup), setup.reranker.scores if settings.rerank else None, settings.top_k)
+    server = Server(service, host, port)
     host, port = server.server_address[:2]
     print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)
     if host not in ("127.0.0.1", "::1", "localhost"):
