@@ -9,7 +9,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from r3lite.assembly.answering import MANY, plan_memory
 from r3lite.core import command
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
@@ -72,6 +71,8 @@ def plan(config: CollectConfig) -> str:
     if config.cache.teacher_logprobs is None:
         if config.collect.source != "self":
             return ""
+        from r3lite.assembly.answering import MANY, plan_memory
+
         episodes = (config.data.limit or MANY) * config.collect.num_generations
         return f"\nMemory, for episodes of {length} tokens\n{plan_memory(config, episodes).table()}"
     from r3lite.assembly import teacher

@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from r3lite.assembly.answering import MANY, plan_memory
 from r3lite.core import command
 from r3lite.core.config import UsageError, flag, flat
 from r3lite.core.errors import R3LiteError
@@ -97,6 +96,8 @@ def check_baseline(config: EvaluateConfig) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     def plan(config: EvaluateConfig) -> str:
+        from r3lite.assembly.answering import MANY, plan_memory
+
         if config.evaluate.compare:
             return ""
         check_baseline(config)
