@@ -35,8 +35,9 @@ from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, writ
 from r3lite.core.invocation import resolve
 from r3lite.datasets.contamination import without
 from r3lite.datasets.qa import read_with_rows
-from r3lite.evaluate import COMPARISON, PREDICTIONS, EvaluateConfig
-from r3lite.evaluate import SCORES as SCORES_FILE
+from r3lite.evaluate import EvaluateConfig
+from r3lite.evaluation.folder import COMPARISON, PREDICTIONS
+from r3lite.evaluation.folder import SCORES as SCORES_FILE
 
 COLD = "sft"  # the name of the cold start, and of its adapter
 THEN = ("self", "rl")

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from r3lite.core import command
 from r3lite.core.config import UsageError
-from r3lite.core.episode import Document, Failure, Question
+from r3lite.core.episode import Failure, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.settings import Common, DataSettings, RetrievalSettings, RetrieveSettings
 
 if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so that --help answers at once
     from r3lite.retrieval.setup import Setup
 
-CUTS = (2, 5, 10)
 SHOWN = 160  # characters of a passage that --query prints
 
 
@@ -51,8 +50,7 @@ def retrieve(config: RetrieveConfig) -> None:
 
 def answer_queries(config: RetrieveConfig) -> None:
     """Serves the retriever until it is interrupted."""
-    from r3lite.retrieval.retriever import build_retriever
-    from r3lite.retrieval.server import Server, Service
+    from r3lite.retrieval.server import serve
 
     if config.retrieve.query or config.retrieve.gap_report:
         raise UsageError("--serve answers the queries of others: leave --query and --gap-report out")
@@ -60,17 +58,7 @@ def answer_queries(config: RetrieveConfig) -> None:
         raise UsageError(
             "--serve has queries and no questions of --data: leave --context question, golden and none out"
         )
-    settings = config.retrieval
-    setup = read_setup(config, settings.top_k)
-    retrieve = build_retriever(setup)
-    rerank = setup.reranker.scores if settings.rerank else None
-    server = Server(Service(retrieve, rerank, settings.top_k), config.retrieve.host, config.retrieve.port)
-    host, port = server.server_address[:2]
-    print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)
-    if host not in ("127.0.0.1", "::1", "localhost"):
-        print("warning: whoever reaches this address may ask", file=sys.stderr)
-    with server:
-        server.serve_forever()
+    serve(read_setup(config, config.retrieval.top_k), config.retrieve.host, config.retrieve.port)
 
 
 def read_setup(config: RetrieveConfig, top_k: int) -> "Setup":
@@ -105,75 +93,22 @@ def show_query(config: RetrieveConfig) -> None:
 
 
 def measure_recall(config: RetrieveConfig) -> None:
-    from r3lite.core.files import write_json
-    from r3lite.retrieval.retriever import build_retriever
+    from r3lite.retrieval import gaps, recall
 
     output = Path(config.common.output or time.strftime("runs/retrieve-%Y%m%d-%H%M%S"))
-    check_output(output, config.retrieve.gap_report)
-    cuts = sorted({*CUTS, config.retrieval.top_k})
+    recall.check_output(output, config.retrieve.gap_report)
+    cuts = sorted({*recall.CUTS, config.retrieval.top_k})
     # If no corpus is named, the paragraphs of all questions are, including those of questions without gold.
     setup = read_setup(config, cuts[-1])
-    questions, known = setup.questions, [q for q in setup.questions if q.gold]
+    known = [q for q in setup.questions if q.gold]
     if not known:
         raise R3LiteError(
             f"no question in {config.data.data} has gold paragraphs, so there is no recall to measure",
             "Use a HotpotQA, 2WikiMultiHopQA or MuSiQue file.",
         )
-    search = build_retriever(setup)
-    start = time.perf_counter()
-    outcomes = search([(q, q.text) for q in known])
-    seconds = time.perf_counter() - start
-    answered = [(q, found) for q, found in zip(known, outcomes, strict=True) if not isinstance(found, Failure)]
-    if not answered:
-        raise R3LiteError(f"the retriever failed at every question: {outcomes[0].reason}")
-    bare = f" ({len(questions) - len(known)} without gold left out)" if len(questions) > len(known) else ""
-    failed = f" ({len(known) - len(answered)} at which the retriever failed left out)"
-    asked, found = zip(*answered, strict=True)
-    recall = {str(k): mean_recall(asked, found, k) for k in cuts}
-    print(f"questions  {len(answered)}{bare}{failed if len(answered) < len(known) else ''}")
-    for k, value in recall.items():
-        print(f"recall@{k:<3} {value:.4f}")
-    print(f"{seconds:.2f} s for {len(known)} queries, {1000 * seconds / len(known):.1f} ms each")
-    if setup.query_cache:
-        print(setup.query_cache.line())
-    write_json(output / "recall.json", {"n": len(answered), "recall": recall})
-    print(f"written to {output / 'recall.json'}")
+    recall.measure(setup, known, cuts, output)
     if config.retrieve.gap_report:
-        write_gaps(setup, known, cuts, Path(config.retrieve.gap_report))
-
-
-def check_output(output: Path, gap_report: str | None) -> None:
-    """Refuses, before anything is read, an output that is there already or cannot be written."""
-    from r3lite.core.files import check_writable
-
-    if output.is_file():
-        raise R3LiteError(f"--output {output} is a file", "Name a folder.")
-    for taken in ("recall.json", "manifest.json"):  # an earlier measurement; an index
-        if (output / taken).exists():
-            raise R3LiteError(f"--output {output} holds a {taken} already", "Name a new folder.")
-    if gap_report:
-        if Path(gap_report).exists():
-            raise R3LiteError(f"--gap-report {gap_report} is there already", "Name a new file.")
-        check_writable(Path(gap_report).absolute().parent)
-
-
-def write_gaps(setup: "Setup", known: list[Question], cuts: list[int], path: Path) -> None:
-    """Writes and tells which gold paragraphs the corpus lacks."""
-    from r3lite.core.files import write_json
-    from r3lite.retrieval import gaps
-
-    told = gaps.report(gaps.gaps(known, setup.documents), cuts)
-    best = ", ".join(f"{value:.4f} at {k}" for k, value in told["best_recall_at"].items())
-    print(f"the corpus lacks {told['missing']} of {told['gold']} gold paragraphs of {len(told['questions'])} questions")
-    print(f"the best recall that a retriever could have is {told['best_recall']:.4f}: {best}")
-    write_json(path, told)
-    print(f"written to {path}")
-
-
-def mean_recall(questions: list[Question], found: list[list[Document]], k: int) -> float:
-    """Share of gold paragraphs among the first `k` documents of each question, averaged over questions."""
-    shares = [len(q.gold_found(documents[:k])) / len(q.gold) for q, documents in zip(questions, found, strict=True)]
-    return sum(shares) / len(shares)
+        gaps.write_gaps(setup.documents, known, cuts, Path(config.retrieve.gap_report))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from r3lite import collect
+from r3lite.assembly import collecting
 from r3lite.core.episode import Failure
 from r3lite.core.files import shipped, sole_writer
 from r3lite.datasets.qa import read_questions
@@ -48,7 +49,7 @@ def test_gold_trajectories_of_the_other_formats(tmp_path, monkeypatch):
     assert run(data, output, "--limit", "10", "--format", "tags", *SUB_QUESTIONS) == 0
     assert read_rows(output, "tags") == read_rows(output)
     retrieve = lambda pairs: pytest.fail(f"asked {pairs}")  # noqa: E731
-    monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", lambda *_, **__: retrieve)
+    monkeypatch.setattr(collecting, "build_retriever", lambda *_, **__: retrieve)
     output = tmp_path / "solution.jsonl"
     assert run(data, output, "--limit", "10", "--preset", "solution") == 0
     for trajectory, question in zip(read_rows(output, "solution"), read_questions(data, limit=10), strict=True):
@@ -85,7 +86,7 @@ def test_each_hop_of_all_questions_is_one_batch(tmp_path, monkeypatch):
         batches.append([query for _, query in pairs])
         return [[] for _ in pairs]
 
-    monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", lambda *_, **__: retrieve)
+    monkeypatch.setattr(collecting, "build_retriever", lambda *_, **__: retrieve)
     data = write(tmp_path / "data.jsonl", [row(1), row(2, hops=[("Who?", "Oslo", 0)]), row(3)])
     assert run(data, tmp_path / "out.jsonl", *SUB_QUESTIONS) == 0
     assert batches == [
@@ -98,7 +99,7 @@ def test_a_question_whose_query_the_retriever_failed_at_gives_no_trajectory(tmp_
     def retrieve(pairs):
         return [Failure("no room") if query == "Where was Person 2 born?" else [] for _, query in pairs]
 
-    monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", lambda *_, **__: retrieve)
+    monkeypatch.setattr(collecting, "build_retriever", lambda *_, **__: retrieve)
     data = write(tmp_path / "data.jsonl", [row(1), row(2), row(3)])
     assert run(data, tmp_path / "out.jsonl", *SUB_QUESTIONS) == 0
     assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1", "q3"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from r3lite import collect
+from r3lite.assembly import collecting
 from r3lite.core.episode import Failure
 from r3lite.core.files import write_jsonl
 from r3lite.datasets import self_taught
@@ -126,7 +127,7 @@ def test_a_run_that_was_killed_goes_on_to_what_an_uninterrupted_one_writes(tmp_p
         assert contents(output) == contents(whole) and "torn" in capsys.readouterr().err
     # With nothing left to do, no model is loaded.
     capsys.readouterr()
-    monkeypatch.setattr("r3lite.assembly.answering.build_engine", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(collecting, "build_engine", lambda *_: pytest.fail("loaded"))
     assert teach(output) == 0
     assert contents(output) == contents(whole)
     assert capsys.readouterr().out.partition("written to")[0] == table
@@ -194,7 +195,7 @@ def test_a_question_at_which_the_retriever_failed_is_asked_again_next_time(tmp_p
         return lambda pairs: [Failure("no room") if p[0].id in broken else retrieve([p])[0] for p in pairs]
 
     output, rejected = tmp_path / "own.jsonl", tmp_path / "own.jsonl.rejected.jsonl"
-    monkeypatch.setattr("r3lite.retrieval.retriever.build_retriever", build)
+    monkeypatch.setattr(collecting, "build_retriever", build)
     assert teach(output) == 0
     assert re.search(r"the retriever failed, asked again next time +1\n", capsys.readouterr().out)
     assert [r["id"] for r in lines(rejected)] == [name for name in NAMES if name != "Bob"]

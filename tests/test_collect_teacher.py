@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from r3lite.assembly import collecting
 from r3lite.core.episode import Failure
 from r3lite.retrieval.retriever import build_retriever
 from tests.collecting import lines, read_rows, row, run, write
@@ -91,7 +92,7 @@ def test_a_question_whose_query_the_retriever_failed_at_is_asked_again_next_time
 
     data = write(tmp_path / "data.jsonl", [row(1), row(2)])
     with monkeypatch.context() as broken:
-        broken.setattr("r3lite.retrieval.retriever.build_retriever", failing)
+        broken.setattr(collecting, "build_retriever", failing)
         assert teach(data) == 0
     assert "no reply (retriever), asked again next time" in capsys.readouterr().out
     assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1"]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from r3lite import evaluate, report
+from r3lite.assembly import evaluating
 from r3lite.core.files import write_jsonl
 from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.retrieval.setup import Setup
@@ -125,7 +126,7 @@ def test_a_dry_run_tells_what_a_baseline_brings(toy, capsys):
 
 def test_an_unfinished_baseline_is_begun_again_only_by_itself(toy, says, tmp_path, monkeypatch, capsys):
     says({name: ["x"] * 2 for name in NAMES})
-    monkeypatch.setattr(evaluate, "summary", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(evaluating, "summary", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert evaluate.main([*toy, "--baseline", "rag"]) == 130
     assert evaluate.main([*toy, "--baseline", "closed-book"]) == 1
     assert "is of another run of evaluate: baseline (was rag, is closed-book)" in capsys.readouterr().err

@@ -6,7 +6,6 @@ import re
 import pytest
 
 from r3lite import index, retrieve
-from r3lite.core.episode import Document, Question
 from r3lite.core.files import shipped, sole_writer
 from r3lite.datasets.qa import read_questions
 from r3lite.retrieval.lexical import Lexical
@@ -200,12 +199,6 @@ def test_an_earlier_measurement_and_an_index_are_not_written_over(tmp_path, caps
     assert retrieve.main([*asked, "--limit", "3", "--output", str(tmp_path)]) == 1
     assert "holds a recall.json already" in capsys.readouterr().err
     assert (tmp_path / "recall.json").read_bytes() == before
-
-
-def test_recall_of_questions_that_bring_nothing_is_zero():
-    gold = Document("1", "T", "x")
-    asked = [Question("q", "zebra?", ("a",), (gold,), gold=(gold,)), Question("p", "x?", ("a",), (gold,), gold=(gold,))]
-    assert retrieve.mean_recall(asked, [[], [gold]], 2) == 0.5
 
 
 def test_an_index_that_another_process_builds_is_not_built_a_second_time(tmp_path, capsys):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
     from r3lite.retrieval.procedures import Finder
     from r3lite.rollout.engine import Engine
 
+MANY = 1000  # questions of a dry run without --limit, which does not count them
+
 
 class Sampling(Protocol):
     """The sections of a command that samples episodes."""

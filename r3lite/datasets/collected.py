@@ -1,5 +1,6 @@
 """What `collect` counts, and its files that a later run goes on with: the output, what was rejected, the settings."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 from r3lite.core.command import refuse_another_run
 from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import recover_jsonl
+from r3lite.core.files import check_writable, recover_jsonl
 
 MORE = ("limit", "skip_bad_rows")  # settings with which a run may go on: they add questions
 # What a run writes of the questions that it rejects, or of which it rejects some episodes, by --source.
@@ -89,3 +90,20 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
         refuse_another_run(settings, "collect", config, output, MORE)
     pairs = zip(files, (is_kept, is_rejected), strict=True)
     return Earlier(*(recover_jsonl(path, ours, f"collect --source {source}", known) for path, ours in pairs))
+
+
+def check_output(output: Path, config: Any) -> None:
+    """Refuses, before any question is read, an output that is an input, no file, or cannot be written."""
+    remedy = "Name a new file that ends in .jsonl."
+    try:
+        inputs = [("--data", config.data.data), ("--corpus", config.retrieval.corpus)]
+        for flag, given in [*inputs, *(("--exclude", file) for file in config.collect.exclude or ())]:
+            if given and output.exists() and Path(given).exists() and output.samefile(given):
+                raise R3LiteError(f"--output {output} is the file of {flag}", remedy)
+        if output.exists() and not output.is_file():
+            raise R3LiteError(f"--output {output} is a {'folder' if output.is_dir() else 'device'}", remedy)
+        check_writable(Path(os.path.realpath(output)).parent)
+        if output.exists():
+            open(output, "ab").close()
+    except OSError as error:
+        raise R3LiteError(f"--output {output} cannot be written: {error}", "Name another file.") from error

@@ -5,16 +5,20 @@ never given the answer.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+from tqdm import tqdm
 
 from r3lite.core.answer_match import is_right
 from r3lite.core.episode import Failure, Question, Retrieve, Step, retrieve_all
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import append_jsonl
+from r3lite.datasets.collected import Earlier, Tally, ids, rejections_of
+from r3lite.datasets.trajectories import Trajectory
+from r3lite.llm.client import Client
 from r3lite.llm.replies import Reply, Request
 from r3lite.protocols.base import Protocol
 from r3lite.settings import CollectSettings
-
-if TYPE_CHECKING:  # its libraries take long to load
-    from r3lite.llm.client import Client
 
 # Failures of a reply that asking again would not mend: they come from the question, not from network or account.
 FINAL = ("blocked", "cut", "empty")
@@ -46,11 +50,54 @@ class Teacher:
     """Samples trajectories step by step, many questions at a time."""
 
     settings: CollectSettings
-    client: "Client"
+    client: Client
     protocol: Protocol
     retrieve: Retrieve
     seed: int
     max_hops: int
+
+    def gather(self, questions: list[Question], output: Path, earlier: Earlier, size: int) -> Tally:
+        """Adds to the file the teacher's right answers in well-formed steps, a block of `size` questions at a time.
+
+        Continues an earlier run: questions that are in the file, and those whose replies were rejected (named in
+        `<output>.rejected.jsonl`), are not asked again. Questions that got no reply are.
+        """
+        rejected, kept_before, rejected_before = rejections_of(output), ids(earlier.kept), ids(earlier.rejected)
+        waiting = [q for q in questions if q.id not in kept_before | rejected_before]
+        tally = Tally(len(questions))
+        if len(waiting) < len(questions):
+            tally.extra["kept by earlier runs"] = sum(q.id in kept_before for q in questions)
+            tally.extra["rejected by earlier runs"] = sum(q.id in rejected_before for q in questions)
+        bar = tqdm(total=len(waiting), desc="teacher", unit="question", disable=None)
+        for start in range(0, len(waiting), size):
+            block = waiting[start : start + size]
+            last = {q.id: Try(q, failure="not tried") for q in block}
+            for number in range(self.settings.attempts):
+                failed = [t.question for t in last.values() if t.failure]
+                last |= {t.question.id: t for t in self.attempt(failed, number)}
+            right = [t for t in last.values() if not (t.failure or t.missing)]
+            wrong = [t for t in last.values() if t.failure]
+            append_jsonl(output, [Trajectory.of(t.question, t.steps, "teacher").to_json() for t in right])
+            append_jsonl(rejected, [{"id": t.question.id, "reason": t.failure} for t in wrong])
+            for this in right:
+                tally.keep_retrieved(this.question, this.steps)
+            tally.rejected.update(t.failure for t in wrong)
+            missing = [t.missing for t in last.values() if t.missing]
+            tally.rejected.update(f"no reply ({m.partition(':')[0]}), asked again next time" for m in missing)
+            bar.update(len(block))
+            if capped := next((m for m in missing if m.startswith("capped")), None):
+                tally.extra["stopped"] = capped.partition(": ")[2]
+                tally.extra["questions left"] = len(waiting) - start - len(block) + len(missing)
+                break
+            if len(missing) == len(last):
+                remedy = "What was kept is in the file; run the same command again to go on."
+                raise R3LiteError(f"the teacher does not reply: {missing[0]}", remedy)
+        bar.close()
+        counts = self.client.counts()
+        tally.extra |= {"requests": counts["calls"], "replies from the cache": counts["cache_hits"]}
+        unknown = "unknown: pass --judge-input-price and --judge-output-price"
+        tally.extra["US dollars"] = f"{counts['cost']:.4f}" if "cost" in counts else unknown
+        return tally
 
     def attempt(self, questions: list[Question], number: int) -> list[Try]:
         """The results of attempt `number` (from 0) at each question; every round of requests asks for one step each."""

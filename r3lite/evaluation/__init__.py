@@ -1,1 +1,1 @@
-"""Scores of finished episodes, with intervals. Knows no model and no files."""
+"""Scores of finished episodes, with intervals, and the folder that they are written to. Knows no model."""

@@ -3,6 +3,7 @@
 Knows finished episodes and lines of predictions.jsonl; no model, no files.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,10 +11,11 @@ import numpy as np
 
 from r3lite.core.answer_match import Overlap, answer_scores, best_overlap, combined_score, rouge_l, rule_of
 from r3lite.core.episode import Episode, Step
+from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
 from r3lite.evaluation.intervals import interval, ratios, resampled_sums
 from r3lite.evaluation.supporting_facts import facts_match, joint, retrieved_facts
-from r3lite.evaluation.text_overlap import sentence_bleu
+from r3lite.evaluation.text_overlap import corpus_bleu, sentence_bleu
 
 METRICS = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
 # Means over the questions for which they are known, under the same name in predictions.jsonl.
@@ -145,3 +147,21 @@ def scores_by(group: Callable[[Marks], int | str], marks: Sequence[Marks], seed:
     """The same for each group of questions, such as those of one type; questions of an empty name are in none."""
     names = sorted({group(m) for m in marks} - {""})
     return {str(name): scores([m for m in marks if group(m) == name], seed) for name in names}
+
+
+def summary(episodes: Sequence[Episode], marks: Sequence[Marks], seed: int) -> dict:
+    """What scores.json has of episodes and their marks. Those at which the retriever failed are left out."""
+    whole = [(e, m) for e, m in zip(episodes, marks, strict=True) if not e.failure]
+    if not whole:
+        raise R3LiteError(f"the retriever failed at every question: {episodes[0].failure}", "Mend that, and try again.")
+    marks = [m for _, m in whole]
+    faults = Counter(fault for e, _ in whole for step in e.steps for fault in step.faults)
+    found = scores(marks, seed) | {
+        "corpus_bleu": corpus_bleu([e.prediction for e, _ in whole], [e.question.answers for e, _ in whole]),
+        "by_hops": scores_by(lambda m: m.hops, marks, seed),
+        "by_type": scores_by(lambda m: m.type, marks, seed),
+        "faults": dict(faults.most_common()),
+        "finish": {f: sum(e.finish == f for e in episodes) for f in sorted({e.finish for e in episodes})},
+    }
+    failed = len(episodes) - len(whole)
+    return found | ({"retrieval_failures": failed} if failed else {})

@@ -3,8 +3,10 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from r3lite.core.episode import Document, Question, folded
+from r3lite.core.files import write_json
 
 
 @dataclass(frozen=True)
@@ -56,3 +58,13 @@ def report(found: list[Gap], cuts: Iterable[int]) -> dict:
         "best_recall_at": {str(k): mean(k) for k in cuts},
         "questions": [gap.to_json() for gap in lacking],
     }
+
+
+def write_gaps(documents: Iterable[Document], known: list[Question], cuts: list[int], path: Path) -> None:
+    """Writes and tells which gold paragraphs the corpus lacks."""
+    told = report(gaps(known, documents), cuts)
+    best = ", ".join(f"{value:.4f} at {k}" for k, value in told["best_recall_at"].items())
+    print(f"the corpus lacks {told['missing']} of {told['gold']} gold paragraphs of {len(told['questions'])} questions")
+    print(f"the best recall that a retriever could have is {told['best_recall']:.4f}: {best}")
+    write_json(path, told)
+    print(f"written to {path}")

@@ -8,6 +8,7 @@ POST /retrieve takes {"queries": [...], "topk": k, "return_scores": true} and gi
 """
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from r3lite.core.episode import Document, Failure, Question, Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import WHOLE, InvalidRecord, Record, Source, parse
+from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
 
 TIMEOUT = 60.0  # seconds of a read: a client that stalls gives its thread back
 LARGEST = 4 << 20  # bytes of a request
@@ -115,6 +118,19 @@ class Server(ThreadingHTTPServer):
             super().__init__((host, port), Handler)
         except OSError as error:
             raise R3LiteError(f"{host}:{port} cannot be listened on: {error}", "Pass another --port.") from error
+
+
+def serve(setup: Setup, host: str, port: int) -> None:
+    """Serves the retriever of a setup, and its reranker, until it is interrupted."""
+    settings = setup.settings
+    service = Service(build_retriever(setup), setup.reranker.scores if settings.rerank else None, settings.top_k)
+    server = Server(service, host, port)
+    host, port = server.server_address[:2]
+    print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)
+    if host not in ("127.0.0.1", "::1", "localhost"):
+        print("warning: whoever reaches this address may ask", file=sys.stderr)
+    with server:
+        server.serve_forever()
 
 
 def _entry(document: Document, with_score: bool) -> dict:

@@ -1,0 +1,65 @@
+"""Collects trajectories of questions: from the data set, from a teacher, or from the model itself; used by collect."""
+
+import typing
+from pathlib import Path
+
+from r3lite.assembly.answering import Sampling, build_engine
+from r3lite.core.episode import Episode, Question
+from r3lite.core.files import write_text
+from r3lite.core.invocation import to_toml
+from r3lite.datasets.collected import Earlier, Tally, config_of
+from r3lite.datasets.contamination import without
+from r3lite.datasets.demonstrations import gold
+from r3lite.datasets.qa import read_questions
+from r3lite.datasets.self_taught import Harvest
+from r3lite.datasets.teacher import Teacher
+from r3lite.llm.client import Client
+from r3lite.protocols.base import Protocol
+from r3lite.protocols.registry import build_protocol
+from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
+from r3lite.settings import CollectSettings, JudgeSettings, QuestionSettings
+
+
+class Collecting(Sampling, typing.Protocol):
+    """The sections of `collect`."""
+
+    data: QuestionSettings
+    collect: CollectSettings
+    judge: JudgeSettings
+
+
+def collect(config: Collecting, output: Path, earlier: Earlier) -> Tally:
+    """Adds to the file what the source has of the questions; an earlier run is gone on with."""
+    questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
+    if config.collect.exclude:
+        questions = without(questions, config.collect.exclude, config.data.skip_bad_rows)
+    protocol = build_protocol(config.protocol)
+    config.retrieval.check_sources(protocol.plans)
+    setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+    if config.collect.source == "self":
+        return self_taught(config, questions, protocol, setup, output, earlier)
+    retrieve = build_retriever(setup)
+    if config.collect.source == "gold":
+        return gold(config, questions, protocol, retrieve, output)
+    client = Client(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
+    teacher = Teacher(config.collect, client, protocol, retrieve, config.common.seed, config.lengths.max_hops)
+    write_text(config_of(output), to_toml(config, "collect"))
+    return teacher.gather(questions, output, earlier, 4 * config.judge.judge_concurrency)
+
+
+def self_taught(
+    config: Collecting, questions: list[Question], protocol: Protocol, setup: Setup, output: Path, earlier: Earlier
+) -> Tally:
+    """Adds to the file the model's own right episodes; questions that earlier runs have done are not sampled again."""
+    harvest, many = Harvest.after(earlier, questions, protocol, output), config.collect.num_generations
+    if harvest.waiting:
+        engine, retrieve = build_engine(config, many * len(harvest.waiting)), build_retriever(setup)
+        write_text(config_of(output), to_toml(config, "collect"))
+
+        def sample(questions: list[Question], seeds: list[str]) -> list[Episode]:
+            return [sequence.episode() for sequence in engine.run(questions, seeds, retrieve)]
+
+        retrieves = protocol.searches and config.retrieval.retriever != "none"
+        harvest.gather(sample, config.collect, protocol, retrieves, config.common.seed)
+    return harvest.tally(many)

@@ -1,0 +1,75 @@
+"""The folder of an evaluation: what its files are called, whether one may be written, how two are compared."""
+
+from pathlib import Path
+from typing import Any
+
+from r3lite.core.command import refuse_another_run
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import names_in, read_jsonl, sole_writer, write_json
+from r3lite.core.invocation import load_toml
+from r3lite.evaluation.comparisons import compare
+from r3lite.evaluation.scores import Marks
+from r3lite.evaluation.tables import comparison_table
+from r3lite.settings.commands import with_baseline
+
+CONFIG, PREDICTIONS, SCORES, COMPARISON = "config.toml", "predictions.jsonl", "scores.json", "comparison.json"
+UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # what is there before SCORES, which is written last
+
+
+def check_output(config: Any, output: Path) -> None:
+    """Refuses a folder that holds anything but what this very evaluation has left unfinished."""
+    names, remedy = names_in(output), f"Name another folder, such as {output / 'evaluation'}."
+    if SCORES in names:
+        raise R3LiteError(f"--output {output} holds an evaluation already", remedy)
+    if names and (CONFIG not in names or not names <= UNFINISHED):
+        other = min(names - UNFINISHED or names)
+        raise R3LiteError(f"--output {output} is not an empty folder: it holds {other}", remedy)
+    if names:
+        refuse_another_run(output / CONFIG, "evaluate", config, output)
+
+
+def compare_predictions(a: str, b: str, seed: int, folder: str | None) -> None:
+    """Compares two evaluations of the same questions; writes comparison.json if there is a folder for it."""
+    ours, theirs = read_predictions(a), read_predictions(b)
+    check_same_questions(a, b, ours, theirs)
+    marks = [marks for _, marks in ours.values()], [theirs[id][1] for id in ours]
+    found = {"n": len(ours), "a": a, "b": b, "metrics": compare(*marks, seed)}
+    print(comparison_table(found | {"a": named(a), "b": named(b)}))
+    if folder:
+        output = Path(folder)
+        with sole_writer(output):
+            if names_in(output):
+                raise R3LiteError(f"--output {output} is not an empty folder", "Name another folder.")
+            write_json(output / COMPARISON, found)
+        print(f"written to {output / COMPARISON}")
+
+
+def named(path: str) -> str:
+    """The path of an evaluation, with its baseline if it is a folder whose settings name one."""
+    kept = Path(path) / CONFIG
+    return with_baseline(path, load_toml(kept).get("evaluate", {}) if kept.exists() else {})
+
+
+def read_predictions(path: str) -> dict[str, tuple[str, Marks]]:
+    """Question and marks of each line of a predictions file, or of that of an evaluation's folder, by id."""
+    file = Path(path) / PREDICTIONS if Path(path).is_dir() else Path(path)
+    found = {}
+    for line in read_jsonl(file, "Name an evaluation's folder, or its predictions.jsonl."):
+        id = line.identifier("id")
+        if id in found:
+            raise line.error(f"the id {id!r} is there twice")
+        found[id] = line.text("question"), Marks.from_json(line)
+    if not found:
+        raise R3LiteError(f"{file} holds no predictions", "Name an evaluation's folder, or its predictions.jsonl.")
+    return found
+
+
+def check_same_questions(a: str, b: str, ours: dict, theirs: dict) -> None:
+    """Raises R3LiteError unless two evaluations are of the same questions."""
+    remedy = "Evaluate both on the same --data with the same --limit."
+    only = [sorted(x.keys() - y.keys()) for x, y in ((ours, theirs), (theirs, ours))]
+    if any(only):
+        told = " and ".join(f"{len(ids)} only in {x}, such as {ids[0]}" for x, ids in zip((a, b), only) if ids)
+        raise R3LiteError(f"the two are not of the same questions: {told}", remedy)
+    if other := [id for id in ours if ours[id][0] != theirs[id][0]]:
+        raise R3LiteError(f"{len(other)} ids, such as {other[0]}, name different questions in {a} and {b}", remedy)
