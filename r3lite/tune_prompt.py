@@ -26,7 +26,6 @@ from r3lite.settings import (
 from r3lite.tuning.history import History, all_episodes, most, shown
 
 CONFIG, HISTORY, CACHE = "config.toml", "history.json", "judge-cache"
-FREE = {"rounds"}  # a run may go on with more of them
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def tune(config: TunePromptConfig) -> None:
             remedy = f"Name another folder, such as {output / 'tuning'}."
             raise R3LiteError(f"--output {output} is not an empty folder: it holds {min(names)}", remedy)
         if names:
-            free = command.free_settings(config) | FREE
+            free = command.free_settings(config) | {"rounds"}
             command.refuse_another_run(output / CONFIG, "tune_prompt", config, output, free)
         improve(config, output)
 
