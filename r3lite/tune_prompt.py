@@ -61,7 +61,7 @@ def tune(config: TunePromptConfig) -> None:
             remedy = f"Name another folder, such as {output / 'tuning'}."
             raise R3LiteError(f"--output {output} is not an empty folder: it holds {min(names)}", remedy)
         if names:
-            free = command.free_settings(config) | {"rounds"}
+            free = command.free_settings(config) | {"rounds"}  # a run may go on with more of them
             command.refuse_another_run(output / CONFIG, "tune_prompt", config, output, free)
         improve(config, output)
 
