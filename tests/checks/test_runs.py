@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from r3lite import sft
 from r3lite.assembly import supervised
 from r3lite.checks import runs
 from r3lite.checks.finding import CPU
+from r3lite.core import command
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
 from r3lite.memory.plan import Plan
@@ -120,9 +120,9 @@ def test_where_equal_runs_differ_nothing_can_be_equal_to_the_bit(monkeypatch):
 
 
 def test_a_run_that_fails_is_an_error_and_one_that_is_stopped_stops(monkeypatch, tmp_path):
-    monkeypatch.setattr(sft, "main", lambda argv: 1)
+    monkeypatch.setattr(command, "run", lambda *_: 1)
     with pytest.raises(R3LiteError, match="status 1"):
         runs.train(tmp_path, [])
-    monkeypatch.setattr(sft, "main", lambda argv: 130)
+    monkeypatch.setattr(command, "run", lambda *_: 130)
     with pytest.raises(KeyboardInterrupt):
         runs.train(tmp_path, [])

@@ -3,7 +3,7 @@
 import pytest
 
 from r3lite import sft
-from r3lite.core import command, config
+from r3lite.core import command, invocation
 from r3lite.core.config import flat
 from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve, to_toml
@@ -52,7 +52,7 @@ def test_what_is_given_wins_over_what_a_choice_brings(toml):
 def test_a_preset_that_makes_the_same_choice_refines_it(tmp_path, monkeypatch):
     """Whether the choice is repeated on the command line or not."""
     (tmp_path / "laptop-4gb.toml").write_text('algorithm = "dapo"\nclip_high = 0.25\n', encoding="utf-8")
-    monkeypatch.setattr(config, "shipped", lambda *parts: tmp_path.joinpath(*parts[1:]))
+    monkeypatch.setattr(invocation, "shipped", lambda *parts: tmp_path.joinpath(*parts[1:]))
     for flags in ([], ["--algorithm", "dapo"]):
         found = settings(*flags)
         assert (found["clip_high"], found["refill_limit"]) == (0.25, 3)
