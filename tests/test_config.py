@@ -285,7 +285,7 @@ def test_presets_of_other_systems():
 def test_the_preset_for_real_questions_is_the_same_in_every_stage(name):
     """RL goes on from SFT's adapter, and all stages lay an episode out alike."""
     found = flat(resolve(name, CONFIGS[name][0], ["--preset", "hotpotqa"], command.COMMANDS))
-    wanted = {"lora_r": 16, "lora_alpha": 32, "top_k": 3, "max_hops": 4, "max_length": 2048, "max_document_tokens": 128}
+    wanted = {"lora_r": 16, "lora_alpha": 32, "top_k": 3, "max_hops": 4, "max_length": 2048, "max_document_tokens": 160}
     assert {key: found[key] for key in wanted if key in found} == {key: wanted[key] for key in wanted if key in found}
 
 
