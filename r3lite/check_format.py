@@ -1,4 +1,4 @@
-"""Shows how a format is written and how a turn in it is read: a check for a format of one's own."""
+"""Shows how a format is written and how a turn in it is read: a check for a format of your own."""
 
 import sys
 from dataclasses import dataclass

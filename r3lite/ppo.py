@@ -1,4 +1,7 @@
-"""Reinforcement learning with retrieval in the loop: PPO, GRPO and their variants (assembly/reinforcement.py)."""
+"""Reinforcement learning with retrieval in the loop: PPO, GRPO and their variants.
+
+The trainer is in assembly/reinforcement.py.
+"""
 
 import sys
 from collections import Counter

@@ -1,4 +1,7 @@
-"""Supervised fine-tuning of a LoRA adapter on trajectories and conversations (assembly/supervised.py)."""
+"""Supervised fine-tuning of a LoRA adapter on trajectories and conversations.
+
+The trainer is in assembly/supervised.py.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Improves a prompt file by critiques of what it brings about; its rounds are in prompt_tuner.py."""
+"""Improves a prompt file by critiques of its results."""
 
 import sys
 import time
