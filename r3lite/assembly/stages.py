@@ -73,15 +73,9 @@ def run_stage(title: str, commands: Mapping[str, ModuleType], name: str, argumen
     """Runs one command with its arguments shown; minutes it took."""
     print(f"\n== {title}\n$ python -m r3lite.{name} {' '.join(arguments)}", flush=True)
     start = time.monotonic()
-    match commands[name].main(arguments):
-        case 0:
-            return (time.monotonic() - start) / 60
-        case 130:
-            raise KeyboardInterrupt
-        case 143:
-            raise command.Terminated
-        case status:
-            raise R3LiteError(f"the stage {name} failed with status {status}", "Its own message stands above.")
+    status = commands[name].main(arguments)
+    command.check_status(status, f"the stage {name} failed", "Its own message stands above.")
+    return (time.monotonic() - start) / 60
 
 
 def output_of(config: Config) -> Path:

@@ -21,7 +21,6 @@ from r3lite.checks.finding import (
     whole_card,
 )
 from r3lite.core import command
-from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.core.grant import Memory
 from r3lite.core.invocation import resolve
@@ -63,12 +62,7 @@ def place(precision: Precision) -> Iterator[Path]:
 def train(output: Path, flags: list[str]) -> list[dict]:
     """Runs the command; the records of its steps. What it printed before it failed is in the check's output."""
     status = command.run("sft", SftConfig(), supervised.train, [*flags, "--output", str(output)])
-    if status == 130:
-        raise KeyboardInterrupt
-    if status == 143:
-        raise command.Terminated
-    if status:
-        raise R3LiteError(f"the run ended with status {status}")
+    command.check_status(status, "the run ended")
     return metrics.read(output / metrics.FILE)
 
 

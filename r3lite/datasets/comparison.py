@@ -27,12 +27,13 @@ def compared(question: Question) -> str | None:
     answer, facts = normalize(question.answers[0]), [question.hops[i].answer for i in ends]
     if answer in ("yes", "no") and "same" in question.text.split():
         return f"{facts[0]} and {facts[1]} are {'the same' if answer == 'yes' else 'not the same'}."
-    told = [(date(fact), f"{subject(question, i)} ({fact})") for i, fact in zip(ends, facts, strict=True)]
+    names = [subject(question, i) for i in ends]
+    told = [(date(fact), f"{name} ({fact})") for name, fact in zip(names, facts, strict=True)]
     (first, earlier), (last, later) = sorted(told, key=lambda one: one[0] or ())
     # Of two dates that begin alike one says only the year, or they are the same.
     if not first or not last or last[: len(first)] == first:
         return None
-    if sum(normalize(subject(question, i)) == answer for i in ends) != 1:
+    if sum(normalize(name) == answer for name in names) != 1:
         return None
     return f"{earlier} is before {later}."
 
