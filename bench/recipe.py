@@ -45,7 +45,7 @@ BASELINES = ("rag", "closed-book", "gold")
 BEST = {"rag": ["--top-k", "5"]}  # plain RAG has one retrieval only: it gets more documents than a step
 KINDS = ("collect", "self", "sft", "ppo", "evaluate", *BASELINES)  # what --flags can be for
 NAME = re.compile(r"[\w-]+")  # of a set
-MORE = ("then", "baselines")  # settings with which a way may go on: they add stages
+MORE = ("then", "baselines", "flags")  # settings that may change, as long as no stage that was begun does
 POLL, TELL = 0.1, 30.0  # seconds between looks at a process, and between notes of its time
 
 
@@ -182,15 +182,17 @@ class Way:
         return output
 
     def source(self, name: str, train: str) -> str:
-        """The [[sources]] table of the training questions of a set, of which those in a dev file are left out."""
+        """The [[sources]] table of a set's training questions, without those in a dev file; all sets weigh the same."""
         path = self.folder / f"train-{name}.jsonl"
         write_jsonl(path, unseen(train, self.settings.dev_files))
-        told = f"name = {json.dumps(name)}\nfile = {json.dumps(str(path))}\nweight = {self.settings.weights[name]}"
+        told = f"name = {json.dumps(name)}\nfile = {json.dumps(str(path))}"
         return f'[[sources]]\n{told}\ntype = "qa"\n\n'
 
     def run(self, stage: Stage) -> None:
         """Runs a stage as a user would, unless its result is there, and notes its cost; R3LiteError if it fails."""
         cost = self.costs.get(stage.name, {"command": stage.command, "seconds": 0.0, "starts": 0, "commits": []})
+        if cost.setdefault("arguments", stage.arguments) != stage.arguments:
+            raise R3LiteError(f"the stage {stage.name} was begun with other flags", "Name another --output.")
         if stage.result.exists() and not (stage.grows and not cost.get("complete")):
             return
         self.costs[stage.name] = cost
@@ -236,7 +238,8 @@ class Way:
 
     def stages(self) -> list[dict]:
         """What each stage took: seconds, starts, resident size, tokens, trajectories."""
-        return [{"stage": name, **cost, **amounts(self.folder / name)} for name, cost in self.costs.items()]
+        known = {name: {key: cost[key] for key in cost if key != "arguments"} for name, cost in self.costs.items()}
+        return [{"stage": name, **cost, **amounts(self.folder / name)} for name, cost in known.items()]
 
     def scores(self) -> list[dict]:
         """The scores of every evaluation that is there, with their difference from plain RAG's."""
@@ -288,7 +291,7 @@ def parse(argv: list[str] | None) -> tuple[Settings, argparse.Namespace]:
         action="append",
         required=True,
         metavar="NAME=TRAIN,DEV[,WEIGHT]",
-        help="one data set's files, and the share of it in what is trained on (1)",
+        help="one data set's files, and its weight among the trajectories of SFT (1); RL asks of all sets alike",
     )
     made.add_argument("--then", nargs="*", choices=THEN, default=[], help="stages after the cold start, in this order")
     made.add_argument("--baselines", nargs="*", choices=BASELINES, default=BASELINES)

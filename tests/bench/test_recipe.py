@@ -123,7 +123,7 @@ def test_reinforcement_learning_sees_no_question_of_a_dev_file(way, tmp_path):
     gold = [f"{tmp_path / 'way' / f'gold-{name}.jsonl'}=2.5" for name in ("one", "two")]
     assert given(next(w for w in ran(tmp_path) if w[0] == "sft"), "--sources") == ",".join(gold)
     assert [(s["name"], s["file"], s["weight"], s["type"]) for s in config.mixture.sources] == [
-        (name, str(tmp_path / "way" / f"train-{name}.jsonl"), 2.5, "qa") for name in ("one", "two")
+        (name, str(tmp_path / "way" / f"train-{name}.jsonl"), 1.0, "qa") for name in ("one", "two")
     ]
 
 
@@ -179,6 +179,14 @@ def test_other_settings_are_another_way(way, tmp_path, capsys):
     assert way(*SHORT, "--seed", "1") == (1, [])
     assert "holds a way with other settings: seed (was 0, is 1)" in capsys.readouterr().err
     assert len(kept(tmp_path)) == 1
+
+
+def test_flags_may_be_added_for_stages_that_did_not_begin(way, tmp_path, capsys):
+    assert way(*SHORT)[0] == 0
+    assert way(*SHORT, "--then", "rl", "--flags", "ppo=--max-steps 3")[1][0] == "rl"
+    assert given(ran(tmp_path)[0], "--max-steps") == "3"
+    assert way(*SHORT, "--then", "rl", "--flags", "ppo=--max-steps 3", "sft=--epochs 2") == (1, [])
+    assert "the stage sft was begun with other flags" in capsys.readouterr().err
 
 
 def test_flags_reach_the_stages_that_they_are_for(way, tmp_path):
