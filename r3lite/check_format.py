@@ -54,6 +54,8 @@ def sample(protocol: "Protocol") -> list[Step]:
 
 def show_sample(protocol: "Protocol") -> None:
     """Prints the sample episode, each part under who writes it, and how each turn is read."""
+    for shot in protocol.shots:
+        print(f"-- the worked example, {shot['role']}\n{shot['content']}\n")
     print(f"-- the opening\n{protocol.opening(protocol.quoted(QUESTION))}")
     steps = sample(protocol)
     for number, step in enumerate(steps, 1):

@@ -18,7 +18,8 @@ from r3lite.models import lora, weights
 from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.settings import ExportSettings, ModelSettings
+from r3lite.protocols.transcript import Layout
+from r3lite.settings import ExportSettings, LengthSettings, ModelSettings
 from r3lite.settings.common import budget_bytes
 
 
@@ -28,7 +29,8 @@ def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dic
     check_base(ModelSettings(model=settings.model, adapter=settings.adapter), weights.fingerprint(folder))
     tokenizer, prompts = Tokenizer.load(folder), None
     if settings.prompts:
-        prompts = [tokenizer.open_chat(protocol.opening(q), protocol.system) for q in questions(settings, protocol)]
+        layout = Layout(tokenizer, protocol, LengthSettings())
+        prompts = [layout.prompt(question) for question in questions(settings)]
     model = weights.load_qwen2(folder, torch.float32, "cpu")
     lora.load_adapter(model, "trained", settings.adapter, trainable=False)
     lora.set_adapter(model, "trained")
@@ -75,10 +77,10 @@ def in_folder(model: Qwen2, source: Path, output: Path, settings: ExportSettings
     return weights.load_qwen2(output, torch.float32, "cpu")
 
 
-def questions(settings: ExportSettings, protocol: Protocol) -> list[str]:
-    """The first --prompts questions, as they stand in a prompt."""
+def questions(settings: ExportSettings) -> list[str]:
+    """The first --prompts questions."""
     path = settings.questions or str(shipped("data", "world", "test.jsonl"))
-    return [protocol.quoted(question.text) for question in islice(read_questions(path), settings.prompts)]
+    return [question.text for question in islice(read_questions(path), settings.prompts)]
 
 
 def run_of(adapter: str) -> dict:

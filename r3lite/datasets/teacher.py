@@ -123,7 +123,7 @@ class Teacher:
         The teacher's steps are its own turns, so that no text in a document or a question can pass for one.
         """
         question = self.protocol.quoted(this.question.text)
-        turns, user = [], [self.protocol.opening(question)]
+        turns, user = [shot["content"] for shot in self.protocol.shots], [self.protocol.opening(question)]
         for k, step in enumerate(this.steps, 1):
             turns += ["\n\n".join(user), self.protocol.render(step, k)]
             user = [self.protocol.observation(question, this.steps[:k])]

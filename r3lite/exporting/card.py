@@ -26,7 +26,6 @@ class Facts:
 
 def card(facts: Facts, protocol: Protocol, format: str) -> str:
     """README.md of an export, with the header that the Hugging Face hub reads."""
-    system = [f"system: {protocol.system}"] if protocol.system else []
     what = f"A LoRA adapter merged into {facts.base}" if facts.merged else f"A LoRA adapter of {facts.base}"
     parts = [
         _head(facts),
@@ -36,11 +35,17 @@ def card(facts: Facts, protocol: Protocol, format: str) -> str:
         _run(facts.run),
         _scores(facts.scores),
         f"## Prompt\n\nThe step format is `{format}`. An episode opens with:",
-        "\n".join(["```text", *system, protocol.opening("{question}"), "```"]),
+        "\n".join(["```text", *(f"[{said['role']}]\n{said['content']}" for said in _opening(protocol)), "```"]),
         "## Use",
         _use(facts, protocol),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _opening(protocol: Protocol, question: str = "{question}") -> list[dict[str, str]]:
+    """The messages that an episode opens with: system message, worked example, question."""
+    system = [{"role": "system", "content": protocol.system}] if protocol.system else []
+    return [*system, *protocol.shots, {"role": "user", "content": protocol.opening(question)}]
 
 
 def _head(facts: Facts) -> str:
@@ -73,20 +78,21 @@ def _use(facts: Facts, protocol: Protocol) -> str:
 
 
 def _transformers(protocol: Protocol, facts: Facts) -> str:
-    system = f'    {{"role": "system", "content": {protocol.system!r}}},\n' if protocol.system else ""
-    imported, base, given = "from transformers import AutoModelForCausalLM, AutoTokenizer", "folder", "--model FOLDER"
+    *before, last = _opening(protocol)
+    given = "".join(f"    {message!r},\n" for message in before)
+    imported, base, which = "from transformers import AutoModelForCausalLM, AutoTokenizer", "folder", "--model FOLDER"
     if not facts.merged:  # the tokenizer is in the base's folder
         imported = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
-        base, given = repr(facts.base), f"--model {facts.base} --adapter FOLDER"
+        base, which = repr(facts.base), f"--model {facts.base} --adapter FOLDER"
     return f"""```python
 {imported}
 
 folder = "."  # this folder
 tokenizer = AutoTokenizer.from_pretrained({base})
 model = {"AutoModelForCausalLM" if facts.merged else "AutoPeftModelForCausalLM"}.from_pretrained(folder)
-prompt = {protocol.opening("{question}")!r}
+prompt = {last["content"]!r}
 messages = [
-{system}    {{"role": "user", "content": prompt.replace("{{question}}", {QUESTION!r})}},
+{given}    {{"role": "user", "content": prompt.replace("{{question}}", {QUESTION!r})}},
 ]
 inputs = tokenizer.apply_chat_template(
     messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -96,7 +102,7 @@ print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_
 ```
 
 It does not retrieve: the model writes its first query, and you give it the documents.
-`python -m r3lite.ask {given} --index INDEX` does both."""
+`python -m r3lite.ask {which} --index INDEX` does both."""
 
 
 def _llama(file: str) -> str:
@@ -119,7 +125,7 @@ It does not retrieve: the model writes its first query, and you give it the docu
 
 def modelfile(file: str, protocol: Protocol) -> str:
     """Ollama's Modelfile: the weights, and a template that puts what is asked into the prompt."""
-    system = f"{OPEN}system\n{protocol.system}{CLOSE}\n" if protocol.system else ""
-    opened = protocol.opening("\0").replace("{{", "{ {").replace('"""', "'''").replace("\0", "{{ .Prompt }}")
-    template = f"{system}{OPEN}user\n{opened}{CLOSE}\n{OPEN}assistant\n{{{{ .Response }}}}"
+    opened = "".join(f"{OPEN}{message['role']}\n{message['content']}{CLOSE}\n" for message in _opening(protocol, "\0"))
+    opened = opened.replace("{{", "{ {").replace('"""', "'''").replace("\0", "{{ .Prompt }}")
+    template = f"{opened}{OPEN}assistant\n{{{{ .Response }}}}"
     return f'FROM ./{file}\nTEMPLATE """{template}"""\nPARAMETER stop {CLOSE}\nPARAMETER temperature 0\n'

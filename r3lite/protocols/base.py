@@ -7,8 +7,10 @@ text stands among the tokens of an episode.
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from r3lite.core.episode import Step
+from r3lite.protocols.templates import messages
 
 CUT_OFF, ANSWER_WAS_FORCED = "cut_off", "answer_was_forced"
 BLANK_QUERY, REPEATED_QUERY = "blank_query", "repeated_query"  # faults of every protocol that searches
@@ -46,6 +48,7 @@ class Protocol(ABC):
     after the stop string, inside the same assistant turn, which ends with the answer.
     """
 
+    init_prompt: str  # opens an episode; has {question}, and perhaps a worked example (see `templates.messages`)
     faults: Mapping[str, str]  # name -> what a step with it does, worded to follow `step k`
     stop_strings: tuple[str, ...]  # a turn is over as soon as it has one of them, which stays part of its text
     user_turns: bool
@@ -56,9 +59,21 @@ class Protocol(ABC):
     answer_request: str = NO_MORE  # the observation before a turn in which only the answer is left to write
     answer_heading: str  # given before the answer in such a turn
 
-    @abstractmethod
+    def __post_init__(self) -> None:
+        messages(self.init_prompt)  # refuses a prompt whose messages make no chat
+
     def opening(self, question: str) -> str:
-        """The first user turn; `question` is `quoted` already."""
+        """The user turn with the question, which is `quoted` already."""
+        return self._messages[-1]["content"].replace("{question}", question)
+
+    @property
+    def shots(self) -> list[dict[str, str]]:
+        """The messages of the worked example, which stand before `opening`."""
+        return self._messages[:-1]
+
+    @cached_property
+    def _messages(self) -> list[dict[str, str]]:
+        return messages(self.init_prompt)
 
     def quoted(self, text: str) -> str:
         """A question, title or passage as it stands in an episode: nothing in it may look like the protocol's own."""

@@ -24,6 +24,7 @@ class Chat(Protocol):
 
     system: str | None = None
 
+    init_prompt = "{question}"
     faults = FAULTS
     stop_strings = ()
     user_turns = True
@@ -32,9 +33,6 @@ class Chat(Protocol):
 
     def quoted(self, text: str) -> str:
         return text  # nothing in it could be taken for markup, and its lines are its own
-
-    def opening(self, question: str) -> str:
-        return question
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         answer = text.strip() or None

@@ -46,7 +46,7 @@ class Dag(Protocol):
     `parse(render(step, k), earlier) == step` for every well-formed step.
     """
 
-    init_prompt: str  # opens an episode; has {question}
+    init_prompt: str
     step_prompt: str  # gives documents; has {documents} and may have {request}, what is to be written next
     limits: Limits = Limits()
     system: str | None = None
@@ -72,9 +72,6 @@ class Dag(Protocol):
         step = read_template(prompt_file(settings, "step_prompt"), "documents", ("request",))
         return Dag(init, step, limits, settings.system_prompt)
 
-    def opening(self, question: str) -> str:
-        return self.init_prompt.replace("{question}", question)
-
     def render(self, step: Step, number: int) -> str:
         return "\n".join(filter(None, (step.analysis, step.answer and f"{ANSWER} {step.answer}")))
 
@@ -86,11 +83,11 @@ class Dag(Protocol):
             found = render_documents(search.documents, first)
             parts.append(f"{DOCUMENTS} {node.name}:\n{found}")
             first += len(search.documents)
-        asked = [
-            f"{node.name}: {one_line(search.query)}" for node, search in zip(nodes, steps[-1].searches, strict=True)
-        ]
-        last = ", then the final answer" * (len(levels) == len(steps))
-        request = "\n".join([f"Write the answer of each node{last}:", *asked])  # queries next to where answers belong
+        asked = {f"{node.name}:": one_line(s.query) for node, s in zip(nodes, steps[-1].searches, strict=True)}
+        if len(levels) == len(steps):
+            asked[ANSWER] = question
+        lines = f"the line{'s' * (len(asked) > 1)} {' and '.join(asked)}"
+        request = "\n".join([*map(" ".join, asked.items()), "", f"Write {lines} with answers of a few words."])
         filled = {"documents": "\n".join(parts), "request": request}
         return re.sub(r"\{(documents|request)\}", lambda m: filled[m[1]], self.step_prompt)
 

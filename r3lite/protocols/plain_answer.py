@@ -26,15 +26,13 @@ class PlainAnswer(Chat):
 
     searches: bool = False
 
+    init_prompt = REQUEST
     quoted = Protocol.quoted
 
     @staticmethod
     def load(settings: ProtocolSettings, searches: bool) -> "PlainAnswer":
         """With the system message of the settings, if they have one."""
         return PlainAnswer(settings.system_prompt or (WITH_DOCUMENTS if searches else SYSTEM), searches)
-
-    def opening(self, question: str) -> str:
-        return REQUEST.replace("{question}", question)
 
     def first_search(self, question: str) -> Step:
         return Step.asking("", question)

@@ -61,22 +61,20 @@ class Headings:
 
 NUMBERED = re.compile(r"[ \t]*(\d+)\.(.*)")
 # What the opening prompt has for {queries_note} and {verification_note} if the options are on.
-QUERIES_NOTE = """Up to {most} questions that do not wait for each other's answers can be asked at once:
-{h.step} k:
-{h.analysis} what is known so far and what has to be found next
+QUERIES_NOTE = """Up to {most} questions that do not wait for each other's answers can be asked at once, as in:
 {h.queries}
-1. one short question
-2. another short question
+1. Marta Lindqvist
+2. Silent Harbour
 
 """
-VERIFICATION_NOTE = "{h.verification} which documents show each fact that the answer rests on\n"
+VERIFICATION_NOTE = "{h.verification} [2] Marta Lindqvist shows the town, [1] Ljungby shows the river.\n"
 
 
 @dataclass(frozen=True)
 class R3(Protocol):
     """Parsing and rendering of R3 steps. `parse(render(step, k), earlier) == step` for every well-formed step."""
 
-    init_prompt: str  # opens an episode; has {question}
+    init_prompt: str
     step_prompt: str  # answers a query; has {documents}, may have {question} and {step}, the number of the next step
     system: str | None = None
     most_queries: int = 1  # of a step
@@ -121,9 +119,6 @@ class R3(Protocol):
         optional = [self.names.queries] * (self.most_queries > 1) + [self.names.verification] * self.verifies
         known = (self.names.analysis, self.names.query, self.names.documents, self.names.answer, *optional)
         return re.compile(rf"^[ \t]*({'|'.join(map(re.escape, known))})", re.MULTILINE)
-
-    def opening(self, question: str) -> str:
-        return self.init_prompt.replace("{question}", question)
 
     def render(self, step: Step, number: int) -> str:
         parts = [f"{self.names.step} {number}:", f"{self.names.analysis} {step.analysis}"]

@@ -50,7 +50,7 @@ class Tags(Protocol):
     block as ended by the next tag or by the end of the turn; it does not count as faults what it forgives.
     """
 
-    init_prompt: str  # opens an episode; has {question}
+    init_prompt: str
     think: Tag = THINK
     answer: Tag = ANSWER
     search: Tag | None = SEARCH
@@ -84,9 +84,6 @@ class Tags(Protocol):
     @property
     def answer_heading(self) -> str:
         return self.answer.opening
-
-    def opening(self, question: str) -> str:
-        return self.init_prompt.replace("{question}", question)
 
     def quoted(self, text: str) -> str:
         return self.markup.quoted(text)

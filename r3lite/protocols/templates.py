@@ -1,4 +1,4 @@
-"""Prompt files: text with placeholders in braces."""
+"""Prompt files: text with placeholders in braces, and perhaps with a worked example as turns of a chat."""
 
 import re
 from collections import Counter
@@ -58,15 +58,39 @@ def read_prompt(name: str) -> str:
         raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Name a UTF-8 text file.") from error
 
 
+def messages(prompt: str) -> list[dict[str, str]]:
+    """The messages of a prompt that opens an episode: one of the user, or a worked example before it.
+
+    A line [user] or [assistant] begins a message; the first and the last are the user's, and they take turns.
+    """
+    parts = re.split(r"^\[(user|assistant)\]\n", prompt, flags=re.MULTILINE)
+    if len(parts) == 1:
+        return [{"role": "user", "content": prompt}]
+    roles, texts = parts[1::2], [text.strip() for text in parts[2::2]]
+    if parts[0].strip() or roles != ["user", *["assistant", "user"] * (len(roles) // 2)] or not all(texts):
+        raise R3LiteError(
+            "the opening prompt has lines [user] or [assistant] that make no chat",
+            "It begins with [user], then [assistant] and [user] take turns, and the last is [user].",
+        )
+    if "{question}" not in texts[-1]:
+        raise R3LiteError("the opening prompt has {question} in its example", "Its place is the last message.")
+    return [{"role": role, "content": text} for role, text in zip(roles, texts)]
+
+
 def placeholders(text: str) -> list[str]:
     """The words in braces of a prompt, in their order."""
     return re.findall(r"\{(\w+)\}", text)
 
 
 def unfit(text: str, prompt: str) -> str | None:
-    """Why a text cannot take the place of a prompt: it lacks a placeholder of it, repeats one or has another."""
+    """Why a text cannot take the place of a prompt: it lacks a placeholder of it, repeats one or has another,
+    or its messages make no chat."""
     wanted, found = Counter(placeholders(prompt)), Counter(placeholders(text))
     problems = [f"it lost {{{name}}}" for name in wanted if not found[name]]
     problems += [f"it has {{{name}}} {found[name]} times" for name in wanted if found[name] > wanted[name]]
     problems += [f"it has {{{name}}}, which the first prompt has not" for name in found if name not in wanted]
+    try:
+        messages(text)
+    except R3LiteError as error:
+        problems.append(error.cause)
     return "; ".join(problems) or None

@@ -130,13 +130,21 @@ class Tokenizer:
             count = min(count, len(encoding.ids)) - 1
         return text
 
-    def open_chat(self, user: str, system: str | None = None, earlier: Sequence[dict[str, str]] = ()) -> list[int]:
-        """Tokens of a chat up to the model's turn after `user`, which follows the messages `earlier` (see `chat`).
+    def open_chat(
+        self,
+        user: str,
+        system: str | None = None,
+        earlier: Sequence[dict[str, str]] = (),
+        shots: Sequence[dict[str, str]] = (),
+    ) -> list[int]:
+        """Tokens of a chat up to the model's turn after `user`, which follows a worked example and earlier messages.
 
-        Its system message is that of `earlier`, else `system`, else the markup's default.
+        Its system message is that of `earlier`, else `system`, else the markup's default; `shots`, the messages of the
+        example, stand after it. See `chat` for what messages are.
         """
-        given = system is None or (earlier and earlier[0]["role"] == "system")
-        before, _ = self.chat([*earlier] if given else [{"role": "system", "content": system}, *earlier])
+        of_earlier = earlier[:1] if earlier and earlier[0]["role"] == "system" else ()
+        head = of_earlier or ([] if system is None else [{"role": "system", "content": system}])
+        before, _ = self.chat([*head, *shots, *earlier[len(of_earlier) :]])
         return [*before, *self._open(f"user\n{user}"), self.stop_id, *self.assistant_turn()]
 
     def assistant_turn(self) -> list[int]:

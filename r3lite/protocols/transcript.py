@@ -102,7 +102,7 @@ class Layout:
         opening = self.protocol.opening(self.protocol.quoted(question))
         if procedure:
             opening = f"{procedure}\n\n{opening}"
-        return self.tokenizer.open_chat(opening, self.protocol.system, earlier)
+        return self.tokenizer.open_chat(opening, self.protocol.system, earlier, self.protocol.shots)
 
     def open(self, transcript: Transcript) -> None:
         """Gives an empty transcript its prompt, and what the opening has besides.

@@ -60,9 +60,10 @@ def test_a_query_that_was_asked_before_is_a_fault():
 def test_documents_stand_under_their_nodes_and_the_queries_after_them():
     step = SIDES.with_documents([[Document("1", "T", "x\nB: y")], []])
     documents = "The retrieval documents of B:\n[1] T: x B: y\nThe retrieval documents of C:\n(nothing was found)"
-    request = f"Write the answer of each node:\nB: {LEFT}\nC: {RIGHT}"
+    request = f"B: {LEFT}\nC: {RIGHT}\n\nWrite the lines B: and C: with answers of a few words."
     assert DAG.observation("Who?", [PLANNED, step]) == f"{documents}\n\n{request}"
-    last = "\n\nWrite the answer of each node, then the final answer:\nD: Who ruled Oslo in 1900?"
+    last = "\n\nD: Who ruled Oslo in 1900?\nThe final answer: Who?\n\n"
+    last += "Write the lines D: and The final answer: with answers of a few words."
     assert DAG.observation("Who?", [PLANNED, SIDES, LAST]).endswith(last)
 
 

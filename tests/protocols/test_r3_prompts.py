@@ -26,7 +26,7 @@ def test_prompts_are_filled_once():
 
 def test_shipped_prompts_load():
     prompts = R3.load(ProtocolSettings())
-    assert "Step 3:" in prompts.init_prompt and prompts.init_prompt.endswith("{question}")
+    assert prompts.opening("Who?") == "The question: Who?\nWrite Step 1: an analysis and a query."
     assert prompts.observation("Who?", [Step.asking("a", "q", [Document("a", "T", "x")])]).startswith(
         "The retrieval documents:"
     )

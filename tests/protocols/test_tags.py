@@ -238,7 +238,7 @@ def test_the_tags_around_documents_are_settings(ends):
         protocol.observation("Q?", [Step.asking("a", "q", [Document("a", "T", "x")])]).strip()
         == f"{ends[0]}Doc 1(Title: T) x{ends[1]}"
     )
-    assert f"between {ends[0]} and {ends[1]}" in protocol.opening("Q?")
+    assert f"between {ends[0]} and {ends[1]}" in protocol.init_prompt
     assert "wrote_documents" in protocol.parse(f"{THOUGHT}{ends[0]}x{ends[1]}{QUERY}", []).faults
 
 
@@ -251,10 +251,8 @@ def test_what_is_no_tag_of_its_own_is_refused(end):
 @pytest.mark.parametrize("name", ["tags", "solution"])
 def test_prompts(tmp_path, name):
     protocol = load(format=name)
-    text = protocol.opening("Who {wrote} it?")
-    assert text.endswith("Who {wrote} it?") and all(
-        tag.opening in text and tag.closing in text for tag in protocol.markup.tags
-    )
+    assert "Who {wrote} it?" in protocol.opening("Who {wrote} it?")
+    assert all(end in protocol.init_prompt for tag in protocol.markup.tags for end in (tag.opening, tag.closing))
     assert protocol.think.opening in protocol.step_request(2)
     (tmp_path / "mine.txt").write_text("Q: {question}")
     assert load(format=name, init_prompt=str(tmp_path / "mine.txt")).opening("x") == "Q: x"

@@ -19,3 +19,11 @@ from r3lite.protocols.templates import unfit
 )
 def test_what_may_take_a_prompts_place(text, problem):
     assert unfit(text, "{documents}\nGo on with step {step}.") == problem
+
+
+def test_a_prompt_whose_messages_make_no_chat_cannot_take_the_place_of_one():
+    first = "[user]\nx\n[assistant]\ny\n[user]\n{question}"
+    assert unfit(first, first) is None and unfit("{question}", first) is None
+    assert unfit(first.replace("[assistant]", "[user]"), first) == (
+        "the opening prompt has lines [user] or [assistant] that make no chat"
+    )

@@ -1,0 +1,92 @@
+"""The worked example of a prompt: messages of a chat before the question."""
+
+import pytest
+
+from r3lite.core.episode import Document, Question
+from r3lite.core.errors import R3LiteError
+from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.templates import messages
+from r3lite.protocols.transcript import Layout
+from r3lite.settings import LengthSettings, ProtocolSettings
+
+QUESTION = "Which river flows through the town where the author of Silent Harbour was born?"
+NOVEL = Document("1", "Silent Harbour", "Silent Harbour is a 1987 novel by Marta Lindqvist. It is set on the coast.")
+HARBOUR = Document("2", "Harbour", "A harbour is a place where ships may shelter.")
+TOWN = Document("3", "Ljungby", "Ljungby is a town in Sweden. The river Lagan flows through it.")
+AUTHOR = Document(
+    "4", "Marta Lindqvist", "Marta Lindqvist (1941-2009) was a Swedish novelist. She was born in Ljungby."
+)
+FOUND = {"r3": [[NOVEL, HARBOUR], [TOWN, AUTHOR]], "dag": [[NOVEL], [TOWN, AUTHOR]]}
+OPTIONS = [{}, {"queries_per_step": 3}, {"verification": True}]
+
+
+@pytest.mark.parametrize("settings", [*OPTIONS, {"format": "dag"}], ids=str)
+def test_the_example_is_what_the_protocol_itself_writes(settings):
+    """An example that differs from what follows it teaches an untrained model the wrong format."""
+    protocol = build_protocol(ProtocolSettings(**settings))
+    first, *rest = [shot["content"] for shot in protocol.shots]
+    assert first.endswith(protocol.opening(QUESTION))
+    steps = []
+    for turn, documents in zip(rest[::2], [*FOUND[settings.get("format", "r3")], []], strict=True):
+        step = protocol.parse(turn, steps)
+        assert not step.faults and protocol.render(step, len(steps) + 1) == turn
+        steps.append(step.with_documents([documents] * len(step.searches)))
+        if step.searches:
+            assert rest[2 * len(steps) - 1] == protocol.observation(QUESTION, steps)
+    assert steps[-1].answer == "Lagan"
+
+
+def test_the_example_in_tags_is_one_turn():
+    protocol = build_protocol(ProtocolSettings(format="tags", information_open="<found>", information_close="</found>"))
+    for user, assistant in zip(protocol.shots[::2], protocol.shots[1::2], strict=True):
+        question = user["content"].partition("Question: ")[2].partition("\n")[0]
+        assert user["content"].endswith(protocol.opening(question))
+        *asking, last = assistant["content"].split("</found>\n\n")
+        steps = []
+        for text in asking:
+            turn, _, documents = text.partition("\n\n<found>")
+            assert documents.startswith("Doc 1(Title: ")
+            steps.append(protocol.parse(turn, steps))
+            assert not steps[-1].faults and protocol.render(steps[-1], 1) == turn
+        answer = protocol.parse(last, steps)
+        assert not answer.faults and answer.answer and protocol.render(answer, 1) == last
+
+
+def test_an_episode_opens_with_the_example(qwen):
+    """After the system message and before an earlier conversation; no token of it is trained on."""
+    protocol = build_protocol(ProtocolSettings(system_prompt="Be brief."))
+    layout = Layout(qwen, protocol, LengthSettings())
+    asked = {"role": "user", "content": protocol.opening("Who?")}
+    system, earlier = {"role": "system", "content": "Be brief."}, [{"role": "user", "content": "Hello."}]
+    earlier.append({"role": "assistant", "content": "Hello."})
+    for before in ([], earlier):
+        given, _ = qwen.chat([system, *protocol.shots, *before, asked])
+        assert layout.prompt("Who?", before) == [*given[: -len(qwen.encode("\n"))], *qwen.assistant_turn()]
+    of_user = {"role": "system", "content": "Be kind."}
+    given, _ = qwen.chat([of_user, *protocol.shots, *earlier, asked])
+    assert layout.prompt("Who?", [of_user, *earlier])[: len(given) - 1] == given[:-1]
+    transcript = layout.lay_out(Question("1", "Who?", ("x",)), [], 10)
+    assert not any(transcript.action_mask)
+
+
+def test_a_prompt_without_messages_is_the_user_s():
+    assert messages("Q: {question}") == [{"role": "user", "content": "Q: {question}"}]
+    assert messages("an [user] within {question}")[0]["content"] == "an [user] within {question}"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hello\n[user]\n{question}", "make no chat"),
+        ("[assistant]\nx\n[user]\n{question}", "make no chat"),
+        ("[user]\nx\n[user]\n{question}", "make no chat"),
+        ("[user]\nx\n[assistant]\n{question}", "make no chat"),
+        ("[user]\n{question}\n[assistant]\n\n[user]\nx", "make no chat"),
+        ("[user]\n{question}\n[assistant]\ny\n[user]\nx", "in its example"),
+    ],
+)
+def test_messages_that_make_no_chat_are_refused(tmp_path, text, says):
+    (tmp_path / "init.txt").write_text(text)
+    for format in ("r3", "tags", "dag"):
+        with pytest.raises(R3LiteError, match=says):
+            build_protocol(ProtocolSettings(format=format, init_prompt=str(tmp_path / "init.txt")))
