@@ -7,7 +7,8 @@
 A fact is "{sub-question} {answer}." where the data set has sub-questions (2WikiMultiHopQA, MuSiQue), else "{title}:
 {supporting sentences}" (HotpotQA). Every fact is written once, and stands in a document that was retrieved: nothing is
 inserted. What a comparison's facts come to is the end of its last analysis (comparison.py). A query uses only what was
-found before it. A question that cannot be answered in this way is rejected, with the reason.
+found before it; of those that could be asked, the first that finds something new is. A question that cannot be answered
+in this way is rejected, with the reason.
 """
 
 from collections.abc import Sequence
@@ -54,6 +55,7 @@ class Demonstration:
     rejected: str | None = None
     _found: set[int] = field(default_factory=set)  # hops whose evidence is written down
     _queries: list[str] = field(init=False)  # of each hop, with the answers of earlier ones
+    _untried: list[str] = field(default_factory=list)  # what could be asked instead of the last step's query
 
     def __post_init__(self):
         self._queries = queries(self.question)
@@ -74,13 +76,16 @@ class Demonstration:
                 news.append(i)
                 self._found.add(i)
         if not news and len(self.steps) > 1:
-            self.rejected = MISSED
+            if self._untried:
+                self.steps[-1] = Step.asking(self.steps[-1].analysis, self._untried.pop(0))
+            else:
+                self.rejected = MISSED
             return
         analysis = " ".join(dict.fromkeys(self._fact(i) for i in news)) or "Nothing of use was found."
         if len(analysis) > QUOTED:
             self.rejected = f"more than {QUOTED} characters to quote in a step"
         elif missing := self._missing:
-            self._ask(analysis, missing[0])
+            self._ask(analysis, missing)
         elif self._answer_stands_in_documents():
             analysis = " ".join(filter(None, [analysis, compared(self.question)]))
             self.steps.append(Step(analysis, answer=self.question.answers[0]))
@@ -112,22 +117,27 @@ class Demonstration:
         asked = self._queries[hop]
         return asked if asked.endswith("?") and not same_query(asked, self.question.text) else None
 
-    def _ask(self, analysis: str, hop: int) -> None:
-        """Adds a step that looks up a hop: the name of its paragraph, if the question or what was written down has it
-        (retrievers find it oftener by that), else its sub-question with the answers of earlier hops."""
-        told = self.question.hops[hop]
-        name = name_of(told.document.title)
+    def _ask(self, analysis: str, missing: Sequence[int]) -> None:
+        """Adds a step that looks up the first of the missing hops, or a later one if nothing finds the first."""
         written = " ".join([self.question.text, *(step.analysis for step in self.steps), analysis])
         asked = [query for step in self.steps for query in step.queries]
-        known = all(i in self._found and stands_in(self.question.hops[i].answer, written) for i in used(told))
-        choices = [name] * stands_in(name, written) + [self._queries[hop]] * known
-        fresh = [one_line(c) for c in choices if not any(same_query(c, query) for query in asked)]
+        choices = [one_line(choice) for hop in missing for choice in self._choices(hop, written)]
+        fresh = [c for c in dict.fromkeys(choices) if not any(same_query(c, query) for query in asked)]
         if not fresh:
             self.rejected = "a paragraph that nothing found so far names"
         elif len(self.steps) == self.max_hops:
             self.rejected = f"more than {self.max_hops} queries"
         else:
-            self.steps.append(Step.asking(analysis, fresh[0]))
+            first, *self._untried = fresh
+            self.steps.append(Step.asking(analysis, first))
+
+    def _choices(self, hop: int, written: str) -> list[str]:
+        """What looks up a hop: the name of its paragraph, if the question or what was `written` down has it (retrievers
+        find it oftener by that), then its sub-question with the answers of earlier hops."""
+        told = self.question.hops[hop]
+        name = name_of(told.document.title)
+        known = all(i in self._found and stands_in(self.question.hops[i].answer, written) for i in used(told))
+        return [name] * stands_in(name, written) + [self._queries[hop]] * known
 
     def _answer_stands_in_documents(self) -> bool:
         answer, documents = self.question.answers[0], [d for step in self.steps for d in step.documents]
