@@ -41,8 +41,13 @@ from r3lite.evaluation.folder import SCORES as SCORES_FILE
 
 COLD = "sft"  # the name of the cold start, and of its adapter
 THEN = ("self", "rl")
-BASELINES = ("rag", "closed-book", "gold")
-BEST = {"rag": ["--top-k", "5"]}  # plain RAG has one retrieval only: it gets more documents than a step
+# What the model does without training: the values of --baseline, or the steps of r3lite itself.
+BASELINES = {
+    "rag": ["--baseline", "rag", "--top-k", "5"],  # one retrieval only: it gets more documents than a step
+    "closed-book": ["--baseline", "closed-book"],
+    "gold": ["--baseline", "gold"],
+    "untrained": [],
+}
 KINDS = ("collect", "self", "sft", "ppo", "evaluate", *BASELINES)  # what --flags can be for
 NAME = re.compile(r"[\w-]+")  # of a set
 MORE = ("then", "baselines", "flags")  # settings that may change, as long as no stage that was begun does
@@ -61,7 +66,7 @@ class Settings:
     seed: int
     limit: int | None
     then: tuple[str, ...] = ()
-    baselines: tuple[str, ...] = BASELINES
+    baselines: tuple[str, ...] = tuple(BASELINES)
     dtype: str = "auto"
     device: str = "auto"
     flags: dict[str, str] = field(default_factory=dict)  # by kind
@@ -116,7 +121,7 @@ class Way:
     def go(self) -> None:
         """All stages, but for those whose result is there."""
         for baseline in self.settings.baselines:
-            self.evaluate(baseline, ["--baseline", baseline, *BEST.get(baseline, [])], baseline)
+            self.evaluate(baseline, BASELINES[baseline], baseline)
         sets = self.settings.sets
         data = {name: [self.collected(f"gold-{name}", name)] for name in sets}
         adapter = self.taught(COLD, data)
@@ -294,7 +299,7 @@ def parse(argv: list[str] | None) -> tuple[Settings, argparse.Namespace]:
         help="one data set's files, and its weight among the trajectories of SFT (1); RL asks of all sets alike",
     )
     made.add_argument("--then", nargs="*", choices=THEN, default=[], help="stages after the cold start, in this order")
-    made.add_argument("--baselines", nargs="*", choices=BASELINES, default=BASELINES)
+    made.add_argument("--baselines", nargs="*", choices=BASELINES, default=tuple(BASELINES))
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--limit", type=int, metavar="N", help="only the first N dev questions of each set")
     made.add_argument("--preset", default="hotpotqa")

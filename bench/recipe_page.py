@@ -12,7 +12,12 @@ SHOWN = {
     "retrieval_recall": "recall",
     "mean_searches": "searches",
 }
-TRAINED = {"sft": "cold start", "self": "self round", "rl": "reinforcement learning"}
+OWN = {
+    "untrained": "r3lite's steps without training",
+    "sft": "cold start",
+    "self": "self round",
+    "rl": "reinforcement learning",
+}
 ABOUT = """`python -m bench.recipe`: the way of [docs/recipe.md](../../docs/recipe.md), every run, newest first. Greedy
 answers to dev questions that training never saw. In brackets intervals of 95 %: of a score by bootstrap over the
 questions; of a difference from plain RAG by paired bootstrap over the same questions. They are of one run of each
@@ -80,7 +85,7 @@ def costs(run: dict) -> list[dict]:
 
 def title(label: str) -> str:
     """What a reader calls a model."""
-    return BASELINES.get(label) or ", then ".join(TRAINED[part] for part in label.split("-"))
+    return BASELINES.get(label) or ", then ".join(OWN[part] for part in label.split("-"))
 
 
 def spread(score: dict | None, key: str = "value", sign: str = "") -> str | None:

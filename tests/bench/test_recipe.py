@@ -181,6 +181,12 @@ def test_other_settings_are_another_way(way, tmp_path, capsys):
     assert len(kept(tmp_path)) == 1
 
 
+def test_the_untrained_model_is_asked_in_steps(way, tmp_path):
+    assert way("--baselines", "untrained")[1][0] == "evaluate-untrained-one"
+    assert not {"--baseline", "--adapter"} & set(ran(tmp_path)[0])
+    assert "| r3lite's steps without training |" in (tmp_path / "results" / "recipe.md").read_text()
+
+
 def test_flags_may_be_added_for_stages_that_did_not_begin(way, tmp_path, capsys):
     assert way(*SHORT)[0] == 0
     assert way(*SHORT, "--then", "rl", "--flags", "ppo=--max-steps 3")[1][0] == "rl"
