@@ -26,10 +26,12 @@ from r3lite.core.errors import nearest
 from r3lite.core.files import shipped
 from r3lite.core.invocation import all_settings, build_parser, resolve, to_toml, with_values
 from r3lite.evaluate import EvaluateConfig, check_baseline
+from r3lite.export import ExportConfig
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
 from r3lite.protocols.markup import Tag
 from r3lite.protocols.registry import build_protocol
+from r3lite.serve import ServeConfig
 from tests.commands import CONFIGS, Everything
 
 SECTIONS = [cls for cls in vars(settings).values() if isinstance(cls, type) and issubclass(cls, Section)]
@@ -384,3 +386,19 @@ def test_nearest_name():
 )
 def test_a_bare_setting_stands_anywhere_with_or_without_its_flag(argv):
     assert resolve("ask", CONFIGS["ask"][0], argv, command.COMMANDS).ask.question == "a b"
+
+
+def test_an_adapter_brings_the_prompt_without_the_worked_example():
+    """What a model was trained on has no example in it; an untrained one writes no steps without."""
+
+    def has_example(name, default, *argv):
+        return resolve(name, default, list(argv), command.COMMANDS).protocol.worked_example
+
+    assert not has_example("sft", settings.SftConfig())
+    for name, default in (("ppo", settings.PpoConfig()), ("evaluate", EvaluateConfig())):
+        assert has_example(name, default) and has_example(name, default, "--adapter", "none")
+        assert not has_example(name, default, "--adapter", "runs/sft")
+        assert has_example(name, default, "--adapter", "runs/sft", "--worked-example")
+        assert not has_example(name, default, "--no-worked-example")
+    assert not has_example("serve", ServeConfig(), "--adapters", "rl=runs/rl")
+    assert not has_example("export", ExportConfig(), "--adapter", "runs/sft")

@@ -71,12 +71,13 @@ Tokens = Annotated[int, Bounds(low=1, high=1 << 20)]  # more than any model take
 Positive = Annotated[float, Bounds(above=0, high=MOST)]
 NonNegative = Annotated[float, Bounds(low=0, high=MOST)]
 Fraction = Annotated[float, Bounds(low=0, high=1)]
+ANY = "any value"  # in Section.implied
 
 
 class Section:
     """Base of every group of settings; its docstring's first line is the group's heading in `--help`."""
 
-    # A choice's name -> a value of it -> settings that come with it, unless they are given.
+    # A choice's name -> a value of it, or ANY of them -> settings that come with it, unless they are given.
     implied: typing.ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.config import Section, Trait, UsageError, field_docs, flag, flat, kinds_of, sections
+from r3lite.core.config import ANY, Section, Trait, UsageError, field_docs, flag, flat, kinds_of, sections
 from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.files import read_text, shipped
 
@@ -131,7 +131,7 @@ def _with_implied(default: Any, preset: dict[str, Any], given: dict[str, Any]) -
     for section in sections(default).values():
         for name, table in section.implied.items():
             choice = given.get(name, preset.get(name))
-            comes = table.get(str(choice), {})
+            comes = table.get(str(choice), {} if choice in (None, "none") else table.get(ANY, {}))
             preset = comes | preset if choice == preset.get(name) else preset | comes
     return preset
 

@@ -66,7 +66,7 @@ class Dag(Protocol):
             "most_nodes": str(limits.nodes),
             "most_words": str(limits.words),
         }
-        init = read_template(prompt_file(settings, "init_prompt"), "question", (*told, "A"))
+        init = read_template(prompt_file(settings, "init_prompt"), "question", (*told, "A"), settings.worked_example)
         for name, value in told.items():
             init = init.replace(f"{{{name}}}", value)
         step = read_template(prompt_file(settings, "step_prompt"), "documents", ("request",))

@@ -193,4 +193,4 @@ def _init_prompt(settings: ProtocolSettings, optional: tuple[str, ...] = ()) -> 
             f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have",
             "Leave it out, or pass --format r3.",
         )
-    return read_template(prompt_file(settings, "init_prompt"), "question", optional)
+    return read_template(prompt_file(settings, "init_prompt"), "question", optional, settings.worked_example)

@@ -24,11 +24,11 @@ def prompt_file(settings: ProtocolSettings, which: str) -> str | None:
     return getattr(settings, which) or SHIPPED.get((settings.format, which))
 
 
-def read_template(name: str, placeholder: str, optional: tuple[str, ...] = ()) -> str:
+def read_template(name: str, placeholder: str, optional: tuple[str, ...] = (), example: bool = True) -> str:
     """The text of a prompt file that has `placeholder` once and no other but the `optional` ones."""
     text = read_prompt(name)
     check_placeholders(f"prompt file {place_of(name)}", text, placeholder, optional)
-    return text
+    return text if example else without_example(text)
 
 
 def check_placeholders(what: str, text: str, placeholder: str, optional: tuple[str, ...] = ()) -> None:
@@ -61,20 +61,28 @@ def read_prompt(name: str) -> str:
 def messages(prompt: str) -> list[dict[str, str]]:
     """The messages of a prompt that opens an episode: one of the user, or a worked example before it.
 
-    A line [user] or [assistant] begins a message; the first and the last are the user's, and they take turns.
+    A line [user] or [assistant] begins a message; the first and the last are the user's, and they take turns. What
+    stands before the first is the beginning of it: instructions, which also hold without the example.
     """
-    parts = re.split(r"^\[(user|assistant)\]\n", prompt, flags=re.MULTILINE)
-    if len(parts) == 1:
+    instructions, *parts = re.split(r"^\[(user|assistant)\]\n", prompt, flags=re.MULTILINE)
+    if not parts:
         return [{"role": "user", "content": prompt}]
-    roles, texts = parts[1::2], [text.strip() for text in parts[2::2]]
-    if parts[0].strip() or roles != ["user", *["assistant", "user"] * (len(roles) // 2)] or not all(texts):
+    roles, texts = parts[::2], [text.strip() for text in parts[1::2]]
+    if roles != ["user", *["assistant", "user"] * (len(roles) // 2)] or not all(texts):
         raise R3LiteError(
             "the opening prompt has lines [user] or [assistant] that make no chat",
-            "It begins with [user], then [assistant] and [user] take turns, and the last is [user].",
+            "The first is [user], then [assistant] and [user] take turns, and the last is [user].",
         )
     if "{question}" not in texts[-1]:
         raise R3LiteError("the opening prompt has {question} in its example", "Its place is the last message.")
+    texts[0] = f"{instructions.strip()}\n\n{texts[0]}".strip()
     return [{"role": role, "content": text} for role, text in zip(roles, texts)]
+
+
+def without_example(prompt: str) -> str:
+    """An opening prompt with its instructions and the question alone."""
+    instructions, *parts = re.split(r"^\[user\]\n", prompt, flags=re.MULTILINE)
+    return f"{instructions.strip()}\n\n{parts[-1]}".strip() if parts else prompt
 
 
 def placeholders(text: str) -> list[str]:

@@ -216,7 +216,7 @@ class SftConfig:
     memory: MemorySettings = MemorySettings()
     data: TrajectorySettings = TrajectorySettings()
     mixture: SourceSettings = SourceSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
+    protocol: ProtocolSettings = ProtocolSettings(worked_example=False)
     sft: SftSettings = SftSettings()
     schedule: Schedule = Schedule()
     optimizer: OptimizerSettings = OptimizerSettings()

@@ -2,15 +2,17 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Required, Section, UsageError, Whole
+from r3lite.core.config import ANY, Required, Section, UsageError, Whole
 from r3lite.settings.common import budget_bytes
 
 
 @dataclass(frozen=True)
 class ExportSettings(Section):
     """Export."""
+
+    implied: ClassVar = {"adapter": {ANY: {"worked_example": False}}}
 
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """the base: folder, hub id, or tiny"""

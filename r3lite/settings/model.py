@@ -1,9 +1,9 @@
 """Settings of the base model and of the LoRA adapter."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
-from r3lite.core.config import Bounds, Fraction, Positive, Section
+from r3lite.core.config import ANY, Bounds, Fraction, Positive, Section
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -11,6 +11,8 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 @dataclass(frozen=True)
 class ModelSettings(Section):
     """Model."""
+
+    implied: ClassVar = {"adapter": {ANY: {"worked_example": False}}}
 
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """folder, hub id, or tiny (the shipped checkpoint)"""

@@ -2,9 +2,9 @@
 
 import ipaddress
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Count, Positive, Section, UsageError, Whole
+from r3lite.core.config import ANY, Bounds, Count, Positive, Section, UsageError, Whole
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class ServerSettings(Section):
 @dataclass(frozen=True)
 class ModeSettings(Section):
     """Modes."""
+
+    implied: ClassVar = {"adapters": {ANY: {"worked_example": False}}}
 
     adapters: tuple[str, ...] | None = None
     """LoRA adapters on the one base, with commas between: NAME=FOLDER, or a FOLDER of that name; `base` is none"""

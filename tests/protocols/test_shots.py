@@ -69,15 +69,34 @@ def test_an_episode_opens_with_the_example(qwen):
     assert not any(transcript.action_mask)
 
 
+@pytest.mark.parametrize("format", ["r3", "tags", "dag"])
+def test_without_the_example_the_instructions_stay(format):
+    whole, short = (build_protocol(ProtocolSettings(format=format, worked_example=on)) for on in (True, False))
+    instructions, _, first = whole.shots[0]["content"].partition("\n\n")
+    assert short.shots == [] and "Silent Harbour" in first
+    assert short.opening(QUESTION) == f"{instructions}\n\n{whole.opening(QUESTION)}"
+
+
+def test_a_format_file_may_have_an_example(tmp_path):
+    prompt = "Think.\n\n[user]\nA?\n[assistant]\n<t> a </t><a> b </a>\n[user]\n{question}"
+    text = f'kind = "tags"\nthink = ["<t>", "</t>"]\nanswer = ["<a>", "</a>"]\nprompt = """{prompt}"""'
+    (tmp_path / "own.toml").write_text(text)
+    whole, short = (
+        build_protocol(ProtocolSettings(format=str(tmp_path / "own.toml"), worked_example=on)) for on in (True, False)
+    )
+    assert (len(whole.shots), whole.opening("Who?")) == (2, "Who?")
+    assert (short.shots, short.opening("Who?")) == ([], "Think.\n\nWho?")
+
+
 def test_a_prompt_without_messages_is_the_user_s():
     assert messages("Q: {question}") == [{"role": "user", "content": "Q: {question}"}]
     assert messages("an [user] within {question}")[0]["content"] == "an [user] within {question}"
+    assert messages("Think.\n[user]\n{question}") == [{"role": "user", "content": "Think.\n\n{question}"}]
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("hello\n[user]\n{question}", "make no chat"),
         ("[assistant]\nx\n[user]\n{question}", "make no chat"),
         ("[user]\nx\n[user]\n{question}", "make no chat"),
         ("[user]\nx\n[assistant]\n{question}", "make no chat"),
