@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,8 @@ from bench.options import RESULTS
 from bench.recipe_page import SHOWN, page, tables
 from r3lite.core.command import COMMANDS, Terminated
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_jsonl, write_text
+from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_text
 from r3lite.core.invocation import resolve
-from r3lite.datasets.contamination import without
-from r3lite.datasets.qa import read_with_rows
 from r3lite.evaluate import EvaluateConfig
 from r3lite.evaluation.folder import COMPARISON, PREDICTIONS
 from r3lite.evaluation.folder import SCORES as SCORES_FILE
@@ -127,12 +125,13 @@ class Way:
         adapter = self.taught(COLD, data)
         self.evaluate(COLD, ["--adapter", str(adapter)])
         for what, label in zip(self.settings.then, self.settings.labels()[1:], strict=True):
+            seen = [str(file) for files in data.values() for file in files]
             if what == "self":
                 for name in sets:
-                    data[name].append(self.collected(f"own-{label}-{name}", name, adapter))
+                    data[name].append(self.collected(f"own-{label}-{name}", name, adapter, seen))
                 adapter = self.taught(label, data)
             else:
-                adapter = self.reinforced(label, adapter)
+                adapter = self.reinforced(label, adapter, seen)
             self.evaluate(label, ["--adapter", str(adapter)])
 
     def evaluate(self, label: str, what: list[str], *kinds: str) -> None:
@@ -153,10 +152,11 @@ class Way:
         """The folders of a model's evaluation on a set, and of its comparison with plain RAG."""
         return self.folder / f"evaluate-{label}-{name}", self.folder / f"compare-{label}-{name}"
 
-    def collected(self, output: str, name: str, adapter: Path | None = None) -> Path:
-        """Trajectories of a set's training questions: gold ones, or with an adapter those that it samples."""
+    def collected(self, output: str, name: str, adapter: Path | None = None, seen: Sequence[str] = ()) -> Path:
+        """Trajectories of a set's training questions: gold ones, or with an adapter those that it samples to questions
+        other than the `seen` ones, which it may answer from memory."""
         given, path = self.settings, self.folder / f"{output}.jsonl"
-        data = ["--data", given.sets[name][0], "--exclude", ",".join(given.dev_files), "--output", str(path)]
+        data = ["--data", given.sets[name][0], "--exclude", ",".join([*given.dev_files, *seen]), "--output", str(path)]
         arguments, kinds = [*given.common, "--source", "gold"], ("collect",)
         if adapter:
             arguments = [*given.runs_model, "--adapter", str(adapter), "--source", "self"]
@@ -176,22 +176,20 @@ class Way:
         self.run(Stage(label, "sft", arguments, output / "summary.json"))
         return output
 
-    def reinforced(self, label: str, adapter: Path) -> Path:
-        """The run folder of reinforcement learning from an adapter."""
+    def reinforced(self, label: str, adapter: Path, seen: Sequence[str]) -> Path:
+        """The run folder of reinforcement learning from an adapter, on questions that it has not seen; all sets weigh
+        the same, as the mean over them counts."""
         given, output, config = self.settings, self.folder / label, self.folder / "rl.toml"
-        if not config.exists():
-            write_text(config, "".join(self.source(name, train) for name, (train, _) in given.sets.items()))
+        tables = [
+            f'[[sources]]\nname = {json.dumps(name)}\nfile = {json.dumps(train)}\ntype = "qa"\n'
+            for name, (train, _) in given.sets.items()
+        ]
+        write_text(config, "\n".join(tables))
         arguments = [*given.runs_model, *given.searches, "--config", str(config), "--adapter", str(adapter)]
+        arguments += ["--exclude", ",".join([*given.dev_files, *seen])]
         arguments += [*given.more("ppo"), "--output", str(output), "--resume", "auto"]
         self.run(Stage(label, "ppo", arguments, output / "summary.json"))
         return output
-
-    def source(self, name: str, train: str) -> str:
-        """The [[sources]] table of a set's training questions, without those in a dev file; all sets weigh the same."""
-        path = self.folder / f"train-{name}.jsonl"
-        write_jsonl(path, unseen(train, self.settings.dev_files))
-        told = f"name = {json.dumps(name)}\nfile = {json.dumps(str(path))}"
-        return f'[[sources]]\n{told}\ntype = "qa"\n\n'
 
     def run(self, stage: Stage) -> None:
         """Runs a stage as a user would, unless its result is there, and notes its cost; R3LiteError if it fails."""
@@ -277,13 +275,6 @@ def amounts(output: Path) -> dict[str, int]:
         rows = [row.whole("num_tokens", 0) for row in read_jsonl(metrics)]
         return {"tokens": rows[-1], "steps": len(rows)} if rows else {}
     return {"trajectories": sum(1 for _ in read_jsonl(trajectories))} if trajectories.exists() else {}
-
-
-def unseen(train: str, dev_files: list[str]) -> Iterator[dict]:
-    """The rows of a file of questions, but for those that stand in one of others."""
-    rows = read_with_rows(train, lambda question, row: (question, row.values), None, False)
-    left = {question.id for question in without([question for question, _ in rows], dev_files)}
-    yield from (values for question, values in rows if question.id in left)
 
 
 def parse(argv: list[str] | None) -> tuple[Settings, argparse.Namespace]:

@@ -21,8 +21,8 @@ from r3lite.settings import (
     LengthSettings,
     MemorySettings,
     ModelSettings,
+    NewQuestionSettings,
     ProtocolSettings,
-    QuestionSettings,
     RetrievalSettings,
     SamplingSettings,
     TeacherCacheSettings,
@@ -41,7 +41,7 @@ class CollectConfig:
     """
 
     common: Common = Common()
-    data: QuestionSettings = QuestionSettings()
+    data: NewQuestionSettings = NewQuestionSettings()
     collect: CollectSettings = CollectSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings()

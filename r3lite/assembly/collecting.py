@@ -8,9 +8,8 @@ from r3lite.core.episode import Episode, Question
 from r3lite.core.files import write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.collected import Earlier, Tally, config_of
-from r3lite.datasets.contamination import without
+from r3lite.datasets.contamination import new_questions
 from r3lite.datasets.demonstrations import gold
-from r3lite.datasets.qa import read_questions
 from r3lite.datasets.self_taught import Harvest
 from r3lite.datasets.teacher import Teacher
 from r3lite.llm.client import Client
@@ -18,22 +17,20 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.registry import build_protocol
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
-from r3lite.settings import CollectSettings, JudgeSettings, QuestionSettings
+from r3lite.settings import CollectSettings, JudgeSettings, NewQuestionSettings
 
 
 class Collecting(Sampling, typing.Protocol):
     """The sections of `collect`."""
 
-    data: QuestionSettings
+    data: NewQuestionSettings
     collect: CollectSettings
     judge: JudgeSettings
 
 
 def collect(config: Collecting, output: Path, earlier: Earlier) -> Tally:
     """Adds to the file what the source has of the questions; an earlier run is gone on with."""
-    questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
-    if config.collect.exclude:
-        questions = without(questions, config.collect.exclude, config.data.skip_bad_rows)
+    questions = new_questions(config.data)
     protocol = build_protocol(config.protocol)
     config.retrieval.check_sources(protocol.plans)
     setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)

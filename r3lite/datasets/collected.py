@@ -97,7 +97,7 @@ def check_output(output: Path, config: Any) -> None:
     remedy = "Name a new file that ends in .jsonl."
     try:
         inputs = [("--data", config.data.data), ("--corpus", config.retrieval.corpus)]
-        for flag, given in [*inputs, *(("--exclude", file) for file in config.collect.exclude or ())]:
+        for flag, given in [*inputs, *(("--exclude", file) for file in config.data.exclude or ())]:
             if given and output.exists() and Path(given).exists() and output.samefile(given):
                 raise R3LiteError(f"--output {output} is the file of {flag}", remedy)
         if output.exists() and not output.is_file():

@@ -14,6 +14,7 @@ from r3lite.core.config import UsageError
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
+from r3lite.datasets.contamination import new_questions, without
 from r3lite.datasets.conversations import LAYOUTS, Conversation, layouts_of, read_conversation
 from r3lite.datasets.mixture import Mixture
 from r3lite.datasets.order import hold_out
@@ -24,7 +25,7 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
-from r3lite.settings import DataSettings, ProtocolSettings, SftConfig, SourceSettings
+from r3lite.settings import DataSettings, NewQuestionSettings, ProtocolSettings, SftConfig, SourceSettings
 from r3lite.settings.sources import SourceEntry
 
 CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
@@ -136,15 +137,15 @@ def encode_fitting(rows: Mapping[str, list[Trajectory | Conversation]], layouts:
     return [replace(row, source=name) for name, row in pairs if row is not None]
 
 
-def read_questions_of(data: DataSettings, mixture: SourceSettings) -> list[Question]:
+def read_questions_of(data: NewQuestionSettings, mixture: SourceSettings) -> list[Question]:
     """The questions of all sources, source after source, the first --limit of each; ids are `NAME/ID`."""
     entries = entries_of(data, mixture)
     if not entries:
-        return read_questions(data.data, data.limit, data.skip_bad_rows)
+        return new_questions(data)
     found = []
     for entry in entries:
         name = entry["name"]
-        some = _questions(entry, data)
+        some = without(_questions(entry, data), data.exclude, data.skip_bad_rows)
         if twice := [id for id, times in Counter(q.id for q in some).items() if times > 1]:
             raise R3LiteError(f"the source {name}: two rows have the id {twice[0]!r}", "Give each an id of its own.")
         found += [replace(question, id=f"{name}/{question.id}", source=name) for question in some]

@@ -20,7 +20,7 @@ from r3lite.settings.commands import (
     SftConfig,
 )
 from r3lite.settings.common import Common
-from r3lite.settings.data import DataSettings, QuestionSettings, TrajectorySettings
+from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, TrajectorySettings
 from r3lite.settings.export import ExportSettings
 from r3lite.settings.guard import GuardSettings, ValidationSettings
 from r3lite.settings.judge import JudgeSettings

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import Bounds, Count, Fraction, Required, Section, Trait, UsageError
 from r3lite.settings.common import Common
-from r3lite.settings.data import QuestionSettings, TrajectorySettings
+from r3lite.settings.data import NewQuestionSettings, TrajectorySettings
 from r3lite.settings.guard import GuardSettings, ValidationSettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.memory import MemorySettings
@@ -48,9 +48,6 @@ class CollectSettings(Section):
     """gold: from the data set's decompositions or supporting facts, of at most --max-hops hops; teacher: sampled from
     --judge-model; self: sampled from --model with --adapter. Of the last two, wrong and malformed ones are rejected,
     and the same settings with the same --output go on where an earlier run stopped"""
-    exclude: tuple[str, ...] | None = None
-    """files of questions, with commas between them, none of which may become a trajectory: those to evaluate on.
-    Compared are ids and texts"""
     demonstrations: Literal["evidence", "sub-questions"] = "evidence"
     """of gold; evidence: the question itself is searched first, then names that are missing, and analyses write down
     the facts found; sub-questions: the queries are those of the decompositions (dag does so in any case)"""
@@ -247,7 +244,7 @@ class PpoConfig:
     schedule: Schedule = Schedule(max_steps=200)
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
-    data: QuestionSettings = QuestionSettings()
+    data: NewQuestionSettings = NewQuestionSettings()
     mixture: SourceSettings = SourceSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings()

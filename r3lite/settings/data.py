@@ -29,6 +29,15 @@ class QuestionSettings(DataSettings):
 
 
 @dataclass(frozen=True)
+class NewQuestionSettings(QuestionSettings):
+    """Data."""
+
+    exclude: tuple[str, ...] | None = None
+    """files whose questions are left out, by id and by text, with commas between: those to evaluate on, and those that
+    the adapter was trained on, which it may answer from memory"""
+
+
+@dataclass(frozen=True)
 class TrajectorySettings(DataSettings):
     """Data."""
 

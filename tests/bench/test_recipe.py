@@ -104,7 +104,8 @@ def test_the_stages_of_the_whole_way_in_their_order(way, tmp_path):
     assert (given(rag, "--baseline"), given(gold, "--baseline"), given(rag, "--limit")) == ("rag", "gold", "8")
     assert over[2:4] == [str(folder / "evaluate-rag-one"), str(folder / "evaluate-gold-one")]
     assert (given(collect, "--source"), given(collect, "--exclude")) == ("gold", str(tmp_path / "dev.jsonl"))
-    assert (given(own, "--source"), given(own, "--exclude")) == ("self", str(tmp_path / "dev.jsonl"))
+    seen = f"{tmp_path / 'dev.jsonl'},{folder / 'gold-one.jsonl'}"
+    assert (given(own, "--source"), given(own, "--exclude")) == ("self", seen)
     assert given(own, "--adapter") == given(cold, "--adapter") == str(folder / "sft")
     assert given(sft, "--sources") == f"{folder / 'gold-one.jsonl'}=1"
     both = f"{folder / 'gold-one.jsonl'}=0.5,{folder / 'own-self-one.jsonl'}=0.5"
@@ -114,28 +115,17 @@ def test_the_stages_of_the_whole_way_in_their_order(way, tmp_path):
     assert {given(words, "--preset") for words in (rag, collect, sft, own, rl)} == {"hotpotqa"}
 
 
-def test_reinforcement_learning_sees_no_question_of_a_dev_file(way, tmp_path):
+def test_reinforcement_learning_asks_no_question_of_a_dev_file_or_of_the_cold_start(way, tmp_path):
+    """A model that was trained on a question may answer it from memory, and RL made that a habit."""
     assert way(*SHORT, "--then", "rl", sets=("one", "two"), weight=",2.5")[0] == 0
-    assert [row.values["answer"] for row in read_jsonl(tmp_path / "way" / "train-two.jsonl")] == ["a", "c"]
-    config = resolve(
-        "ppo", PpoConfig(), ["--config", given(next(w for w in ran(tmp_path) if w[0] == "ppo"), "--config")], COMMANDS
-    )
-    gold = [f"{tmp_path / 'way' / f'gold-{name}.jsonl'}=2.5" for name in ("one", "two")]
-    assert given(next(w for w in ran(tmp_path) if w[0] == "sft"), "--sources") == ",".join(gold)
+    ppo = next(words for words in ran(tmp_path) if words[0] == "ppo")
+    config = resolve("ppo", PpoConfig(), ["--config", given(ppo, "--config")], COMMANDS)
+    gold = [str(tmp_path / "way" / f"gold-{name}.jsonl") for name in ("one", "two")]
+    assert given(next(w for w in ran(tmp_path) if w[0] == "sft"), "--sources") == ",".join(f"{g}=2.5" for g in gold)
     assert [(s["name"], s["file"], s["weight"], s["type"]) for s in config.mixture.sources] == [
-        (name, str(tmp_path / "way" / f"train-{name}.jsonl"), 1.0, "qa") for name in ("one", "two")
+        (name, str(tmp_path / "train.jsonl"), 1.0, "qa") for name in ("one", "two")
     ]
-
-
-def test_ids_are_compared_only_where_rows_name_them(tmp_path):
-    dev = [{"id": "1", "question": "Who is x?", "answer": "x"}, {"question": "Who is THE b", "answer": "b"}]
-    train = [{"id": i, "question": f"Who is {i}?", "answer": i} for i in ("1", "b", "c")]
-    write_jsonl(tmp_path / "dev.jsonl", dev)
-    write_jsonl(tmp_path / "named.jsonl", train)
-    write_jsonl(tmp_path / "places.jsonl", [{k: v for k, v in row.items() if k != "id"} for row in train])
-    for name, left in (("named", ["c"]), ("places", ["1", "c"])):
-        rows = recipe.unseen(str(tmp_path / f"{name}.jsonl"), [str(tmp_path / "dev.jsonl")])
-        assert [row["answer"] for row in rows] == left
+    assert given(ppo, "--exclude").split(",") == [str(tmp_path / "dev.jsonl")] * 2 + gold
 
 
 def test_a_way_that_was_stopped_goes_on_and_is_one_run(way, tmp_path, capsys):

@@ -6,7 +6,10 @@ import pytest
 
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
-from r3lite.datasets.contamination import without
+from r3lite.datasets.contamination import new_questions, without
+from r3lite.datasets.sources import read_questions_of
+from r3lite.settings import NewQuestionSettings, SourceSettings
+from r3lite.settings.sources import SourceEntry
 
 
 def asked(id, text):
@@ -32,6 +35,18 @@ def test_a_question_is_refused_by_its_id_and_by_its_words(tmp_path, capsys):
     assert capsys.readouterr().err == "--exclude: 3 of 5 questions left out (2 by id, 1 by text)\n"
 
 
+def test_questions_of_trajectories_and_of_sources_are_left_out(tmp_path):
+    """What `collect` wrote names the questions that a model was trained on."""
+    step = {"analysis": "a", "answer": "x"}
+    seen = write(tmp_path / "gold.jsonl", {"id": "1", "question": "Who?", "answers": ["x"], "steps": [step]})
+    train = write(tmp_path / "train.jsonl", {"id": "1", "question": "Who?"}, {"id": "2", "question": "Where?"})
+    data = NewQuestionSettings(data=train, exclude=(seen,))
+    assert [q.id for q in new_questions(data)] == ["2"]
+    mixture = SourceSettings(sources=(SourceEntry({"name": "one", "file": train}),))
+    assert [q.id for q in read_questions_of(NewQuestionSettings(exclude=(seen,)), mixture)] == ["one/2"]
+    assert len(read_questions_of(NewQuestionSettings(data=train), SourceSettings())) == 2
+
+
 def test_nothing_left_is_an_error(tmp_path):
-    with pytest.raises(R3LiteError, match="every question of --data"):
+    with pytest.raises(R3LiteError, match="every question of the data"):
         without([asked("1", "Who?")], [write(tmp_path / "a.jsonl", {"question": "Who?"})])
