@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.files import PART, read_record, read_text
 from r3lite.core.records import Record
 from r3lite.models import lora
@@ -35,10 +35,8 @@ TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
 
 def check() -> None:
     """Raises R3LiteError if the package is not there."""
-    try:
+    with extra("gguf", "a GGUF file"):
         import gguf  # noqa: F401
-    except ImportError as error:
-        raise R3LiteError("a GGUF file needs the package gguf", "pip install 'r3lite[gguf]'") from error
 
 
 def write(model: Qwen2, folder: Path, path: Path, weights: str, name: str) -> None:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
 from r3lite.core.episode import Document, Retrieve
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, extra
 from r3lite.retrieval.conventions import passage_text
 from r3lite.retrieval.search import Search, best, found
 from r3lite.retrieval.setup import Setup
@@ -28,14 +28,9 @@ class Lexical:
     """Passages under BM25 in Lucene's variant (k1 1.5, b 0.75), without stop words, stemmed by Snowball."""
 
     def __init__(self, documents: Sequence[Document]):
-        try:
+        with extra("retrieval", "lexical retrieval", "Or use --retriever semantic --encoder hashing."):
             import bm25s
             import Stemmer
-        except ImportError as error:
-            raise R3LiteError(
-                f"lexical retrieval needs the package {error.name}, which is not installed",
-                "Install it with: pip install 'r3lite[retrieval]'. Or use --retriever semantic --encoder hashing.",
-            ) from error
         self.documents, self._tokenize = documents, bm25s.tokenize
         self._stemmer = Stemmer.Stemmer("english")
         words: list[list[str]] = []

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from r3lite.core.episode import Document, Retrieve, metadata_of
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.search import Search
@@ -41,11 +41,8 @@ def build(setup: Setup, top_k: int) -> Retrieve:
 
 def connect(address: str) -> tuple["QdrantClient", str]:
     """A client of the server of qdrant://host:port/collection, or of qdrant+https://..., and the collection's name."""
-    try:
+    with extra("qdrant", address):
         from qdrant_client import QdrantClient
-    except ImportError as error:
-        told = f"{address} needs the package {error.name}, which is not installed"
-        raise R3LiteError(told, "Install it with: pip install 'r3lite[qdrant]'") from error
     parts = urlsplit(address)
     name = parts.path.strip("/")
     if not parts.hostname or not name or "/" in name:

@@ -21,7 +21,7 @@ from typing import ClassVar
 import numpy as np
 
 from r3lite.core.episode import Document, Retrieve
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.files import read_record, write_json
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.llm.limits import RateLimiter
@@ -72,13 +72,8 @@ class DuckDuckGo:
     kinds: ClassVar = {KIND: "text", "News": "news"}
 
     def __init__(self):
-        try:
+        with extra("web", "--retriever duckduckgo"):
             from ddgs import DDGS
-        except ImportError as error:
-            raise R3LiteError(
-                f"--retriever duckduckgo needs the package {error.name}, which is not installed",
-                "Install it with: pip install 'r3lite[web]'",
-            ) from error
         self._open = DDGS
 
     def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
