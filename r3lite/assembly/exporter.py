@@ -10,7 +10,7 @@ from r3lite.assembly.policy import check_base
 from r3lite.core.files import shipped, write_text
 from r3lite.datasets.qa import read_questions
 from r3lite.devices.precision import DTYPES
-from r3lite.exporting import gguf, parity
+from r3lite.exporting import parity
 from r3lite.exporting.card import Facts, card, modelfile
 from r3lite.exporting.files import CARD, FILES, GGUF, MODELFILE
 from r3lite.models import lora, weights
@@ -40,10 +40,14 @@ def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dic
     if merged := settings.form in ("folder", "gguf"):
         lora.merge_adapter(model, "trained")
     if settings.form == "gguf":
+        from r3lite.exporting import gguf  # needs an extra
+
         gguf.write(model, folder, written, settings.weights, name)
         gguf.fill(model, written)
         write_text(output / MODELFILE, modelfile(GGUF, protocol))
     elif settings.form == "gguf-adapter":
+        from r3lite.exporting import gguf
+
         gguf.write_adapter(model, "trained", written, settings.weights, name)
         gguf.fill_adapter(model, "trained", written)
     elif settings.form == "adapter":
