@@ -43,7 +43,7 @@ def _lines(chart: Lines, axes) -> None:
         axes.plot(*zip(*points, strict=True), label=line.label, linewidth=1.3, **style)
     if chart.log and all(y > 0 for line in chart.lines for y in line.known):
         axes.set_yscale("log")
-    axes.set_xlabel(chart.across)
+    axes.set_xlabel("step")
 
 
 def _bars(chart: Bars, axes) -> None:
