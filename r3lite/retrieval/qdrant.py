@@ -36,7 +36,7 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     settings = setup.settings
     collection = Collection(settings.retriever)
     collection.check(setup.encoder)
-    return Search(Stored(collection, setup.encoder), top_k, lambda questions: None)
+    return Search(Stored(collection, setup.encoder), top_k)
 
 
 def connect(address: str) -> tuple["QdrantClient", str]:
@@ -138,11 +138,10 @@ class Stored:
     def __init__(self, collection: Collection, encoder: Encoder):
         self.collection, self.encoder = collection, encoder
 
-    def search(self, queries: list[str], k: int, own: None = None) -> list[list[Document]]:
+    def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
         from qdrant_client import models
 
-        assert own is None, "a collection knows nothing of a question's own paragraphs"
         found = []
         vectors = self.encoder.encode_queries(queries).tolist()
         for start in range(0, len(vectors), QUERIES):
