@@ -163,23 +163,19 @@ def _lines(chart: Lines) -> tuple[str, str]:
     drawn = [_axis(up)]
     for tick in ticks(across.low, across.high, 6):
         if tick == int(tick) and tick >= 0:
-            x = f"{across(tick):.1f}"
-            drawn.append(
-                f'<text class="tick" x="{x}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:,.0f}</text>'
-            )
+            drawn.append(_below(across(tick), f"{tick:,.0f}"))
     drawn.append(_below((LEFT + WIDTH - RIGHT) / 2, "step", HEIGHT - 4))
     spoken = []
     for line in lines:
-        style = f'stroke="{COLOURS[line.colour % len(COLOURS)]}" stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"'
+        colour = COLOURS[line.colour % len(COLOURS)]
+        style = f'stroke="{colour}" stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"'
         for part in _parts(line):
             points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in part)
             drawn.append(f'<polyline class="line" {style} points="{points}"/>')
             if len(part) == 1:
                 (x, y) = part[0]
-                fill = COLOURS[line.colour % len(COLOURS)]
-                drawn.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.5" fill="{fill}"/>')
-        if line.known:
-            known = line.known
+                drawn.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.5" fill="{colour}"/>')
+        if known := line.known:
             spoken.append(f"{line.label}: from {number(known[0])} to {number(known[-1])}")
     return "".join(drawn), "; ".join(spoken)
 

@@ -71,7 +71,7 @@ def html(report: Report, written: str, again_after: int | None = None) -> str:
     named = [*(run.name for run in runs), *(file.name for file in report.data)]
     title = named[0] if len(named) == 1 else f"{len(named)} runs"
     refresh = f'<meta http-equiv="refresh" content="{again_after}">' if again_after else ""
-    told = {name: _grid(some) for name, some in charts.items()}
+    told = {name: f'<div class="grid">{"".join(map(_figure, some))}</div>' for name, some in charts.items()}
     if "Scores" in told:
         told["Scores"] += _scores(report)
     sections = [*told.items(), *_answers(runs), *_episodes(runs), *_settings(runs)]
@@ -131,10 +131,11 @@ def _answers(runs: Sequence[Run]) -> Iterable[tuple[str, str]]:
     for run in runs:
         if kinds := evaluations.kinds(run):
             rows = [["", "answers", "share"]]
-            rows += [[name, str(k.count), f"{k.count / len(run.predictions):.1%}"] for name, k in kinds.items()]
+            rows += [[name, str(len(k)), f"{len(k) / len(run.predictions):.1%}"] for name, k in kinds.items()]
             told.append(f"<h3>{escape(run.name)}</h3>" + _table(rows))
-            wrong = {name: kind for name, kind in kinds.items() if name != evaluations.RIGHT}
-            told += [_episode(line, f"{name}: ") for name, kind in wrong.items() for line in kind.examples]
+            for name, lines in kinds.items():
+                if name != evaluations.RIGHT:
+                    told += [_episode(line, f"{name}: ") for line in lines[: evaluations.EXAMPLES]]
     if told:
         yield "Answers by kind", "".join(told)
 
@@ -162,10 +163,6 @@ def _settings(runs: Sequence[Run]) -> Iterable[tuple[str, str]]:
     shown = _table([["setting", *(run.name for run in runs)], *rows])
     word = "all settings" if len(runs) == 1 else "settings that differ"
     yield "Settings", f"<details><summary>{len(rows)} {word}</summary><div>{shown}</div></details>"
-
-
-def _grid(charts: Sequence[Chart]) -> str:
-    return f'<div class="grid">{"".join(map(_figure, charts))}</div>'
 
 
 def _figure(chart: Chart) -> str:
