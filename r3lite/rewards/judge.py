@@ -53,16 +53,13 @@ its query or answer, from 0 (not at all, or invented) to 1 (fully), in tenths.
 Documents are cut after {DOCUMENT_LENGTH} characters."""
 
 # The JSON schema of a verdict. It is part of the name of a cached reply: if it changes, every episode is judged anew.
+_SHARES = ("relevance", "rationality", "coherence")
 _SHARE = {"maximum": 1, "minimum": 0, "type": "number"}
 _STEP_SCHEMA = {
     "description": "What the judge is asked to say of one step.",
-    "properties": {
-        "step": {"title": "Step", "type": "integer"},
-        "relevance": {**_SHARE, "title": "Relevance"},
-        "rationality": {**_SHARE, "title": "Rationality"},
-        "coherence": {**_SHARE, "title": "Coherence"},
-    },
-    "required": ["step", "relevance", "rationality", "coherence"],
+    "properties": {"step": {"title": "Step", "type": "integer"}}
+    | {name: {**_SHARE, "title": name.title()} for name in _SHARES},
+    "required": ["step", *_SHARES],
     "title": "StepGrade",
     "type": "object",
 }
@@ -93,8 +90,7 @@ def read_verdict(data: Any, episode: Episode) -> Verdict:
 
 def _opinion(entry: Record, step: Step) -> StepVerdict:
     """In tenths, as in R3-RAG; without documents relevance is 0, and without a query rationality."""
-    names = ("relevance", "rationality", "coherence")
-    relevance, rationality, coherence = (round(entry.number(name, low=0.0, high=1.0), 1) for name in names)
+    relevance, rationality, coherence = (round(entry.number(name, low=0.0, high=1.0), 1) for name in _SHARES)
     return StepVerdict(relevance if step.documents else 0.0, coherence, rationality if step.searches else 0.0)
 
 
