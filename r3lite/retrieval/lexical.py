@@ -16,7 +16,6 @@ from r3lite.retrieval.conventions import passage_text
 from r3lite.retrieval.search import Search, best, found
 from r3lite.retrieval.setup import Setup
 
-NAME = "lexical"
 BLOCK = 4096  # passages whose words are read between two looks at the bar
 
 
@@ -57,7 +56,7 @@ class Lexical:
         scores = self.bm25.get_scores_from_ids(known)  # [passages]
         places = best(scores, k) if own is None else own[best(scores[own], k)]
         places = places[scores[places] > 0]
-        return found(self.documents, places, scores[places], NAME)
+        return found(self.documents, places, scores[places], "lexical")
 
     def _words(self, texts: list[str]) -> list[list[str]]:
         stems = {"stopwords": "en", "stemmer": self._stemmer}
