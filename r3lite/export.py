@@ -6,7 +6,7 @@ from pathlib import Path
 
 from r3lite.core import command
 from r3lite.core.config import UsageError
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.files import names_in, read_record, sole_writer
 from r3lite.exporting import hub
 from r3lite.exporting.files import FILES, is_export
@@ -39,9 +39,8 @@ def export(config: ExportConfig) -> None:
     if config.common.output is None:
         raise UsageError("--output is missing: the folder to write")
     if FILES[settings.form]:
-        from r3lite.exporting import gguf  # here, as below: torch takes seconds to load
-
-        gguf.check()  # before the merge
+        with extra("gguf", "a GGUF file"):  # before the merge
+            import gguf  # noqa: F401
     if settings.yes:
         hub.token()  # before the merge, too
     protocol = build_protocol(config.protocol)

@@ -1,7 +1,8 @@
-"""The one exception a user should see, and what an error says of a misspelled name."""
+"""The one exception a user should see, and what an error says of a misspelled name or a package that is not there."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class R3LiteError(Exception):
@@ -24,3 +25,16 @@ def nearest(word: str, names: Iterable[str]) -> str:
     """` (did you mean X?)`, or nothing."""
     close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+@contextlib.contextmanager
+def extra(name: str, what: str, instead: str = "") -> Iterator[None]:
+    """Around imports of packages that the extra `name` installs, and that `what` needs: an R3LiteError says so if one
+    is not there; `instead` is what else can be done."""
+    try:
+        yield
+    except ImportError as error:
+        raise R3LiteError(
+            f"{what} needs the package {error.name}, which is not installed",
+            f"Install it with: pip install 'r3lite[{name}]'. {instead}".strip(),
+        ) from error

@@ -5,19 +5,11 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
 
 from r3lite.core.episode import Question
+from r3lite.datasets.conversations import Conversation
 from r3lite.datasets.mixture import Mixture
-
-
-class HasId(Protocol):
-    """A row that knows which question it belongs to."""
-
-    id: str
-
-
-Row = TypeVar("Row", bound=HasId)
+from r3lite.datasets.trajectories import Trajectory
 
 
 def rows_of_step(
@@ -75,8 +67,8 @@ def questions_of_refill(
 
 
 def hold_out(
-    rows: Mapping[str, Sequence[Row]], fraction: float, most: int, seed: int
-) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
+    rows: Mapping[str, Sequence[Trajectory | Conversation]], fraction: float, most: int, seed: int
+) -> tuple[dict[str, list[Trajectory | Conversation]], dict[str, list[Trajectory | Conversation]]]:
     """Rows to train on, and rows held out: at most `fraction` of them and at most `most`; each by their sources.
 
     Rows of one question stay together, whatever their source, since a held-out question's answer must not be known. At

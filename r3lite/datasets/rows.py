@@ -8,7 +8,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.files import open_regular, read_jsonl
 from r3lite.core.records import InvalidRecord, Record, Source, end_of, parse_at
 from r3lite.datasets import hub
@@ -111,12 +111,8 @@ def _skip_space(text: str, at: int) -> int:
 
 def _parquet_rows(path: Path) -> Iterator[Record]:
     """The rows of a parquet file."""
-    try:
+    with extra("hub", f"the parquet file {path}"):
         import pyarrow.parquet
-    except ImportError as error:
-        raise R3LiteError(
-            f"{path} is a parquet file, and pyarrow is not installed", "pip install 'r3lite[hub]'"
-        ) from error
     try:
         number = 0
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):

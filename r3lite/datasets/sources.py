@@ -5,10 +5,9 @@ Rows and questions know the name of their source; it is empty for those of --dat
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol as Shape
 
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Question
@@ -19,7 +18,7 @@ from r3lite.datasets.conversations import LAYOUTS, Conversation, layouts_of, rea
 from r3lite.datasets.mixture import Mixture
 from r3lite.datasets.order import hold_out
 from r3lite.datasets.qa import plain_answers, read_questions
-from r3lite.datasets.rows import converted_rows
+from r3lite.datasets.rows import Item, converted_rows
 from r3lite.datasets.trajectories import Row, Trajectory, encode_row, encode_rows, read_rows, row_from_json
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat import Chat, ThinkingChat
@@ -31,12 +30,6 @@ from r3lite.settings.sources import SourceEntry
 CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
 R1 = ("question", "reasoning", "answer")
 Rows = dict[str, list[Trajectory | Conversation]]  # by the names of their sources
-
-
-class Sourced(Shape):
-    """A row or a question that knows which source it is from."""
-
-    source: str
 
 
 def entries_of(data: DataSettings, mixture: SourceSettings) -> tuple[SourceEntry, ...]:
@@ -69,7 +62,7 @@ def protocols_of(settings: ProtocolSettings, mixture: SourceSettings) -> dict[st
     return found
 
 
-def build_mixture(mixture: SourceSettings, items: Sequence[Sourced], seed: str) -> Mixture | None:
+def build_mixture(mixture: SourceSettings, items: Sequence[Row | Question], seed: str) -> Mixture | None:
     """How rows or questions are drawn, which are in the order of their sources; None without sources."""
     if not mixture.sources:
         return None
@@ -102,8 +95,7 @@ def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Tr
             raise row.error(f"{problem}, and the type of the source is {entry['type']}")
         return made
 
-    with _named(entry):
-        return _some(converted_rows(entry["file"], convert, data.limit, data.skip_bad_rows), entry)
+    return _converted(entry, data, convert)
 
 
 def _misfit(row: Trajectory | Conversation | None, kind: str | None) -> str | None:
@@ -154,14 +146,10 @@ def read_questions_of(data: NewQuestionSettings, mixture: SourceSettings) -> lis
 
 def _questions(entry: SourceEntry, data: DataSettings) -> list[Question]:
     kind = entry.get("type", "qa")
+    if kind != "qa":
+        return _converted(entry, data, lambda row, id: task_from_row(row, kind, id))
     with _named(entry):
-        if kind == "qa":
-            return read_questions(entry["file"], data.limit, data.skip_bad_rows)
-
-        def convert(row: Record, id: str) -> Question:
-            return task_from_row(row, kind, id)
-
-        return _some(converted_rows(entry["file"], convert, data.limit, data.skip_bad_rows), entry)
+        return read_questions(entry["file"], data.limit, data.skip_bad_rows)
 
 
 def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
@@ -197,10 +185,13 @@ def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
     return Question(id, asked["content"], (answer.strip(),), type=kind, earlier=tuple(earlier))
 
 
-def _some(items: list, entry: SourceEntry) -> list:
-    if not items:
-        raise R3LiteError(f"{entry['file']} holds no usable row", "Name another file, or leave the source out.")
-    return items
+def _converted(entry: SourceEntry, data: DataSettings, convert: Callable[[Record, str], Item]) -> list[Item]:
+    """The rows of a source's file as `convert` makes them of each and of the id it has if it names none."""
+    with _named(entry):
+        items = converted_rows(entry["file"], convert, data.limit, data.skip_bad_rows)
+        if not items:
+            raise R3LiteError(f"{entry['file']} holds no usable row", "Name another file, or leave the source out.")
+        return items
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ AFTER_NO_DIGIT, BEFORE_NO_DIGIT = re.compile(r"([^0-9])([.,])"), re.compile(r"([
 AFTER_DIGIT = re.compile(r"([0-9])(-)")
 
 
-@dataclass(frozen=True)
-class _Counts:
+class _Counts(NamedTuple):
     """What BLEU is made of: n-grams that match and all n-grams, by n - 1; words of predictions and of references."""
 
     matched: np.ndarray
@@ -41,13 +40,7 @@ def sentence_bleu(prediction: str, references: Sequence[str]) -> float:
 def corpus_bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """BLEU of a set of texts, from sums over it (Papineni et al. 2002, P02-1040), with exponential smoothing."""
     parts = [_counts(*pair) for pair in zip(predictions, references, strict=True)]
-    summed = _Counts(
-        sum(p.matched for p in parts),
-        sum(p.all for p in parts),
-        sum(p.words for p in parts),
-        sum(p.reference_words for p in parts),
-    )
-    return _bleu(summed, ORDERS)
+    return _bleu(_Counts(*map(sum, zip(*parts))), ORDERS)
 
 
 def _counts(prediction: str, references: Sequence[str]) -> _Counts:

@@ -1,4 +1,5 @@
-"""A model as one GGUF file, with tokenizer and chat template: what llama.cpp and Ollama read. By the package `gguf`.
+"""A model as one GGUF file, with tokenizer and chat template: what llama.cpp and Ollama read. By the package `gguf`
+(extra gguf), which this file imports.
 
 Names and keys are those that llama.cpp's own converter writes for Qwen2. Norms and biases stay in fp32, as there.
 """
@@ -8,8 +9,8 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import gguf
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -21,9 +22,6 @@ from r3lite.models import lora
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.weights import checkpoint_tensors
 
-if TYPE_CHECKING:
-    from gguf import GGUFWriter
-
 # The pre-tokenizer that llama.cpp calls qwen2.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,18 +31,8 @@ ENDINGS = {"lora_A": "lora_a", "lora_B": "lora_b"}  # PEFT's and GGUF's
 TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
 
 
-def check() -> None:
-    """Raises R3LiteError if the package is not there."""
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise R3LiteError("a GGUF file needs the package gguf", "pip install 'r3lite[gguf]'") from error
-
-
 def write(model: Qwen2, folder: Path, path: Path, weights: str, name: str) -> None:
     """Writes a model without adapters, with the tokenizer of `folder`; the file appears whole or not at all."""
-    import gguf
-
     with _writer(path) as writer:
         _add_sizes(writer, model, name)
         _add_tokenizer(writer, folder, model.config.vocab_size)
@@ -56,8 +44,6 @@ def write_adapter(model: Qwen2, adapter: str, path: Path, weights: str, name: st
 
     llama.cpp multiplies by alpha / r: that of rank-stabilized LoRA, which divides by the root of r, is scaled to this.
     """
-    import gguf
-
     kind, config = gguf.GGMLQuantizationType[TYPES[weights]], lora.switch_of(model).configs[adapter]
     with _writer(path) as writer:
         writer.add_type(gguf.GGUFType.ADAPTER)
@@ -71,8 +57,6 @@ def write_adapter(model: Qwen2, adapter: str, path: Path, weights: str, name: st
 
 def _adapter_names(model: Qwen2, adapter: str) -> dict[str, nn.Parameter]:
     """The parameters of an adapter under GGUF's names."""
-    import gguf
-
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
     found = {}
     for name, parameter in lora.adapter_parameters(model, adapter).items():
@@ -82,10 +66,8 @@ def _adapter_names(model: Qwen2, adapter: str) -> dict[str, nn.Parameter]:
 
 
 @contextlib.contextmanager
-def _writer(path: Path) -> Iterator["GGUFWriter"]:
+def _writer(path: Path) -> Iterator[gguf.GGUFWriter]:
     """What a GGUF file is added to, which is written at the end of the block."""
-    import gguf
-
     folder_of_all = path.parent.absolute()  # made last, so that a failure leaves nothing
     temporary = folder_of_all.with_name(f".{folder_of_all.name}.{os.getpid()}{PART}")
     temporary.parent.mkdir(parents=True, exist_ok=True)
@@ -116,8 +98,6 @@ def _add_sizes(writer, model: Qwen2, name: str) -> None:
 
 
 def _add_tensors(writer, model: Qwen2, wanted) -> None:
-    import gguf
-
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
     for name, tensor in tqdm(checkpoint_tensors(model).items(), desc="converting", unit="tensor", disable=None):
         kind = wanted if tensor.dim() == 2 else gguf.GGMLQuantizationType.F32
@@ -127,8 +107,6 @@ def _add_tensors(writer, model: Qwen2, wanted) -> None:
 
 def _add_tokenizer(writer, folder: Path, rows: int) -> None:
     """The byte-level BPE of `tokenizer.json`; ids up to the embedding's `rows` that it lacks are padding."""
-    import gguf
-
     path = folder / "tokenizer.json"
     record = read_record(path, REMEDY)
     _check_split(record)
@@ -171,8 +149,6 @@ def _chat_template(folder: Path, settings: Record) -> str:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, in fp32, by GGUF's names."""
-    import gguf
-
     return {
         tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
         for tensor in gguf.GGUFReader(path).tensors
@@ -182,8 +158,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 @torch.no_grad()
 def fill(model: Qwen2, path: Path) -> None:
     """Puts the weights of a file into a model of the same sizes."""
-    import gguf
-
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
     found = read_tensors(path)
     for name, tensor in checkpoint_tensors(model).items():

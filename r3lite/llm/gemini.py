@@ -6,15 +6,16 @@ from google import genai
 from google.genai import types
 
 from r3lite.core.errors import R3LiteError
-from r3lite.llm import gemini_json
+from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.llm.known_models import THINKING_ROOM, thinking
-from r3lite.llm.replies import Answer, Complaint, Request
+from r3lite.llm.replies import Answer, Complaint, Request, estimated_tokens, token_count
 from r3lite.llm.service import Service, read_key
 from r3lite.llm.transport import BoundedClient
 from r3lite.settings import JudgeSettings
 
 KEYS = ("GOOGLE_API_KEY", "GEMINI_API_KEY")
 GET_A_KEY = "Get one at https://aistudio.google.com/apikey and set GOOGLE_API_KEY to it."
+BLOCKED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "MODEL_ARMOR", "LANGUAGE")
 
 
 class GeminiService(Service):
@@ -73,7 +74,38 @@ class GeminiService(Service):
         return response.sdk_http_response.body
 
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
-        return gemini_json.read_answer(body, prompt_tokens, limit)
+        """As the base says. A count that is missing, zero or not a count is replaced by an estimate, so that no reply
+        is free."""
+        reply = Record(parse(body), Source("the reply"))
+        candidates = reply.records("candidates", [])
+        usage = reply.record("usageMetadata")
+        if candidates:
+            first = candidates[0]
+            parts = first.record("content").records("parts", [])
+            text = "".join(p.text("text", "", blank=True) for p in parts if not p.flag("thought", False))
+            detail = first.text("finishReason", "STOP")
+            failure = _failure(text, detail)
+        else:
+            reason = reply.record("promptFeedback").text("blockReason", "")
+            text, failure, detail = "", "blocked" if reason else "empty", f"prompt: {reason or 'no reason given'}"
+        read = token_count(usage, "promptTokenCount") or prompt_tokens
+        written = token_count(usage, "candidatesTokenCount") or estimated_tokens(text)
+        thoughts = token_count(usage, "thoughtsTokenCount")
+        return Answer(text, failure, detail, read, written + (limit if thoughts is None else thoughts))
 
     def read_complaint(self, body: str) -> Complaint:
-        return gemini_json.read_complaint(body)
+        """The body of an error; one of another form is its own message."""
+        try:
+            error = Record(parse(body), Source("")).record("error")
+            delays = tuple(d.text("retryDelay", "", blank=True) for d in error.records("details", []))
+            return Complaint(error.text("status", "", blank=True), error.text("message", "", blank=True), delays)
+        except InvalidRecord:
+            return Complaint("", body)
+
+
+def _failure(text: str, reason: str) -> str | None:
+    if reason == "MAX_TOKENS":
+        return "cut"
+    if reason in BLOCKED:
+        return "blocked"
+    return None if text.strip() else "empty"

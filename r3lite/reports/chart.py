@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import groupby
 
 WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 34  # of the plot within the picture
@@ -41,13 +42,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lines:
-    """A chart of lines. `log`: the values are shown on a logarithmic scale if all of them are above 0."""
+    """A chart of lines over steps. `log`: the values are shown on a logarithmic scale if all of them are above 0."""
 
     name: str
     title: str
     unit: str
     lines: Sequence[Line]
-    across: str = "step"
     log: bool = False
 
 
@@ -163,23 +163,19 @@ def _lines(chart: Lines) -> tuple[str, str]:
     drawn = [_axis(up)]
     for tick in ticks(across.low, across.high, 6):
         if tick == int(tick) and tick >= 0:
-            x = f"{across(tick):.1f}"
-            drawn.append(
-                f'<text class="tick" x="{x}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:,.0f}</text>'
-            )
-    drawn.append(_below((LEFT + WIDTH - RIGHT) / 2, chart.across, HEIGHT - 4))
+            drawn.append(_below(across(tick), f"{tick:,.0f}"))
+    drawn.append(_below((LEFT + WIDTH - RIGHT) / 2, "step", HEIGHT - 4))
     spoken = []
     for line in lines:
-        style = f'stroke="{COLOURS[line.colour % len(COLOURS)]}" stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"'
+        colour = COLOURS[line.colour % len(COLOURS)]
+        style = f'stroke="{colour}" stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"'
         for part in _parts(line):
             points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in part)
             drawn.append(f'<polyline class="line" {style} points="{points}"/>')
             if len(part) == 1:
                 (x, y) = part[0]
-                fill = COLOURS[line.colour % len(COLOURS)]
-                drawn.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.5" fill="{fill}"/>')
-        if line.known:
-            known = line.known
+                drawn.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.5" fill="{colour}"/>')
+        if known := line.known:
             spoken.append(f"{line.label}: from {number(known[0])} to {number(known[-1])}")
     return "".join(drawn), "; ".join(spoken)
 
@@ -189,13 +185,8 @@ def _parts(line: Line) -> list[list[tuple[float, float]]]:
     known = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None]
     if len(known) * 2 < len(line.xs):
         return [known] if known else []
-    parts: list[list[tuple[float, float]]] = [[]]
-    for x, y in zip(line.xs, line.ys, strict=True):
-        if y is None:
-            parts.append([])
-        else:
-            parts[-1].append((x, y))
-    return [part for part in parts if part]
+    runs = groupby(zip(line.xs, line.ys, strict=True), key=lambda point: point[1] is not None)
+    return [list(run) for is_known, run in runs if is_known]
 
 
 def _bars(chart: Bars) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from r3lite.core.episode import searches_of
+from r3lite.core.episode import Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl
 from r3lite.core.records import Record
@@ -52,13 +52,12 @@ def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
 
 
 def _sizes(row: Record, length: Callable[[str], int]) -> dict[str, int]:
-    steps = row.records("steps", ())
-    documents = [d for step in steps for search in searches_of(step) for d in search.records("documents", ())]
-    answer = next((a for s in reversed(steps) if (a := s.text("answer", None, blank=True)) is not None), None)
+    steps = [Step.from_json(step) for step in row.records("steps", ())]
+    answer = next((step.answer for step in reversed(steps) if step.answer is not None), None)
     sizes = {"question": length(row.text("question"))}
     if steps:
-        sizes["analyses"] = sum(length(step.text("analysis", "", blank=True)) for step in steps)
-        sizes["documents"] = sum(length(document.text("text", "", blank=True)) for document in documents)
+        sizes["analyses"] = sum(length(step.analysis) for step in steps)
+        sizes["documents"] = sum(length(document.text) for step in steps for document in step.documents)
         sizes["steps"] = len(steps)
     if answer is None:
         answer = next(iter(row.texts("answers", ())), None)

@@ -1,28 +1,17 @@
 """Scores of evaluations: charts with intervals, a table of all metrics, and errors by kind with examples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from r3lite.core.records import Record
+from r3lite.core.titles import TITLES
 from r3lite.reports.chart import Bar, Bars, Chart
 from r3lite.reports.run import Run
 
 OVERVIEW = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall", "format_adherence": "format"}
-TITLES = OVERVIEW | {
-    "judge_accuracy": "judged right",
-    "reasoning_accuracy": "reasoning accuracy",
-    "query_rationality": "query rationality",
-    "combined": "combined",
-    "mean_searches": "searches",
-    "reasoning_tokens": "reasoning tokens",
-    "sp_f1": "supporting F1",
-    "joint_f1": "joint F1",
-    "rouge_l": "ROUGE-L",
-    "bleu": "BLEU",
-    "bert_score": "BERTScore",
-}
+LEFT_OUT = {"sp_em", "sp_precision", "joint_em"}  # for which the F1s stand
+SHOWN = OVERVIEW | {name: title for name, title in TITLES.items() if name not in OVERVIEW.keys() | LEFT_OUT}
 GROUPS = {"by_hops": "hops", "by_type": "type of question"}
-EXAMPLES = 2  # of each kind of error
+EXAMPLES = 2  # of each kind of error that are shown
 RIGHT = "right"
 
 
@@ -56,7 +45,7 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
     """All metrics that an evaluation has, a row each, with 95 % intervals; the first row is the head."""
     runs = evaluated(runs)
     rows = [["", *(run.name for run in runs)]]
-    for name, title in TITLES.items():
+    for name, title in SHOWN.items():
         cells = [_bar(run.scores, name) for run in runs]
         if any(cells):
             shown = ("-" if b is None else f"{b.value:.3f} ({b.low:.3f} to {b.high:.3f})" for b in cells)
@@ -74,23 +63,12 @@ def difference_rows(differences: dict[str, tuple[str, dict]]) -> list[list[str]]
     return rows
 
 
-@dataclass
-class Kind:
-    """A way in which answers turned out: how many, and some of them."""
-
-    count: int = 0
-    examples: list[Record] = field(default_factory=list)
-
-
-def kinds(run: Run) -> dict[str, Kind]:
-    """How the answers of an evaluation turned out, the commonest first."""
-    found: dict[str, Kind] = {}
+def kinds(run: Run) -> dict[str, list[Record]]:
+    """The predictions of an evaluation by how they turned out, the commonest kind first."""
+    found: dict[str, list[Record]] = {}
     for line in run.predictions:
-        kind = found.setdefault(kind_of(line), Kind())
-        kind.count += 1
-        if len(kind.examples) < EXAMPLES:
-            kind.examples.append(line)
-    return dict(sorted(found.items(), key=lambda pair: -pair[1].count))
+        found.setdefault(kind_of(line), []).append(line)
+    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
 
 
 def kind_of(line: Record) -> str:

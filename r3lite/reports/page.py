@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from r3lite.core.episode import searches_of
+from r3lite.core.episode import Step
 from r3lite.core.records import Record
 from r3lite.reports import data, evaluations, learning
 from r3lite.reports.chart import COLOURS, DASHES, Bars, Chart, Lines, number, svg
@@ -71,7 +71,7 @@ def html(report: Report, written: str, again_after: int | None = None) -> str:
     named = [*(run.name for run in runs), *(file.name for file in report.data)]
     title = named[0] if len(named) == 1 else f"{len(named)} runs"
     refresh = f'<meta http-equiv="refresh" content="{again_after}">' if again_after else ""
-    told = {name: _grid(some) for name, some in charts.items()}
+    told = {name: f'<div class="grid">{"".join(map(_figure, some))}</div>' for name, some in charts.items()}
     if "Scores" in told:
         told["Scores"] += _scores(report)
     sections = [*told.items(), *_answers(runs), *_episodes(runs), *_settings(runs)]
@@ -131,10 +131,11 @@ def _answers(runs: Sequence[Run]) -> Iterable[tuple[str, str]]:
     for run in runs:
         if kinds := evaluations.kinds(run):
             rows = [["", "answers", "share"]]
-            rows += [[name, str(k.count), f"{k.count / len(run.predictions):.1%}"] for name, k in kinds.items()]
+            rows += [[name, str(len(k)), f"{len(k) / len(run.predictions):.1%}"] for name, k in kinds.items()]
             told.append(f"<h3>{escape(run.name)}</h3>" + _table(rows))
-            wrong = {name: kind for name, kind in kinds.items() if name != evaluations.RIGHT}
-            told += [_episode(line, f"{name}: ") for name, kind in wrong.items() for line in kind.examples]
+            for name, lines in kinds.items():
+                if name != evaluations.RIGHT:
+                    told += [_episode(line, f"{name}: ") for line in lines[: evaluations.EXAMPLES]]
     if told:
         yield "Answers by kind", "".join(told)
 
@@ -162,10 +163,6 @@ def _settings(runs: Sequence[Run]) -> Iterable[tuple[str, str]]:
     shown = _table([["setting", *(run.name for run in runs)], *rows])
     word = "all settings" if len(runs) == 1 else "settings that differ"
     yield "Settings", f"<details><summary>{len(rows)} {word}</summary><div>{shown}</div></details>"
-
-
-def _grid(charts: Sequence[Chart]) -> str:
-    return f'<div class="grid">{"".join(map(_figure, charts))}</div>'
 
 
 def _figure(chart: Chart) -> str:
@@ -207,7 +204,7 @@ def _episode(line: Record, before: str = "") -> str:
     mark = "" if em is None else ' class="right"' if em == 1 else ' class="wrong"'
     answers = " or ".join(line.texts("answers", ()))
     gold = set(line.texts("gold_found", ()))
-    steps = "".join(_step(i, step, gold) for i, step in enumerate(line.records("steps", ()), 1))
+    steps = "".join(_step(i, Step.from_json(step), gold) for i, step in enumerate(line.records("steps", ()), 1))
     paid = ", ".join(f"{name} {number(value)}" for name, value in rewards.items() if isinstance(value, (int, float)))
     prediction = line.text("prediction", "", blank=True)
     said = f"said: {prediction}" if prediction else f"no answer ({line.text('finish', 'unknown')})"
@@ -217,22 +214,18 @@ def _episode(line: Record, before: str = "") -> str:
     return f"<details><summary{mark}>{question}</summary><div>{told}{steps}</div></details>"
 
 
-def _step(number: int, step: Record, gold: set[str]) -> str:
+def _step(number: int, step: Step, gold: set[str]) -> str:
     """One step of an episode; `gold` are the ids of the gold paragraphs that its queries brought."""
-    parts = [f"<b>{number}</b> {escape(step.text('analysis', '', blank=True))}"]
-    searches = searches_of(step)
-    for search in searches:
-        source = search.text("source", "", blank=True)
-        told = search.text("query", blank=True) + (f" ({source})" if source else "")
+    parts = [f"<b>{number}</b> {escape(step.analysis)}"]
+    for search in step.searches:
+        told = search.query + (f" ({search.source})" if search.source else "")
         parts.append(f"\n<b>query</b> {escape(told)}")
-    if (answer := step.text("answer", None, blank=True)) is not None:
-        parts.append(f"\n<b>answer</b> {escape(answer)}")
-    if faults := step.texts("faults", ()):
-        parts.append(f'\n<span class="soft">faults: {escape(", ".join(faults))}</span>')
-    for document in (d for search in searches for d in search.records("documents", ())):
-        id, title = document.identifier("id"), document.text("title", "", blank=True)
-        is_gold = id in gold
-        head = f"<b>{escape(title)}</b> [{escape(id)}]" + (" gold" if is_gold else "")
-        text = escape(document.text("text", "", blank=True))
-        parts.append(f'<div class="document{" gold" if is_gold else ""}">{head} {text}</div>')
+    if step.answer is not None:
+        parts.append(f"\n<b>answer</b> {escape(step.answer)}")
+    if step.faults:
+        parts.append(f'\n<span class="soft">faults: {escape(", ".join(step.faults))}</span>')
+    for document in step.documents:
+        mark = " gold" if document.id in gold else ""
+        head = f"<b>{escape(document.title)}</b> [{escape(document.id)}]{mark}"
+        parts.append(f'<div class="document{mark}">{head} {escape(document.text)}</div>')
     return f'<div class="step">{"".join(parts)}</div>'

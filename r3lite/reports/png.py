@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import extra
 from r3lite.reports.chart import COLOURS, Bars, Chart, Lines
 
 DASHES = ("-", "--", ":", "-.", (0, (1, 2)), (0, (8, 3)))
@@ -12,10 +12,8 @@ DPI = 200
 
 def check() -> None:
     """Raises R3LiteError if matplotlib is not there."""
-    try:
+    with extra("plots", "--png"):
         import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise R3LiteError("--png needs matplotlib", "pip install 'r3lite[plots]'") from error
 
 
 def write(charts: Sequence[Chart], folder: Path) -> list[Path]:
@@ -45,7 +43,7 @@ def _lines(chart: Lines, axes) -> None:
         axes.plot(*zip(*points, strict=True), label=line.label, linewidth=1.3, **style)
     if chart.log and all(y > 0 for line in chart.lines for y in line.known):
         axes.set_yscale("log")
-    axes.set_xlabel(chart.across)
+    axes.set_xlabel("step")
 
 
 def _bars(chart: Bars, axes) -> None:

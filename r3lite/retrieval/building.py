@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
@@ -74,10 +73,6 @@ def check_output(folder: str | Path) -> Path:
     return folder
 
 
-def _work(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.build")
-
-
 def _old(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 
@@ -89,7 +84,7 @@ def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gath
     What is there stays at an error if it has vectors, which cost time: the next start goes on with them.
     """
     folder = check_output(folder)
-    work = _work(folder)
+    work = folder.with_name(f".{folder.name}.build")
     work.mkdir(exist_ok=True)
     try:
         fingerprint = write_passages(work, documents)
@@ -126,10 +121,8 @@ def encode(build: Gathered, encoder: Encoder, kind: str, progress: bool = True) 
     """
     waiting = VectorFile(build.work / WAITING, encoder.dimension, kind)
     kept = _kept(build, encoder, waiting)
-    passages, n = build.passages, len(build.passages)
-    with tqdm(total=n, initial=kept, desc="encoding passages", unit="", disable=None if progress else True) as bar:
-        for start in range(kept, n, BLOCK):
-            waiting.append(encoded(encoder, passages[start : start + BLOCK], bar))
+    for vectors in encoded(encoder, build.passages, kept, progress):
+        waiting.append(vectors)
     return kept
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import faiss
 import numpy as np
-from tqdm import tqdm
 
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
@@ -56,8 +55,7 @@ def add(folder: Path, index: PassageIndex, documents: Iterable[Document]) -> tup
     if not new:
         return 0, given
     fresh, vectors = list(new.values()), index.vectors
-    with tqdm(total=len(fresh), desc="encoding passages", unit="", disable=None) as bar:
-        made = [encoded(index.encoder, fresh[i : i + BLOCK], bar) for i in range(0, len(fresh), BLOCK)]
+    made = list(encoded(index.encoder, fresh))
     manifest = read_manifest(folder)
     waiting = faiss.IndexFlatIP(vectors.base.d)
     if vectors.added:

@@ -45,21 +45,17 @@ def make_encoder(
     in which it computes: its vectors are fp32."""
     if name == HASHING:
         return HashingEncoder.fit(map(passage_text, documents))
-    return _of_folder(name, style, device, batch_size, dtype)
+    folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
+    # Our own network if it computes what the folder's files say, else sentence-transformers.
+    made = BertEncoder if read_conventions(folder).other is None else SentenceEncoder
+    return made(name, style, device, batch_size, dtype)
 
 
 def reopen_encoder(
     name: str, style: str, folder: Path, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"
 ) -> Encoder:
     """The encoder of an index that is kept in `folder`, for its queries and for passages that are added."""
-    return HashingEncoder.load(folder) if name == HASHING else _of_folder(name, style, device, batch_size, dtype)
-
-
-def _of_folder(name: str, style: str, device: str, batch_size: int, dtype: str) -> Encoder:
-    """Our own network if it computes what the folder's files say, else sentence-transformers."""
-    folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
-    made = BertEncoder if read_conventions(folder).other is None else SentenceEncoder
-    return made(name, style, device, batch_size, dtype)
+    return HashingEncoder.load(folder) if name == HASHING else make_encoder(name, style, (), device, batch_size, dtype)
 
 
 def known_dimension(name: str) -> int | None:

@@ -10,8 +10,6 @@ from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.setup import Setup
 
-NAME = "golden"
-
 
 def build(setup: Setup, top_k: int) -> Retrieve:
     """`top_k` counts nothing here: how many paragraphs support an answer is the question's affair."""
@@ -38,4 +36,4 @@ def paragraphs(question: Question, noise_rate: float, seed: int) -> list[Documen
         draw = random.Random(f"{seed}/{question.id}/noise")
         documents += draw.sample(others, round(noise_rate * len(others)))
         draw.shuffle(documents)
-    return [replace(d, source=NAME) for d in documents]
+    return [replace(d, source="golden") for d in documents]

@@ -1,7 +1,7 @@
 """Hybrid retrieval: the lists of the semantic and the lexical retriever, fused into one."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.retrieval.lexical import Lexical
@@ -21,21 +21,18 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     return Hybrid(semantic, lexical, top_k, scaled_scores, (1 - settings.lexical_weight, settings.lexical_weight))
 
 
+@dataclass(frozen=True)
 class Hybrid:
     """Both retrievers' documents, ordered by the weighted sums of what `worth` makes of each list."""
 
-    def __init__(
-        self,
-        semantic: Retrieve,
-        lexical: Retrieve,
-        top_k: int,
-        worth: Callable[[list[Document]], list[float]],
-        weights: tuple[float, float],
-    ):
-        self.retrievers, self.top_k, self.worth, self.weights = (semantic, lexical), top_k, worth, weights
+    semantic: Retrieve
+    lexical: Retrieve
+    top_k: int
+    worth: Callable[[list[Document]], list[float]]
+    weights: tuple[float, float]
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
-        return [self._fused(lists) for lists in zip(*(retrieve(pairs) for retrieve in self.retrievers), strict=True)]
+        return [self._fused(lists) for lists in zip(self.semantic(pairs), self.lexical(pairs), strict=True)]
 
     def _fused(self, lists: tuple[list[Document], ...]) -> list[Document]:
         """One list of two. Of equal sums the first of the first list comes first: the same always."""

@@ -14,7 +14,7 @@ An older folder has a flat index and no ends, probes and table of files; it is r
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -85,20 +85,24 @@ class PassageIndex:
 def build(encoder: Encoder, documents: list[Document], progress: bool = True) -> PassageIndex:
     """Encodes the passages, a block at a time, into a new flat index in memory."""
     vectors = faiss.IndexFlatIP(encoder.dimension)
-    with tqdm(total=len(documents), desc="encoding passages", unit="", disable=None if progress else True) as bar:
-        add(vectors, (encoded(encoder, documents[i : i + BLOCK], bar) for i in range(0, len(documents), BLOCK)))
+    add(vectors, encoded(encoder, documents, progress=progress))
     return PassageIndex(encoder, documents, Vectors(vectors))
 
 
-def encoded(encoder: Encoder, documents: list[Document], bar: tqdm) -> np.ndarray:
-    """Vectors [N, d] of N passages, which are finite."""
-    made = float32(encoder.encode_passages(documents, bar.update))
-    if not np.isfinite(made).all():
-        raise R3LiteError(
-            f"the encoder {encoder.settings['encoder']} gives vectors that are not finite",
-            "Its weights may be damaged: fetch them again, or use another --encoder.",
-        )
-    return made
+def encoded(
+    encoder: Encoder, documents: Sequence[Document], start: int = 0, progress: bool = True
+) -> Iterator[np.ndarray]:
+    """Vectors [N, d] of the passages from `start` on, a block at a time, which are finite."""
+    shown, total = None if progress else True, len(documents)
+    with tqdm(total=total, initial=start, desc="encoding passages", unit="", disable=shown) as bar:
+        for i in range(start, total, BLOCK):
+            made = float32(encoder.encode_passages(documents[i : i + BLOCK], bar.update))
+            if not np.isfinite(made).all():
+                raise R3LiteError(
+                    f"the encoder {encoder.settings['encoder']} gives vectors that are not finite",
+                    "Its weights may be damaged: fetch them again, or use another --encoder.",
+                )
+            yield made
 
 
 def float32(vectors: np.ndarray) -> np.ndarray:

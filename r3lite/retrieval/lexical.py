@@ -11,12 +11,11 @@ from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
 from r3lite.core.episode import Document, Retrieve
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, extra
 from r3lite.retrieval.conventions import passage_text
 from r3lite.retrieval.search import Search, best, found
 from r3lite.retrieval.setup import Setup
 
-NAME = "lexical"
 BLOCK = 4096  # passages whose words are read between two looks at the bar
 
 
@@ -28,14 +27,9 @@ class Lexical:
     """Passages under BM25 in Lucene's variant (k1 1.5, b 0.75), without stop words, stemmed by Snowball."""
 
     def __init__(self, documents: Sequence[Document]):
-        try:
+        with extra("retrieval", "lexical retrieval", "Or use --retriever semantic --encoder hashing."):
             import bm25s
             import Stemmer
-        except ImportError as error:
-            raise R3LiteError(
-                f"lexical retrieval needs the package {error.name}, which is not installed",
-                "Install it with: pip install 'r3lite[retrieval]'. Or use --retriever semantic --encoder hashing.",
-            ) from error
         self.documents, self._tokenize = documents, bm25s.tokenize
         self._stemmer = Stemmer.Stemmer("english")
         words: list[list[str]] = []
@@ -62,7 +56,7 @@ class Lexical:
         scores = self.bm25.get_scores_from_ids(known)  # [passages]
         places = best(scores, k) if own is None else own[best(scores[own], k)]
         places = places[scores[places] > 0]
-        return found(self.documents, places, scores[places], NAME)
+        return found(self.documents, places, scores[places], "lexical")
 
     def _words(self, texts: list[str]) -> list[list[str]]:
         stems = {"stopwords": "en", "stemmer": self._stemmer}

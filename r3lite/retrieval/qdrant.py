@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from r3lite.core.episode import Document, Retrieve, metadata_of
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.search import Search
@@ -34,18 +34,15 @@ REMEDY = "See that the server runs, that --retriever names it and the collection
 def build(setup: Setup, top_k: int) -> Retrieve:
     """The retriever of the collection that the settings name."""
     settings = setup.settings
-    collection = Collection(settings.retriever)
-    collection.check(setup.encoder)
-    return Search(Stored(collection, setup.encoder), top_k, lambda questions: None)
+    collection = Collection(settings.retriever, setup.encoder)
+    collection.check()
+    return Search(collection, top_k)
 
 
 def connect(address: str) -> tuple["QdrantClient", str]:
     """A client of the server of qdrant://host:port/collection, or of qdrant+https://..., and the collection's name."""
-    try:
+    with extra("qdrant", address):
         from qdrant_client import QdrantClient
-    except ImportError as error:
-        told = f"{address} needs the package {error.name}, which is not installed"
-        raise R3LiteError(told, "Install it with: pip install 'r3lite[qdrant]'") from error
     parts = urlsplit(address)
     name = parts.path.strip("/")
     if not parts.hostname or not name or "/" in name:
@@ -66,40 +63,40 @@ def connect(address: str) -> tuple["QdrantClient", str]:
 
 
 class Collection:
-    """A collection: points whose payload is a passage (id, title, text) and whose vector an encoder has made."""
+    """A collection: points whose payload is a passage (id, title, text) and whose vector the encoder has made."""
 
-    def __init__(self, address: str):
-        self.address = address
+    def __init__(self, address: str, encoder: Encoder):
+        self.address, self.encoder = address, encoder
         self.client, self.name = connect(address)
 
     def exists(self) -> bool:
         with self.told():
             return self.client.collection_exists(self.name)
 
-    def check(self, encoder: Encoder) -> None:
+    def check(self) -> None:
         """Raises R3LiteError unless its vectors may be compared with those of the encoder."""
+        now = self.encoder.settings
         with self.told():
             config = self.client.get_collection(self.name).config
         vectors, made = config.params.vectors, (config.metadata or {}).get("r3lite")
         if isinstance(vectors, dict) or vectors is None:
             raise R3LiteError(f"{self.address} has several vectors a point, by names", "Use one with a single vector.")
-        if vectors.distance not in DISTANCES or vectors.size != encoder.dimension:
+        if vectors.distance not in DISTANCES or vectors.size != self.encoder.dimension:
             raise R3LiteError(
                 f"{self.address} holds vectors of {vectors.size} dimensions compared by {vectors.distance}, and the "
-                f"encoder {encoder.settings['encoder']} makes {encoder.dimension}, of length 1",
+                f"encoder {now['encoder']} makes {self.encoder.dimension}, of length 1",
                 "Name the --encoder that it was filled with.",
             )
-        now = encoder.settings
         if made is not None and (other := {k for k in made | now if made.get(k) != now.get(k)} - {"dtype"}):
             others = ", ".join(f"{k} {made.get(k)}" for k in sorted(other))
             raise R3LiteError(f"{self.address} was filled with another encoder: {others}", "Name that one.")
 
-    def create(self, encoder: Encoder) -> None:
+    def create(self) -> None:
         from qdrant_client import models
 
-        size = models.VectorParams(size=encoder.dimension, distance=models.Distance.COSINE)
+        size = models.VectorParams(size=self.encoder.dimension, distance=models.Distance.COSINE)
         with self.told():
-            self.client.create_collection(self.name, vectors_config=size, metadata={"r3lite": encoder.settings})
+            self.client.create_collection(self.name, vectors_config=size, metadata={"r3lite": self.encoder.settings})
 
     def missing(self, passages: Iterable[Document]) -> list[Document]:
         """Those of the passages that it does not have, or has with another title or text."""
@@ -109,10 +106,10 @@ class Collection:
         there = {str(point.id): point.payload for point in points}
         return [passage for id, passage in wanted.items() if there.get(id) != passage.to_json()]
 
-    def write(self, passages: list[Document], encoder: Encoder) -> None:
+    def write(self, passages: list[Document]) -> None:
         from qdrant_client import models
 
-        vectors = encoder.encode_passages(passages, lambda count: None)
+        vectors = self.encoder.encode_passages(passages, lambda count: None)
         points = [
             models.PointStruct(id=point_id(passage), vector=vector.tolist(), payload=passage.to_json())
             for passage, vector in zip(passages, vectors, strict=True)
@@ -123,6 +120,31 @@ class Collection:
     def count(self) -> int:
         with self.told():
             return self.client.count(self.name, exact=True).count
+
+    def search(self, queries: list[str], k: int) -> list[list[Document]]:
+        """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
+        from qdrant_client import models
+
+        found = []
+        vectors = self.encoder.encode_queries(queries).tolist()
+        for start in range(0, len(vectors), QUERIES):
+            batch = vectors[start : start + QUERIES]
+            requests = [models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in batch]
+            with self.told():
+                found += self.client.query_batch_points(self.name, requests)
+        return [[self._document(point) for point in reply.points] for reply in found]
+
+    def _document(self, point) -> Document:
+        address = self.address
+        try:
+            record = Record(
+                point.payload or {}, Source(f"{address}, point {point.id}", "Its payload must have a text.")
+            )
+            title, text = record.text("title", "", blank=True), record.text("text", blank=True)
+            id, more = record.identifier("id", str(point.id)), metadata_of(record)
+            return Document(id, title, text, score=point.score, source=address, metadata=more)
+        except InvalidRecord as error:
+            raise R3LiteError(error.cause, error.remedy) from error
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -135,39 +157,6 @@ class Collection:
             raise R3LiteError(f"{self.address}: {' '.join(str(error).split())[:300]}", REMEDY) from error
 
 
-class Stored:
-    """A collection's ranking of passages."""
-
-    def __init__(self, collection: Collection, encoder: Encoder):
-        self.collection, self.encoder = collection, encoder
-
-    def search(self, queries: list[str], k: int, own: None = None) -> list[list[Document]]:
-        """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
-        from qdrant_client import models
-
-        assert own is None, "a collection knows nothing of a question's own paragraphs"
-        found = []
-        vectors = self.encoder.encode_queries(queries).tolist()
-        for start in range(0, len(vectors), QUERIES):
-            batch = vectors[start : start + QUERIES]
-            requests = [models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in batch]
-            with self.collection.told():
-                found += self.collection.client.query_batch_points(self.collection.name, requests)
-        return [[self._document(point) for point in reply.points] for reply in found]
-
-    def _document(self, point) -> Document:
-        address = self.collection.address
-        try:
-            record = Record(
-                point.payload or {}, Source(f"{address}, point {point.id}", "Its payload must have a text.")
-            )
-            title, text = record.text("title", "", blank=True), record.text("text", blank=True)
-            id, more = record.identifier("id", str(point.id)), metadata_of(record)
-            return Document(id, title, text, score=point.score, source=address, metadata=more)
-        except InvalidRecord as error:
-            raise R3LiteError(error.cause, error.remedy) from error
-
-
 def point_id(passage: Document) -> str:
     """The same for the same passage, so that filling again writes over and does not double."""
     return str(uuid.uuid5(POINTS, passage.id))
@@ -176,17 +165,17 @@ def point_id(passage: Document) -> str:
 def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[int, int]:
     """Writes passages with their vectors into a collection, made if it is not there; returns how many were encoded and
     how many it holds. What it has already is passed over, so that after a kill the same call goes on."""
-    collection = Collection(address)
+    collection = Collection(address, encoder)
     if collection.exists():
-        collection.check(encoder)
+        collection.check()
     else:
-        collection.create(encoder)
+        collection.create()
     encoded, left = 0, iter(passages)
     with tqdm(desc="passages", unit="", disable=None) as bar:
         while block := list(islice(left, PASSAGES)):
             new = collection.missing(block)
             if new:
-                collection.write(new, encoder)
+                collection.write(new)
             encoded += len(new)
             bar.update(len(block))
     return encoded, collection.count()

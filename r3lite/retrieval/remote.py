@@ -18,7 +18,7 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     """The retriever at the address of the settings; it is asked once, so that a wrong one shows at once."""
     remote = Remote(setup.settings.retriever)
     remote.search(["r3lite"], 1)
-    return Search(remote, top_k, lambda questions: None)
+    return Search(remote, top_k)
 
 
 class Remote:
@@ -27,9 +27,8 @@ class Remote:
     def __init__(self, address: str, sleep: Callable[[float], None] = time.sleep):
         self.address, self._poster = address, Poster(address, REMEDY, sleep=sleep)
 
-    def search(self, queries: list[str], k: int, own: None = None) -> list[list[Document]]:
+    def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
-        assert own is None, "a server knows nothing of a question's own paragraphs"
         batches = (queries[start : start + BATCH] for start in range(0, len(queries), BATCH))
         return [documents for batch in batches for documents in self._search(batch, k)]
 

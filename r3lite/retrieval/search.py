@@ -1,7 +1,7 @@
 """What all retrievers that search have in common: passages are ranked by scores, equal queries are asked once."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,20 +16,25 @@ class Ranking(Protocol):
         """The `k` best passages of each query, best first; of the places in `own[i]` only, for query i, if given."""
 
 
+@dataclass(frozen=True)
 class Search:
-    """The retriever of a ranking: from pairs (question, query) to documents. All pairs of a call are one batch."""
+    """The retriever of a ranking: from pairs (question, query) to documents. All pairs of a call are one batch.
 
-    def __init__(
-        self, passages: Ranking, top_k: int, own_paragraphs: Callable[[list[Question]], list[tuple[int, ...]] | None]
-    ):
-        self.passages, self.top_k, self.own_paragraphs = passages, top_k, own_paragraphs
+    `own_paragraphs` gives the places that the search of each question is confined to, or None; only for rankings whose
+    passages have places here.
+    """
+
+    passages: Ranking
+    top_k: int
+    own_paragraphs: Callable[[list[Question]], list[tuple[int, ...]] | None] | None = None
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
-        own = self.own_paragraphs([question for question, _ in pairs])
+        own = self.own_paragraphs([question for question, _ in pairs]) if self.own_paragraphs else None
         keys = [(query, own[i] if own else None) for i, (_, query) in enumerate(pairs)]
         asked = list(dict.fromkeys(keys))
-        queries, places = [query for query, _ in asked], [place for _, place in asked] if own else None
-        found = dict(zip(asked, self.passages.search(queries, self.top_k, places), strict=True))
+        confined = {"own": [places for _, places in asked]} if own else {}
+        lists = self.passages.search([query for query, _ in asked], self.top_k, **confined)
+        found = dict(zip(asked, lists, strict=True))
         return [list(found[key]) for key in keys]
 
 

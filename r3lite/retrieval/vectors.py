@@ -140,15 +140,10 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
         index.train(vectors.sample(size))
     _reserve(index, count)
     with tqdm(total=count, desc="indexing", unit="", **BRIEF) as bar:
-        add(index, told(vectors.blocks(), bar))
+        for block in vectors.blocks():
+            add(index, [block])
+            bar.update(len(block))
     return index
-
-
-def told(blocks: Iterable[np.ndarray], bar: tqdm) -> Iterator[np.ndarray]:
-    """The blocks, each counted when the next one is asked for."""
-    for block in blocks:
-        yield block
-        bar.update(len(block))
 
 
 def _empty(kind: str, count: int, d: int) -> faiss.Index:

@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from r3lite.core.episode import Document, Retrieve
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.files import read_record, write_json
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.llm.limits import RateLimiter
@@ -47,12 +46,12 @@ class Exa:
 
     kinds: ClassVar = {KIND: None, "News": "news", "Academic": "research paper"}  # by their `category`
 
-    def __init__(self, sleep: Callable[[float], None] = time.sleep):
+    def __init__(self):
         key = os.environ.get(EXA_KEY)
         if not key:
             raise R3LiteError(f"--retriever exa needs a key in {EXA_KEY}", "Get one at exa.ai, or pass --web-replay.")
         remedy = f"See that {EXA_KEY} is valid and that exa.ai is reached."
-        self._poster = Poster(EXA, remedy, {"x-api-key": key}, sleep)
+        self._poster = Poster(EXA, remedy, {"x-api-key": key})
 
     def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
         """Pages with url, title and text, best first."""
@@ -72,13 +71,8 @@ class DuckDuckGo:
     kinds: ClassVar = {KIND: "text", "News": "news"}
 
     def __init__(self):
-        try:
+        with extra("web", "--retriever duckduckgo"):
             from ddgs import DDGS
-        except ImportError as error:
-            raise R3LiteError(
-                f"--retriever duckduckgo needs the package {error.name}, which is not installed",
-                "Install it with: pip install 'r3lite[web]'",
-            ) from error
         self._open = DDGS
 
     def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
@@ -155,9 +149,8 @@ class Web:
     count: int  # pages that are asked for
     encoder: Encoder | None  # None: hashed words, weighed by the sentences of the query's own pages
 
-    def search(self, queries: list[str], k: int, own: None = None) -> list[list[Document]]:
+    def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` pages nearest to each query, by their nearest sentences."""
-        assert own is None, "the web knows nothing of a question's own paragraphs"
         asked = [" ".join(query.split())[:QUERY] for query in queries]
         with ThreadPoolExecutor(AT_ONCE) as threads:
             found = list(threads.map(lambda q: self.service.pages(q, self.kind, self.count) if q else [], asked))
@@ -209,4 +202,4 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     service = Recorded(settings.retriever, folder, settings.web_rpm, settings.web_replay)
     kind = setup.kind if setup.kind in SERVICES[settings.retriever].kinds else KIND
     ranking = Web(service, kind, settings.web_results, setup.encoder)
-    return Search(ranking, top_k, lambda questions: None)
+    return Search(ranking, top_k)

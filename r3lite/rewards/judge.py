@@ -8,11 +8,10 @@ import functools
 import json
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from r3lite.core.episode import Episode
+from r3lite.core.episode import Episode, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record, Source, shown
 from r3lite.core.spans import Spans, span
@@ -54,16 +53,13 @@ its query or answer, from 0 (not at all, or invented) to 1 (fully), in tenths.
 Documents are cut after {DOCUMENT_LENGTH} characters."""
 
 # The JSON schema of a verdict. It is part of the name of a cached reply: if it changes, every episode is judged anew.
+_SHARES = ("relevance", "rationality", "coherence")
 _SHARE = {"maximum": 1, "minimum": 0, "type": "number"}
 _STEP_SCHEMA = {
     "description": "What the judge is asked to say of one step.",
-    "properties": {
-        "step": {"title": "Step", "type": "integer"},
-        "relevance": {**_SHARE, "title": "Relevance"},
-        "rationality": {**_SHARE, "title": "Rationality"},
-        "coherence": {**_SHARE, "title": "Coherence"},
-    },
-    "required": ["step", "relevance", "rationality", "coherence"],
+    "properties": {"step": {"title": "Step", "type": "integer"}}
+    | {name: {**_SHARE, "title": name.title()} for name in _SHARES},
+    "required": ["step", *_SHARES],
     "title": "StepGrade",
     "type": "object",
 }
@@ -80,37 +76,22 @@ SCHEMA = {
 }
 
 
-@dataclass(frozen=True)
-class StepGrade:
-    """What the judge said of one step, each from 0 to 1."""
-
-    relevance: float
-    rationality: float
-    coherence: float
-
-
-@dataclass(frozen=True)
-class Grade:
-    """What the judge said of an episode."""
-
-    answer_is_right: bool
-    steps: tuple[StepGrade, ...]
-
-
-def read_grade(data: Any, steps: int) -> Grade:
-    """The judge's reply about an episode of `steps` steps; raises InvalidRecord if it is not of the form of SCHEMA."""
-    grade = Record(data, Source("the verdict"))
+def read_verdict(data: Any, episode: Episode) -> Verdict:
+    """The judge's reply about an episode; without an answer nothing is right. Raises InvalidRecord if it is not of the
+    form of SCHEMA."""
+    grade, last = Record(data, Source("the verdict")), len(episode.steps)
     entries = grade.records("steps")
     numbers = [entry.whole("step") for entry in entries]
-    if numbers != list(range(1, steps + 1)):
-        raise grade.error(f"the steps are {shown(numbers)}; they must be those from 1 to {steps}, in order")
-    names = ("relevance", "rationality", "coherence")
-    opinions = [StepGrade(**{name: _share(entry, name) for name in names}) for entry in entries]
-    return Grade(grade.flag("answer_is_right"), tuple(opinions))
+    if numbers != list(range(1, last + 1)):
+        raise grade.error(f"the steps are {shown(numbers)}; they must be those from 1 to {last}, in order")
+    opinions = [_opinion(entry, step) for entry, step in zip(entries, episode.steps, strict=True)]
+    return Verdict(grade.flag("answer_is_right") and bool(episode.prediction), tuple(opinions))
 
 
-def _share(entry: Record, name: str) -> float:
-    return entry.number(name, low=0.0, high=1.0)
+def _opinion(entry: Record, step: Step) -> StepVerdict:
+    """In tenths, as in R3-RAG; without documents relevance is 0, and without a query rationality."""
+    relevance, rationality, coherence = (round(entry.number(name, low=0.0, high=1.0), 1) for name in _SHARES)
+    return StepVerdict(relevance if step.documents else 0.0, coherence, rationality if step.searches else 0.0)
 
 
 def request_for(episode: Episode) -> Request:
@@ -119,23 +100,9 @@ def request_for(episode: Episode) -> Request:
         prompt=json.dumps(described(episode), ensure_ascii=False, indent=1),
         system=INSTRUCTIONS,
         schema=SCHEMA,
-        read=functools.partial(read_grade, steps=len(episode.steps)),
+        read=functools.partial(read_verdict, episode=episode),
         max_output_tokens=OUTPUT_TOKENS + OUTPUT_TOKENS_PER_STEP * len(episode.steps),
     )
-
-
-def _verdict(grade: Grade, episode: Episode) -> Verdict:
-    """The grade in tenths, as in R3-RAG; without documents relevance is 0, without a query rationality, and without an
-    answer nothing is right."""
-    steps = [
-        StepVerdict(
-            relevance=round(g.relevance, 1) if s.documents else 0.0,
-            coherence=round(g.coherence, 1),
-            rationality=round(g.rationality, 1) if s.searches else 0.0,
-        )
-        for g, s in zip(grade.steps, episode.steps, strict=True)
-    ]
-    return Verdict(grade.answer_is_right and bool(episode.prediction), tuple(steps))
 
 
 class Judge:
@@ -165,7 +132,7 @@ class Judge:
             raise self._failing()
         verdicts: list[Verdict | None] = [Verdict(False, (StepVerdict(0.0, 0.0),) * len(e.steps)) for e in episodes]
         for i, reply in zip(asked, replies, strict=True):
-            verdicts[i] = None if reply.failure else _verdict(reply.value, episodes[i])
+            verdicts[i] = reply.value
         self.missing += verdicts.count(None)
         return verdicts
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from r3lite.core.answer_match import answer_scores
 from r3lite.core.episode import Episode, Step
 from r3lite.core.errors import R3LiteError
-from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
+from r3lite.protocols.base import REPEATED_QUERY
 from r3lite.rewards.judged import trajectory_factor
 from r3lite.rewards.registry import MOST, named_rewards, needs_verdict
+from r3lite.rewards.searching import is_idle
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import RewardSettings
 
@@ -139,7 +140,7 @@ def _asks_anew(step: Step) -> bool:
 
 def _search(step: Step, settings: RewardSettings) -> float:
     """What a step is paid for its query, if it has one or tried to."""
-    if BLANK_QUERY in step.faults or REPEATED_QUERY in step.faults:
+    if is_idle(step):
         return -settings.idle_query_penalty
     return settings.search_bonus if step.searches else 0.0
 

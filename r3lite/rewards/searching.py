@@ -58,10 +58,11 @@ def search_count(episode: Episode, most: int = 3) -> list[float]:
 def search_excess(episode: Episode, most: int = 3) -> list[float]:
     """-1 at each step whose query is blank or repeated, and at each search beyond the first `most`; a penalty."""
     numbers = _numbers(episode)
-    return [-float(_is_idle(s) or (n is not None and n > most)) for s, n in zip(episode.steps, numbers, strict=True)]
+    return [-float(is_idle(s) or (n is not None and n > most)) for s, n in zip(episode.steps, numbers, strict=True)]
 
 
-def _is_idle(step: Step) -> bool:
+def is_idle(step: Step) -> bool:
+    """Whether its query is blank or repeated."""
     return BLANK_QUERY in step.faults or REPEATED_QUERY in step.faults
 
 
@@ -69,7 +70,7 @@ def _numbers(episode: Episode) -> list[int | None]:
     """Of each step, which search it is, from 1; None if it does not search, or asks nothing new."""
     count, numbers = 0, []
     for step in episode.steps:
-        searches = bool(step.searches) and not _is_idle(step)
+        searches = bool(step.searches) and not is_idle(step)
         count += searches
         numbers.append(count if searches else None)
     return numbers

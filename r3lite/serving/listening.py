@@ -3,7 +3,7 @@
 import os
 import socket
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, extra
 from r3lite.settings import ServerSettings
 
 TOKEN = "R3LITE_TOKEN"
@@ -12,14 +12,9 @@ SHORTEST_TOKEN = 16  # characters
 
 def check_extra() -> None:
     """Raises R3LiteError if the packages of the extra are not installed."""
-    try:
+    with extra("serve", "serving"):
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise R3LiteError(
-            f"serving needs the package {error.name}, which is not installed",
-            "Install it with: pip install 'r3lite[serve]'.",
-        ) from error
 
 
 def token_of(server: ServerSettings) -> str | None:

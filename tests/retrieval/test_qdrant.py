@@ -127,10 +127,10 @@ def test_one_without_a_collection_or_with_several_vectors_is_refused(server, set
         ask(settings)
 
 
-def test_a_server_that_is_not_there_is_told(settings):
+def test_a_server_that_is_not_there_is_told(encoder):
     pytest.importorskip("qdrant_client")
     with pytest.raises(R3LiteError, match=r"qdrant://127\.0\.0\.1:9/towns: .*refused"):
-        qdrant.Collection("qdrant://127.0.0.1:9/towns").exists()
+        qdrant.Collection("qdrant://127.0.0.1:9/towns", encoder).exists()
 
 
 @pytest.mark.parametrize("address", ["qdrant://here:6333", "qdrant://here/a/b", "qdrant:///a"])

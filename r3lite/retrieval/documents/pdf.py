@@ -4,7 +4,7 @@ import io
 import logging
 from collections.abc import Iterator
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import extra
 from r3lite.retrieval.documents.section import Section, Unreadable
 
 MOST = 1 << 26  # bytes of all pages, unpacked: a small file may unpack to any size, which takes memory and hours
@@ -12,13 +12,8 @@ MOST = 1 << 26  # bytes of all pages, unpacked: a small file may unpack to any s
 
 def read(content: bytes, name: str) -> Iterator[Section]:
     """One section: sentences go on from page to page. The title is the document's, if it names one."""
-    try:
+    with extra("documents", f"the PDF {name}", "Or take the PDFs out of the folder."):
         import pypdf
-    except ImportError as error:
-        raise R3LiteError(
-            f"{name} is a PDF, and the package pypdf, which reads it, is not installed",
-            "Install it with: pip install 'r3lite[documents]'. Or take the PDFs out of the folder.",
-        ) from error
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it tells of each flaw that it can read over
     try:
         reader = pypdf.PdfReader(io.BytesIO(content))
