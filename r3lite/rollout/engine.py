@@ -20,7 +20,7 @@ from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.core.errors import NotFinite
 from r3lite.core.grant import Grant
 from r3lite.core.spans import Spans
-from r3lite.models.hooks import ActivationWatch
+from r3lite.models.hooks import explain_overflow
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lora import cast_once
 from r3lite.models.qwen2 import Qwen2
@@ -186,10 +186,10 @@ class Engine:
             sequence.values.append(values[0][i] if values else 0.0)
 
     def _explain_overflow(self, sequence: Sequence) -> NoReturn:
-        with ActivationWatch(self.model) as watch:
-            self.model(torch.tensor([sequence.tokens], device=self.model.head_weight.device))
+        tokens = torch.tensor([sequence.tokens], device=self.model.head_weight.device)
+        told = explain_overflow(self.model, lambda: self.model(tokens))
         raise NotFinite(
-            f"question {sequence.question.id}: what the model says is not a number: {watch.report()}",
+            f"question {sequence.question.id}: what the model says is not a number: {told}",
             "Pass --dtype bf16 or --dtype fp32, whose numbers reach further; or start from a sounder adapter.",
         )
 
