@@ -8,7 +8,6 @@ import torch
 
 from r3lite.assembly.policy import check_base
 from r3lite.core.files import shipped, write_text
-from r3lite.core.invocation import load_toml
 from r3lite.datasets.qa import read_questions
 from r3lite.devices.precision import DTYPES
 from r3lite.exporting import gguf, parity
@@ -21,6 +20,7 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.settings import ExportSettings, LengthSettings, ModelSettings
 from r3lite.settings.common import budget_bytes
+from r3lite.training.earlier_run import settings_of
 
 
 def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dict, output: Path) -> None:
@@ -53,7 +53,7 @@ def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dic
         lora.set_adapter(model, "written")
     else:
         model = in_folder(model, folder, output, settings)
-    run = run_of(settings.adapter)
+    run = settings_of(settings.adapter)
     facts = Facts(settings.model, settings.weights, file, merged, run, settings.license, scores)
     write_text(output / CARD, card(facts, protocol, format))
     size = sum(path.stat().st_size for path in output.iterdir())
@@ -81,11 +81,3 @@ def questions(settings: ExportSettings) -> list[str]:
     """The first --prompts questions."""
     path = settings.questions or str(shipped("data", "world", "test.jsonl"))
     return [question.text for question in islice(read_questions(path), settings.prompts)]
-
-
-def run_of(adapter: str) -> dict:
-    """The settings of the run that wrote an adapter, if its folder is beside them."""
-    for folder in (Path(adapter), Path(adapter).parent):
-        if (folder / "config.toml").exists():
-            return next((t for t in load_toml(folder / "config.toml").values() if isinstance(t, dict)), {})
-    return {}
