@@ -138,7 +138,7 @@ def build_trainer(config: SftConfig, protocols: dict[str, Protocol], rows: Rows,
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
     trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
     known, (steps, _) = lengths_of(trained, held_out), config.length(len(trained))
-    plan = make_plan(sft_workload(config.model, config.sft, config.lora, **known, steps=steps), config.memory)
+    plan = make_plan(sft_workload(config, **known, steps=steps), config.memory)
     training = Training(config.lora, command.usual("sft", config).lora, config.optimizer, config.common.seed)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     return SFTTrainer(config, policy, tokenizer.size, trained, held_out)
