@@ -10,7 +10,6 @@ import sys
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol as Interface
 
 from r3lite.assembly.local_client import LocalClient
 from r3lite.core.answer_match import answer_scores
@@ -31,33 +30,13 @@ from r3lite.protocols.transcript import ANSWER_ROOM
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
-from r3lite.settings import (
-    Common,
-    LengthSettings,
-    ModelSettings,
-    ProtocolSettings,
-    QuestionSettings,
-    RetrievalSettings,
-    TuningSettings,
-)
+from r3lite.settings import ProtocolSettings, TunePromptConfig
 from r3lite.tuning.critic import Critic
 from r3lite.tuning.history import Candidate, History, Round, shown
 
 BEST, CANDIDATES = "best_prompt.txt", "candidates"
 KEPT = ("em", "f1", "format_adherence", "mean_searches")  # scores of each prompt in the history
 AGAIN = "run the same command again: what was done is kept."
-
-
-class Config(Interface):
-    """The sections of `tune_prompt` that its rounds read."""
-
-    common: Common
-    tuning: TuningSettings
-    model: ModelSettings
-    data: QuestionSettings
-    retrieval: RetrievalSettings
-    protocol: ProtocolSettings
-    lengths: LengthSettings
 
 
 @dataclass(frozen=True)
@@ -77,7 +56,7 @@ def first_prompt(protocol: ProtocolSettings, which: str) -> str:
     return read_prompt(name)
 
 
-def read_pools(config: Config) -> tuple[Pool, Pool]:
+def read_pools(config: TunePromptConfig) -> tuple[Pool, Pool]:
     """The questions of --data, and those of --eval-data that are drawn, each with what retrieves for them."""
     tuning, seed, skip = config.tuning, config.common.seed, config.data.skip_bad_rows
     sampled = read_questions(config.data.data, config.data.limit, skip)
@@ -95,7 +74,7 @@ def read_pools(config: Config) -> tuple[Pool, Pool]:
     return Pool(sampled, retrieve), Pool(scored, build_retriever(Setup(config.retrieval, scored, seed)))
 
 
-def origin(config: Config, prompt: str, *pools: Pool) -> str:
+def origin(config: TunePromptConfig, prompt: str, *pools: Pool) -> str:
     """A digest of what the scores of a run depend on beside its settings: files may change under their names."""
     adapter = config.model.adapter and folder_fingerprint(adapter_folder(config.model.adapter))
     asked = [[(q.id, q.text, q.answers) for q in pool.questions] for pool in pools]
@@ -107,7 +86,7 @@ class PromptTuner:
 
     def __init__(
         self,
-        config: Config,
+        config: TunePromptConfig,
         output: Path,
         history: History,
         engine: Engine,

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -43,29 +42,9 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.rl.batch import Batch, Distributions, Rollout
 from r3lite.rl.learner import Learner
-from r3lite.settings import (
-    DataSettings,
-    LengthSettings,
-    MemorySettings,
-    ModelSettings,
-    PpoConfig,
-    ProtocolSettings,
-    RLSettings,
-    TeacherCacheSettings,
-)
+from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, RLSettings
 
 ADAPTER = "teacher"
-
-
-class CacheConfig(Protocol):
-    """The sections of `collect` that a cache is made by."""
-
-    model: ModelSettings
-    memory: MemorySettings
-    data: DataSettings
-    protocol: ProtocolSettings
-    lengths: LengthSettings
-    cache: TeacherCacheSettings
 
 
 @dataclass(frozen=True)
@@ -205,7 +184,7 @@ def identity(rl: RLSettings) -> str:
     return fingerprint(weights.resolve_folder(rl.teacher), rl.teacher_adapter, rl.teacher_quantize == "nf4")
 
 
-def plan_cache(config: CacheConfig, rows: int = 1000) -> Plan:
+def plan_cache(config: CollectConfig, rows: int = 1000) -> Plan:
     """The memory plan of the teacher alone, which reads `rows` trajectories."""
     return make_plan(read_workload(config.model, config.lengths.max_length, rows), config.memory)
 
@@ -215,7 +194,7 @@ def on_disk(tokens: int, top: int) -> str:
     return f"{tokens * top * TOKEN_BYTES / MIB:,.0f} MiB"
 
 
-def write_cache(config: CacheConfig) -> None:
+def write_cache(config: CollectConfig) -> None:
     """Writes what a teacher would have said along trajectories; goes on with what an earlier run wrote."""
     data, cache, folder = config.data, config.cache, Path(config.cache.teacher_logprobs)
     with sole_writer(folder):
