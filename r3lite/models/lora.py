@@ -17,8 +17,8 @@ from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record, write_json
 from r3lite.core.records import Record, shown
-from r3lite.models.projections import PROJECTIONS, LoraConfig, LoraLinear, Nf4Linear, Stack, Switch, cast_together
-from r3lite.models.stacks import stacked, stacks
+from r3lite.models.projections import PROJECTIONS, LoraConfig, LoraLinear, Nf4Linear, Stack, Switch
+from r3lite.models.stacks import side_by_side, stacked, stacks
 from r3lite.models.tensor_files import opened, read_tensors, write_tensors
 from r3lite.models.weights import FINGERPRINT
 
@@ -65,10 +65,25 @@ def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     before, switch.kept = switch.kept, {}
     paths = [path for path, _ in _targets(model, PROJECTIONS)]
     try:
-        cast_together([Stack.of([model.get_submodule(path) for path in some]) for some in stacks(paths)], dtype)
+        _cast_together([Stack.of([model.get_submodule(path) for path in some]) for some in stacks(paths)], dtype)
         yield
     finally:
         switch.kept = before
+
+
+def _cast_together(together: Sequence[Stack], dtype: torch.dtype) -> None:
+    """Casts the adapters of all stacks in one operation; not those with dropout, whose layers are run one by one."""
+    wide, narrow = [], []
+    for stack in together:
+        if not stack.on or stack.dropout or dtype == torch.float32:  # adapters are in fp32 anyway
+            continue
+        halves = []
+        for weights in ([adapter.A for adapter in stack.on], [adapter.B for adapter in stack.on]):
+            halves.append(stacked([weight.shape for weight in weights], dtype, weights[0].device))
+            wide, narrow = wide + weights, narrow + halves[-1]
+        stack.casts[dtype] = side_by_side(halves[0]), halves[1]
+    if wide:
+        torch._foreach_copy_(narrow, [weight.detach() for weight in wide])
 
 
 def _check_known(model: nn.Module, name: str | None) -> None:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from r3lite.models.linear import linear
 from r3lite.models.nf4 import Nf4Weight, code_points, dequantize, joined
-from r3lite.models.stacks import adjacent, side_by_side, stacked
+from r3lite.models.stacks import adjacent, side_by_side
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Up to this many rows a CPU computes the small products of an adapter faster in fp32 than in half precision: 1 row in
@@ -189,21 +189,6 @@ class Stack:
             A = side_by_side([adapter.A for adapter in self.on])
             self.casts[dtype] = A.to(dtype), [adapter.B.to(dtype) for adapter in self.on]
         return self.casts[dtype]
-
-
-def cast_together(stacks: Sequence[Stack], dtype: torch.dtype) -> None:
-    """Casts the adapters of all stacks in one operation; not those with dropout, whose layers are run one by one."""
-    wide, narrow = [], []
-    for stack in stacks:
-        if not stack.on or stack.dropout or dtype == torch.float32:  # adapters are in fp32 anyway
-            continue
-        halves = []
-        for weights in ([adapter.A for adapter in stack.on], [adapter.B for adapter in stack.on]):
-            halves.append(stacked([weight.shape for weight in weights], dtype, weights[0].device))
-            wide, narrow = wide + weights, narrow + halves[-1]
-        stack.casts[dtype] = side_by_side(halves[0]), halves[1]
-    if wide:
-        torch._foreach_copy_(narrow, [weight.detach() for weight in wide])
 
 
 class Operands(NamedTuple):
