@@ -21,7 +21,7 @@ from r3lite.memory.workloads import sft_workload
 from r3lite.models import hooks
 from r3lite.models.logprobs import cross_entropy, token_loss
 from r3lite.models.lora import cast_once
-from r3lite.models.packing import Pack, groups, states_at
+from r3lite.models.packing import groups, states_before
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
@@ -83,9 +83,7 @@ class SFTTrainer:
         """Summed cross-entropy of the rows' trained tokens, each predicted by the hidden state before it."""
         model = self.policy.model
         with self.policy.precision.autocast():
-            pack = Pack.of([row.tokens for row in rows], model.head_weight.device, model.head_weight.dtype)
-            states, targets = pack.predicted([row.loss_mask for row in rows])
-            hidden = states_at(model(pack.tokens, pack), states)  # [N, C]
+            hidden, targets = states_before(model, [row.tokens for row in rows], [row.loss_mask for row in rows])
             head = model.head_weight[: self.vocabulary]  # [V, C]
             chunk = self.policy.grant.memory.loss_chunk
             loss, _ = token_loss(hidden, head, targets, cross_entropy, chunk=chunk)

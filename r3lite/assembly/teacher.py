@@ -35,7 +35,7 @@ from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import read_workload
 from r3lite.models import activation_checkpointing, lora, weights
 from r3lite.models.logprobs import TopTokens, top_logprobs
-from r3lite.models.packing import Pack, groups, states_at
+from r3lite.models.packing import groups, states_before
 from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
@@ -64,9 +64,8 @@ class Reader:
         memory, head = self.grant.memory, self.model.head_weight[: self.vocabulary]
         for group in groups([row.tokens for row in rows], memory.micro_batch_tokens, most or len(rows)):
             with self.precision.autocast():
-                pack = Pack.of([rows[i].tokens for i in group], head.device, head.dtype)
-                states, _ = pack.predicted([rows[i].loss_mask for i in group])
-                hidden = states_at(self.model(pack.tokens, pack), states)
+                tokens, masks = [rows[i].tokens for i in group], [rows[i].loss_mask for i in group]
+                hidden, _ = states_before(self.model, tokens, masks)
                 top = top_logprobs(hidden, head, min(self.top, self.vocabulary), memory.loss_chunk)
             said = TopTokens(top.ids.cpu(), top.logprobs.cpu())
             for i, of_row in zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True):

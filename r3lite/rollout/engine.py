@@ -103,7 +103,7 @@ class Engine:
 
     def begin(self, sequences: list[Sequence], rows: int) -> tuple[Scheduler, Decoder]:
         """The scheduler and the decoder that run sequences in a new cache of `rows` rows."""
-        cache = self._cache(rows)
+        cache = KVCache.of(self.model, rows)
         if cache.device.type == "cuda":
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
         else:
@@ -148,11 +148,6 @@ class Engine:
         self.layout.splice(sequence, documents)
         if sequence.listener:
             sequence.listener.step(sequence)
-
-    def _cache(self, rows: int) -> KVCache:
-        config, weight = self.model.config, self.model.head_weight
-        layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
-        return KVCache(layers, rows, kv_heads, config.head_dim, weight.dtype, weight.device)
 
     def _prefill(self, scheduler: Scheduler) -> None:
         """Runs the given tokens of the rows at work, except the last one of each, which `_decode` runs."""
