@@ -70,12 +70,20 @@ def read_held_out(config: PpoConfig, trained_on: list[Question]) -> list[Questio
     settings = config.validation
     if settings.eval_data is None:
         return []
-    questions = read_questions(settings.eval_data, None, config.data.skip_bad_rows)
-    draw = random.Random(f"{settings.eval_seed}/validation")
-    drawn = draw.sample(questions, min(settings.eval_questions, len(questions)))
-    known = {question.text for question in trained_on}
+    skip, seed = config.data.skip_bad_rows, settings.eval_seed
+    return draw_from(settings.eval_data, settings.eval_questions, seed, skip, trained_on, "are trained on as well")
+
+
+def draw_from(
+    eval_data: str, count: int, seed: int, skip_bad_rows: bool, others: list[Question], why_not: str
+) -> list[Question]:
+    """At most `count` questions of --eval-data, drawn by a seed. Warns of those that are among `others`, with a reason
+    against that."""
+    questions = read_questions(eval_data, None, skip_bad_rows)
+    drawn = random.Random(f"{seed}/validation").sample(questions, min(count, len(questions)))
+    known = {question.text for question in others}
     if shared := sum(question.text in known for question in drawn):
-        print(f"warning: {shared} of {len(drawn)} questions of --eval-data are trained on as well", file=sys.stderr)
+        print(f"warning: {shared} of {len(drawn)} questions of --eval-data {why_not}", file=sys.stderr)
     return drawn
 
 
