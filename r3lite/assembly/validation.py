@@ -6,7 +6,6 @@ Draws no random number that training draws: a run's other numbers are the same w
 
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 from r3lite.core.episode import CUT_OFF, MALFORMED, Question, Retrieve
@@ -42,13 +41,11 @@ class Validation:
         Questions at which the retriever failed are left out of the metrics, which count them. There are no F1s then:
         those of the others are not to be compared with another validation's.
         """
-        episodes = [
-            sequence.episode()
-            for block in self._blocks()
-            for sequence in self.engine.grant.attempt(
-                "sample", self.engine.run, block, ["greedy"] * len(block), self.retrieve
-            )
-        ]
+        episodes, run = [], self.engine.run
+        for start in range(0, len(self.questions), self.at_once):
+            some = self.questions[start : start + self.at_once]
+            sequences = self.engine.grant.attempt("sample", run, some, ["greedy"] * len(some), self.retrieve)
+            episodes += [sequence.episode() for sequence in sequences]
         whole = [episode for episode in episodes if not episode.failure]
         failed = {"retrieval_failures": len(episodes) - len(whole)} if len(whole) < len(episodes) else {}
         if not whole:
@@ -59,10 +56,6 @@ class Validation:
         unfinished = sum(episode.finish in (CUT_OFF, MALFORMED) for episode in whole)
         metrics |= {"unfinished_ratio": unfinished / len(whole)} | failed
         return metrics, None if failed else [m.f1 for m in marks]
-
-    def _blocks(self) -> Iterator[list[Question]]:
-        for start in range(0, len(self.questions), self.at_once):
-            yield self.questions[start : start + self.at_once]
 
 
 def read_held_out(config: PpoConfig, trained_on: list[Question]) -> list[Question]:

@@ -60,8 +60,8 @@ class OpenTelemetryLines:
         write_text(path, "".join(line + "\n" for line, step in _lines(path) if step <= done) if done else "")
 
     def write(self, step: int, spans: list[Span]) -> None:
-        told = [_for_opentelemetry(step, span) for span in spans]
-        line = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [_scope(told)]}]}
+        scope = {"scope": {"name": SERVICE}, "spans": [_for_opentelemetry(step, span) for span in spans]}
+        line = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
         with writing(self.path), open(self.path, "a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
@@ -122,10 +122,6 @@ def _order(track: str) -> tuple[bool, int, str]:
 
 def _named(what: str, tid: int, name: str) -> dict:
     return {"name": what, "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
-
-
-def _scope(spans: list[dict]) -> dict:
-    return {"scope": {"name": SERVICE}, "spans": spans}
 
 
 def _for_opentelemetry(step: int, span: Span) -> dict:
