@@ -72,15 +72,12 @@ class Ours:
         from r3lite.memory.workloads import sft_workload
         from r3lite.models import activation_checkpointing, lora
         from r3lite.models.logprobs import token_loss
-        from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, SftSettings
+        from r3lite.settings import MemorySettings, ModelSettings, SftConfig, SftSettings
         from r3lite.training import optim
 
         dtype = dtype_name(self.precision.dtype)
-        workload = sft_workload(
-            ModelSettings(model=self.folder, device=self.device.type, dtype=dtype),
-            SftSettings(max_length=tokens, batch_size=1),
-            LoraSettings(),
-        )
+        model = ModelSettings(model=self.folder, device=self.device.type, dtype=dtype)
+        workload = sft_workload(SftConfig(model=model, sft=SftSettings(max_length=tokens, batch_size=1)))
         memory = make_plan(workload, MemorySettings(vram_budget=budget, quantize="none")).memory
         parameters = lora.adapter_parameters(self.model, "policy")
         optimizer = optim.adamw([optim.Group(parameters, 1e-4)], 0.0)

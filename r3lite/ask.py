@@ -3,47 +3,14 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from r3lite.core import command
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
 from r3lite.core.invocation import check_texts
-from r3lite.settings import (
-    AskSettings,
-    Common,
-    LengthSettings,
-    MemorySettings,
-    ModelSettings,
-    ProcedureSettings,
-    ProtocolSettings,
-    RetrievalSettings,
-    SamplingSettings,
-    TruncationSettings,
-)
+from r3lite.settings import AskConfig
 
 PROMPT = "question> "
-
-
-@dataclass(frozen=True)
-class AskConfig:
-    """Asks a trained model: python -m r3lite.ask "Who directed ...?" --adapter runs/ppo --index my-index
-
-    Shows its reasoning while it is sampled, the documents that each query brings, and the answer. Ctrl-C at the prompt
-    ends; in the middle of an answer it stops that answer. Format, prompts, index and encoder are not taken from the
-    adapter's run: pass the ones that it was trained with.
-    """
-
-    common: Common = Common()
-    ask: AskSettings = AskSettings()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
-    procedures: ProcedureSettings = ProcedureSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
-    truncation: TruncationSettings = TruncationSettings()
 
 
 def ask(config: AskConfig) -> None:

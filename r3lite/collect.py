@@ -6,7 +6,6 @@ Both are given the student's prompts and the documents that their own queries br
 
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
@@ -14,44 +13,7 @@ from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer
 from r3lite.datasets.collected import check_output, read_earlier
-from r3lite.settings import (
-    CollectSettings,
-    Common,
-    JudgeSettings,
-    LengthSettings,
-    MemorySettings,
-    ModelSettings,
-    NewQuestionSettings,
-    ProtocolSettings,
-    RetrievalSettings,
-    SamplingSettings,
-    TeacherCacheSettings,
-    TruncationSettings,
-)
-
-
-@dataclass(frozen=True)
-class CollectConfig:
-    """Writes trajectories to fine-tune on, one JSON object a line: question, steps with documents, answer.
-
-    --source gold needs questions with decompositions or supporting facts (MuSiQue, HotpotQA, 2WikiMultiHopQA) and no
-    teacher. --source teacher samples them from --judge-model, of Gemini or with --judge openai of another server, whose
-    key is read from the environment. --source self samples them from --model with --adapter, which needs no key.
-    --teacher-logprobs writes what --model would have said along trajectories that are there already.
-    """
-
-    common: Common = Common()
-    data: NewQuestionSettings = NewQuestionSettings()
-    collect: CollectSettings = CollectSettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    judge: JudgeSettings = JudgeSettings()
-    cache: TeacherCacheSettings = TeacherCacheSettings()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings(temperature=0.7)  # that of RFT (arXiv 2308.01825)
-    truncation: TruncationSettings = TruncationSettings()
+from r3lite.settings import CollectConfig
 
 
 def run(config: CollectConfig) -> None:

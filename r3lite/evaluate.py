@@ -2,51 +2,13 @@
 
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
 from r3lite.core.config import UsageError, flag, flat
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer
-from r3lite.settings import (
-    Common,
-    DataSettings,
-    EvaluateSettings,
-    JudgeSettings,
-    LengthSettings,
-    MemorySettings,
-    ModelSettings,
-    ProcedureSettings,
-    ProtocolSettings,
-    RetrievalSettings,
-    SamplingSettings,
-    TruncationSettings,
-)
-
-
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """Answers questions step by step with a retriever, greedily by default, and scores the answers.
-
-    Writes scores.json (exact match, F1, format adherence, retrieval recall, combined score, mean searches and more,
-    each with a 95 % bootstrap interval, also by number of hops and type of question) and predictions.jsonl (every
-    answer with its steps, documents and scores) to --output. The search that a --baseline makes for the model counts as
-    a well-formed step. --compare A B answers nothing: it compares two evaluations. docs/evaluation.md has the formulas.
-    """
-
-    common: Common = Common()
-    evaluate: EvaluateSettings = EvaluateSettings()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    data: DataSettings = DataSettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
-    procedures: ProcedureSettings = ProcedureSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
-    truncation: TruncationSettings = TruncationSettings()
-    judge: JudgeSettings = JudgeSettings()
+from r3lite.settings import EvaluateConfig
 
 
 def evaluate(config: EvaluateConfig) -> None:

@@ -48,7 +48,7 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
 
     if isinstance(config, PlanSftConfig):
         sampling = None
-        workload = sft_workload(config.model, config.sft, config.lora, steps=config.schedule.max_steps)
+        workload = sft_workload(config, steps=config.schedule.max_steps)
     else:
         algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
         sampling = config.sampling

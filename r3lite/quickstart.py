@@ -4,22 +4,9 @@ Every stage is the command that a user would run, with the arguments printed; no
 """
 
 import sys
-from dataclasses import dataclass
 
 from r3lite.core import command
-from r3lite.settings import Common, QuickstartSettings
-
-
-@dataclass(frozen=True)
-class QuickstartConfig:
-    """Teaches the tiny shipped model to answer multi-hop questions about an invented world.
-
-    Runs collect -> index -> SFT -> RL on two CPU cores, evaluates after each stage on questions about entities that
-    training never saw, and prints a table. No download, no key. An algorithm with a teacher has one trained first.
-    """
-
-    common: Common = Common(preset="tiny")
-    quickstart: QuickstartSettings = QuickstartSettings()
+from r3lite.settings import QuickstartConfig
 
 
 def run_all_stages(config: QuickstartConfig) -> None:

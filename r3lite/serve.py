@@ -2,48 +2,11 @@
 
 import sys
 import time
-from dataclasses import dataclass
 
 from r3lite.core import command
 from r3lite.core.config import UsageError
 from r3lite.serving.listening import check_extra, listen, token_of
-from r3lite.settings import (
-    Common,
-    LengthSettings,
-    LimitSettings,
-    MemorySettings,
-    ModelSettings,
-    ModeSettings,
-    ProcedureSettings,
-    ProtocolSettings,
-    RetrievalSettings,
-    SamplingSettings,
-    ServerSettings,
-    TruncationSettings,
-)
-
-
-@dataclass(frozen=True)
-class ServeConfig:
-    """Serves a web page and an HTTP API: python -m r3lite.serve --adapters sft=runs/sft,rl=runs/ppo --index my-index
-
-    The page is at http://127.0.0.1:8000. POST /generate takes {"query": ..., "mode": chat, reasoning, search or auto};
-    /v1/chat/completions is OpenAI's. Format, prompts, index and encoder are not taken from the adapters' runs: pass
-    those that they were trained with. Ctrl-C or SIGTERM ends, after the answers under way.
-    """
-
-    common: Common = Common()
-    server: ServerSettings = ServerSettings()
-    modes: ModeSettings = ModeSettings()
-    limits: LimitSettings = LimitSettings()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
-    procedures: ProcedureSettings = ProcedureSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
-    truncation: TruncationSettings = TruncationSettings()
+from r3lite.settings import ServeConfig
 
 
 def serve(config: ServeConfig) -> None:

@@ -21,7 +21,7 @@ def plan(config: SftConfig) -> str:
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import sft_workload
 
-    memory = make_plan(sft_workload(config.model, config.sft, config.lora), config.memory)
+    memory = make_plan(sft_workload(config), config.memory)
     told = f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n"
     if missing := missing_of(config.data, config.mixture):
         return told + f"{missing} is not here yet: its rows are not counted"

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
@@ -10,45 +9,10 @@ from r3lite.core.config import UsageError, flag
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import names_in, sole_writer, write_text
 from r3lite.core.invocation import to_toml
-from r3lite.settings import (
-    Common,
-    JudgeSettings,
-    LengthSettings,
-    MemorySettings,
-    ModelSettings,
-    ProtocolSettings,
-    QuestionSettings,
-    RetrievalSettings,
-    SamplingSettings,
-    TruncationSettings,
-    TuningSettings,
-)
+from r3lite.settings import TunePromptConfig
 from r3lite.tuning.history import History, all_episodes, most, shown
 
 CONFIG, HISTORY, CACHE = "config.toml", "history.json", "judge-cache"
-
-
-@dataclass(frozen=True)
-class TunePromptConfig:
-    """Improves a prompt: has a critic say what in it makes the model fail, and write better ones, round after round.
-
-    The critic is named by --judge (gemini, openai or local) and limited by --judge-max-calls and --judge-max-cost. Each
-    prompt is scored on --eval-data. Writes best_prompt.txt, history.json (every prompt, the critique that it was made
-    of, its score with an interval, and what each round gained) and candidates/ (each prompt as a file, with its
-    predictions) to --output. The same command again goes on where a run was stopped. docs/tune_prompt.md has more.
-    """
-
-    common: Common = Common()
-    tuning: TuningSettings = TuningSettings()
-    judge: JudgeSettings = JudgeSettings()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    data: QuestionSettings = QuestionSettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
-    truncation: TruncationSettings = TruncationSettings()
 
 
 def tune(config: TunePromptConfig) -> None:

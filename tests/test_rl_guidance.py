@@ -116,7 +116,7 @@ def drawn(*numbers: int, size: int = 2) -> list[Question]:
 def guidance(*flags: str, traces=(), entropies=None) -> Guidance:
     made = config("--num-generations", "2", "--batch-size", "3", *flags)
     replay = ReplayBuffer(made.rl.replay_size, 2, made.rl.replay_start)
-    return Guidance(made, QUESTIONS, {name: rollout(0, True) for name in traces}, replay, entropies)
+    return Guidance(made, {q.id: q for q in QUESTIONS}, {name: rollout(0, True) for name in traces}, replay, entropies)
 
 
 def rollout(group: int, off_policy: bool = False, token: int = 5) -> Rollout:

@@ -4,22 +4,11 @@ ask, serve and collect."""
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from r3lite.core.config import UsageError, flag
 from r3lite.core.episode import Episode, Retrieve
-from r3lite.settings import (
-    Common,
-    JudgeSettings,
-    LengthSettings,
-    MemorySettings,
-    ModelSettings,
-    ProcedureSettings,
-    ProtocolSettings,
-    RetrievalSettings,
-    SamplingSettings,
-    TruncationSettings,
-)
+from r3lite.settings import AnsweringConfig, JudgeSettings, ProtocolSettings, SamplingConfig
 
 if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
     from r3lite.memory.plan import Plan
@@ -29,27 +18,8 @@ if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --hel
 MANY = 1000  # questions of a dry run without --limit, which does not count them
 
 
-class Sampling(Protocol):
-    """The sections of a command that samples episodes."""
-
-    common: Common
-    model: ModelSettings
-    memory: MemorySettings
-    retrieval: RetrievalSettings
-    protocol: ProtocolSettings
-    lengths: LengthSettings
-    sampling: SamplingSettings
-    truncation: TruncationSettings
-
-
-class Answering(Sampling, Protocol):
-    """The sections of a command that answers questions."""
-
-    procedures: ProcedureSettings
-
-
 def build_engine(
-    config: Sampling, questions: int, baseline: str = "none", judge: JudgeSettings | None = None
+    config: SamplingConfig, questions: int, baseline: str = "none", judge: JudgeSettings | None = None
 ) -> "Engine":
     """The engine of the settings' model and adapter, its memory planned for `questions` questions.
 
@@ -75,7 +45,7 @@ def build_engine(
     return Engine(policy.model, layout, sampler, policy.grant, autocast=policy.precision.autocast)
 
 
-def plan_memory(config: Sampling, questions: int, judge: JudgeSettings | None = None) -> "Plan":
+def plan_memory(config: SamplingConfig, questions: int, judge: JudgeSettings | None = None) -> "Plan":
     """The memory plan of answering `questions` questions, and of a judge that is loaded beside the model."""
     from r3lite.memory.plan import make_plan
     from r3lite.memory.workloads import evaluate_workload
@@ -98,7 +68,7 @@ def warn_of_other_format(adapter: str | None, protocol: ProtocolSettings) -> Non
         print(f"warning: {told}", file=sys.stderr)
 
 
-def open_retriever(config: Answering) -> tuple[Retrieve, "Finder | None"]:
+def open_retriever(config: AnsweringConfig) -> tuple[Retrieve, "Finder | None"]:
     """The retriever of the settings, which must do without questions of a data set, and what finds procedures."""
     from r3lite.protocols.registry import build_protocol
     from r3lite.retrieval.procedures import open_finder

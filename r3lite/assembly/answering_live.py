@@ -10,10 +10,9 @@ import sys
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from r3lite.assembly import policy
-from r3lite.assembly.answering import Answering, warn_of_other_format, why_no_answer
+from r3lite.assembly.answering import warn_of_other_format, why_no_answer
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.core.errors import R3LiteError
@@ -32,20 +31,14 @@ from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Listener
 from r3lite.serving.asks import MODES, Answer, Ask, Message, Tell
 from r3lite.serving.telling import Growing
-from r3lite.settings import ModeSettings
+from r3lite.settings import ServeConfig
 
 PLAIN = "plain"  # the layout of a chat without steps
 BASE = "base"  # the name of the bare base among the adapters
 ROWS = 32  # answers sampled at a time, if the memory has room and nothing else is said
 
 
-class Serving(Answering, Protocol):
-    """The sections of a command that answers in several modes."""
-
-    modes: ModeSettings
-
-
-def adapters_of(config: Serving) -> dict[str, str | None]:
+def adapters_of(config: ServeConfig) -> dict[str, str | None]:
     """The folder of each adapter by its name, in order; None: the bare base."""
     named: dict[str, str | None] = {}
     for entry in (*((config.model.adapter,) if config.model.adapter else ()), *(config.modes.adapters or ())):
@@ -62,7 +55,7 @@ def adapters_of(config: Serving) -> dict[str, str | None]:
     return named or {BASE: None}
 
 
-def modes_of(config: Serving, adapters: Collection[str], searches: bool) -> dict[str, str]:
+def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> dict[str, str]:
     """The name of the adapter of each mode; search only if there is something to search."""
     settings, names = config.modes, list(adapters)
     usual = {"chat": "sft" if "sft" in names else names[0]}
@@ -74,7 +67,7 @@ def modes_of(config: Serving, adapters: Collection[str], searches: bool) -> dict
     return chosen if searches else {mode: name for mode, name in chosen.items() if mode != "search"}
 
 
-def plan_lanes(config: Serving) -> Plan:
+def plan_lanes(config: ServeConfig) -> Plan:
     """The memory plan of answering ROWS questions at a time with all adapters."""
     folders = [folder for folder in adapters_of(config).values() if folder]
     model = replace(config.model, adapter=folders[0] if folders else None)
@@ -82,7 +75,7 @@ def plan_lanes(config: Serving) -> Plan:
     return make_plan(replace(workload, adapters=len(folders)), config.memory, config.sampling)
 
 
-def layouts_of(config: Serving, tokenizer: Tokenizer, protocol: StepFormat) -> Layouts:
+def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) -> Layouts:
     """The layout of every mode, and of a chat without steps."""
 
     def steps(mode: str, opening: str = "none") -> Layout:
@@ -98,7 +91,7 @@ def layouts_of(config: Serving, tokenizer: Tokenizer, protocol: StepFormat) -> L
 class LiveAnswers:
     """What answers for the server; see `serving.asks.Answering`."""
 
-    def __init__(self, config: Serving, retrieve: Retrieve, finder: Finder | None = None):
+    def __init__(self, config: ServeConfig, retrieve: Retrieve, finder: Finder | None = None):
         """`retrieve` and `finder` are those of the settings; with --retriever none there is no mode search."""
         protocol, folders, plan = build_protocol(config.protocol), adapters_of(config), plan_lanes(config)
         searches = protocol.searches and config.retrieval.retriever != "none"
@@ -193,7 +186,7 @@ class LiveAnswers:
         return None if name == BASE else name
 
 
-def load_adapters(folder: Path, config: Serving, folders: dict[str, str | None], plan: Plan) -> policy.Policy:
+def load_adapters(folder: Path, config: ServeConfig, folders: dict[str, str | None], plan: Plan) -> policy.Policy:
     """The base with all adapters, each checked to be of this base."""
     loaded = policy.load_policy(folder, replace(config.model, adapter=None), config.memory, plan)
     fingerprint = weights.fingerprint(folder)

@@ -1,9 +1,8 @@
 """Collects trajectories of questions: from the data set, from a teacher, or from the model itself; used by collect."""
 
-import typing
 from pathlib import Path
 
-from r3lite.assembly.answering import Sampling, build_engine
+from r3lite.assembly.answering import build_engine
 from r3lite.core.episode import Episode, Question
 from r3lite.core.files import write_text
 from r3lite.core.invocation import to_toml
@@ -17,18 +16,10 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.registry import build_protocol
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
-from r3lite.settings import CollectSettings, JudgeSettings, NewQuestionSettings
+from r3lite.settings import CollectConfig
 
 
-class Collecting(Sampling, typing.Protocol):
-    """The sections of `collect`."""
-
-    data: NewQuestionSettings
-    collect: CollectSettings
-    judge: JudgeSettings
-
-
-def collect(config: Collecting, output: Path, earlier: Earlier) -> Tally:
+def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
     """Adds to the file what the source has of the questions; an earlier run is gone on with."""
     questions = new_questions(config.data)
     protocol = build_protocol(config.protocol)
@@ -46,7 +37,7 @@ def collect(config: Collecting, output: Path, earlier: Earlier) -> Tally:
 
 
 def self_taught(
-    config: Collecting, questions: list[Question], protocol: Protocol, setup: Setup, output: Path, earlier: Earlier
+    config: CollectConfig, questions: list[Question], protocol: Protocol, setup: Setup, output: Path, earlier: Earlier
 ) -> Tally:
     """Adds to the file the model's own right episodes; questions that earlier runs have done are not sampled again."""
     harvest, many = Harvest.after(earlier, questions, protocol, output), config.collect.num_generations

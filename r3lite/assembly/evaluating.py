@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
-from r3lite.assembly.answering import Answering, build_engine
+from r3lite.assembly.answering import build_engine
 from r3lite.assembly.local_client import client_maker
 from r3lite.core.episode import Episode
 from r3lite.core.files import write_json, write_jsonl, write_text
@@ -21,18 +20,10 @@ from r3lite.retrieval.setup import Setup
 from r3lite.rewards.judge import build_judge
 from r3lite.rewards.judged import coherence, query_rationality
 from r3lite.rewards.verdict import Verdict
-from r3lite.settings import DataSettings, EvaluateSettings, JudgeSettings
+from r3lite.settings import EvaluateConfig
 
 
-class Evaluating(Answering, Protocol):
-    """The sections of `evaluate`."""
-
-    evaluate: EvaluateSettings
-    data: DataSettings
-    judge: JudgeSettings
-
-
-def answer_and_score(config: Evaluating, output: Path) -> None:
+def answer_and_score(config: EvaluateConfig, output: Path) -> None:
     """Writes predictions.jsonl and then scores.json, and prints the scores."""
     questions = read_questions(config.data.data, config.data.limit, config.data.skip_bad_rows)
     # Before the long part, so that a missing key shows at once.

@@ -91,7 +91,10 @@ def load_policy(
     if settings.adapter:
         lora.load_adapter(model, POLICY, settings.adapter, trainable=training is not None)
     elif training:
-        _add_fresh_adapter(model, training)
+        s = training.fresh
+        lora.add_adapter(
+            model, POLICY, s.lora_r, s.lora_alpha, s.lora_dropout, s.lora_targets, s.rslora, seed=training.seed
+        )
     if settings.adapter or training:
         lora.set_adapter(model, POLICY)
     if settings.compile:
@@ -165,13 +168,6 @@ def _check_shape(adapter: str, training: Training) -> None:
                 f"{flag(name)} is {asked}, and the adapter {adapter} has {value}",
                 "Leave that setting out, as an adapter keeps its shape; or leave --adapter out to train a fresh one.",
             )
-
-
-def _add_fresh_adapter(model: Qwen2, training: Training) -> None:
-    s = training.fresh
-    lora.add_adapter(
-        model, POLICY, s.lora_r, s.lora_alpha, s.lora_dropout, s.lora_targets, s.rslora, seed=training.seed
-    )
 
 
 def _compile(model: Qwen2, device: torch.device, nf4: bool) -> None:

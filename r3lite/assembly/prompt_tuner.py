@@ -10,9 +10,9 @@ import sys
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol as Interface
 
 from r3lite.assembly.local_client import LocalClient
+from r3lite.assembly.validation import draw_from
 from r3lite.core.answer_match import answer_scores
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Episode, Question, Retrieve
@@ -31,33 +31,13 @@ from r3lite.protocols.transcript import ANSWER_ROOM
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
-from r3lite.settings import (
-    Common,
-    LengthSettings,
-    ModelSettings,
-    ProtocolSettings,
-    QuestionSettings,
-    RetrievalSettings,
-    TuningSettings,
-)
+from r3lite.settings import ProtocolSettings, TunePromptConfig
 from r3lite.tuning.critic import Critic
 from r3lite.tuning.history import Candidate, History, Round, shown
 
 BEST, CANDIDATES = "best_prompt.txt", "candidates"
 KEPT = ("em", "f1", "format_adherence", "mean_searches")  # scores of each prompt in the history
 AGAIN = "run the same command again: what was done is kept."
-
-
-class Config(Interface):
-    """The sections of `tune_prompt` that its rounds read."""
-
-    common: Common
-    tuning: TuningSettings
-    model: ModelSettings
-    data: QuestionSettings
-    retrieval: RetrievalSettings
-    protocol: ProtocolSettings
-    lengths: LengthSettings
 
 
 @dataclass(frozen=True)
@@ -77,17 +57,12 @@ def first_prompt(protocol: ProtocolSettings, which: str) -> str:
     return read_prompt(name)
 
 
-def read_pools(config: Config) -> tuple[Pool, Pool]:
+def read_pools(config: TunePromptConfig) -> tuple[Pool, Pool]:
     """The questions of --data, and those of --eval-data that are drawn, each with what retrieves for them."""
     tuning, seed, skip = config.tuning, config.common.seed, config.data.skip_bad_rows
     sampled = read_questions(config.data.data, config.data.limit, skip)
-    scored = read_questions(tuning.eval_data, None, skip)
-    draw = random.Random(f"{seed}/validation")
-    scored = draw.sample(scored, min(tuning.eval_questions, len(scored)))
-    known = {question.text for question in sampled}
-    if shared := sum(question.text in known for question in scored):
-        told = f"{shared} of {len(scored)} questions of --eval-data are in --data as well: critiques may tell of them"
-        print(f"warning: {told}", file=sys.stderr)
+    why_not = "are in --data as well: critiques may tell of them"
+    scored = draw_from(tuning.eval_data, tuning.eval_questions, seed, skip, sampled, why_not)
     config.retrieval.check_sources(build_protocol(config.protocol).plans)
     retrieve = build_retriever(Setup(config.retrieval, sampled, seed, skip_bad_rows=skip))
     if not config.retrieval.from_questions:
@@ -95,31 +70,28 @@ def read_pools(config: Config) -> tuple[Pool, Pool]:
     return Pool(sampled, retrieve), Pool(scored, build_retriever(Setup(config.retrieval, scored, seed)))
 
 
-def origin(config: Config, prompt: str, *pools: Pool) -> str:
+def origin(config: TunePromptConfig, prompt: str, *pools: Pool) -> str:
     """A digest of what the scores of a run depend on beside its settings: files may change under their names."""
     adapter = config.model.adapter and folder_fingerprint(adapter_folder(config.model.adapter))
     asked = [[(q.id, q.text, q.answers) for q in pool.questions] for pool in pools]
     return f"{zlib.crc32(repr([prompt, adapter, asked]).encode()):08x}"
 
 
+@dataclass
 class PromptTuner:
     """The rounds of a run, from where its history stands."""
 
-    def __init__(
-        self,
-        config: Config,
-        output: Path,
-        history: History,
-        engine: Engine,
-        client: Client | LocalClient,
-        sampled: Pool,
-        scored: Pool,
-    ):
-        """`sampled` are the questions of --data, `scored` those of --eval-data."""
-        self.config, self.output, self.history, self.engine, self.client = config, output, history, engine, client
-        self.sampled, self.scored = sampled, scored
-        self.critic = Critic(config.tuning.improve, engine.layout.protocol)
-        self.capped = ""  # the cap that forbids more calls, once it is reached
+    config: TunePromptConfig
+    output: Path
+    history: History
+    engine: Engine
+    client: Client | LocalClient
+    sampled: Pool  # the questions of --data
+    scored: Pool  # those of --eval-data
+    capped: str = ""  # the cap that forbids more calls, once it is reached
+
+    def __post_init__(self):
+        self.critic = Critic(self.config.tuning.improve, self.engine.layout.protocol)
 
     def run(self) -> None:
         """The rounds that are left, or as far as the caps on calls allow; then the best prompt is written."""

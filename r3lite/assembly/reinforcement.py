@@ -5,6 +5,7 @@ about is in `rl_round.py`; what an algorithm computes is in `rl/algorithms`, a f
 """
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,23 +45,19 @@ ABOUT_SEARCHES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class RLTrainer:
     """Takes the rounds of a run: episodes are sampled, paid and learned from."""
 
-    def __init__(
-        self,
-        config: PpoConfig,
-        rounds: int,
-        sampler: RoundSampler,
-        learner: Learner,
-        state: TrainState,
-        guard: Guard,
-        episodes_file: Path,
-        teacher: CachedTeacher | TeacherInTurns | None = None,
-        spans: Spans | None = None,
-    ):
-        self.config, self.total, self.sampler, self.learner, self.state = config, rounds, sampler, learner, state
-        self.guard, self.episodes_file, self.teacher, self.spans = guard, episodes_file, teacher, spans
+    config: PpoConfig
+    total: int  # rounds
+    sampler: RoundSampler
+    learner: Learner
+    state: TrainState
+    guard: Guard
+    episodes_file: Path
+    teacher: CachedTeacher | TeacherInTurns | None = None
+    spans: Spans | None = None
 
     def step(self, number: int) -> tuple[dict, int]:
         """One round; its metrics, and how many tokens its episodes have."""
@@ -114,7 +111,8 @@ def train(config: PpoConfig) -> None:
         engine, learner, state = rl_setup.build(config, questions, held_out, traces, spans, **parts)
         validation = build_validation(config, held_out, engine, retrieve)
         found = rl_guidance.usable(traces, config, questions, engine.layout, judge) if traces else {}
-        guidance = Guidance(config, questions, found, replay, learner.mean_entropies) if found or replay else None
+        by_id = {question.id: question for question in questions}
+        guidance = Guidance(config, by_id, found, replay, learner.mean_entropies) if found or replay else None
         taught_by = teacher.build(config, learner, engine.layout.tokenizer, questions)
         sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance, setup.query_cache)
         rounds, file = config.rounds(len(questions)), run.output / EPISODES

@@ -6,7 +6,7 @@ in `rl/algorithms/mixed.py`.
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -100,20 +100,15 @@ def usable(
     return found
 
 
+@dataclass(frozen=True)
 class Guidance:
     """Chooses the off-policy episodes of each round. The replay buffer is its one state."""
 
-    def __init__(
-        self,
-        config: PpoConfig,
-        questions: Sequence[Question],
-        traces: dict[str, Rollout],
-        replay: ReplayBuffer | None,
-        mean_entropies: Callable[[Batch], Tensor],
-    ):
-        """`traces` by the ids of their questions; `mean_entropies` [B] are those of a batch under the policy of now."""
-        self.config, self.traces, self.replay, self.mean_entropies = config, traces, replay, mean_entropies
-        self.questions = {question.id: question for question in questions}
+    config: PpoConfig
+    questions: dict[str, Question]  # by id
+    traces: dict[str, Rollout]  # by the id of its question
+    replay: ReplayBuffer | None
+    mean_entropies: Callable[[Batch], Tensor]  # [B], of a batch under the policy of now
 
     def replayed(self, number: int) -> list[str]:
         """The questions that round `number` asks again."""

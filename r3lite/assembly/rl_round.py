@@ -108,23 +108,20 @@ class Round:
         ]  # fmt: skip
 
 
+@dataclass
 class RoundSampler:
     """Samples rounds with the model as it is. A round follows from the seed, its number and the replay buffer alone."""
 
-    def __init__(
-        self,
-        config: PpoConfig,
-        questions: list[Question],
-        engine: Engine,
-        retrieve: Retrieve,
-        judge: Judge | None,
-        guidance: Guidance | None = None,
-        cache: QueryCache | None = None,
-    ):
-        """`questions` are in the order of their sources, if there are several."""
-        self.config, self.questions, self.engine, self.retrieve = config, questions, engine, retrieve
-        self.judge, self.guidance, self.cache = judge, guidance, cache
-        self.mixture = build_mixture(config.mixture, questions, f"{config.common.seed}/rl")
+    config: PpoConfig
+    questions: list[Question]  # in the order of their sources, if there are several
+    engine: Engine
+    retrieve: Retrieve
+    judge: Judge | None
+    guidance: Guidance | None = None
+    cache: QueryCache | None = None
+
+    def __post_init__(self):
+        self.mixture = build_mixture(self.config.mixture, self.questions, f"{self.config.common.seed}/rl")
 
     def sample(self, number: int, watch: Stopwatch) -> Round:
         """Round 1, 2, ...; `watch` takes the time of each stage."""

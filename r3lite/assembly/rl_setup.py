@@ -144,8 +144,6 @@ def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = N
     """What such a round computes, of a run over so many questions if that is known."""
     algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
     return rl_workload(
-        config.model, config.rl, config.lora, config.lengths, config.retrieval, shared,
-        critic=algorithm.has_critic, ratios_first=algorithm.has_episode_ratios,
-        off_policy=algorithm.most_off_policy, replays=algorithm.has_replay,
-        validation=config.validation, judge=config.judge, steps=config.rounds(questions),
+        config, shared, config.rounds(questions), critic=algorithm.has_critic,
+        ratios_first=algorithm.has_episode_ratios, off_policy=algorithm.most_off_policy, replays=algorithm.has_replay,
     )  # fmt: skip

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
 
 from r3lite.core import command
 from r3lite.core.answer_match import exact_match, f1
@@ -16,7 +15,7 @@ from r3lite.core.files import read_jsonl, shipped, write_json
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.scores import Marks
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.settings import Common, QuickstartSettings
+from r3lite.settings import QuickstartConfig
 
 # The cold start's teacher is hasty: half of its trajectories leave out the last hop, so that there is something left
 # for rewards to teach. With flawless trajectories and 160 steps, SFT alone answers 0.93 of the questions.
@@ -35,13 +34,6 @@ ROOM = {"dag": ["--max-new-tokens", "128"]}  # a plan of four searches is longer
 # The base was trained on r3's words alone: of the tokens of other formats it stays unsure, and would stumble over them.
 SAMPLING = ["--temperature", "0.5"]
 LESSONS = {"dag": ["--max-steps", "250"]}  # and harder to learn: after the preset's 100 steps few are answered right
-
-
-class Config(Protocol):
-    """The sections of `quickstart`."""
-
-    common: Common
-    quickstart: QuickstartSettings
 
 
 @dataclass
@@ -78,7 +70,7 @@ def run_stage(title: str, commands: Mapping[str, ModuleType], name: str, argumen
     return (time.monotonic() - start) / 60
 
 
-def output_of(config: Config) -> Path:
+def output_of(config: QuickstartConfig) -> Path:
     """The folder of the run. SFT and RL refuse one that is in use, too, but only after the stages before them."""
     out = Path(config.common.output or time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -87,7 +79,7 @@ def output_of(config: Config) -> Path:
     return out
 
 
-def run_all_stages(config: Config, commands: Mapping[str, ModuleType]) -> None:
+def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType]) -> None:
     """Runs the stages one after another, then prints the table."""
     start = time.monotonic()
     common, settings = config.common, config.quickstart
@@ -144,7 +136,7 @@ def run_all_stages(config: Config, commands: Mapping[str, ModuleType]) -> None:
     report(stages, teacher(trajectories), out, (time.monotonic() - start) / 60, config)
 
 
-def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, config: Config) -> None:
+def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, config: QuickstartConfig) -> None:
     """The table, what RL changed with its paired interval, and where to look next; `quickstart.json` has the same."""
     columns = {"EM": "em", "F1": "f1", "format": "format_adherence"}
     columns |= {"recall": "retrieval_recall", "searches": "mean_searches"}
@@ -193,20 +185,20 @@ def retrieved_from(out: Path, format: str) -> list[str]:
     return ["--index", str(out / "index")] if format != "solution" else ["--retriever", "none"]
 
 
-def spoken_to(out: Path, config: Config) -> list[str]:
+def spoken_to(out: Path, config: QuickstartConfig) -> list[str]:
     """What the commands that use the trained model are given of its format and its retriever."""
     name = config.quickstart.format
     return [*spoken_in(name), *ROOM.get(name, []), *retrieved_from(out, name)]
 
 
-def asking(out: Path, config: Config) -> str:
+def asking(out: Path, config: QuickstartConfig) -> str:
     """The command that asks the trained model the first of the test questions."""
     question = next(read_jsonl(shipped("data", "world", "test.jsonl"))).text("question")
     paths = ["--adapter", str(out / config.quickstart.algorithm), *spoken_to(out, config)]
     return shlex.join(["python", "-m", "r3lite.ask", "--preset", config.common.preset, *paths, question])
 
 
-def serving(out: Path, config: Config) -> str:
+def serving(out: Path, config: QuickstartConfig) -> str:
     """The command that serves both trained models on a page."""
     adapters = f"sft={out / 'sft'},rl={out / config.quickstart.algorithm}"
     paths = ["--adapters", adapters, *spoken_to(out, config)]

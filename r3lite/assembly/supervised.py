@@ -21,7 +21,7 @@ from r3lite.memory.workloads import sft_workload
 from r3lite.models import hooks
 from r3lite.models.logprobs import cross_entropy, token_loss
 from r3lite.models.lora import cast_once
-from r3lite.models.packing import Pack, groups, states_at
+from r3lite.models.packing import groups, states_before
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
@@ -83,9 +83,7 @@ class SFTTrainer:
         """Summed cross-entropy of the rows' trained tokens, each predicted by the hidden state before it."""
         model = self.policy.model
         with self.policy.precision.autocast():
-            pack = Pack.of([row.tokens for row in rows], model.head_weight.device, model.head_weight.dtype)
-            states, targets = pack.predicted([row.loss_mask for row in rows])
-            hidden = states_at(model(pack.tokens, pack), states)  # [N, C]
+            hidden, targets = states_before(model, [row.tokens for row in rows], [row.loss_mask for row in rows])
             head = model.head_weight[: self.vocabulary]  # [V, C]
             chunk = self.policy.grant.memory.loss_chunk
             loss, _ = token_loss(hidden, head, targets, cross_entropy, chunk=chunk)
@@ -138,7 +136,7 @@ def build_trainer(config: SftConfig, protocols: dict[str, Protocol], rows: Rows,
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
     trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
     known, (steps, _) = lengths_of(trained, held_out), config.length(len(trained))
-    plan = make_plan(sft_workload(config.model, config.sft, config.lora, **known, steps=steps), config.memory)
+    plan = make_plan(sft_workload(config, **known, steps=steps), config.memory)
     training = Training(config.lora, command.usual("sft", config).lora, config.optimizer, config.common.seed)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     return SFTTrainer(config, policy, tokenizer.size, trained, held_out)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -36,36 +35,16 @@ from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import read_workload
 from r3lite.models import activation_checkpointing, lora, weights
 from r3lite.models.logprobs import TopTokens, top_logprobs
-from r3lite.models.packing import Pack, groups, states_at
+from r3lite.models.packing import groups, states_before
 from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.rl.batch import Batch, Distributions, Rollout
 from r3lite.rl.learner import Learner
-from r3lite.settings import (
-    DataSettings,
-    LengthSettings,
-    MemorySettings,
-    ModelSettings,
-    PpoConfig,
-    ProtocolSettings,
-    RLSettings,
-    TeacherCacheSettings,
-)
+from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, RLSettings
 
 ADAPTER = "teacher"
-
-
-class CacheConfig(Protocol):
-    """The sections of `collect` that a cache is made by."""
-
-    model: ModelSettings
-    memory: MemorySettings
-    data: DataSettings
-    protocol: ProtocolSettings
-    lengths: LengthSettings
-    cache: TeacherCacheSettings
 
 
 @dataclass(frozen=True)
@@ -85,9 +64,8 @@ class Reader:
         memory, head = self.grant.memory, self.model.head_weight[: self.vocabulary]
         for group in groups([row.tokens for row in rows], memory.micro_batch_tokens, most or len(rows)):
             with self.precision.autocast():
-                pack = Pack.of([rows[i].tokens for i in group], head.device, head.dtype)
-                states, _ = pack.predicted([rows[i].loss_mask for i in group])
-                hidden = states_at(self.model(pack.tokens, pack), states)
+                tokens, masks = [rows[i].tokens for i in group], [rows[i].loss_mask for i in group]
+                hidden, _ = states_before(self.model, tokens, masks)
                 top = top_logprobs(hidden, head, min(self.top, self.vocabulary), memory.loss_chunk)
             said = TopTokens(top.ids.cpu(), top.logprobs.cpu())
             for i, of_row in zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True):
@@ -205,7 +183,7 @@ def identity(rl: RLSettings) -> str:
     return fingerprint(weights.resolve_folder(rl.teacher), rl.teacher_adapter, rl.teacher_quantize == "nf4")
 
 
-def plan_cache(config: CacheConfig, rows: int = 1000) -> Plan:
+def plan_cache(config: CollectConfig, rows: int = 1000) -> Plan:
     """The memory plan of the teacher alone, which reads `rows` trajectories."""
     return make_plan(read_workload(config.model, config.lengths.max_length, rows), config.memory)
 
@@ -215,7 +193,7 @@ def on_disk(tokens: int, top: int) -> str:
     return f"{tokens * top * TOKEN_BYTES / MIB:,.0f} MiB"
 
 
-def write_cache(config: CacheConfig) -> None:
+def write_cache(config: CollectConfig) -> None:
     """Writes what a teacher would have said along trajectories; goes on with what an earlier run wrote."""
     data, cache, folder = config.data, config.cache, Path(config.cache.teacher_logprobs)
     with sole_writer(folder):

@@ -6,7 +6,6 @@ Draws no random number that training draws: a run's other numbers are the same w
 
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 from r3lite.core.episode import CUT_OFF, MALFORMED, Question, Retrieve
@@ -42,13 +41,11 @@ class Validation:
         Questions at which the retriever failed are left out of the metrics, which count them. There are no F1s then:
         those of the others are not to be compared with another validation's.
         """
-        episodes = [
-            sequence.episode()
-            for block in self._blocks()
-            for sequence in self.engine.grant.attempt(
-                "sample", self.engine.run, block, ["greedy"] * len(block), self.retrieve
-            )
-        ]
+        episodes, run = [], self.engine.run
+        for start in range(0, len(self.questions), self.at_once):
+            some = self.questions[start : start + self.at_once]
+            sequences = self.engine.grant.attempt("sample", run, some, ["greedy"] * len(some), self.retrieve)
+            episodes += [sequence.episode() for sequence in sequences]
         whole = [episode for episode in episodes if not episode.failure]
         failed = {"retrieval_failures": len(episodes) - len(whole)} if len(whole) < len(episodes) else {}
         if not whole:
@@ -60,22 +57,26 @@ class Validation:
         metrics |= {"unfinished_ratio": unfinished / len(whole)} | failed
         return metrics, None if failed else [m.f1 for m in marks]
 
-    def _blocks(self) -> Iterator[list[Question]]:
-        for start in range(0, len(self.questions), self.at_once):
-            yield self.questions[start : start + self.at_once]
-
 
 def read_held_out(config: PpoConfig, trained_on: list[Question]) -> list[Question]:
     """The questions of --eval-data that are drawn; none without it. Warns of those that are trained on as well."""
     settings = config.validation
     if settings.eval_data is None:
         return []
-    questions = read_questions(settings.eval_data, None, config.data.skip_bad_rows)
-    draw = random.Random(f"{settings.eval_seed}/validation")
-    drawn = draw.sample(questions, min(settings.eval_questions, len(questions)))
-    known = {question.text for question in trained_on}
+    skip, seed = config.data.skip_bad_rows, settings.eval_seed
+    return draw_from(settings.eval_data, settings.eval_questions, seed, skip, trained_on, "are trained on as well")
+
+
+def draw_from(
+    eval_data: str, count: int, seed: int, skip_bad_rows: bool, others: list[Question], why_not: str
+) -> list[Question]:
+    """At most `count` questions of --eval-data, drawn by a seed. Warns of those that are among `others`, with a reason
+    against that."""
+    questions = read_questions(eval_data, None, skip_bad_rows)
+    drawn = random.Random(f"{seed}/validation").sample(questions, min(count, len(questions)))
+    known = {question.text for question in others}
     if shared := sum(question.text in known for question in drawn):
-        print(f"warning: {shared} of {len(drawn)} questions of --eval-data are trained on as well", file=sys.stderr)
+        print(f"warning: {shared} of {len(drawn)} questions of --eval-data {why_not}", file=sys.stderr)
     return drawn
 
 

@@ -78,9 +78,8 @@ def attention_kernels(precision: Precision) -> Finding:
             note("causal" + suffix, padded(rows, device))
             pack = Pack.of(rows, device, precision.dtype)
             note("shared prefix" + suffix, pack.tokens, pack)
-    c = model.config
     with torch.no_grad():
-        cache = KVCache(c.num_hidden_layers, 1, c.num_key_value_heads, c.head_dim, precision.dtype, device)
+        cache = KVCache.of(model, 1)
         for mask, part in {"prompt": rows[0][:41], "documents": rows[0][41:100]}.items():
             prefill = Prefill(cache, [(0, part)])
             note(mask, prefill.tokens, prefill)

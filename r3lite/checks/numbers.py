@@ -29,7 +29,7 @@ from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
 from r3lite.models.logprobs import cross_entropy, token_loss
 from r3lite.models.lora import adapter_parameters
 from r3lite.models.offload import Offload
-from r3lite.models.packing import Pack, states_at
+from r3lite.models.packing import states_before
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.weights import resolve_folder
@@ -98,7 +98,7 @@ def _in_pieces(precision: Precision) -> tuple[Tensor, Tensor]:
     """Log-probabilities of rows given to a cache in single tokens and long stretches in turn, and of whole rows."""
     model, rows = tiny(precision), sentences()
     whole = logprobs(model, rows, precision)
-    cache, states, done = _cache(model, len(rows)), [[] for _ in rows], [0] * len(rows)
+    cache, states, done = KVCache.of(model, len(rows)), [[] for _ in rows], [0] * len(rows)
     stretches = [[40, 25, 61, 5], *[[1] * len(rows)] * 3, [30, 41, 1, 17], *[[1] * len(rows)] * 3]
     stretches.append([len(row) - sum(s[i] for s in stretches) for i, row in enumerate(rows)])
     with precision.autocast():
@@ -109,11 +109,6 @@ def _in_pieces(precision: Precision) -> tuple[Tensor, Tensor]:
             done = [start + n for start, n in zip(done, counts)]
         pieces = torch.cat([predicted(model.logits(torch.cat(own)), row) for own, row in zip(states, rows)])
     return pieces, whole
-
-
-def _cache(model: Qwen2, rows: int) -> KVCache:
-    c, weight = model.config, model.head_weight
-    return KVCache(c.num_hidden_layers, rows, c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
 
 
 def _read(model: Qwen2, cache: KVCache, parts: list[list[int]]) -> list[Tensor]:
@@ -155,7 +150,7 @@ def _captured(precision: Precision, capture: Callable | None) -> tuple[float, fl
     The cosine is -1 if graphs were given up, or were not those of BUCKETS.
     """
     model, (row, *_) = tiny(precision, adapted=True), sentences()
-    caches = [_cache(model, 6) for _ in range(2)]
+    caches = [KVCache.of(model, 6) for _ in range(2)]
     with precision.autocast():
         for cache in caches:
             _read(model, cache, [row[:n] for n in (5, 40, BLOCK - 3, 17, 2, 9)])
@@ -248,9 +243,7 @@ def _gradients(precision: Precision, offloaded: bool) -> Tensor:
     layers = model.config.num_hidden_layers
     activation_checkpointing.enable(model, Grant(Memory(recompute_layers=layers, mlp_tile=64, offload=offloaded)))
     with precision.autocast():
-        pack = Pack.of(rows, precision.device, precision.dtype)
-        states, targets = pack.predicted([[True] * len(row) for row in rows])
-        hidden = states_at(model(pack.tokens, pack), states)
+        hidden, targets = states_before(model, rows, [[True] * len(row) for row in rows])
         loss, _ = token_loss(hidden, model.head_weight, targets, cross_entropy)
     (loss / len(targets)).backward()
     return torch.cat([p.grad.flatten().cpu() for p in adapter_parameters(model, "policy").values()])

@@ -150,29 +150,28 @@ def run(
         print(f"r3lite.{command}: {error}", file=sys.stderr)
         return 2
     except R3LiteError as error:
-        print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
-        return 1
+        return _stopped(command, error)
     except BrokenPipeError:
         ignore_output()
         return 1
     except OSError as error:
         if error.filename is None and error.errno not in DISK_ERRORS:  # an error of the network, or a bug of ours
             raise
-        print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
-        print(
-            "  Check that there is room and that the path can be read and written, or pass another (--output).",
-            file=sys.stderr,
-        )
-        return 1
+        remedy = "Check that there is room and that the path can be read and written, or pass another (--output)."
+        return _stopped(command, R3LiteError(str(error), remedy))
     except RuntimeError as error:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(error, torch.OutOfMemoryError):
             raise
-        print(f"\nr3lite.{command} stopped: {str(error).splitlines()[0]}", file=sys.stderr)
-        print("  Pass a smaller --vram-budget, or close what else uses the card.", file=sys.stderr)
-        return 1
+        remedy = "Pass a smaller --vram-budget, or close what else uses the card."
+        return _stopped(command, R3LiteError(str(error).splitlines()[0], remedy))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except Terminated:
         return 143
+
+
+def _stopped(command: str, error: R3LiteError) -> int:
+    print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
+    return 1

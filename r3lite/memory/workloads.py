@@ -21,10 +21,10 @@ from r3lite.settings import (
     LengthSettings,
     LoraSettings,
     ModelSettings,
+    PpoConfig,
     RetrievalSettings,
     RLSettings,
-    SftSettings,
-    ValidationSettings,
+    SftConfig,
 )
 
 PROMPT = 512  # tokens of instructions and question; documents may be more
@@ -50,9 +50,7 @@ def shape_of(model: str) -> tuple[Qwen2Config, int]:
 
 
 def sft_workload(
-    model: ModelSettings,
-    sft: SftSettings,
-    lora: LoraSettings,
+    config: SftConfig,
     longest: int | None = None,
     shared: int = 0,
     mean_tokens: float = 0,
@@ -63,14 +61,14 @@ def sft_workload(
 
     Once the rows are read it is known how many tokens they have in the mean, and how many of them are trained on.
     """
-    longest = min(sft.max_length, longest or sft.max_length)
+    longest = min(config.sft.max_length, longest or config.sft.max_length)
     return Workload(
-        **_base(model),
-        **_adapter(model, lora),
+        **_base(config.model),
+        **_adapter(config.model, config.lora),
         row_tokens=longest,
         shared=min(shared, longest),
-        rows=sft.batch_size,
-        step_rows=sft.batch_size * sft.gradient_accumulation,
+        rows=config.sft.batch_size,
+        step_rows=config.rows_per_step,
         mean_tokens=mean_tokens,
         writes=writes,
         steps=steps,
@@ -78,36 +76,31 @@ def sft_workload(
 
 
 def rl_workload(
-    model: ModelSettings,
-    rl: RLSettings,
-    lora: LoraSettings,
-    lengths: LengthSettings,
-    retrieval: RetrievalSettings,
+    config: PpoConfig,
     shared: int = 0,
+    steps: int | None = None,
     *,
     critic: bool,
     ratios_first: bool = False,
     off_policy: int = 0,
     replays: bool = False,
-    validation: ValidationSettings | None = None,
-    judge: JudgeSettings | None = None,
-    steps: int | None = None,
 ) -> Workload:
     """A round whose episodes all reach --max-length and begin with `shared` equal tokens, with a critic or without.
 
     At most `off_policy` episodes join those that are sampled. If there are `replays`, a pass over what the buffer holds
     of their questions finds them.
     """
-    episodes = rl.batch_size * rl.num_generations
-    sampling = _sampling(lengths, retrieval, episodes, shared)
-    validated = validation is not None and validation.eval_data is not None
+    model, rl, lengths, validation = config.model, config.rl, config.lengths, config.validation
+    episodes = config.episodes_of_round
+    sampling = _sampling(lengths, config.retrieval, episodes, shared)
+    validated = validation.eval_data is not None
     expanded = min(rl.expand_limit, episodes)
     learned = episodes + expanded + off_policy
     most = min(rl.micro_batch_size or learned, learned)
     of_step = min(rl.mini_batch_size, episodes + expanded) + off_policy  # all of which may be in one mini-batch
     return Workload(
         **_base(model),
-        **_adapter(model, lora),
+        **_adapter(model, config.lora),
         **sampling,
         rows=min(most, of_step),
         step_rows=of_step,
@@ -119,7 +112,7 @@ def rl_workload(
         critic=critic,
         guided=bool(rl.teacher or rl.teacher_logprobs),
         teacher=_teacher(rl) if rl.teacher else None,
-        judge=judge_work(judge, model) if judge else None,
+        judge=judge_work(config.judge, model),
         epochs=rl.update_epochs,
         ratios_first=ratios_first,
         expanded=expanded,

@@ -1,18 +1,18 @@
 """Forward hooks on a Qwen2: a watch on the size of activations."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from r3lite.models.qwen2 import Qwen2
 
 FP16_MAX = torch.finfo(torch.float16).max
 
 
-class ActivationWatch:
+class ActivationWatch(contextlib.ExitStack):
     """Watches the layers' outputs within a `with` block, to explain an overflow by the name of the layer.
 
     `largest` has the greatest magnitude that each layer's output reached, by the layer's name (inf and nan
@@ -21,19 +21,15 @@ class ActivationWatch:
     """
 
     def __init__(self, model: Qwen2):
+        super().__init__()
+        self.model = model
         self.largest: dict[str, float] = {}
         self.first_overflow: str | None = None
-        self._layers = {f"model.layers.{i}": layer for i, layer in enumerate(model.model.layers)}
-        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
-        self._handles = [layer.register_forward_hook(self._hook(name)) for name, layer in self._layers.items()]
+        for i, layer in enumerate(self.model.model.layers):
+            self.enter_context(layer.register_forward_hook(self._hook(f"model.layers.{i}")))
         return self
-
-    def __exit__(self, *exception) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def _hook(self, name: str):
         def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:

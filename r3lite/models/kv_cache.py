@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.models.attention import ALIGNMENT, causal_masks, grouped_attention
+from r3lite.models.qwen2 import Qwen2
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 
@@ -86,6 +87,12 @@ class KVCache:
         # What each step of decoding would make anew: 0, 1, 2 .. for all rows and slots, and what a mask consists of.
         self.counting = torch.arange(rows, device=device)
         self.hidden, self.seen = torch.tensor([-math.inf, 0.0], dtype=dtype).to(device, non_blocking=True)
+
+    @staticmethod
+    def of(model: Qwen2, rows: int) -> "KVCache":
+        """An empty cache for `rows` sequences of a model, in its dtype and on its device."""
+        c, weight = model.config, model.head_weight
+        return KVCache(c.num_hidden_layers, rows, c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
 
     @property
     def dtype(self) -> torch.dtype:

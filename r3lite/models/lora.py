@@ -17,8 +17,8 @@ from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record, write_json
 from r3lite.core.records import Record, shown
-from r3lite.models.projections import PROJECTIONS, LoraConfig, LoraLinear, Nf4Linear, Switch
-from r3lite.models.stacks import stacked, stacks
+from r3lite.models.projections import PROJECTIONS, LoraConfig, LoraLinear, Nf4Linear, Stack, Switch
+from r3lite.models.stacks import side_by_side, stacked, stacks
 from r3lite.models.tensor_files import opened, read_tensors, write_tensors
 from r3lite.models.weights import FINGERPRINT
 
@@ -56,33 +56,34 @@ def use_adapter(model: nn.Module, name: str | None) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within the `with` block the adapter that is on is kept in `dtype` too, so that no pass casts it again.
+    """Within the `with` block what layers multiply by is looked up once, and the adapter that is on is cast once.
 
-    And what layers multiply by is looked up once. For passes between two optimizer steps, in which no weight changes
-    and no adapter comes or goes. Results are the same to the bit.
+    For passes between two optimizer steps, in which no weight changes and no adapter comes or goes. Results are the
+    same to the bit. Another adapter that is switched on meanwhile is cast in its first pass, layer by layer.
     """
     switch = switch_of(model)
-    name, before = switch.active, switch.kept
-    layers = {path: m for path, m in model.named_modules() if isinstance(m, LoraLinear) and name in m.lora_A}
-    if dtype == torch.float32:  # the adapters' own
-        layers = {}
-    wide, narrow = [], []
-    for stack in ([layers[path] for path in paths] for paths in stacks(layers)):
-        halves = []
-        for weights in ([m.lora_A[name].detach() for m in stack], [m.lora_B[name].detach() for m in stack]):
-            halves.append(stacked([weight.shape for weight in weights], dtype, weights[0].device))
-            wide, narrow = wide + weights, narrow + halves[-1]
-        for layer, A, B in zip(stack, *halves, strict=True):
-            layer.casts[name] = A, B
-    if wide:
-        torch._foreach_copy_(narrow, wide)  # one operation for all of them
-    switch.kept = {}
+    before, switch.kept = switch.kept, {}
+    paths = [path for path, _ in _targets(model, PROJECTIONS)]
     try:
+        _cast_together([Stack.of([model.get_submodule(path) for path in some]) for some in stacks(paths)], dtype)
         yield
     finally:
         switch.kept = before
-        for layer in layers.values():
-            layer.casts.clear()
+
+
+def _cast_together(together: Sequence[Stack], dtype: torch.dtype) -> None:
+    """Casts the adapters of all stacks in one operation; not those with dropout, whose layers are run one by one."""
+    wide, narrow = [], []
+    for stack in together:
+        if not stack.on or stack.dropout or dtype == torch.float32:  # adapters are in fp32 anyway
+            continue
+        halves = []
+        for weights in ([adapter.A for adapter in stack.on], [adapter.B for adapter in stack.on]):
+            halves.append(stacked([weight.shape for weight in weights], dtype, weights[0].device))
+            wide, narrow = wide + weights, narrow + halves[-1]
+        stack.casts[dtype] = side_by_side(halves[0]), halves[1]
+    if wide:
+        torch._foreach_copy_(narrow, [weight.detach() for weight in wide])
 
 
 def _check_known(model: nn.Module, name: str | None) -> None:
@@ -134,7 +135,7 @@ def remove_adapter(model: nn.Module, name: str) -> None:
         if isinstance(module, LoraLinear) and name in module.lora_A:
             del module.lora_A[name], module.lora_B[name]
             if not len(module.lora_A):
-                _replace(model, path, module.base)
+                model.set_submodule(path, module.base)
     del switch.configs[name]
     if switch.active == name:
         switch.active = None
@@ -305,13 +306,8 @@ def _attach(model: nn.Module, name: str, config: LoraConfig, tensors: dict[str, 
             if not isinstance(module, LoraLinear):
                 module = LoraLinear(base, switch)
                 module.train(base.training)
-                _replace(model, path, module)
+                model.set_submodule(path, module)
             module.lora_A[name] = nn.Parameter(place.copy_(A), requires_grad=trainable)
             B = tensors[_key(path, "B")].to(base.weight.device, torch.float32, copy=True)
             module.lora_B[name] = nn.Parameter(B, requires_grad=trainable)
     switch.configs[name] = config
-
-
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
-    owner, _, attribute = path.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, module)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.models.attention import causal_masks, grouped_attention
+from r3lite.models.qwen2 import Qwen2
 
 GRANULE = 16  # prefixes are shared in multiples of this many tokens: fewer are not worth an attention of their own
 
@@ -98,6 +99,15 @@ class Pack:
         found = torch.tensor(pairs, dtype=torch.long).view(-1, 2).to(self.tokens.device, non_blocking=True)
         before, own = found.unbind(1)
         return before, self.tokens[0, own]
+
+
+def states_before(
+    model: Qwen2, rows: Sequence[Sequence[int]], chosen: Sequence[Sequence[bool]]
+) -> tuple[Tensor, Tensor]:
+    """Runs a model over rows in one pack: the states [n, C] that predict the chosen tokens, and these tokens [n]."""
+    pack = Pack.of(rows, model.head_weight.device, model.head_weight.dtype)
+    places, tokens = pack.predicted(chosen)
+    return states_at(model(pack.tokens, pack), places), tokens
 
 
 def states_at(hidden: Tensor, places: Tensor) -> Tensor:

@@ -101,7 +101,6 @@ class Adapter(NamedTuple):
     B: Tensor  # fp32 [out, r]
     scale: float
     dropout: float
-    cast: tuple[Tensor, Tensor] | None  # A and B in half precision, see lora.cast_once
 
 
 class LoraLinear(nn.Module):
@@ -111,7 +110,6 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base, self.switch = base, switch
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        self.casts: dict[str, tuple[Tensor, Tensor]] = {}  # by the adapter's name
 
     @property
     def adapter(self) -> Adapter | None:
@@ -121,7 +119,7 @@ class LoraLinear(nn.Module):
             return None
         config = self.switch.configs[name]
         dropout = config.dropout if self.training else 0.0
-        return Adapter(self.lora_A[name], self.lora_B[name], config.scale, dropout, self.casts.get(name))
+        return Adapter(self.lora_A[name], self.lora_B[name], config.scale, dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return project([self], x)
@@ -148,7 +146,7 @@ class Stack:
                 self.places.append((adapter, slice(column, column + size), slice(rank, rank + len(adapter.A))))
                 rank += len(adapter.A)
             column += size
-        self._casts: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
+        self.casts: dict[torch.dtype, tuple[Tensor, list[Tensor]]] = {}
 
     @staticmethod
     def of(layers: Sequence[nn.Module]) -> "Stack":
@@ -187,12 +185,10 @@ class Stack:
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """The A [sum of r, in] of the adapters, side by side, and the B [out, r] of each, in a product's dtype."""
-        if dtype not in self._casts:
-            casts = [adapter.cast for adapter in self.on if adapter.cast and adapter.cast[0].dtype == dtype]
-            pairs = casts if len(casts) == len(self.on) else [(adapter.A, adapter.B) for adapter in self.on]
-            As, Bs = zip(*pairs, strict=True)
-            self._casts[dtype] = side_by_side(As).to(dtype), [B.to(dtype) for B in Bs]
-        return self._casts[dtype]
+        if dtype not in self.casts:
+            A = side_by_side([adapter.A for adapter in self.on])
+            self.casts[dtype] = A.to(dtype), [adapter.B.to(dtype) for adapter in self.on]
+        return self.casts[dtype]
 
 
 class Operands(NamedTuple):

@@ -79,11 +79,8 @@ class Attention(nn.Module):
     def __init__(self, config: Qwen2Config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim)
         self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)

@@ -115,7 +115,7 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     dense, packed = model.state_dict(keep_vars=True), is_nf4(folder)
     if packed or quantize:
         for path, linear in _layer_linears(model).items():
-            _set(model, path, Nf4Linear(nf4.unfilled(linear.weight), linear.bias, dtype))
+            model.set_submodule(path, Nf4Linear(nf4.unfilled(linear.weight), linear.bias, dtype))
     filled = model.state_dict(keep_vars=True)
     expected = filled if packed else dense  # of the folder
     _check_names(folder, expected.keys(), places.keys(), model.config.tie_word_embeddings)
@@ -173,8 +173,10 @@ class _Memory:
 def _fill(model: nn.Module, name: str, memory: _Memory, value: Tensor) -> None:
     """Gives the model a tensor that is in its place in memory."""
     tensor = memory[name].copy_(value)
-    is_parameter = isinstance(memory.tensors[name], nn.Parameter)
-    _set(model, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+    if isinstance(memory.tensors[name], nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=False)
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, tensor)
 
 
 def _layer_linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -199,11 +201,6 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, expected: Tensor) -> No
     wide = tensor.is_floating_point() and tensor.element_size() >= 2
     if not (wide if isinstance(expected, nn.Parameter) else tensor.dtype == expected.dtype):
         raise R3LiteError(f"{path}: {name} is of type {tensor.dtype}", "Use the model's unquantized checkpoint.")
-
-
-def _set(model: nn.Module, name: str, value: Tensor | nn.Module) -> None:
-    owner, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, value)
 
 
 def _tensor_places(folder: Path) -> dict[str, Path]:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from r3lite.models.logprobs import CHUNK, token_logprobs
-from r3lite.models.packing import Pack, states_at
+from r3lite.models.packing import states_before
 from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.batch import Batch
 
@@ -13,9 +13,7 @@ def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
 
     N counts action tokens in row-major order of the batch's action mask. A token is predicted by the state before it.
     """
-    pack = Pack.of(batch.token_rows(), model.head_weight.device, model.head_weight.dtype)
-    states, tokens = pack.predicted(batch.action_mask.tolist())
-    return states_at(model(pack.tokens, pack), states), tokens
+    return states_before(model, batch.token_rows(), batch.action_mask.tolist())
 
 
 def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:

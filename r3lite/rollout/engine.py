@@ -20,7 +20,7 @@ from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.core.errors import NotFinite
 from r3lite.core.grant import Grant
 from r3lite.core.spans import Spans
-from r3lite.models.hooks import ActivationWatch
+from r3lite.models.hooks import explain_overflow
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lora import cast_once
 from r3lite.models.qwen2 import Qwen2
@@ -103,7 +103,7 @@ class Engine:
 
     def begin(self, sequences: list[Sequence], rows: int) -> tuple[Scheduler, Decoder]:
         """The scheduler and the decoder that run sequences in a new cache of `rows` rows."""
-        cache = self._cache(rows)
+        cache = KVCache.of(self.model, rows)
         if cache.device.type == "cuda":
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
         else:
@@ -149,11 +149,6 @@ class Engine:
         if sequence.listener:
             sequence.listener.step(sequence)
 
-    def _cache(self, rows: int) -> KVCache:
-        config, weight = self.model.config, self.model.head_weight
-        layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
-        return KVCache(layers, rows, kv_heads, config.head_dim, weight.dtype, weight.device)
-
     def _prefill(self, scheduler: Scheduler) -> None:
         """Runs the given tokens of the rows at work, except the last one of each, which `_decode` runs."""
         pending = [s.tokens[s.cached : -1] for s in scheduler.at_work]
@@ -186,10 +181,10 @@ class Engine:
             sequence.values.append(values[0][i] if values else 0.0)
 
     def _explain_overflow(self, sequence: Sequence) -> NoReturn:
-        with ActivationWatch(self.model) as watch:
-            self.model(torch.tensor([sequence.tokens], device=self.model.head_weight.device))
+        tokens = torch.tensor([sequence.tokens], device=self.model.head_weight.device)
+        told = explain_overflow(self.model, lambda: self.model(tokens))
         raise NotFinite(
-            f"question {sequence.question.id}: what the model says is not a number: {watch.report()}",
+            f"question {sequence.question.id}: what the model says is not a number: {told}",
             "Pass --dtype bf16 or --dtype fp32, whose numbers reach further; or start from a sounder adapter.",
         )
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from r3lite.core.episode import CUT_OFF, Retrieve
-from r3lite.models.kv_cache import Prefill
 from r3lite.models.lora import cast_once, use_adapter
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sampling import Sampler
-from r3lite.rollout.scheduler import Scheduler, passes
+from r3lite.rollout.scheduler import Scheduler
 from r3lite.rollout.sequence import Sequence
 
 
@@ -37,24 +36,7 @@ class Visitor(Sequence):
 
 
 class LaneEngine(Engine):
-    """An engine whose rows each have a sampler of their own, and whose prefills have few different sizes.
-
-    oneDNN, which computes bf16 on CPUs, makes code for each size of a product that it meets, and keeps it: 0.5 MiB and
-    5 ms a size at 192 x 1,024. In a training run these are soon all met; a server would grow for hours.
-    """
-
-    def _prefill(self, scheduler: Scheduler) -> None:
-        """As an engine does, but each pass is filled up in a free row, if there is one."""
-        pending = [s.tokens[s.cached : -1] for s in scheduler.at_work]
-        for given in passes(pending, self.grant.memory.micro_batch_tokens):
-            count, free = sum(len(tokens) for _, tokens in given), len(scheduler.rows)
-            filler = [(free, [0] * (rounded_up(count) - count))] if free < len(scheduler.cache.lengths) else []
-            prefill = Prefill(scheduler.cache, [(row, tokens) for row, tokens in [*given, *filler] if tokens])
-            self.model(prefill.tokens, prefill)
-            for row, tokens in given:
-                scheduler.rows[row].cached += len(tokens)
-            for row, _ in filler:
-                scheduler.cache.lengths[row] = 0
+    """An engine whose rows each have a sampler of their own."""
 
     def _sample(self, logits: Tensor, rows: list[Visitor]) -> tuple[Tensor, Tensor]:
         tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)  # [B]
@@ -68,12 +50,6 @@ class LaneEngine(Engine):
         return tokens, logprobs
 
 
-def rounded_up(count: int) -> int:
-    """The next of 4 sizes from one power of two to the next, 16 at least: at most a quarter more."""
-    step = max(16, 1 << max(0, (count - 1).bit_length() - 3))
-    return -(-count // step) * step
-
-
 class Lanes:
     """The lanes of some adapters, each with `rows` rows. Used by one thread; `close` ends it."""
 
@@ -82,9 +58,7 @@ class Lanes:
         self.engine, self.retrieve = engine, retrieve
         self.inside: list[Visitor] = []  # waiting and sampled
         self.held = ExitStack()
-        for name in adapters:
-            with use_adapter(engine.model, name):
-                self.held.enter_context(cast_once(engine.model, engine.model.head_weight.dtype))
+        self.held.enter_context(cast_once(engine.model, engine.model.head_weight.dtype))
         self.lanes = {name: engine.begin([], rows) for name in adapters}
         self.fetchers = {name: Fetcher(retrieve) for name in adapters}
 

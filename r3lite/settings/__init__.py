@@ -12,14 +12,24 @@ from r3lite.settings.commands import (
     DoctorSettings,
     EvaluateSettings,
     PlanSettings,
-    PpoConfig,
     PrepareSettings,
     QuickstartSettings,
     ReportSettings,
     RetrieveSettings,
-    SftConfig,
 )
 from r3lite.settings.common import Common
+from r3lite.settings.configs import (
+    AnsweringConfig,
+    AskConfig,
+    CollectConfig,
+    EvaluateConfig,
+    PpoConfig,
+    QuickstartConfig,
+    SamplingConfig,
+    ServeConfig,
+    SftConfig,
+    TunePromptConfig,
+)
 from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, TrajectorySettings
 from r3lite.settings.export import ExportSettings
 from r3lite.settings.guard import GuardSettings, ValidationSettings

@@ -1,28 +1,11 @@
-"""Sections that only one command has, and all settings of the two commands that train.
+"""Sections that only one command has."""
 
-The other commands put their sections together in their own file; these two do so here, because `plan` takes the
-same flags.
-"""
-
-import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import Bounds, Count, Fraction, Required, Section, Trait, UsageError
-from r3lite.settings.common import Common
-from r3lite.settings.data import NewQuestionSettings, TrajectorySettings
-from r3lite.settings.guard import GuardSettings, ValidationSettings
-from r3lite.settings.judge import JudgeSettings
-from r3lite.settings.memory import MemorySettings
-from r3lite.settings.model import LoraSettings, ModelSettings
-from r3lite.settings.protocol import Format, ProtocolSettings
-from r3lite.settings.retrieval import RetrievalSettings
-from r3lite.settings.rewards import RewardSettings
-from r3lite.settings.rl import Algorithm, RLSettings
-from r3lite.settings.rollout import LengthSettings, SamplingSettings
-from r3lite.settings.sft import SftSettings
-from r3lite.settings.sources import SourceSettings
-from r3lite.settings.training import OptimizerSettings, Schedule, TrackSettings
+from r3lite.settings.protocol import Format
+from r3lite.settings.rl import Algorithm
 
 
 @dataclass(frozen=True)
@@ -198,73 +181,3 @@ class QuickstartSettings(Section):
     """what the model learns to write (docs/formats.md); solution does without retrieval"""
     quick: bool = False
     """a few steps and questions only: shows that everything runs, teaches next to nothing"""
-
-
-@dataclass(frozen=True)
-class SftConfig:
-    """Teaches a model the step format, and to copy what it reads, from trajectories that `collect` wrote.
-
-    --data also takes conversations (docs/conversations.md): messages, ShareGPT, Alpaca, prompt and completion, Glaive,
-    R1. The loss is on what the assistant wrote.
-    """
-
-    common: Common = Common()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    data: TrajectorySettings = TrajectorySettings()
-    mixture: SourceSettings = SourceSettings()
-    protocol: ProtocolSettings = ProtocolSettings(worked_example=False)
-    sft: SftSettings = SftSettings()
-    schedule: Schedule = Schedule()
-    optimizer: OptimizerSettings = OptimizerSettings()
-    lora: LoraSettings = LoraSettings()
-    tracking: TrackSettings = TrackSettings()
-
-    @property
-    def rows_per_step(self) -> int:
-        return self.sft.batch_size * self.sft.gradient_accumulation
-
-    def length(self, rows: int) -> tuple[int, int | None]:
-        """Optimizer steps of the run, and the number of rows after which it ends (None: --max-steps decides)."""
-        if self.schedule.max_steps is not None:
-            return self.schedule.max_steps, None
-        last = math.ceil(self.schedule.epochs * rows)
-        return math.ceil(last / self.rows_per_step), last
-
-
-@dataclass(frozen=True)
-class PpoConfig:
-    """Trains a LoRA adapter by reinforcement learning: the model answers questions step by step with a retriever
-    and is paid for right answers, for finding the gold paragraphs and for well-formed steps.
-
-    Start from an SFT adapter (--adapter): a small model that does not know the step format is never paid.
-    """
-
-    common: Common = Common()
-    schedule: Schedule = Schedule(max_steps=200)
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    data: NewQuestionSettings = NewQuestionSettings()
-    mixture: SourceSettings = SourceSettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings()
-    reward: RewardSettings = RewardSettings()
-    judge: JudgeSettings = JudgeSettings()
-    rl: RLSettings = RLSettings()
-    validation: ValidationSettings = ValidationSettings()
-    guard: GuardSettings = GuardSettings()
-    lora: LoraSettings = LoraSettings()
-    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5, min_learning_rate=1.0)
-    tracking: TrackSettings = TrackSettings()
-
-    @property
-    def episodes_of_round(self) -> int:
-        return self.rl.batch_size * self.rl.num_generations
-
-    def rounds(self, questions: int | None) -> int | None:
-        """Rounds of the run over so many questions; None if their number is not known and decides."""
-        if self.schedule.max_steps or questions is None:
-            return self.schedule.max_steps
-        return math.ceil(self.schedule.epochs * questions / self.rl.batch_size)

@@ -11,7 +11,7 @@ class MemorySettings(Section):
     """Memory. What is not given is chosen so that the run fits, the fastest way first."""
 
     # Three are free, as a checkpoint holds how the work is divided and whether the base is in NF4; see
-    # training/out_of_memory.py.
+    # memory/shrinking.py.
     vram_budget: Free[str | None] = None
     """most memory, such as 4GiB or 1300MiB; by default 4GiB, or what is free on the device, less a margin"""
     quantize: Free[Literal["auto", "none", "nf4"]] = "auto"

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import PART, open_regular, read_record, write_json
+from r3lite.models.tensor_files import write_tensors
 
 NAME = re.compile(r"checkpoint-(\d+)")
 MANIFEST, STATE, ADAPTER = "manifest.json", "state.json", "adapter"
@@ -99,9 +100,7 @@ def write(output: Path, checkpoint: Checkpoint, save_adapter: Callable[[Path], N
 
     def fill(folder: Path) -> None:
         for name, group in checkpoint.tensors.items():
-            whole = {k: t.detach().cpu().contiguous() for k, t in group.items()}
-            # Not save_file: it leaves the file unreadable to the group and not flushed.
-            (folder / f"{name}.safetensors").write_bytes(safetensors.torch.save(whole, {"format": "pt"}))
+            write_tensors(folder / f"{name}.safetensors", group)
         write_json(folder / STATE, checkpoint.state)
         (folder / ADAPTER).mkdir()
         save_adapter(folder / ADAPTER)

@@ -6,6 +6,7 @@ step a step) and RL (a round of rollouts with several optimizer steps).
 
 import sys
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 from r3lite.core.command import Terminated
@@ -53,6 +54,7 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
     span_log = SpanLog(spans, run.settings, run.output, run.command, done)
     try:
         with Interrupts(state.precision) as interrupts:
+            steps = _Steps(run, trainer, oversight, log, interrupts)
             if oversight and (before := oversight.begin(done)):
                 log.write(before)
                 log.sync()
@@ -62,11 +64,11 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
             for number in range(done + 1, last + 1):
                 interrupts.leave_if_asked()
                 with span_log.step(number):
-                    record, must_save = _overseen(run, trainer, number, interrupts, log, oversight)
+                    record, must_save = steps.take_overseen(number)
                     log.write(record)
                     if must_save or number == last or interrupts.pending or (every and number % every == 0):
                         with span(spans, "checkpoint"):
-                            _save(run, state, number, log)
+                            steps.save(number)
                 if oversight:
                     oversight.saved(number)
             interrupts.leave_if_asked()
@@ -84,66 +86,62 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
     return True
 
 
-def _overseen(
-    run: RunFolder,
-    trainer: Trainer,
-    number: int,
-    interrupts: Interrupts,
-    log: metrics.MetricsLog,
-    oversight: Oversight | None,
-) -> tuple[dict, bool]:
-    """Takes one step and looks after it: its record, and whether a checkpoint must be written."""
-    failure = None
-    try:
-        record = _step(run, trainer, number, interrupts, log, oversight)
-    except NotFinite as error:
-        if not (oversight and oversight.can_go_back):
+@dataclass(frozen=True)
+class _Steps:
+    """Takes the steps of a run one by one."""
+
+    run: RunFolder
+    trainer: Trainer
+    oversight: Oversight | None
+    log: metrics.MetricsLog
+    interrupts: Interrupts
+
+    def take_overseen(self, number: int) -> tuple[dict, bool]:
+        """Takes one step and looks after it: its record, and whether a checkpoint must be written."""
+        failure = None
+        try:
+            record = self.take(number)
+        except NotFinite as error:
+            if not (self.oversight and self.oversight.can_go_back):
+                raise
+            record, failure = {"step": number}, error
+        more, must_save = self.oversight.after(number, record, failure) if self.oversight else ({}, False)
+        return record | more, must_save
+
+    def take(self, number: int) -> dict:
+        """Takes one step and makes its record.
+
+        A step that ends early, before it changed a weight, counts as not taken: the state before it is saved.
+        """
+        trainer, state, settings = self.trainer, self.trainer.state, self.run.settings
+        shape = settings["warmup"], settings["min_learning_rate"], settings["learning_rate_schedule"]
+        share = optim.rate(number, trainer.total, *shape)
+        scale = self.oversight.guard.rate_scale if self.oversight else 1.0
+        learning_rate = optim.set_rate(state.optimizer, share * scale)
+        before, start = state.snapshot(), time.perf_counter()
+        try:
+            with self.interrupts.step():
+                measured, tokens = trainer.step(number)
+        except (KeyboardInterrupt, Terminated, R3LiteError) as error:
+            if not state.precision.changed_weights:
+                state.rewind(before)
+                self.save(number - 1)
+            if isinstance(error, NonFiniteGradients):
+                raise NonFiniteGradients(f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy) from error
             raise
-        record, failure = {"step": number}, error
-    more, must_save = oversight.after(number, record, failure) if oversight else ({}, False)
-    return record | more, must_save
+        seconds = time.perf_counter() - start
+        state.num_tokens += tokens
+        state.seconds += seconds
+        record = {"step": number, **measured, "learning_rate": learning_rate, "num_tokens": state.num_tokens}
+        if state.precision.scaler is not None:
+            record["skipped_steps"] = state.precision.skipped
+        return record | {
+            "step_time": seconds,
+            "tokens_per_second": tokens / seconds,
+            "peak_memory_mib": metrics.peak_memory_mib(state.precision.device),
+        }
 
-
-def _save(run: RunFolder, state: TrainState, step: int, log: metrics.MetricsLog) -> None:
-    log.sync()
-    run.save(state, step)
-
-
-def _step(
-    run: RunFolder,
-    trainer: Trainer,
-    number: int,
-    interrupts: Interrupts,
-    log: metrics.MetricsLog,
-    oversight: Oversight | None,
-) -> dict:
-    """Takes one step and makes its record.
-
-    A step that ends early, before it changed a weight, counts as not taken: the state before it is saved.
-    """
-    state, settings = trainer.state, run.settings
-    shape = settings["warmup"], settings["min_learning_rate"], settings["learning_rate_schedule"]
-    share = optim.rate(number, trainer.total, *shape)
-    learning_rate = optim.set_rate(state.optimizer, share * (oversight.guard.rate_scale if oversight else 1.0))
-    before, start = state.snapshot(), time.perf_counter()
-    try:
-        with interrupts.step():
-            measured, tokens = trainer.step(number)
-    except (KeyboardInterrupt, Terminated, R3LiteError) as error:
-        if not state.precision.changed_weights:
-            state.rewind(before)
-            _save(run, state, number - 1, log)
-        if isinstance(error, NonFiniteGradients):
-            raise NonFiniteGradients(f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy) from error
-        raise
-    seconds = time.perf_counter() - start
-    state.num_tokens += tokens
-    state.seconds += seconds
-    record = {"step": number, **measured, "learning_rate": learning_rate, "num_tokens": state.num_tokens}
-    if state.precision.scaler is not None:
-        record["skipped_steps"] = state.precision.skipped
-    return record | {
-        "step_time": seconds,
-        "tokens_per_second": tokens / seconds,
-        "peak_memory_mib": metrics.peak_memory_mib(state.precision.device),
-    }
+    def save(self, number: int) -> None:
+        """Writes the checkpoint of a step, which is not newer than the log."""
+        self.log.sync()
+        self.run.save(self.trainer.state, number)

@@ -137,6 +137,15 @@ class Clock:
         return steps * (now - self.first) / self.later
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Says which file could not be written in the `with` block, if one could not."""
+    try:
+        yield
+    except OSError as error:  # a full disk
+        raise R3LiteError(f"{path} cannot be written: {error}", "Make room; go on with --resume auto.") from error
+
+
 def _plain(value):
     """JSON has no nan and no inf: they become null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -159,7 +168,7 @@ class MetricsLog:
     def write(self, record: dict) -> None:
         """Appends one step's record and shows it. Step 0 is what was measured before the first."""
         record = {k: _plain(v) for k, v in record.items()}
-        with self._writing():
+        with writing(self.path):
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self.file.flush()
         if self.tracker:
@@ -175,24 +184,15 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Flushes the file to the disk, so that no checkpoint is newer than the log."""
-        with self._writing():
+        with writing(self.path):
             os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.bar.close()
-        with self._writing():
+        with writing(self.path):
             self.file.close()
         if self.tracker:
             self.tracker.close()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:  # a full disk
-            raise R3LiteError(
-                f"{self.path} cannot be written: {error}", "Make room; go on with --resume auto."
-            ) from error
 
 
 def read(path: Path) -> list[dict]:

@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_text, write_text
 from r3lite.core.spans import MAIN, Span, Spans
+from r3lite.training.metrics import writing
 
 CHROME, OPENTELEMETRY = "trace.json", "spans.jsonl"
 REMEDY = "Move it away, or leave --track-spans out."
@@ -45,7 +45,7 @@ class ChromeTrace:
                     "args": {"step": step, **span.attributes},
                 }
             )  # fmt: skip
-        with _writing(self.path), open(self.path, "rb+") as file:
+        with writing(self.path), open(self.path, "rb+") as file:
             file.seek(-len(CLOSED), os.SEEK_END)
             file.write("".join(",\n" + json.dumps(event) for event in events).encode() + CLOSED.encode())
 
@@ -60,9 +60,9 @@ class OpenTelemetryLines:
         write_text(path, "".join(line + "\n" for line, step in _lines(path) if step <= done) if done else "")
 
     def write(self, step: int, spans: list[Span]) -> None:
-        told = [_for_opentelemetry(step, span) for span in spans]
-        line = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [_scope(told)]}]}
-        with _writing(self.path), open(self.path, "a", encoding="utf-8", newline="\n") as file:
+        scope = {"scope": {"name": SERVICE}, "spans": [_for_opentelemetry(step, span) for span in spans]}
+        line = {"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]}
+        with writing(self.path), open(self.path, "a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
@@ -124,10 +124,6 @@ def _named(what: str, tid: int, name: str) -> dict:
     return {"name": what, "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
 
 
-def _scope(spans: list[dict]) -> dict:
-    return {"scope": {"name": SERVICE}, "spans": spans}
-
-
 def _for_opentelemetry(step: int, span: Span) -> dict:
     """The keys of OTLP's JSON: ids in hexadecimal, 64-bit numbers as text; the step comes first."""
     parent = {"parentSpanId": span.parent} if span.parent else {}
@@ -142,11 +138,3 @@ def _attributes(values: dict) -> list[dict]:
     kinds = {int: "intValue", float: "doubleValue", str: "stringValue"}
     texts = {key: str(value) if isinstance(value, int) else value for key, value in values.items()}
     return [{"key": key, "value": {kinds[type(value)]: texts[key]}} for key, value in values.items()]
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:  # a full disk
-        raise R3LiteError(f"{path} cannot be written: {error}", "Make room; go on with --resume auto.") from error

@@ -5,14 +5,24 @@ from dataclasses import replace
 from r3lite.memory import planner, workloads
 from r3lite.memory.workloads import QWEN_TOKENS
 from r3lite.models import lora, nf4
-from r3lite.settings import LengthSettings, LoraSettings, ModelSettings, RetrievalSettings, RLSettings, SftSettings
+from r3lite.settings import (
+    LengthSettings,
+    LoraSettings,
+    ModelSettings,
+    PpoConfig,
+    RetrievalSettings,
+    RLSettings,
+    SftConfig,
+    SftSettings,
+)
 
 
 def test_workloads_follow_the_settings():
     model, lora_settings = ModelSettings(dtype="bf16", device="cpu"), LoraSettings(lora_r=4)
-    w = workloads.sft_workload(model, SftSettings(max_length=1000, batch_size=3), lora_settings, longest=700)
+    sft = SftConfig(model=model, sft=SftSettings(max_length=1000, batch_size=3), lora=lora_settings)
+    w = workloads.sft_workload(sft, longest=700)
     assert (w.row_tokens, w.rows, w.lora_r, w.element, w.episodes, w.vocabulary) == (700, 3, 4, 2, 0, QWEN_TOKENS)
-    assert workloads.sft_workload(model, SftSettings(max_length=1000), lora_settings, longest=7000).row_tokens == 1000
+    assert workloads.sft_workload(sft, longest=7000).row_tokens == 1000
     for algorithm, kl, adapter, expected in (
         ("ppo", 0.1, "run", (True, True, 2)),
         ("grpo", 0.1, "run", (False, True, 2)),
@@ -20,14 +30,8 @@ def test_workloads_follow_the_settings():
         ("ppo", 0.0, "run", (True, False, 1)),
     ):
         rl = RLSettings(algorithm=algorithm, kl_beta=kl, batch_size=3, num_generations=5, micro_batch_size=2)
-        w = workloads.rl_workload(
-            replace(model, adapter=adapter),
-            rl,
-            lora_settings,
-            LengthSettings(),
-            RetrievalSettings(),
-            critic=algorithm == "ppo",
-        )
+        config = PpoConfig(model=replace(model, adapter=adapter), rl=rl, lora=lora_settings)
+        w = workloads.rl_workload(config, critic=algorithm == "ppo")
         assert (w.critic, w.scores, w.adapters) == expected
         assert (w.episodes, w.row_tokens, w.rows) == (15, 4096, 2)
         assert w.reads == 5 * (160 + workloads.MARKUP)
@@ -42,8 +46,8 @@ def test_the_adapter_to_start_from_is_planned_for_with_its_own_rank(small_model,
     settings = ModelSettings(dtype="bf16", device="cpu", adapter=str(tmp_path / "run"))
     limits = LengthSettings(), RetrievalSettings()
     for w in (
-        workloads.sft_workload(settings, SftSettings(), LoraSettings()),
-        workloads.rl_workload(settings, RLSettings(), LoraSettings(), *limits, critic=True),
+        workloads.sft_workload(SftConfig(model=settings)),
+        workloads.rl_workload(PpoConfig(model=settings), critic=True),
         workloads.evaluate_workload(settings, *limits, questions=5),
     ):
         assert (w.lora_r, w.targets) == (3, ("q_proj", "down_proj"))
@@ -52,8 +56,9 @@ def test_the_adapter_to_start_from_is_planned_for_with_its_own_rank(small_model,
 def test_expanded_episodes_are_in_the_passes_that_are_planned():
     """Eight are sampled from their prompts, and twelve may go through the model together."""
     rl = RLSettings(algorithm="grpo", batch_size=2, num_generations=4, mini_batch_size=16, expand_limit=4)
-    model, others = ModelSettings(dtype="bf16", device="cpu"), (LoraSettings(), LengthSettings(), RetrievalSettings())
-    w = workloads.rl_workload(model, rl, *others, critic=False)
+    config = PpoConfig(model=ModelSettings(dtype="bf16", device="cpu"), rl=rl)
+    w = workloads.rl_workload(config, critic=False)
     assert (w.episodes, w.expanded, w.rows, w.step_rows, w.scored_rows) == (8, 4, 12, 12, 12)
-    few = workloads.rl_workload(model, replace(rl, expand_limit=99, mini_batch_size=4), *others, critic=False)
+    config = replace(config, rl=replace(rl, expand_limit=99, mini_batch_size=4))
+    few = workloads.rl_workload(config, critic=False)
     assert (few.expanded, few.rows, few.step_rows, few.scored_rows) == (8, 4, 4, 16)

@@ -16,6 +16,7 @@ from r3lite.models.lora import (
     remove_adapter,
     save_adapter,
     set_adapter,
+    switch_of,
     use_adapter,
 )
 from r3lite.models.weights import fingerprint, load_qwen2, save_merged
@@ -155,7 +156,8 @@ def test_an_adapter_that_is_cast_once_gives_the_same_to_the_bit(small_model):
         expected = model(IDS)
         with cast_once(model, torch.bfloat16):
             assert torch.equal(model(IDS), expected)
-            casts = [m.casts["a"][0].dtype for m in model.modules() if isinstance(m, LoraLinear)]
+            stacks = switch_of(model).kept.values()
+            casts = [B.dtype for stack in stacks for A, Bs in stack.casts.values() for B in Bs]
             assert set(casts) == {torch.bfloat16} and len(casts) == 7 * model.config.num_hidden_layers
         for parameter in adapter_parameters(model, "a").values():
             parameter.mul_(2)

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from r3lite.models import lora
 from r3lite.models.nf4 import dequantize, quantize
-from r3lite.models.projections import Nf4Linear, project
+from r3lite.models.projections import Nf4Linear, Stack, project
 from r3lite.models.stacks import side_by_side, stacked, stacks
 from r3lite.models.weights import load_qwen2, save_nf4
 
@@ -45,10 +45,11 @@ def test_a_loaded_model_and_its_adapters_are_stacked(small_model, write_folder, 
                 [[b.codes for b in bases], [b.absmax for b in bases]] if quantize_it else [[b.weight for b in bases]]
             )
             tensors += [[module.lora_A["a"] for module in stack]]
-            with lora.cast_once(model, torch.bfloat16):
-                tensors += [[module.casts["a"][i] for module in stack] for i in range(2)]
             for beside in tensors:
                 assert side_by_side(beside).data_ptr() == beside[0].data_ptr()
+            A, Bs = Stack(stack).cast(torch.bfloat16)
+            assert torch.equal(A, torch.cat([module.lora_A["a"] for module in stack]).bfloat16())
+            assert all(torch.equal(B, module.lora_B["a"].bfloat16()) for B, module in zip(Bs, stack, strict=True))
     biases = [getattr(model.model.layers[0].self_attn, f"{name}_proj").base.bias for name in "qkv"]
     assert side_by_side(biases).data_ptr() == biases[0].data_ptr()
     if not quantize_it:

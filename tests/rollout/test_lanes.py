@@ -12,7 +12,7 @@ from r3lite.models import lora
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.engine import Engine
-from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor, rounded_up
+from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings
 from tests.rollout.conftest import ScriptedEngine
@@ -177,23 +177,6 @@ def test_who_leaves_while_its_documents_are_looked_for_goes_when_they_have_come(
     ended += run(lanes)
     assert {s.question.id: s.finish for s in ended} == {"a": CUT_OFF, "b": ANSWERED}
     assert not lanes.lanes[None][0].unfinished
-
-
-@pytest.mark.parametrize(
-    ("count", "size"), [(1, 16), (16, 16), (17, 32), (100, 112), (129, 160), (300, 320), (512, 512)]
-)
-def test_prefills_have_few_sizes(count, size):
-    assert rounded_up(count) == size
-
-
-def test_every_pass_of_many_tokens_has_one_of_these_sizes(lanes_of, visitor, model):
-    sizes = set()
-    model.register_forward_pre_hook(lambda module, inputs: sizes.add(inputs[0].shape[1]))
-    lanes = lanes_of(rows=4)  # one of them free
-    for name in ("a", "bb", "ccccc"):
-        lanes.join(visitor(name))
-        lanes.iterate()
-    assert len(sizes) > 1 and all(size == 1 or rounded_up(size) == size for size in sizes)
 
 
 def test_a_lane_that_waits_for_documents_does_not_hold_up_another(lanes_of, visitor, model):

@@ -23,7 +23,3 @@ from r3lite.rl.algorithms.mixed import Mixed
 class ExGrpo(Mixed):
     has_replay = True
     own = Mixed.own | {"replay_size", "replay_share", "replay_min_outcome", "replay_start"}
-
-    @property
-    def most_off_policy(self) -> int:
-        return self.settings.questions_at(self.settings.replay_share)

@@ -17,8 +17,3 @@ from r3lite.rl.algorithms.mixed import Mixed
 class Hybrid(Mixed):
     has_traces = has_replay = True
     own = Luffy.own | ExGrpo.own
-
-    @property
-    def most_off_policy(self) -> int:
-        s = self.settings
-        return s.questions_at(s.trace_share) + s.questions_at(s.replay_share)

@@ -17,7 +17,3 @@ from r3lite.rl.algorithms.mixed import Mixed
 class Luffy(Mixed):
     has_traces = True
     own = Mixed.own | {"traces", "trace_share", "trace_min_outcome"}
-
-    @property
-    def most_off_policy(self) -> int:
-        return self.settings.questions_at(self.settings.trace_share)
