@@ -1,5 +1,6 @@
 """The notebook: its outputs are stripped, and its cells run in order."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CELLS = json.loads((ROOT / "docs" / "r3lite.ipynb").read_text(encoding="utf-8"))["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
+PIP = [sys.executable, "-m", "pip", "install", "--quiet"]
 # What the notebook takes of IPython.
 STUB = """
 class HTML:
@@ -27,6 +29,19 @@ def test_the_notebook_has_no_outputs_and_is_plain_python():
         assert cell["cell_type"] == "markdown" or (cell["outputs"], cell["execution_count"]) == ([], None)
     for code in CODE:
         compile(code, "cell", "exec")
+
+
+@pytest.mark.parametrize("in_clone", [True, False])
+def test_r3lite_is_installed_from_the_clone_or_from_the_address(monkeypatch, tmp_path, in_clone):
+    asked = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(subprocess, "run", lambda command, check: asked.append(command))
+    monkeypatch.chdir(ROOT / "docs" if in_clone else tmp_path)
+    code = CODE[0].replace('REPOSITORY = ""', 'REPOSITORY = "https://host/r3lite"')
+    exec(code if not in_clone else CODE[0], {})
+    assert asked[-1] == [*PIP, str(ROOT if in_clone else tmp_path / "r3lite-clone")]
+    cloned = ["git", "clone", "--depth", "1", "https://host/r3lite", str(tmp_path / "r3lite-clone")]
+    assert asked[:-1] == ([] if in_clone else [cloned])
 
 
 @pytest.mark.slow
