@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from r3lite.core.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval import golden, hybrid, lexical, qdrant, remote, semantic, web
+from r3lite.retrieval import golden, hybrid, lexical, semantic
 from r3lite.retrieval.reranker import CANDIDATES, Reranked
 from r3lite.retrieval.setup import Setup
 
@@ -34,8 +34,11 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
 def build_retriever(setup: Setup) -> Retrieve:
     """The retriever of the settings, or those of several kinds of sources. They work on the CPU."""
     settings = setup.settings
-    kinds = web.SERVICES[settings.retriever].kinds if settings.is_web else ()
-    own = {name: settings for name in kinds if name != setup.kind} | settings.of_sources
+    own = settings.of_sources
+    if settings.is_web:
+        from r3lite.retrieval import web
+
+        own = {name: settings for name in web.SERVICES[settings.retriever].kinds if name != setup.kind} | own
     default = _built(setup)
     if not own:
         return default
@@ -46,9 +49,11 @@ def build_retriever(setup: Setup) -> Retrieve:
 def _built(setup: Setup) -> Retrieve:
     settings = setup.settings
     if settings.is_web:
-        build = web.build
+        from r3lite.retrieval.web import build
+    elif settings.is_collection:
+        from r3lite.retrieval.qdrant import build
     elif settings.is_remote:
-        build = qdrant.build if settings.is_collection else remote.build
+        from r3lite.retrieval.remote import build
     else:
         build = RETRIEVERS[settings.retriever]
     if settings.rerank is None:

@@ -19,7 +19,6 @@ from r3lite.training.oversight import Collapse, Oversight
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
 from r3lite.training.trace import SpanLog
-from r3lite.training.tracking import build_tracker
 
 
 class Trainer(Protocol):
@@ -50,7 +49,12 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
     done = run.begin(state)
     last = min(total, done + (run.settings["stop_after"] or total))
     every = run.settings["save_every"]
-    log = metrics.MetricsLog(run.output, done, total, run.command, build_tracker(run.settings, run.output, done))
+    tracker = None
+    if run.settings["track"] != "none":
+        from r3lite.training.tracking import build_tracker
+
+        tracker = build_tracker(run.settings, run.output, done)
+    log = metrics.MetricsLog(run.output, done, total, run.command, tracker)
     span_log = SpanLog(spans, run.settings, run.output, run.command, done)
     try:
         with Interrupts(state.precision) as interrupts:

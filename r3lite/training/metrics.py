@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -19,7 +20,9 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import own_records
 from r3lite.core.spans import Spans, span
 from r3lite.devices.live_tensors import MIB
-from r3lite.training.tracking import Tracker
+
+if TYPE_CHECKING:
+    from r3lite.training.tracking import Tracker
 
 FILE = "metrics.jsonl"
 # Metrics that differ from run to run; all others are equal to the bit in a repeated run. (`judge/` counts the calls and
@@ -158,7 +161,7 @@ class MetricsLog:
     `tracker` gets every record, too.
     """
 
-    def __init__(self, output: Path, start: int, total: int, label: str, tracker: Tracker | None = None):
+    def __init__(self, output: Path, start: int, total: int, label: str, tracker: "Tracker | None" = None):
         self.path, self.total, self.label, self.tracker = output / FILE, total, label, tracker
         self.every = max(1, total // LINES)
         self.file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115

@@ -4,7 +4,7 @@ import pytest
 
 from r3lite.core.episode import Question, Step
 from r3lite.core.records import Record, Source
-from r3lite.datasets.conversations import r1
+from r3lite.datasets.conversations import from_r1
 from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.transcript import Layout, Transcript
@@ -65,4 +65,4 @@ def test_a_thought_is_rendered_as_the_rows_of_sft_have_it():
     text = ThinkingChat().render(step, 1)
     assert ThinkingChat().parse(text, []) == step
     row = Record({"question": "2 + 2?", "reasoning": step.analysis, "answer": step.answer}, Source("a test"))
-    assert r1.read(row)[-1]["content"] == text
+    assert from_r1(row)[-1]["content"] == text
