@@ -26,7 +26,7 @@ def ask(config: AskConfig) -> None:
     sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     retrieve, finder = open_retriever(config)  # before the model is loaded, so that a missing index shows at once
     if config.model.adapter is None:
-        print("warning: without --adapter, the model was never taught the step format", file=sys.stderr)
+        print("warning: without --adapter, the model was not trained on the step format", file=sys.stderr)
     conversation = Conversation(build_engine(config, 1), retrieve, finder, config.common.seed, config.ask.json)
     if question is not None:
         conversation.ask(question)

@@ -1,4 +1,4 @@
-"""What this machine can do and whether r3lite is right on it, in about a minute: a line a check, with what to do."""
+"""What this machine can do and whether r3lite computes correctly, in about a minute: a line per check."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ FILE = "~/.cache/r3lite/doctor.json"
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Finds out what this machine can do and whether r3lite is right on it, in about a minute and without a download.
+    """Checks what this machine can do and whether r3lite computes correctly, in about a minute, without a download.
 
     Each check is a line: ok; !! with what to do; -- with the reason why it does not apply here. If any failed, the exit
     status is 1. Times are predicted from the speeds that it measures. All of it is written to --output FILE.json, by
@@ -54,7 +54,7 @@ def examine(config: DoctorConfig) -> None:
     print("\nwhat it can do", flush=True)
     speeds, report = [], Report(hide)
     report.make("speeds", measured_speeds, device, speeds)
-    print("\nwhether r3lite is right on it")
+    print("\nwhether r3lite computes correctly on it")
     for check in CHECKS:
         report.make(check.name, check.run, precision)
     report.make(BESIDE[0], beside_tensors, precision, driver, report.measured)

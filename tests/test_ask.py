@@ -71,7 +71,7 @@ def test_reasoning_evidence_and_answer_are_shown(arguments, capsys):
     assert lines[6] == "" and lines[7:10] == ANSWER.splitlines()
     assert lines[-2:] == [f"answer: Caf\u00e9 {CITY}", ""] and set(lines[-3]) == {"-"}
     assert all(len(line) <= 80 for line in lines)
-    assert "without --adapter, the model was never taught the step format" in shown.err
+    assert "without --adapter, the model was not trained on the step format" in shown.err
 
 
 def test_the_procedure_that_fits_is_shown_and_given_to_the_model(arguments, tmp_path, capsys, monkeypatch):

@@ -75,7 +75,7 @@ def test_questions_that_give_no_trajectory_are_counted_by_reason(tmp_path, capsy
     assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1"]
     table = capsys.readouterr().out
     assert re.search(r"rejected: no decomposition +2\n", table)
-    assert re.search(r"rejected: step 2 asks again what an earlier step asked +1\n", table)
+    assert re.search(r"rejected: step 2 repeats an earlier query +1\n", table)
     assert re.search(r"rejected: a hop without a gold paragraph +1\n", table)
 
 

@@ -83,7 +83,8 @@ def test_each_check_is_a_line_and_one_that_raises_has_failed_while_the_others_go
     assert doctor.main([*FP32, "--output", str(tmp_path / "d.json")]) == 1
     told = capsys.readouterr()
     lines = [
-        line.rstrip() for line in told.out.split("whether r3lite is right on it\n")[1].split("\n\n")[0].splitlines()
+        line.rstrip()
+        for line in told.out.split("whether r3lite computes correctly on it\n")[1].split("\n\n")[0].splitlines()
     ]
     assert lines[0] == "ok sound               as it should be"
     assert lines[1] == "!! raising             ValueError: no such number"

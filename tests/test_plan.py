@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_refused_with_remedies(tmp_path, capsys):
     tight = ["--model", QWEN, "--quantize", "none", "--vram-budget", "900MiB", "--device", "cpu", "--dtype", "bf16"]
     assert plan.main([*tight, "--output", str(tmp_path)]) == 1
     told = capsys.readouterr().err
-    assert re.search(r"stopped: this run takes 1,\d\d\d MiB at the least, and the budget is 900 MiB", told)
+    assert re.search(r"stopped: this run takes 1,\d\d\d MiB at least, and the budget is 900 MiB", told)
     assert "--quantize nf4; or " in told
     needed = re.search(r"--vram-budget (\d+MiB)", told)[1]
     assert not (tmp_path / "plan.json").exists()

@@ -26,7 +26,7 @@ def told(capsys, *records: dict, **settings) -> str:
 
 def test_a_start_that_is_paid_for_no_answer_is_told_once(capsys):
     said = told(capsys, NONE, NONE, NONE, NONE)
-    assert said.startswith("warning: no answer in the first 2 rounds was paid for, and 75% of the episodes are mal")
+    assert said.startswith("warning: no answer in the first 2 rounds was rewarded, and 75% of the episodes are mal")
     assert said.count("\n") == 1 and "run SFT first" in said and "--format" in said and "--max-new-tokens" in said
     assert told(capsys, NONE) == ""  # 16 episodes say too little
     assert "in the first round was" in told(capsys, NONE, batch_size=4)

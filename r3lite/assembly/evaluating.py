@@ -57,7 +57,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
         found["judge"] = judge.counts() | {"judge/missing": verdicts.count(None)}
     write_json(output / SCORES, found)
     print(scores_table(found))
-    print(f"written to {output / SCORES}; what it said: {output / PREDICTIONS}")
+    print(f"written to {output / SCORES}; answers: {output / PREDICTIONS}")
 
 
 def judged(marks: Marks, episode: Episode, verdict: Verdict) -> Marks:

@@ -119,7 +119,7 @@ def train(config: PpoConfig) -> None:
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
         if loop.train(run, trainer, oversight, spans):
-            told = f"done: {run.output / 'adapter'}{oversight.note()}; what it said: {file}"
+            told = f"done: {run.output / 'adapter'}{oversight.note()}; answers: {file}"
             print(told + note_on(judge))
 
 

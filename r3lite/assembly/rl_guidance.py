@@ -41,7 +41,7 @@ def check(config: PpoConfig) -> None:
         )
     if (algorithm.has_traces or algorithm.has_replay) and not most_for_answer(config.reward):
         raise UsageError(
-            f"{rl.algorithm} learns from answers that are right, and no reward is paid for one: pass --outcome-em, "
+            f"{rl.algorithm} learns from right answers, and no reward is given for one: pass --outcome-em, "
             "--outcome-f1 or --outcome-judge above 0"
         )
 

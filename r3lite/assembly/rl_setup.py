@@ -107,7 +107,7 @@ def warn_of_start(adapter: str | None) -> None:
     """Warns of a model that does not know the step format, or not well: RL from there tends to collapse."""
     told = None
     if adapter is None:
-        told = "without --adapter, RL starts from a model that was never taught the step format"
+        told = "without --adapter, RL starts from a model that was not trained on the step format"
     elif (epochs := sft_epochs(adapter)) is not None and epochs < 1:
         told = f"SFT had taken {epochs:.2f} of a pass over its data when it wrote {adapter}: with less than one whole "
         told += "pass, RL tends to collapse"
@@ -123,7 +123,7 @@ def warn_of_no_reward(config: PpoConfig, guard: Guard, record: dict) -> None:
     seen = f"the first {len(rounds)} rounds" if len(rounds) > 1 else "the first round"
     if most_for_answer(config.reward) and all(numbers["outcome"] == 0 for numbers in rounds):
         lost = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
-        told = f"no answer in {seen} was paid for, and {lost:.0%} of the episodes are malformed or cut off: there is "
+        told = f"no answer in {seen} was rewarded, and {lost:.0%} of the episodes are malformed or cut off: there is "
         told += "nothing to learn to answer from. If they are malformed, run SFT first, or pass the adapter's own "
         told += "--format and prompts; if cut off, a larger --max-new-tokens or --max-length; if wrong, see whether "
         told += "the retriever finds the answers"

@@ -18,7 +18,7 @@ class Memory:
 
     nf4: bool = False
     recompute_layers: int = 0
-    micro_batch_tokens: int = 4096  # of one pass; a longer row goes alone
+    micro_batch_tokens: int = 4096  # of one pass; a longer row forms its own
     loss_chunk: int = 128  # rows of logits that exist at a time
     mlp_tile: int = 1024  # tokens for which the inside of an MLP exists at a time, if it is not kept
     offload: bool = False

@@ -124,7 +124,7 @@ class Demonstration:
         choices = [one_line(choice) for hop in missing for choice in self._choices(hop, written)]
         fresh = [c for c in dict.fromkeys(choices) if not any(same_query(c, query) for query in asked)]
         if not fresh:
-            self.rejected = "a paragraph that nothing found so far names"
+            self.rejected = "no query known for a missing paragraph"
         elif len(self.steps) == self.max_hops:
             self.rejected = f"more than {self.max_hops} queries"
         else:

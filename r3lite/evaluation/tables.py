@@ -26,7 +26,7 @@ def scores_table(found: dict) -> str:
         lines.append(f"\n{failed} questions at which the retriever failed are left out")
     if (found["format_adherence"]["value"] or 0.0) < LEAST_ADHERENCE:
         lines.append(
-            "\nFew steps keep to the format, so the other scores say little: is --adapter missing, "
+            "\nFew steps follow the format, so the other scores mean little: is --adapter missing, "
             "or was it trained with other prompt files?"
         )
     return "\n".join(lines)

@@ -51,7 +51,7 @@ def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, Qw
             return memory
         least = size if least is None else min(least, size)
     raise R3LiteError(
-        f"this run takes {least / MIB:,.0f} MiB at the least, and the budget is {budget / MIB:,.0f} MiB",
+        f"this run takes {least / MIB:,.0f} MiB at least, and the budget is {budget / MIB:,.0f} MiB",
         "It would fit with " + "; or ".join(_remedies(w, fixed, budget, least, models)) + ".",
     )
 

@@ -76,7 +76,7 @@ class ShrinkingGrant(Grant):
         less = self._smaller(phase)
         if less is None:
             raise OutOfMemory(
-                f"the device ran out of memory, and nothing is left to make smaller ({reason})",
+                f"the device ran out of memory, and no size can be reduced further ({reason})",
                 "Close what else uses the card and go on with --resume auto; or start anew, with this run as "
                 "--adapter, and --quantize nf4 or a smaller --max-length.",
             )

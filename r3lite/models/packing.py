@@ -118,7 +118,7 @@ def states_at(hidden: Tensor, places: Tensor) -> Tensor:
 
 
 def groups(rows: Sequence[Sequence[int]], tokens: int, most: int) -> list[list[int]]:
-    """Indices of rows in groups of at most `most`, each group's pack of at most `tokens`; a longer row goes alone.
+    """Indices of rows in groups of at most `most`, each group's pack of at most `tokens`; a longer row forms its own.
 
     Rows with a common prefix stay together.
     """

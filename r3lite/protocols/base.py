@@ -18,7 +18,7 @@ NO_MORE = "Nothing more can be looked up. Give the final answer."
 # Faults that a layout finds, whatever the protocol; worded to follow `step k`.
 LAYOUT_FAULTS = {
     CUT_OFF: "was not finished within the token limit",
-    ANSWER_WAS_FORCED: "asks for more when only an answer was left to give",
+    ANSWER_WAS_FORCED: "searches although only the final answer was allowed",
 }
 
 

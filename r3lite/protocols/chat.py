@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from r3lite.core.episode import Step
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol
 
-FAULTS = {"blank_answer": "answers nothing", **LAYOUT_FAULTS}
+FAULTS = {"blank_answer": "has an empty answer", **LAYOUT_FAULTS}
 THOUGHT_FAULTS = {
     "no_thought": "does not begin with a thought between <think> and </think>",
     "repeated_thought": "has a <think> or </think> beside those of its thought",

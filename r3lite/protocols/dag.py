@@ -26,10 +26,10 @@ from r3lite.settings import ProtocolSettings
 
 FAULTS = {
     **plan.FAULTS,
-    "text_outside_answers": "has text that is no answer of a node it was asked for",
+    "text_outside_answers": "has text other than the requested answers",
     "repeated_answer": "answers twice",
-    "blank_answer": "answers nothing",
-    "missing_answer": "does not answer a node that others wait for",
+    "blank_answer": "has an empty answer",
+    "missing_answer": "does not answer a node that others depend on",
     "early_answer": "gives the final answer before all nodes were searched",
     "no_final_answer": "does not give the final answer after the last node",
     **LAYOUT_FAULTS,

@@ -30,9 +30,9 @@ FAULTS = {
     "late_think": "thinks after its query or answer",
     "no_query_or_answer": "has neither a query nor an answer",
     "query_and_answer": "has both a query and an answer",
-    "blank_query": "asks for nothing",
-    "blank_answer": "answers nothing",
-    "repeated_query": "asks again what an earlier step asked",
+    "blank_query": "has an empty query",
+    "blank_answer": "has an empty answer",
+    "repeated_query": "repeats an earlier query",
     "wrote_documents": "writes retrieved documents itself",
     **LAYOUT_FAULTS,
 }

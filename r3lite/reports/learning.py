@@ -23,7 +23,7 @@ class Panel:
 
 
 PANELS = {
-    "What was learned": (
+    "Results": (
         Panel("reward", "Reward of an episode", "", {"reward": "mean", "reward_std": "standard deviation"}),
         Panel("reward-by-source", "Reward by source", "", {"reward/*": ""}),
         Panel("reward-parts", "Reward by part", "", {"rewards/*/mean": ""}),
@@ -37,9 +37,9 @@ PANELS = {
         Panel("loss-by-source", "Loss by source", "", {"loss/*": ""}),
         Panel("perplexity", "Perplexity", "", {"perplexity": "training", "eval_perplexity": "validation"}, log=True),
         Panel("value-loss", "Loss of the critic", "", {"value_loss": "value loss"}),
-        Panel("explained-variance", "Variance that the critic explains", "", {"explained_variance": "share"}),
+        Panel("explained-variance", "Explained variance of the critic", "", {"explained_variance": "share"}),
     ),
-    "How it learned": (
+    "Training curves": (
         Panel("kl", "KL divergence from the reference", "nats a token", {"kl": "KL"}),
         Panel("entropy", "Entropy", "nats a token", {"entropy": "entropy"}),
         Panel(
@@ -61,13 +61,13 @@ PANELS = {
         Panel("learning-rate", "Learning rate", "", {"learning_rate": "rate"}),
         Panel(
             "off-policy",
-            "Episodes that were not sampled",
+            "Off-policy episodes",
             "",
             {"off_policy/traces": "traces", "off_policy/replays": "replays"},
         ),
         Panel("teacher", "Teacher of failures", "", {"teacher/failed": "failed", "teacher/guided": "guided"}),
     ),
-    "What it said": (
+    "Outputs": (
         Panel("length", "Sampled tokens of an episode", "tokens", {"completions/mean_length": "mean"}),
         Panel("searches", "Searches of an episode", "", {"searches": "mean"}),
         Panel(
@@ -87,11 +87,11 @@ PANELS = {
             {
                 "queries/blank_ratio": "episodes with a blank query",
                 "queries/repeated_ratio": "with a repeated query",
-                "completions/repeated_ngrams": "4-grams said before",
+                "completions/repeated_ngrams": "repeated 4-grams",
             },
         ),
     ),
-    "What it took": (
+    "Time and memory": (
         Panel("time", "Time of a step, by part", "s", {"time/*": ""}),
         Panel("cache", "Queries that were in the cache", "share", {"queries/cached_ratio": "queries"}),
         Panel("speed", "Throughput", "tokens/s", {"tokens_per_second": "tokens"}),
@@ -112,7 +112,7 @@ def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
         some = [run for run in trained if run.command == command]
         for section, panels in PANELS.items():
             made = [_chart(panel, some) for panel in panels]
-            made += [_faults(some)] if section == "What it said" else []
+            made += [_faults(some)] if section == "Outputs" else []
             if len(commands) > 1:
                 section = f"{command}: {section[0].lower()}{section[1:]}"
                 made = [replace(chart, name=f"{command}-{chart.name}") for chart in made]

@@ -137,7 +137,7 @@ def _answers(runs: Sequence[Run]) -> Iterable[tuple[str, str]]:
                 if name != evaluations.RIGHT:
                     told += [_episode(line, f"{name}: ") for line in lines[: evaluations.EXAMPLES]]
     if told:
-        yield "Answers by kind", "".join(told)
+        yield "Answers by outcome", "".join(told)
 
 
 def _episodes(runs: Sequence[Run]) -> Iterable[tuple[str, str]]:

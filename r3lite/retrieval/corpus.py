@@ -37,7 +37,7 @@ def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> 
         before = len(seen)
         yield from _stream(path, skip_bad_rows, seen)
         if len(seen) == before:
-            raise R3LiteError(f"{path} holds no passage", REMEDY)
+            raise R3LiteError(f"{path} contains no passage", REMEDY)
 
 
 def _stream(path: str | Path, skip_bad_rows: bool, seen: set[str]) -> Iterator[Document]:

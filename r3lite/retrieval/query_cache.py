@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class QueryCache:
-    """The file. Beyond `most` MiB what was written first is deleted first. Safe in threads."""
+    """The file. Beyond `most` MiB the oldest are deleted first. Safe in threads."""
 
     def __init__(self, path: str | Path, most: int):
         """Raises R3LiteError if the file is no such cache or cannot be written."""

@@ -20,7 +20,7 @@ class PrepareSettings(Section):
     dev_size: Count = 300
     """questions to choose by while training, as for --eval-data"""
     test_size: Count = 500
-    """questions that are looked at once, at the end"""
+    """test questions, for one evaluation at the end"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CollectSettings(Section):
     """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments
     (sub-questions)"""
     attempts: Annotated[int, Bounds(low=1, high=100)] = 4
-    """tries of the teacher at a question; each after the first is told to go another way"""
+    """tries of the teacher at a question; each after the first is asked for another way"""
     without_search: Literal["keep", "drop"] = "keep"
     """trajectories that answer without a search; a teacher that does so is asked again"""
     min_f1: Fraction = 0.8

@@ -30,7 +30,7 @@ from r3lite.settings.tuning import TuningSettings
 
 @dataclass(frozen=True)
 class SftConfig:
-    """Teaches a model the step format, and to copy what it reads, from trajectories that `collect` wrote.
+    """Fine-tunes a model on trajectories that `collect` wrote: the step format, and quoting documents.
 
     --data also takes conversations (docs/conversations.md): messages, ShareGPT, Alpaca, prompt and completion, Glaive,
     R1. The loss is on what the assistant wrote.
@@ -63,9 +63,9 @@ class SftConfig:
 @dataclass(frozen=True)
 class PpoConfig:
     """Trains a LoRA adapter by reinforcement learning: the model answers questions step by step with a retriever
-    and is paid for right answers, for finding the gold paragraphs and for well-formed steps.
+    and is rewarded for right answers, for finding the gold paragraphs and for well-formed steps.
 
-    Start from an SFT adapter (--adapter): a small model that does not know the step format is never paid.
+    Start from an SFT adapter (--adapter): a small model that does not know the step format never gets a reward.
     """
 
     common: Common = Common()
@@ -129,7 +129,7 @@ class EvaluateConfig:
     Writes scores.json (exact match, F1, format adherence, retrieval recall, combined score, mean searches and more,
     each with a 95 % bootstrap interval, also by number of hops and type of question) and predictions.jsonl (every
     answer with its steps, documents and scores) to --output. The search that a --baseline makes for the model counts as
-    a well-formed step. --compare A B answers nothing: it compares two evaluations. docs/evaluation.md has the formulas.
+    a well-formed step. --compare A B only compares two evaluations. docs/evaluation.md has the formulas.
     """
 
     common: Common = Common()

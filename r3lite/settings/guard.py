@@ -34,7 +34,7 @@ class GuardSettings(Section):
     # Free, so that a run that the guard has stopped can go on without it.
     guard: Free[Literal["roll-back", "warn", "off"]] = "roll-back"
     """roll-back: if a limit is crossed, go on from the best checkpoint more carefully, which needs --eval-data; warn:
-    only say so, as without --eval-data"""
+    only print it, as without --eval-data"""
     guard_rollbacks: Whole = 3
     """most rollbacks; if a limit is crossed after the last, the run stops with the reason"""
     guard_rate_factor: Share = 0.25

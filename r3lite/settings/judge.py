@@ -27,7 +27,7 @@ class JudgeSettings(Section):
     judge_rpm: Free[Count] = 60
     """most requests a minute"""
     judge_concurrency: Free[Count] = 4
-    """most requests under way at once"""
+    """most concurrent requests"""
     judge_quantize: Literal["nf4", "none"] = "none"
     """whether the judging model is in 4 bits (local)"""
     judge_max_length: Tokens = 8192

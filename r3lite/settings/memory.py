@@ -8,7 +8,7 @@ from r3lite.core.config import Count, Free, Section, Whole
 
 @dataclass(frozen=True)
 class MemorySettings(Section):
-    """Memory. What is not given is chosen so that the run fits, the fastest way first."""
+    """Memory. Sizes that are not given are chosen automatically: the fastest that fit."""
 
     # Three are free, as a checkpoint holds how the work is divided and whether the base is in NF4; see
     # memory/shrinking.py.
@@ -21,7 +21,7 @@ class MemorySettings(Section):
     recompute_layers: Whole | None = None
     """layers whose activations are recomputed in the backward pass: less memory; for all layers, a third more time"""
     micro_batch_tokens: Count | None = None
-    """most tokens of one pass; a longer row goes alone"""
+    """most tokens of one pass; a longer row forms its own"""
     loss_chunk: Count | None = None
     """rows of logits in memory at a time"""
     mlp_tile: Count | None = None

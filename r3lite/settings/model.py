@@ -25,7 +25,7 @@ class ModelSettings(Section):
     compile: bool = False
     """layers by torch.compile in passes without gradients (decoding, scoring, validation), and on a card NF4 weights'
     dequantization in all passes; takes up to minutes at the start. The rest of passes with gradients is not compiled.
-    On a CPU it is of use where one episode is sampled at a time in bf16"""
+    On a CPU it helps if one episode is sampled at a time in bf16"""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class ProtocolSettings(Section):
     queries_per_step: Annotated[int, Bounds(low=1, high=16)] = 1
     """most queries that a step may ask at once, under `The retrieval queries:` (r3)"""
     verification: bool = False
-    """an answer must be preceded by `The verification:`, which says what shows it (r3)"""
+    """an answer must be preceded by `The verification:`, with the evidence for it (r3)"""
     most_nodes: Annotated[int, Bounds(low=1, high=50)] = 6
     """most nodes of a plan (dag)"""
     most_node_words: Annotated[int, Bounds(low=1, high=1000)] = 30

@@ -60,7 +60,7 @@ class RetrievalSettings(Section):
     query_cache: str | None = None
     """file that keeps vectors of queries, for this run and all others that name it: none is encoded twice"""
     query_cache_mib: Annotated[int, Bounds(low=1, high=1 << 20)] = 256
-    """most MiB of --query-cache; what was written first is deleted first"""
+    """most MiB of --query-cache; the oldest are deleted first"""
     source_index: tuple[str, ...] | None = None
     """where searches of a plan look that are meant for one kind of source, by --format dag: News=news-index and more,
     each an index folder, or an address or service as --retriever takes it; General, News, Academic; others look as

@@ -47,17 +47,17 @@ class RewardSettings(Section):
     """Rewards."""
 
     outcome_em: NonNegative = 1.0
-    """paid at the end for an exact match"""
+    """reward at the end for an exact match"""
     outcome_f1: NonNegative = 0.0
-    """paid at the end per unit of F1"""
+    """reward at the end per unit of F1"""
     outcome_judge: Judged[NonNegative] = 0.0
-    """paid at the end when the judge calls the answer right"""
+    """reward at the end if the judge calls the answer right"""
     process_recall: NonNegative = 0.0
-    """paid at each query per share of the gold paragraphs found for the first time, which must be known"""
+    """reward at each query per share of the gold paragraphs retrieved for the first time, which must be known"""
     process_judge: Judged[NonNegative] = 0.0
-    """paid at each query per unit of the judge's relevance and coherence"""
+    """reward at each query per unit of the judge's relevance and coherence"""
     format_reward: NonNegative = 0.1
-    """paid for well-formed steps: this times their share of the episode's steps"""
+    """reward for well-formed steps: this times their share of the episode's steps"""
     gamma_correct: Factor = 0.6
     """process rewards of a trajectory with a right answer are multiplied by 1 + this (R3-RAG)"""
     gamma_incorrect: Factor = -0.2
@@ -67,11 +67,11 @@ class RewardSettings(Section):
     least_searches: Annotated[int, Bounds(low=0, high=100)] = 0
     """an episode with fewer different searches is not paid for its outcome; 0: off"""
     search_bonus: NonNegative = 0.0
-    """paid at each query that is neither blank nor repeated"""
+    """reward for each query that is neither blank nor repeated"""
     idle_query_penalty: NonNegative = 0.0
-    """taken off at each step with a blank or repeated query (--end-at-idle-query ends the episode there)"""
+    """penalty at each step with a blank or repeated query (--end-at-idle-query ends the episode there)"""
     rewards: tuple[RewardEntry, ...] | None = None
-    """what is paid beside the above: NAME=WEIGHT,... of docs/rewards.md, or package.module:function=WEIGHT, which
+    """further rewards: NAME=WEIGHT,... of docs/rewards.md, or package.module:function=WEIGHT, which
     imports your own code from this folder; weights may be negative; in a file a table of name, weight and parameters
     each, and perhaps first_weight"""
     curriculum_rounds: Annotated[int, Bounds(low=0, high=1 << 30)] = 30

@@ -97,7 +97,7 @@ class RLSettings(Section):
     """traces whose answer is paid less than this, as a share of the most that an answer can be paid, are left out
     (luffy, hybrid)"""
     replay_size: Count = 10_000
-    """most episodes that are kept for replay; the oldest make room (exgrpo, hybrid)"""
+    """most episodes that are kept for replay; the oldest are dropped (exgrpo, hybrid)"""
     replay_share: Fraction = 0.3
     """share of a round's questions that are asked again, joined by a success of an earlier round; rounded up (exgrpo,
     hybrid)"""
@@ -115,7 +115,7 @@ class RLSettings(Section):
     value_learning_rate: Positive = 1e-3
     """learning rate of the value head (ppo)"""
     negative_advantage_scale: NonNegative = 1.0
-    """negative advantages are multiplied by this; below 1 a small model drifts less into noise"""
+    """negative advantages are multiplied by this; below 1 a small model stays more stable"""
     gamma: Fraction = 1.0
     """discount (ppo, reinforce++)"""
     gae_lambda: Fraction = 0.95

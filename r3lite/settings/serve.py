@@ -58,7 +58,7 @@ class ModeSettings(Section):
     memory_modes: tuple[Literal["chat", "reasoning", "search"], ...] = ("chat",)
     """modes in which they are given; adapters that learned steps from single questions may answer an earlier one"""
     conversations: Count = 1000
-    """conversations that are remembered; the one that was silent longest is forgotten first"""
+    """conversations that are remembered; the least recently used is dropped first"""
     memory_kib: Count = 4096
     """most KiB of text that are remembered in all"""
 

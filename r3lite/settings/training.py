@@ -21,7 +21,7 @@ class Schedule(Section):
     keep_checkpoints: Free[Count] = 2
     """newest checkpoints kept"""
     stop_after: Free[Count | None] = None
-    """leave cleanly after this many steps of this process, with the schedule unchanged"""
+    """exit cleanly after this many steps of this process, with the schedule unchanged"""
     resume: Free[str | None] = None
     """auto: newest sound checkpoint in --output, or a fresh start; or the folder of a run or a checkpoint"""
 
@@ -63,7 +63,7 @@ class OptimizerSettings(Section):
     lora_plus_ratio: Positive = 1.0
     """learning rate of LoRA's B matrices, as a multiple of that of its A matrices (LoRA+, arXiv 2402.12354)"""
     learning_rate_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """how the rate goes from its peak to --min-learning-rate; choosing one brings the latter: 0.1, 0 and 1"""
+    """how the rate goes from its peak to --min-learning-rate; it also sets the latter: 0.1, 0 and 1"""
     min_learning_rate: Fraction = 0.1
     """end of the schedule, as a fraction of the peak; 1: constant after the warm-up"""
     warmup: Fraction = 0.03

@@ -74,7 +74,7 @@ def test_a_name_that_nothing_has_named_is_not_asked_for():
     question = replace(QUESTION, gold=(film.document, PERSON), hops=(film, HOPS[1]))
     assert made([OTHER], question=question).steps[1].queries == ("Which film is old?",)
     hidden = replace(question, hops=(replace(film, question=question.text), HOPS[1]))
-    assert made([OTHER], question=hidden).rejected == "a paragraph that nothing found so far names"
+    assert made([OTHER], question=hidden).rejected == "no query known for a missing paragraph"
 
 
 def test_an_answer_that_no_quote_has_is_not_filled_in():
@@ -82,13 +82,13 @@ def test_an_answer_that_no_quote_has_is_not_filled_in():
     dahl = replace(QUOTES[0], answer="Ann Maria Dahl")
     person = replace(QUOTES[1], document=replace(PERSON, title="Oslo people"))
     question = replace(QUESTION, gold=(FILM, person.document), hops=(dahl, person))
-    assert made([FILM], question=question).rejected == "a paragraph that nothing found so far names"
+    assert made([FILM], question=question).rejected == "no query known for a missing paragraph"
 
 
 @pytest.mark.parametrize(
     ("documents", "changes", "reason"),
     [
-        (([FILM], [OTHER]), {}, "a query that does not find its gold paragraph"),
+        (([FILM], [OTHER], [OTHER]), {}, "a query that does not find its gold paragraph"),
         (([FILM],), {"max_hops": 1}, "more than 1 queries"),
         (([FILM, PERSON],), {"question": replace(QUESTION, answers=("Bergen",))}, "an answer that stands in no"),
         (([FILM, PERSON],), {"length": 20}, None),  # the evidence is cut off both: as if nothing was found
@@ -102,7 +102,15 @@ def test_what_cannot_be_shown_is_rejected(documents, changes, reason):
 
 def test_a_paragraph_without_its_evidence_is_not_found():
     """One of the same title may be of another corpus, and say something else."""
-    assert made([FILM], [replace(PERSON, text="Ann Dahl is a painter.")]).rejected
+    other = replace(PERSON, text="Ann Dahl is a painter.")
+    assert made([FILM], [other], [other]).rejected
+
+
+def test_a_query_that_finds_nothing_makes_way_for_the_next_that_is_known():
+    found = made([FILM], [OTHER], [PERSON])
+    assert found.steps[1].queries == (HOPS[1].question.replace("#1", HOPS[0].answer),)
+    assert found.steps[1].documents == (PERSON,) and found.steps[-1].answer == QUESTION.answers[0]
+    assert made([FILM], [PERSON]).steps[1].queries == ("Ann Dahl",)
 
 
 def test_what_is_too_long_to_quote_is_rejected():

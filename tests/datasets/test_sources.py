@@ -21,7 +21,7 @@ from r3lite.datasets.sources import (
 )
 from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.rewards.tasks import combined
-from r3lite.settings import DataSettings, ProtocolSettings, SftConfig, SourceSettings
+from r3lite.settings import DataSettings, NewQuestionSettings, ProtocolSettings, SftConfig, SourceSettings
 from r3lite.settings.sources import SourceEntry
 
 GLAIVE = {
@@ -62,7 +62,7 @@ def sources(tmp_path):
 
 
 def questions(mixture: SourceSettings, **settings):
-    return read_questions_of(DataSettings(**settings), mixture)
+    return read_questions_of(NewQuestionSettings(**settings), mixture)
 
 
 def test_questions_of_each_type(sources):

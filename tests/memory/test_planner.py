@@ -329,7 +329,7 @@ def applied(remedy: str, w: Workload, fixed: dict, budget: int) -> tuple[Workloa
 )
 def test_what_cannot_fit_is_refused_with_remedies_that_work(size, algorithm, fixed, gib, flag):
     w, budget = qwen(size, **WORKLOADS[algorithm]), int(gib * (1 << 30))
-    with pytest.raises(R3LiteError, match=r"takes [\d,]+ MiB at the least, and the budget is [\d,]+ MiB") as error:
+    with pytest.raises(R3LiteError, match=r"takes [\d,]+ MiB at least, and the budget is [\d,]+ MiB") as error:
         choose(w, fixed, budget, list(KNOWN.items()))
     told = error.value.remedy.removeprefix("It would fit with ").removesuffix(".").split("; or ")
     assert 1 <= len(told) <= 3

@@ -223,7 +223,7 @@ def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_
         failing(patch, supervised.SFTTrainer, "loss", {failed})
         assert run_sft(toy, tmp_path / "run", *FIXED) == 1
     told = capsys.readouterr().err
-    assert "r3lite.sft stopped: the device ran out of memory, and nothing is left to make smaller" in told
+    assert "r3lite.sft stopped: the device ran out of memory, and no size can be reduced further" in told
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in told
     assert "Close what else uses the card and go on with --resume auto" in told and "Traceback" not in told
     assert list(checkpoint.all_of(tmp_path / "run")) == ([] if failed == 1 else [2])

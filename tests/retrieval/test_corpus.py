@@ -56,9 +56,9 @@ def test_a_bad_line_is_named_or_counted(tmp_path, capsys, bad, reason):
 
 
 def test_an_empty_or_absent_corpus_is_refused(tmp_path):
-    with pytest.raises(R3LiteError, match="holds no passage"):
+    with pytest.raises(R3LiteError, match="contains no passage"):
         read_corpus(write(tmp_path / "c.jsonl", ""))
-    with pytest.raises(R3LiteError, match="holds no passage"):
+    with pytest.raises(R3LiteError, match="contains no passage"):
         read_corpus(write(tmp_path / "c.jsonl", "[1]"), skip_bad_rows=True)
     with pytest.raises(R3LiteError, match="cannot be read"):
         read_corpus(tmp_path / "none.jsonl")
