@@ -168,8 +168,8 @@ def test_successes_are_kept_and_asked_again():
     [
         ("luffy", "--traces is missing: luffy learns from a teacher's traces"),
         ("hybrid", "--traces is missing: hybrid learns"),
-        ("luffy --traces x.jsonl --outcome-em 0", "luffy learns from answers that are right, and no reward is paid"),
-        ("exgrpo --outcome-em 0", "exgrpo learns from answers that are right"),
+        ("luffy --traces x.jsonl --outcome-em 0", "luffy learns from right answers, and no reward is given"),
+        ("exgrpo --outcome-em 0", "exgrpo learns from right answers"),
         ("exgrpo --traces x.jsonl", "--traces is x.jsonl, and exgrpo has no use for it: it is for luffy, hybrid"),
         ("luffy --traces x.jsonl --refill-limit 1", "--refill-limit is 1, and luffy has no use for it"),
     ],

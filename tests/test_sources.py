@@ -20,7 +20,7 @@ from r3lite.core.invocation import with_values
 from r3lite.datasets.sources import read_data, read_questions_of
 from r3lite.protocols.chat import Chat
 from r3lite.protocols.transcript import Layout
-from r3lite.settings import LengthSettings, SftConfig
+from r3lite.settings import LengthSettings, PpoConfig, SftConfig
 from tests.cold_start import WORLD, arguments, logged, same
 from tests.test_sft import SHORT, assert_same_run, log, start, toy, trajectory, wait_for  # noqa: F401
 
@@ -233,6 +233,6 @@ def test_the_examples_of_the_page_run(cold, tmp_path, monkeypatch):
     assert ppo.main(["--config", "rl.toml", "--output", "runs/mixed-rl", *few, "--num-generations", "2"]) == 0
     assert json.loads(Path("runs/mixed-rl/summary.json").read_text(encoding="utf-8"))["questions"] == 901
     config = with_values(
-        SftConfig(), {"sources": tomllib.loads(Path("rl.toml").read_text(encoding="utf-8"))["sources"]}
+        PpoConfig(), {"sources": tomllib.loads(Path("rl.toml").read_text(encoding="utf-8"))["sources"]}
     )
     assert len(read_questions_of(config.data, config.mixture)) == 901

@@ -20,7 +20,7 @@ from r3lite.protocols.transcript import Layout
 from r3lite.rollout.engine import Engine
 from r3lite.settings import LengthSettings, ProtocolSettings
 
-FORMAT = build_protocol(ProtocolSettings())
+FORMAT = build_protocol(ProtocolSettings(worked_example=False))
 TINY = {"init_prompt": "prompts/tiny/init_prompt.txt"}
 # Every protocol with either set of prompts, and in either reading.
 SETTINGS = {
