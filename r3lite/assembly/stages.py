@@ -163,10 +163,10 @@ def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, conf
     write_json(out / "quickstart.json", found)
     print(f"""
 where to look next
-  what it says:     {after.folder / "predictions.jsonl"}
-  why it was paid:  {out / config.quickstart.algorithm / "episodes.jsonl"}
-  how it learned:   {out / config.quickstart.algorithm / "metrics.jsonl"}
-  all of it drawn:  python -m r3lite.report {out}
+  answers:          {after.folder / "predictions.jsonl"}
+  rewards:          {out / config.quickstart.algorithm / "episodes.jsonl"}
+  training curves:  {out / config.quickstart.algorithm / "metrics.jsonl"}
+  report:           python -m r3lite.report {out}
   your own data:    docs/tutorial.md, and README.md, "Train on HotpotQA"
   ask it yourself:
     {asking(out, config)}
