@@ -21,7 +21,7 @@ from r3lite.protocols import plan
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
 from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
 from r3lite.protocols.r3 import Headings, render_documents
-from r3lite.protocols.templates import prompt_file, read_template
+from r3lite.protocols.templates import opening_prompt, prompt_file, read_template
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -66,11 +66,11 @@ class Dag(Protocol):
             "most_nodes": str(limits.nodes),
             "most_words": str(limits.words),
         }
-        init = read_template(prompt_file(settings, "init_prompt"), "question", (*told, "A"), settings.worked_example)
+        init = read_template(prompt_file(settings, "init_prompt"), "question", (*told, "A"))
         for name, value in told.items():
             init = init.replace(f"{{{name}}}", value)
         step = read_template(prompt_file(settings, "step_prompt"), "documents", ("request",))
-        return Dag(init, step, limits, settings.system_prompt)
+        return Dag(opening_prompt(init, settings), step, limits, settings.system_prompt)
 
     def render(self, step: Step, number: int) -> str:
         return "\n".join(filter(None, (step.analysis, step.answer and f"{ANSWER} {step.answer}")))

@@ -20,7 +20,7 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.markup import Tag
 from r3lite.protocols.r3 import R3, Headings
 from r3lite.protocols.tags import Tags
-from r3lite.protocols.templates import check_placeholders, read_prompt, without_example
+from r3lite.protocols.templates import check_placeholders, opening_prompt, read_prompt
 from r3lite.settings import ProtocolSettings
 
 HEADINGS = tuple(field.name for field in fields(Headings))
@@ -54,8 +54,7 @@ def load_own(settings: ProtocolSettings) -> Protocol:
     tags = {name: Tag(*own[name]) for name in ("think", "search", "answer") if name in own}
     information = Tag(*own["documents"]) if "documents" in own else None
     made = {"search": None} | tags | {"information": information, "lenient": settings.tags == "lenient"}
-    prompt = prompt if settings.worked_example else without_example(prompt)
-    return Tags(prompt, system=settings.system_prompt, **made)
+    return Tags(opening_prompt(prompt, settings), system=settings.system_prompt, **made)
 
 
 def _problem(own: dict[str, Any]) -> str | None:

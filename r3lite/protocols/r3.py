@@ -21,7 +21,7 @@ from functools import cached_property
 
 from r3lite.core.episode import Document, Search, Step
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
-from r3lite.protocols.templates import check_placeholders, prompt_file, read_prompt, without_example
+from r3lite.protocols.templates import check_placeholders, opening_prompt, prompt_file, read_prompt
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -102,9 +102,7 @@ class R3(Protocol):
         check_placeholders("the prompt with documents", step, "documents", ("question", "step"))
         for name, note in notes.items():
             init = init.replace(f"{{{name}}}", note)
-        if not settings.worked_example:
-            init = without_example(init)
-        return R3(init, step, settings.system_prompt, most, verifies, headings)
+        return R3(opening_prompt(init, settings), step, settings.system_prompt, most, verifies, headings)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.protocols import markup
 from r3lite.protocols.base import LAYOUT_FAULTS, NO_MORE, Protocol, asked_before
 from r3lite.protocols.markup import Block, Markup, Tag
-from r3lite.protocols.templates import prompt_file, read_template
+from r3lite.protocols.templates import opening_prompt, prompt_file, read_template
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -193,4 +193,4 @@ def _init_prompt(settings: ProtocolSettings, optional: tuple[str, ...] = ()) -> 
             f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have",
             "Leave it out, or pass --format r3.",
         )
-    return read_template(prompt_file(settings, "init_prompt"), "question", optional, settings.worked_example)
+    return opening_prompt(read_template(prompt_file(settings, "init_prompt"), "question", optional), settings)

@@ -24,11 +24,11 @@ def prompt_file(settings: ProtocolSettings, which: str) -> str | None:
     return getattr(settings, which) or SHIPPED.get((settings.format, which))
 
 
-def read_template(name: str, placeholder: str, optional: tuple[str, ...] = (), example: bool = True) -> str:
+def read_template(name: str, placeholder: str, optional: tuple[str, ...] = ()) -> str:
     """The text of a prompt file that has `placeholder` once and no other but the `optional` ones."""
     text = read_prompt(name)
     check_placeholders(f"prompt file {place_of(name)}", text, placeholder, optional)
-    return text if example else without_example(text)
+    return text
 
 
 def check_placeholders(what: str, text: str, placeholder: str, optional: tuple[str, ...] = ()) -> None:
@@ -79,8 +79,10 @@ def messages(prompt: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text} for role, text in zip(roles, texts)]
 
 
-def without_example(prompt: str) -> str:
-    """An opening prompt with its instructions and the question alone."""
+def opening_prompt(prompt: str, settings: ProtocolSettings) -> str:
+    """An opening prompt as the settings want it: whole, or without its worked example."""
+    if settings.worked_example:
+        return prompt
     instructions, *parts = re.split(r"^\[user\]\n", prompt, flags=re.MULTILINE)
     return f"{instructions.strip()}\n\n{parts[-1]}".strip() if parts else prompt
 
