@@ -100,29 +100,30 @@ def _judged_kernels(used: dict[str, str], device: torch.device) -> Finding:
     return judged(True, "; ".join(f"{kernel}: {', '.join(under)}" for kernel, under in masks.items()))
 
 
-def beside_tensors(precision: Precision, told: dict[str, str], measured: dict[str, float]) -> Finding:
+def beside_tensors(precision: Precision, driver: dict[str, str], measured: dict[str, float]) -> Finding:
     """What the card holds beside tensors, each part as measured and as planned, once everything else has run.
 
-    `told` is what the driver said before CUDA was used. `measured` has the figures of the other checks.
+    `driver` is what the driver said before CUDA was used. `measured` has the figures of the other checks.
     """
     if precision.device.type != "cuda":
         return skipped("of cards alone: context, cuBLAS workspace, graph pools, fragmentation")
     if not torch.cuda.memory_reserved():
         return skipped("PyTorch's allocator tells no sizes here")
     found: dict[str, float] = {}
-    if "used_mib" in told:
+    if "used_mib" in driver:
         free, total = torch.cuda.mem_get_info(precision.device)
-        found["context"] = (total - free - torch.cuda.memory_reserved()) / MIB - float(told["used_mib"])
+        found["context"] = (total - free - torch.cuda.memory_reserved()) / MIB - float(driver["used_mib"])
     if hasattr(torch.backends.cuda, "cublas_workspace_size"):  # since PyTorch 2.13
         found["cuBLAS workspace"] = cuda_parts.THREADS * torch.backends.cuda.cublas_workspace_size() / MIB
     if measured.get("graph_pools_mib"):
         found["graph pools"] = measured["graph_pools_mib"]
-    planned = {part: size / MIB for part, size in cuda_parts.beside_tensors(0, captured=1).items() if part in found}
-    parts = [f"{part} {size:,.0f} of {planned[part]:,.0f}" for part, size in found.items()]
+    parts = cuda_parts.beside_tensors(0, captured=1, workspace=cuda_parts.cublas_workspace())
+    planned = {part: size / MIB for part, size in parts.items() if part in found}
+    told = [f"{part} {size:,.0f} of {planned[part]:,.0f}" for part, size in found.items()]
     if "fragmentation" in measured:
-        parts.append(f"fragmentation {measured['fragmentation']:.0%} of {cuda_parts.FRAGMENTATION:.0%}")
+        told.append(f"fragmentation {measured['fragmentation']:.0%} of {cuda_parts.FRAGMENTATION:.0%}")
     remedy = "Plans hold back too little on this card: pass a --vram-budget below its memory, and send us doctor.json."
     figures = {f"{part} MiB": size for part, size in found.items()}
     return judged(
-        sum(found.values()) <= sum(planned.values()), "MiB measured of planned: " + ", ".join(parts), remedy, **figures
+        sum(found.values()) <= sum(planned.values()), "MiB measured of planned: " + ", ".join(told), remedy, **figures
     )

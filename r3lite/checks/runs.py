@@ -27,7 +27,7 @@ from r3lite.core.invocation import resolve
 from r3lite.datasets.sources import read_data
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.devices.precision import Precision, dtype_name
-from r3lite.memory.cuda_parts import CUBLAS_WORKSPACE, THREADS
+from r3lite.memory.cuda_parts import THREADS
 from r3lite.memory.plan import Plan
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def memory(precision: Precision) -> Finding:
     planned, peak = plan.allocated, counter.peak
     figures = {"budget_mib": plan.budget / MIB}
     if on_card:
-        planned -= THREADS * CUBLAS_WORKSPACE
+        planned -= THREADS * plan.workload.cublas_workspace
     if told:
         peak = torch.cuda.max_memory_allocated() - before
         figures["fragmentation"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1

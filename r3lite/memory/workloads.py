@@ -10,6 +10,7 @@ from r3lite.core.errors import nearest
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import CARDS, card
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
+from r3lite.memory.cuda_parts import CUBLAS_WORKSPACE, cublas_workspace
 from r3lite.memory.planner import JudgeWork, TeacherWork, Workload
 from r3lite.models.lora import read_adapter_config
 from r3lite.models.qwen2 import Qwen2Config
@@ -170,7 +171,9 @@ def on_card(workload: Workload, name: str, dtype: str) -> Workload:
         raise UsageError(f"--card {name} is not in the table{nearest(name, known)}; there are {', '.join(known)}")
     if dtype == "auto":
         dtype = "bf16" if "bf16" in found.flops else "fp16"
-    return replace(workload, element=DTYPES[dtype].itemsize, dtype=dtype, on_cuda=True, speeds=found)
+    element = DTYPES[dtype].itemsize
+    there = {"on_cuda": True, "cublas_workspace": CUBLAS_WORKSPACE, "speeds": found}
+    return replace(workload, element=element, dtype=dtype, **there)
 
 
 def _base(model: ModelSettings) -> dict:
@@ -185,6 +188,7 @@ def _base(model: ModelSettings) -> dict:
         "vocabulary": vocabulary,
         "element": dtype.itemsize,
         "on_cuda": kind == "cuda",
+        "cublas_workspace": cublas_workspace() if kind == "cuda" and here[kind] else CUBLAS_WORKSPACE,
         "dtype": dtype_name(dtype),
         "device": kind if here[kind] else None,
     }

@@ -98,6 +98,7 @@ def test_which_kernels_are_sound_depends_on_the_card(monkeypatch, capability, ke
 @pytest.fixture
 def pretended(monkeypatch):
     """A card of 4,096 MiB of which 3,300 are free; PyTorch's allocator has 300, and others had 100 before."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 300 * MIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3300 * MIB, 4096 * MIB))
     monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 8320 << 10, raising=False)

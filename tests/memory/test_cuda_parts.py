@@ -3,14 +3,15 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
 from r3lite.memory import choice, planner
 from r3lite.memory.cuda_parts import CONTEXT, NOT_TENSORS, beside_tensors
 from r3lite.memory.planner import Workload
-from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
-from r3lite.settings import LoraSettings
+from r3lite.memory.workloads import KNOWN, QWEN_TOKENS, on_card, sft_workload
+from r3lite.settings import LoraSettings, ModelSettings, SftConfig
 
 SFT = Workload(KNOWN["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 2048, targets=LoraSettings().lora_targets)
 RL = replace(SFT, episodes=64, reads=880, retrieves=True)
@@ -20,6 +21,17 @@ def test_the_parts_by_hand():
     """1,000 MiB of tensors: 5 % of fragments. cuBLAS: 2 x 4,096 + 8 x 16 = 8,320 KiB in each of two threads."""
     expected = {"context": 434 * MIB, "cuBLAS workspace": 2 * 8320 * 1024, "fragmentation": 50 * MIB}
     assert beside_tensors(1000 * MIB) == expected
+
+
+@pytest.mark.parametrize(("capability", "workspace"), [((7, 5), 8320 << 10), ((8, 9), 8320 << 10), ((9, 0), 32 * MIB)])
+def test_the_workspace_of_the_card_in_use(monkeypatch, capability, workspace):
+    """An H200 ran out of memory under budgets that its plans fitted into: they had the workspace of smaller cards."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    here = sft_workload(SftConfig(model=ModelSettings(model="Qwen/Qwen2.5-0.5B", device="cuda", dtype="fp16")))
+    assert planner.phases(here, Memory())["update"]["cuBLAS workspace"] == 2 * workspace
+    elsewhere = on_card(here, "GTX 1650", "fp16")
+    assert planner.phases(elsewhere, Memory())["update"]["cuBLAS workspace"] == 2 * 8320 << 10
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.memory import planner
 from r3lite.memory.choice import choose
+from r3lite.memory.cuda_parts import THREADS
 from r3lite.memory.planner import Workload, peak
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.models import lora
@@ -361,12 +362,16 @@ def test_on_a_cpu_offload_is_not_counted_on():
 @pytest.mark.gpu
 @pytest.mark.parametrize("recomputed", [0, LAYERS])
 def test_on_a_card_the_allocator_holds_what_was_planned(folder, tmp_path, plans, recomputed):
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     full_rows(str(folder), 4096, tmp_path / "data.jsonl")
     lengths = ["--max-length", "4096", "--validation-rows", "0", "--gradient-accumulation", "1", "--max-steps", "2"]
     options = [*lengths, "--dtype", "fp16", "--quantize", "none", "--recompute-layers", str(recomputed)]
-    assert sft.main([*flags(folder, tmp_path, *options), "--device", "cuda"]) == 0
+    for output in ("first", "second"):  # the first run makes what cuBLAS keeps, if no test did before
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        where = ["--device", "cuda", "--output", str(tmp_path / output)]
+        assert sft.main([*flags(folder, tmp_path, *options), *where]) == 0
     measured = torch.cuda.max_memory_allocated() - before
-    assert plans[0].allocated == pytest.approx(measured, rel=0.05)
+    kept = THREADS * plans[1].workload.cublas_workspace
+    assert plans[1].allocated - kept == pytest.approx(measured, rel=0.05)
