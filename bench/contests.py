@@ -128,6 +128,7 @@ def rl_round(
     seconds of its parts. Rewards are made up, 0 and 1 in turn, so that there is something to learn.
     """
     from r3lite.assembly import rl_setup
+    from r3lite.checks.finding import whole_card
     from r3lite.core.command import COMMANDS
     from r3lite.core.files import shipped
     from r3lite.core.invocation import resolve
@@ -144,7 +145,8 @@ def rl_round(
     with tempfile.TemporaryDirectory() as where:
         question = full_question(folder, Path(where), prompt)
         config = resolve("ppo", PpoConfig(), [*flags.split(), *question], COMMANDS)
-        engine, learner, _ = rl_setup.build(config, [Question("1", "b", ("x",))])
+        with whole_card(precision.device):  # others hold memory in this process, too
+            engine, learner, _ = rl_setup.build(config, [Question("1", "b", ("x",))])
     layout = FullTurns(engine.layout.tokenizer, engine.layout.protocol, engine.layout.lengths, searches=searches)
     engine = replace(engine, layout=layout)
     corpus = RetrievalSettings(corpus=str(shipped("data", "world", "corpus.jsonl")), encoder="hashing")

@@ -116,6 +116,7 @@ def arguments(case: Case, folder: str, where: Path, precision: Precision) -> lis
 
 def run_peer(case: Case, folder: str, precision: Precision) -> None:
     """Two optimizer steps by another trainer: in the second one the optimizer's moments are there."""
+    torch.backends.cuda.enable_cudnn_sdp(True)  # as PyTorch has it by default; r3lite does without
     if case.algorithm == "trl":
         peers.grpo_trainer(folder, PROMPT, case.tokens, GENERATIONS, MINI_BATCH, precision, steps=2).train()
         return

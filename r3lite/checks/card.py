@@ -90,7 +90,7 @@ def attention_kernels(precision: Precision) -> Finding:
 def _judged_kernels(used: dict[str, str], device: torch.device) -> Finding:
     """Ok if no mask runs the math kernel and, on a card without FlashAttention-2, each the memory-efficient one."""
     turing = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    sound = {"efficient", "cpu"} if turing else {"flash", "efficient", "cudnn", "cpu"}  # cpu: also of a pretended card
+    sound = {"efficient", "cpu"} if turing else {"flash", "efficient", "cpu"}  # cpu: also of a pretended card
     if bad := [mask for mask, kernels in used.items() if not set(kernels.split("+")) <= sound]:
         told = ", ".join(f"{mask}: {used[mask]}" for mask in bad)
         return judged(False, told, "Rows take O(T^2) memory there: keep them short, and send doctor.json to us.")

@@ -26,7 +26,11 @@ class NonFiniteGradients(NotFinite):
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device of `--device`; `auto` is a CUDA card if there is one, else Apple's GPU, else the CPU."""
+    """The device of `--device`; `auto` is a CUDA card if there is one, else Apple's GPU, else the CPU.
+
+    On CUDA, this process then does without cuDNN's attention, which PyTorch prefers from Hopper on: it plans anew for
+    every shape, and nearly every batch here has another one.
+    """
     found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
         device = next(name for name, here in found.items() if here)
@@ -37,6 +41,8 @@ def resolve_device(device: str) -> torch.device:
             f"--device {device} was asked for, but this PyTorch ({torch.__version__}) finds none",
             "Pass --device cpu, or install a build of PyTorch for it: https://pytorch.org/get-started/locally/",
         )
+    if device == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device(device)
 
 
