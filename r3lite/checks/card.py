@@ -117,7 +117,7 @@ def beside_tensors(precision: Precision, driver: dict[str, str], measured: dict[
         found["cuBLAS workspace"] = cuda_parts.THREADS * torch.backends.cuda.cublas_workspace_size() / MIB
     if measured.get("graph_pools_mib"):
         found["graph pools"] = measured["graph_pools_mib"]
-    parts = cuda_parts.beside_tensors(0, captured=1, workspace=cuda_parts.cublas_workspace())
+    parts = cuda_parts.beside_tensors(0, captured=1, card=cuda_parts.of_this_card())
     planned = {part: size / MIB for part, size in parts.items() if part in found}
     told = [f"{part} {size:,.0f} of {planned[part]:,.0f}" for part, size in found.items()]
     if "fragmentation" in measured:

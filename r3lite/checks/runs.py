@@ -100,18 +100,19 @@ def memory(precision: Precision) -> Finding:
         flags = sft_flags(folder, precision, "--batch-size", "1", "--max-length", "4096", "--recompute-layers", "none")
         wanted, _ = _run(flags, steps=int(on_card))  # a step on a card makes what cuBLAS keeps
         budget = wanted.peak - 0.3 * wanted.allocated + on_card * SPARE  # too little to keep all activations
-        before = 0
+        before, kept = 0, THREADS * wanted.workload.beside.workspace
         if on_card:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
+            budget += max(0, before - kept)  # what earlier checks left in this process, such as more workspaces
         told, counter = on_card and torch.cuda.memory_reserved() > 0, LiveTensors()
         with contextlib.nullcontext() if told else counter:  # PyTorch's allocator counts itself, if it is a real one
             plan, used = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"])
     planned, peak = plan.allocated, counter.peak
     figures = {"budget_mib": plan.budget / MIB}
     if on_card:
-        planned -= THREADS * plan.workload.cublas_workspace
+        planned -= kept
     if told:
         peak = torch.cuda.max_memory_allocated() - before
         figures["fragmentation"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1

@@ -10,7 +10,7 @@ from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.speed import speeds_of
 from r3lite.memory import choice, duration, planner
-from r3lite.memory.cuda_parts import CONTEXT
+from r3lite.memory.cuda_parts import of_this_card
 from r3lite.memory.duration import Duration, in_words
 from r3lite.memory.planner import Workload
 from r3lite.memory.workloads import KNOWN, on_card
@@ -134,7 +134,7 @@ def _budget(settings: MemorySettings, on_cuda: bool) -> int:
     if on_cuda and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         # What is free no longer has our own context in it, which is in the budget.
-        return min(DEFAULT_BUDGET, free + CONTEXT - MARGIN)
+        return min(DEFAULT_BUDGET, free + of_this_card().context - MARGIN)
     return DEFAULT_BUDGET
 
 
@@ -142,7 +142,7 @@ def enforce(plan: Plan, device: torch.device) -> None:
     """On CUDA, the process gets no more than its budget, so that "fits" can be shown on a larger card."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        share = (plan.budget - CONTEXT) / total
+        share = (plan.budget - plan.workload.beside.context) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))  # not `device`: it refuses one without a number
 
 

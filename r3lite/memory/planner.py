@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import Speeds
 from r3lite.devices.live_tensors import GRAIN
-from r3lite.memory.cuda_parts import CUBLAS_WORKSPACE, NOT_TENSORS, beside_tensors
+from r3lite.memory.cuda_parts import LAPTOP, NOT_TENSORS, Beside, beside_tensors
 from r3lite.models import logprobs, nf4
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.qwen2 import Qwen2Config
@@ -69,7 +69,7 @@ class Workload:
     teacher: TeacherWork | None = None  # loaded for each round
     judge: JudgeWork | None = None  # loaded whenever it is asked
     on_cuda: bool = False
-    cublas_workspace: int = CUBLAS_WORKSPACE  # of a thread, on CUDA
+    beside: Beside = LAPTOP  # tensors, on CUDA
     # What only the time depends on; see duration.py.
     dtype: str = "fp32"  # of products
     mean_tokens: float = 0  # of a row, or of an episode at most; 0: row_tokens
@@ -172,7 +172,7 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
         if w.judge:
             captured["judge"] = _forward(as_judge(w, w.judge), w.judge.memory, w.judge.memory.rollout_batch_size)
         for name, parts in found.items():
-            found[name] = parts | beside_tensors(sum(parts.values()), captured.get(name, 0), w.cublas_workspace)
+            found[name] = parts | beside_tensors(sum(parts.values()), captured.get(name, 0), w.beside)
     return found
 
 

@@ -10,7 +10,7 @@ from r3lite.core.errors import nearest
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import CARDS, card
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
-from r3lite.memory.cuda_parts import CUBLAS_WORKSPACE, cublas_workspace
+from r3lite.memory.cuda_parts import LAPTOP, of_this_card
 from r3lite.memory.planner import JudgeWork, TeacherWork, Workload
 from r3lite.models.lora import read_adapter_config
 from r3lite.models.qwen2 import Qwen2Config
@@ -172,8 +172,7 @@ def on_card(workload: Workload, name: str, dtype: str) -> Workload:
     if dtype == "auto":
         dtype = "bf16" if "bf16" in found.flops else "fp16"
     element = DTYPES[dtype].itemsize
-    there = {"on_cuda": True, "cublas_workspace": CUBLAS_WORKSPACE, "speeds": found}
-    return replace(workload, element=element, dtype=dtype, **there)
+    return replace(workload, element=element, dtype=dtype, on_cuda=True, beside=LAPTOP, speeds=found)
 
 
 def _base(model: ModelSettings) -> dict:
@@ -188,7 +187,7 @@ def _base(model: ModelSettings) -> dict:
         "vocabulary": vocabulary,
         "element": dtype.itemsize,
         "on_cuda": kind == "cuda",
-        "cublas_workspace": cublas_workspace() if kind == "cuda" and here[kind] else CUBLAS_WORKSPACE,
+        "beside": of_this_card() if kind == "cuda" and here[kind] else LAPTOP,
         "dtype": dtype_name(dtype),
         "device": kind if here[kind] else None,
     }

@@ -110,7 +110,7 @@ def test_what_is_beside_the_tensors_by_hand(pretended):
     found = card.beside_tensors(CUDA, pretended, {"graph_pools_mib": 22, "fragmentation": 0.034})
     assert found.state == "ok"
     told = found.told.removeprefix("MiB measured of planned: ")
-    assert told == "context 396 of 434, cuBLAS workspace 16 of 16, graph pools 22 of 22, fragmentation 3% of 5%"
+    assert told == "context 396 of 434, cuBLAS workspace 16 of 16, graph pools 22 of 22, fragmentation 3% of 6%"
 
 
 def test_more_than_is_planned_for_is_a_failure(pretended):

@@ -5,7 +5,7 @@ import torch
 
 from r3lite.checks import card
 from r3lite.checks.registry import CHECKS
-from r3lite.devices.precision import DTYPES, Precision
+from r3lite.devices.precision import DTYPES, Precision, resolve_device
 
 # A card's kernels may add in no fixed order: then a resumed run cannot be equal to the bit.
 MAY_BE_SKIPPED = {("logits in 16 bits", "fp32"), ("training in fp16", "fp16"), *(("resume", name) for name in DTYPES)}
@@ -17,7 +17,7 @@ MAY_BE_SKIPPED = {("logits in 16 bits", "fp32"), ("training in fp16", "fp16"), *
 def test_on_a_card_no_check_fails(check, dtype):
     if dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         pytest.skip("this card has no bf16")
-    found = check.run(Precision(DTYPES[dtype], torch.device("cuda")))
+    found = check.run(Precision(DTYPES[dtype], resolve_device("cuda")))
     assert found.state == "ok" or (found.state == "skipped" and (check.name, dtype) in MAY_BE_SKIPPED), found
 
 

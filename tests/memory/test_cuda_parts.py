@@ -8,7 +8,7 @@ import torch
 from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
 from r3lite.memory import choice, planner
-from r3lite.memory.cuda_parts import CONTEXT, NOT_TENSORS, beside_tensors
+from r3lite.memory.cuda_parts import HOPPER, LAPTOP, NOT_TENSORS, beside_tensors
 from r3lite.memory.planner import Workload
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS, on_card, sft_workload
 from r3lite.settings import LoraSettings, ModelSettings, SftConfig
@@ -18,20 +18,21 @@ RL = replace(SFT, episodes=64, reads=880, retrieves=True)
 
 
 def test_the_parts_by_hand():
-    """1,000 MiB of tensors: 5 % of fragments. cuBLAS: 2 x 4,096 + 8 x 16 = 8,320 KiB in each of two threads."""
-    expected = {"context": 434 * MIB, "cuBLAS workspace": 2 * 8320 * 1024, "fragmentation": 50 * MIB}
+    """1,000 MiB of tensors: 6 % of fragments. cuBLAS: 2 x 4,096 + 8 x 16 = 8,320 KiB in each of two threads."""
+    expected = {"context": 434 * MIB, "cuBLAS workspace": 2 * 8320 * 1024, "fragmentation": 60 * MIB}
     assert beside_tensors(1000 * MIB) == expected
 
 
-@pytest.mark.parametrize(("capability", "workspace"), [((7, 5), 8320 << 10), ((8, 9), 8320 << 10), ((9, 0), 32 * MIB)])
-def test_the_workspace_of_the_card_in_use(monkeypatch, capability, workspace):
-    """An H200 ran out of memory under budgets that its plans fitted into: they had the workspace of smaller cards."""
+@pytest.mark.parametrize(("capability", "card"), [((7, 5), LAPTOP), ((8, 9), LAPTOP), ((9, 0), HOPPER)])
+def test_a_plan_has_the_parts_of_the_card_in_use(monkeypatch, capability, card):
+    """An H200 ran out of memory under budgets that its plans fitted into: they had the parts of smaller cards."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     here = sft_workload(SftConfig(model=ModelSettings(model="Qwen/Qwen2.5-0.5B", device="cuda", dtype="fp16")))
-    assert planner.phases(here, Memory())["update"]["cuBLAS workspace"] == 2 * workspace
+    parts = planner.phases(here, Memory())["update"]
+    assert (parts["context"], parts["cuBLAS workspace"]) == (card.context, 2 * card.workspace)
     elsewhere = on_card(here, "GTX 1650", "fp16")
-    assert planner.phases(elsewhere, Memory())["update"]["cuBLAS workspace"] == 2 * 8320 << 10
+    assert planner.phases(elsewhere, Memory())["update"]["context"] == LAPTOP.context
 
 
 @pytest.mark.parametrize(
@@ -58,13 +59,13 @@ def test_a_card_has_them_in_every_phase_and_a_cpu_in_none(workload):
     for name, parts in planner.phases(card, memory).items():
         assert names - parts.keys() == (set() if name == "sample" else {"graph pools"})
         tensors = sum(size for part, size in parts.items() if part not in names)
-        assert parts["fragmentation"] == pytest.approx(0.05 * tensors, abs=1)
+        assert parts["fragmentation"] == pytest.approx(0.06 * tensors, abs=1)
     beside = max(sum(parts[n] for n in NOT_TENSORS if n in parts) for parts in planner.phases(card, memory).values())
-    assert CONTEXT < planner.peak(card, memory) - planner.allocated(card, memory) <= beside
+    assert LAPTOP.context < planner.peak(card, memory) - planner.allocated(card, memory) <= beside
 
 
-def test_what_is_left_for_tensors_of_4_gib_is_what_was_left_before_the_parts_had_names():
-    """450 MiB of context and 6 % of the budget were held back: 3,400 MiB were left."""
+def test_what_is_left_for_tensors_of_4_gib():
+    """450 MiB are for context and workspaces; of the rest, 6 % of the tensors are for fragments."""
     room = 4096 * MIB * (1 - choice.SLACK)
-    tensors = 3400 * MIB
+    tensors = 3368 * MIB
     assert tensors + sum(beside_tensors(tensors).values()) == pytest.approx(room, rel=0.002)

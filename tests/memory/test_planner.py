@@ -373,5 +373,5 @@ def test_on_a_card_the_allocator_holds_what_was_planned(folder, tmp_path, plans,
         where = ["--device", "cuda", "--output", str(tmp_path / output)]
         assert sft.main([*flags(folder, tmp_path, *options), *where]) == 0
     measured = torch.cuda.max_memory_allocated() - before
-    kept = THREADS * plans[1].workload.cublas_workspace
+    kept = THREADS * plans[1].workload.beside.workspace
     assert plans[1].allocated - kept == pytest.approx(measured, rel=0.05)
