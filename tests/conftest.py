@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is imported: several workers share the cores
+
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend

@@ -28,8 +28,8 @@ class Beside:
 
 
 LAPTOP = Beside()
-# Compute capability 9 and above. The context was measured on an H200 with PyTorch 2.11: 753 MiB after SFT, 829 after all
-# of doctor. The workspace is 32 MiB there, on some newer cards only in some versions.
+# Compute capability 9 and above. The context was measured on an H200 with PyTorch 2.11: 753 MiB after SFT, 829 after
+# doctor. The workspace is 32 MiB there, on some newer cards only in some versions.
 HOPPER = Beside(context=832 * MIB, workspace=32 * MIB)
 # PyTorch's allocator takes memory from the driver in such pieces, the small one for tensors below 1 MiB; tensors above
 # 10 MiB have pieces of their own, in steps of the small one (c10/core/AllocatorConfig.h: kSmallBuffer, kLargeBuffer).

@@ -105,8 +105,7 @@ def linears(m: Qwen2Config) -> dict[str, tuple[int, int]]:
 
 def weight_bytes(w: Workload, quantized: bool) -> int:
     """The frozen base."""
-    m, e = w.model, w.element
-    C = m.hidden_size
+    m, e, C = w.model, w.element, w.model.hidden_size
     shapes = linears(m)
     layer = 2 * rounded(C * e) + rounded(sum(shapes[name][0] for name in ("q_proj", "k_proj", "v_proj")) * e)
     for stack in stacks(shapes):
