@@ -15,36 +15,34 @@ class JudgeSettings(Section):
     """Judge."""
 
     judge: Literal["none", "gemini", "openai", "local"] = "none"
-    """who judges answers and steps: gemini, with the key in GOOGLE_API_KEY or GEMINI_API_KEY; openai, with that in
-    OPENAI_API_KEY, or any server that speaks its /chat/completions (vLLM, llama.cpp, Ollama), for which no key is
-    needed; local: a model on this device, loaded beside the run's own whenever it is asked, and dropped then"""
+    """which model judges answers and steps; gemini: key in GOOGLE_API_KEY or GEMINI_API_KEY; openai: key in
+    OPENAI_API_KEY, or any server with /chat/completions (vLLM, llama.cpp, Ollama), which needs no key; local: a model
+    on this device, loaded beside the run's own for each use and unloaded after it"""
     judge_model: str = GEMINI
-    """name of the judging model, which openai needs; for local a folder, a hub id or tiny; without it, local asks the
-    model of --model"""
+    """name of the judging model; required for openai; for local a folder, a hub id or tiny, by default --model"""
     judge_base_url: str | None = None
-    """address of a compatible server, https://... or http://...; the key, if there is one, is sent to it; for openai
-    it ends in /v1"""
+    """address of a compatible server, https://... or http://...; the key, if any, is sent to it; for openai it ends in
+    /v1"""
     judge_rpm: Free[Count] = 60
     """most requests a minute"""
     judge_concurrency: Free[Count] = 4
     """most concurrent requests"""
     judge_quantize: Literal["nf4", "none"] = "none"
-    """whether the judging model is in 4 bits (local)"""
+    """quantization of the judging model (local)"""
     judge_max_length: Tokens = 8192
-    """most tokens of what is asked and of its reply together; what would take more is not asked, and counts as failed
-    (local)"""
+    """most tokens of a request and its reply together; a longer request is not sent and counts as failed (local)"""
     judge_timeout: Free[Positive] = 60.0
-    """seconds that a request may take in all before it counts as failed"""
+    """seconds after which a request counts as failed"""
     judge_retries: Free[Whole] = 4
     """tries after the first, with backoff"""
     judge_temperature: NonNegative | None = None
-    """of the judge or teacher; by default it is not sent, as newer Gemini models fix it"""
+    """sampling temperature of the judge or teacher; by default not sent, because newer Gemini models fix it"""
     judge_thinking: bool = False
     """let the model think first; thoughts count against the output limit, which can cut the reply"""
     judge_max_calls: Free[Count | None] = None
-    """most requests, tries that failed included, from one start of the run to its end"""
+    """most requests, with failed tries, between a start of the run and its end"""
     judge_max_cost: Free[Positive | None] = None
-    """most US dollars in the same time, by --judge-input-price and --judge-output-price"""
+    """most US dollars in the same time, computed from --judge-input-price and --judge-output-price"""
     judge_input_price: Free[NonNegative | None] = None
     """US dollars per million input tokens; default: 0.30 for gemini-3.5-flash-lite and gemini-2.5-flash"""
     judge_output_price: Free[NonNegative | None] = None

@@ -28,53 +28,54 @@ class RetrievalSettings(Section):
 
     retriever: str = "semantic"
     """semantic: nearest passages by embedding; lexical: BM25 (extra retrieval); hybrid: both, fused; golden: the
-    question's own gold paragraphs, whatever is asked; none; exa, duckduckgo (extra web): the web; the address of a
-    server's /retrieve, http://...; or of a Qdrant collection, qdrant://host:6333/collection (extra qdrant)"""
+    question's gold paragraphs, for any query; none; exa, duckduckgo (extra web): web search; http://...: the /retrieve
+    endpoint of a server; qdrant://host:6333/collection: a Qdrant collection (extra qdrant)"""
     context: Literal["corpus", "question"] = "corpus"
-    """what is searched; corpus: all passages; question: only the paragraphs that come with the question"""
+    """corpus: search all passages; question: only the paragraphs that come with the question"""
     corpus: str | None = None
     """passages (id, title, text) as JSONL, indexed on the fly; by default the paragraphs that come with --data"""
     index: str | None = None
     """index folder built by `python -m r3lite.index`"""
     encoder: str = "intfloat/e5-base-v2"
-    """BERT, RoBERTa or XLM-R encoder: folder or hub id; another network of sentence-transformers (extra encoders); or
+    """BERT, RoBERTa or XLM-R encoder: folder or hub id; another sentence-transformers model (extra encoders); or
     hashing (TF-IDF on hashed words, no download)"""
     encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
     """own: the prompts that the encoder's files name; e5: query/passage prefixes; plain: none; auto: own if there are
     any, else e5 if the encoder's name says so"""
     encoder_dtype: Literal["fp32", "bf16"] = "fp32"
-    """of --encoder and --rerank; bf16: half the memory, and on hardware that computes in it faster; vectors differ by
-    some thousandths, so an index of the one may be searched with the other"""
+    """precision of --encoder and --rerank; bf16 halves the memory and is faster on hardware that supports it; vectors
+    differ by some thousandths, so it may search an index built in fp32, and the other way round"""
     top_k: Annotated[int, Bounds(low=1, high=1000)] = 5
-    """passages per query; golden has its own number"""
+    """passages per query; golden returns all gold paragraphs"""
     fusion: Literal["rrf", "weighted"] = "rrf"
-    """rrf: reciprocal ranks, k = 60; weighted: scores, each list's scaled to 0..1; of both first 100 (hybrid)"""
+    """how the first 100 of both lists are combined; rrf: reciprocal ranks, k = 60; weighted: scores, scaled to 0..1 in
+    each list (hybrid)"""
     lexical_weight: Fraction = 0.5
-    """weight of the lexical score, that of the semantic one being the rest of 1 (hybrid, weighted)"""
+    """weight of the lexical score; the semantic one has the rest (hybrid, weighted)"""
     rerank: str | None = None
     """BERT cross-encoder that picks --top-k of 3 times as many passages: folder or hub id; auto:
-    cross-encoder/ms-marco-MiniLM-L-6-v2; or the address of a server's /rerank, http://..."""
+    cross-encoder/ms-marco-MiniLM-L-6-v2; http://...: the /rerank endpoint of a server"""
     filter: tuple[str, ...] | None = None
     """search only passages that fit: 'lang=en,year>=2020,id=notes/*', by fields of "metadata" in the corpus' lines, id
     and title; =, != (* stands for any text), >=, <=, >, <"""
     query_cache: str | None = None
-    """file that keeps vectors of queries, for this run and all others that name it: none is encoded twice"""
+    """file that caches query vectors, for this run and all others that name it"""
     query_cache_mib: Annotated[int, Bounds(low=1, high=1 << 20)] = 256
-    """most MiB of --query-cache; the oldest are deleted first"""
+    """largest size of --query-cache in MiB; the oldest vectors are deleted first"""
     source_index: tuple[str, ...] | None = None
-    """where searches of a plan look that are meant for one kind of source, by --format dag: News=news-index and more,
-    each an index folder, or an address or service as --retriever takes it; General, News, Academic; others look as
-    all do"""
+    """retriever of each kind of source that a plan (--format dag) names, such as News=news-index, with commas between:
+    an index folder, or an address or service as for --retriever; kinds: General, News, Academic; others use
+    --retriever"""
     web_results: Annotated[int, Bounds(low=1, high=100)] = 20
-    """pages of a search of the web, of whose nearest sentences --top-k passages are made"""
+    """pages of a web search; their sentences nearest to the query become --top-k passages"""
     web_rpm: Annotated[int, Bounds(low=1, high=100_000)] = 60
-    """searches of the web in a minute at the most"""
+    """most web searches a minute"""
     web_cache: str = "~/.cache/r3lite/web"
-    """folder in which answers of the web are recorded; a query that is there is not asked again"""
+    """folder that records web results; a query found there is not sent again"""
     web_replay: bool = False
-    """answers of the web from --web-cache alone: the same documents again, and no network"""
+    """take web results from --web-cache only: the same documents as before, without network"""
     noise_rate: Fraction = 0.0
-    """share of the question's other paragraphs that join its gold ones, in a random order (golden)"""
+    """share of the question's other paragraphs that are mixed with the gold ones, in random order (golden)"""
 
     @property
     def from_questions(self) -> bool:
@@ -177,31 +178,31 @@ class IndexSettings(Section):
     corpus: tuple[str, ...] | None = None
     """passages (id, title, text) as JSONL, in place of --documents; several files, A.jsonl,B.jsonl, become one index"""
     add: str | None = None
-    """adds the passages of a JSONL file, or of a folder of documents, to the index in --output; without building it
-    again, and what it has already is passed over"""
+    """add the passages of a JSONL file, or of a folder of documents, to the index in --output without rebuilding it;
+    passages that it already has are skipped"""
     delete: tuple[str, ...] | None = None
-    """deletes the passages of these ids, A,B, from the index in --output, before --add; @FILE has one id a line"""
+    """delete the passages with these ids, A,B, from the index in --output, before --add; @FILE has one id a line"""
     index_type: Literal["auto", "flat", "sq8", "hnsw", "ivf-sq8", "opq-ivf-pq"] = "auto"
-    """flat: exact; sq8: 8 bits a dimension; hnsw: a graph, fast and large; ivf-sq8, opq-ivf-pq: a query reads a part,
-    the last is the smallest; auto: the first of flat, sq8, ivf-sq8, opq-ivf-pq that --memory-budget has room for,
-    without the first two above a million passages"""
+    """flat: exact; sq8: 8 bits a dimension; hnsw: a graph, fast and large; ivf-sq8, opq-ivf-pq: a query reads a part of
+    the index, the last is the smallest; auto: the first of flat, sq8, ivf-sq8, opq-ivf-pq that fits --memory-budget,
+    but not flat or sq8 above a million passages"""
     memory_budget: str = "4GiB"
-    """most memory of the index, such as 4GiB or 900MiB, when it is searched or built; the encoder's is not in it"""
+    """most memory of the index, such as 4GiB or 900MiB, while it is built or searched, without the encoder"""
     encoder: str = "intfloat/e5-base-v2"
-    """BERT, RoBERTa or XLM-R encoder: folder or hub id; another network of sentence-transformers (extra encoders); or
+    """BERT, RoBERTa or XLM-R encoder: folder or hub id; another sentence-transformers model (extra encoders); or
     hashing (TF-IDF on hashed words, no download)"""
     encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
     """own: the prompts that the encoder's files name; e5: query/passage prefixes; plain: none; auto: own if there are
     any, else e5 if the encoder's name says so"""
     encoder_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16: half the memory, and on hardware that computes in it faster; vectors differ by some thousandths, so an
-    index of the one may be searched with the other"""
+    """bf16 halves the memory and is faster on hardware that supports it; vectors differ by some thousandths, so either
+    may search an index of the other"""
     batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] = 64
     """passages encoded together"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where passages are encoded; auto: cuda if there is one, else mps, else cpu"""
     skip_bad_rows: bool = False
-    """count malformed passages of --corpus and go on, instead of stopping at the first"""
+    """skip and count malformed passages of --corpus instead of stopping at the first"""
 
     @property
     def edits(self) -> bool:
@@ -222,11 +223,11 @@ class DocumentSettings(Section):
     """How --documents become passages."""
 
     chunk_tokens: Annotated[int, Bounds(low=16, high=8192)] = 128
-    """most tokens of a passage with its title; a token is a sign or up to 5 letters, whatever the encoder"""
+    """most tokens of a passage with its title; counted as punctuation marks and pieces of up to 5 letters"""
     chunk_overlap: Annotated[int, Bounds(low=0, high=4096)] = 24
-    """most tokens of whole sentences that a passage repeats from the one before it"""
+    """most tokens that a passage repeats from the one before it, in whole sentences"""
     max_file_mib: Annotated[int, Bounds(low=1, high=256)] = 32
-    """larger files are left out, unread"""
+    """larger files are skipped"""
 
     def check(self) -> None:
         if self.chunk_overlap > self.chunk_tokens // 2:

@@ -52,41 +52,41 @@ class RLSettings(Section):
     kl_beta: NonNegative = 0.001
     """weight of the KL divergence from the reference adapter"""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """of the KL divergence, with d = log pi - log reference: k1 d; k2 d^2 / 2; k3 exp(-d) + d - 1; by default k1 if the
-    algorithm takes the KL off the reward (ppo, rloo, reinforce++), k3 if it adds it to the loss (the others)"""
+    """estimator of the KL divergence, with d = log pi - log reference: k1 d; k2 d^2 / 2; k3 exp(-d) + d - 1; default:
+    k1 if the KL is subtracted from the reward (ppo, rloo, reinforce++), k3 if it is added to the loss (the others)"""
     kl_target: Positive | None = None
-    """adapt --kl-beta from round to round so that the KL divergence becomes this, in nats a token (arXiv 1909.08593)"""
+    """KL divergence to reach, in nats a token, by adapting --kl-beta each round (arXiv 1909.08593)"""
     update_epochs: Annotated[int, Bounds(low=1, high=100)] = 1
     """passes over the episodes of a round"""
     mini_batch_size: Count = 16
-    """most episodes of one optimizer step; if a round's do not divide evenly, its steps are about as large"""
+    """most episodes of one optimizer step; the episodes of a round are split into about equal steps"""
     micro_batch_size: Count | None = None
-    """most episodes of one pass; by default as many as --micro-batch-tokens holds"""
+    """most episodes of one forward and backward pass; by default as many as fit into --micro-batch-tokens"""
     clip_low: NonNegative = 0.2
     """the probability ratio is clipped below at 1 - this"""
     clip_high: NonNegative = 0.2
     """the probability ratio is clipped above at 1 + this"""
     old_logprobs: Literal["sampler", "trainer"] = "sampler"
-    """the ratio is taken to the log-probabilities that the sampler recorded, or to those that the trainer finds with
-    the same weights, which takes one more pass over the round's episodes"""
+    """old log-probabilities of the ratio; sampler: those recorded while sampling; trainer: recomputed with the same
+    weights, which takes one more pass over the round's episodes"""
     importance_cap: Positive | None = None
     """weigh each token's policy loss with pi of the trainer / pi of the sampler, at most this (truncated importance
     sampling); needs --old-logprobs trainer"""
     expand_limit: Whole = 0
-    """most episodes of a round that get another end (arXiv 2601.21699): of those that found gold paragraphs and failed
-    all the same, sampled from the last step that found a new one; each joins its group; 0: off (algorithms that compare
-    the episodes of a question)"""
+    """most episodes of a round that are sampled again from a later step (arXiv 2601.21699): failed episodes that found
+    gold paragraphs restart after the last step that found a new one and join their group; 0: off (algorithms that
+    compare the episodes of a question)"""
     refill_limit: Whole = 0
-    """how often in a round groups whose rewards are all equal are left out and as many other questions sampled; 0: such
-    groups stay (grpo, dr-grpo, dapo, gspo, rloo, reinforce++-baseline)"""
+    """how often in a round groups with equal rewards are replaced by those of other questions; 0: such groups stay
+    (grpo, dr-grpo, dapo, gspo, rloo, reinforce++-baseline)"""
     overlong_filter: Literal["off", "on"] = "off"
-    """on: no loss on episodes that were cut off (dapo)"""
+    """on: episodes that were cut off have no loss (dapo)"""
     overlong_penalty: NonNegative = 0.0
-    """most that is taken off the reward of a long episode (dapo)"""
+    """largest penalty for a long episode, subtracted from its reward (dapo)"""
     overlong_cache: Annotated[float, Bounds(above=0, high=1)] = 0.2
     """the penalty rises over this last share of the tokens that an episode may sample (dapo)"""
     length_constant: Count | None = None
-    """what the sum of an episode's token losses is divided by (dr-grpo); by default the most tokens that an episode may
+    """divisor of the sum of an episode's token losses (dr-grpo); by default the most tokens that an episode may
     sample"""
     traces: str | None = None
     """file of a teacher's traces: trajectories as `collect` writes them, or rows of question, reasoning and answer
@@ -94,18 +94,17 @@ class RLSettings(Section):
     trace_share: Fraction = 0.5
     """most of a round's questions that a trace joins, as a share of them, rounded up (luffy, hybrid)"""
     trace_min_outcome: Fraction = 0.5
-    """traces whose answer is paid less than this, as a share of the most that an answer can be paid, are left out
-    (luffy, hybrid)"""
+    """traces whose answer has a reward below this share of the highest possible are left out (luffy, hybrid)"""
     replay_size: Count = 10_000
     """most episodes that are kept for replay; the oldest are dropped (exgrpo, hybrid)"""
     replay_share: Fraction = 0.3
-    """share of a round's questions that are asked again, joined by a success of an earlier round; rounded up (exgrpo,
-    hybrid)"""
+    """share of a round's questions that are repeated from earlier rounds, each with an earlier success in its group;
+    rounded up (exgrpo, hybrid)"""
     replay_min_outcome: Fraction = 0.6
-    """an episode is a success if its answer is paid at least this, as a share of the most that an answer can be paid
-    (exgrpo, hybrid)"""
+    """an episode is a success if its answer's reward is at least this share of the highest possible (exgrpo,
+    hybrid)"""
     replay_start: Fraction = 0.1
-    """nothing is replayed before a round in which this share of the episodes are successes (exgrpo, hybrid)"""
+    """replay starts after the first round with this share of successes (exgrpo, hybrid)"""
     shaping_gamma: Positive = 0.1
     """policy shaping of off-policy tokens: their ratio r becomes r / (r + this) (luffy, exgrpo, hybrid)"""
     value_clip: NonNegative | None = 0.2
@@ -115,7 +114,7 @@ class RLSettings(Section):
     value_learning_rate: Positive = 1e-3
     """learning rate of the value head (ppo)"""
     negative_advantage_scale: NonNegative = 1.0
-    """negative advantages are multiplied by this; below 1 a small model stays more stable"""
+    """factor of negative advantages; below 1 keeps a small model more stable"""
     gamma: Fraction = 1.0
     """discount (ppo, reinforce++)"""
     gae_lambda: Fraction = 0.95
@@ -123,20 +122,20 @@ class RLSettings(Section):
     entropy_coefficient: NonNegative = 0.0
     """weight of an entropy bonus"""
     failed_below: NonNegative | None = None
-    """an episode has failed if its reward for the outcome is below this; by default if its answer is wrong: by the
-    judge if there is one, else if it is no exact match (dgpo)"""
+    """an episode has failed if its outcome reward is below this; by default if its answer is wrong, according to the
+    judge, or without one if it is not an exact match (dgpo)"""
     teacher: str | None = None
-    """model that failed episodes learn from, loaded beside the policy after each round's sampling and dropped before
-    its update: a folder, a hub id, or tiny; it has the policy's tokenizer (dgpo)"""
+    """teacher for failed episodes: a folder, a hub id or tiny, with the policy's tokenizer; loaded after each round's
+    sampling and unloaded before the update (dgpo)"""
     teacher_adapter: str | None = None
     """LoRA adapter of --teacher: a run folder or its adapter/ (dgpo)"""
     teacher_quantize: Literal["nf4", "none"] = "nf4"
-    """whether --teacher is in 4 bits (dgpo)"""
+    """quantization of --teacher (dgpo)"""
     teacher_logprobs: str | None = None
     """instead of --teacher, a folder that `collect --teacher-logprobs` wrote: a failed episode is replaced by its
     trajectory of the same question, and the policy learns the teacher's distributions along that (dgpo)"""
     teacher_top: Top = 32
-    """how many of the likeliest tokens of a distribution of --teacher are told apart (dgpo)"""
+    """how many of the likeliest tokens of --teacher's distributions are used; the rest count as one (dgpo)"""
     teacher_weight: Positive = 1.0
     """weight of the KL divergence from the teacher (dgpo)"""
 
