@@ -84,15 +84,15 @@ def verdict(runs: Sequence[dict]) -> str:
     """Which algorithms are better or worse than PPO: beyond the interval, and with every seed."""
     by_name = of_variants(runs)
     base = {seed: run["rl"] for seed, run in by_name.pop(BASE, {}).items()}
-    told = []
+    parts = []
     for better in (True, False):
         names = [name for name, by_seed in by_name.items() if beats(by_seed, base, better)]
         word = "higher" if better else "lower"
         listed = ", ".join(f"`{name}`" for name in names) or "none"
-        told.append(
+        parts.append(
             f"Exact match {word} than PPO's beyond the interval, and with every seed of at least two: {listed}."
         )
-    return "\n".join(told)
+    return "\n".join(parts)
 
 
 def beats(by_seed: dict[int, dict], base: dict[int, dict], better: bool) -> bool:

@@ -115,9 +115,9 @@ def seconds(found: Plan, workload: Workload) -> float:
 
 def settings(found: Plan) -> str:
     memory, layers = found.memory, found.workload.model.num_hidden_layers
-    told = ["NF4"] if memory.nf4 else []
-    told += [f"{memory.recompute_layers} of {layers} recomputed"] if memory.recompute_layers else []
-    return ", ".join(told + (["offload"] if memory.offload else []))
+    parts = ["NF4"] if memory.nf4 else []
+    parts += [f"{memory.recompute_layers} of {layers} recomputed"] if memory.recompute_layers else []
+    return ", ".join(parts + (["offload"] if memory.offload else []))
 
 
 def training(found: Plan | None) -> str:

@@ -89,16 +89,16 @@ def reached(rows: list[dict]) -> list[dict]:
 
     What was not reached is told in parts: the operators that most of it is.
     """
-    told = []
+    parts = []
     for what, words, by, column, most in REACHES:
         found = [row for row in rows if row["by"] == by and column in row and is_of(row, words)]
         if found:
             worst = max(found, key=lambda row: row[column])
             met = worst[column] <= most
             shown = " / ".join(map(str, dict.fromkeys(row[column] for row in found)))
-            told.append({"what": what, "at most": most, "counted": shown, "met": "yes" if met else "no"})
-            told[-1]["of that"] = None if met else consists_of(worst, column)
-    return told
+            parts.append({"what": what, "at most": most, "counted": shown, "met": "yes" if met else "no"})
+            parts[-1]["of that"] = None if met else consists_of(worst, column)
+    return parts
 
 
 def consists_of(row: dict, column: str) -> str:

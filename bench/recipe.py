@@ -210,8 +210,8 @@ class Way:
             self.wait(process, cost)
             raise
         if process.returncode:
-            told = f"the stage {stage.name} failed with status {process.returncode}"
-            raise R3LiteError(told, "Its own message stands above; the same command again goes on with it.")
+            message = f"the stage {stage.name} failed with status {process.returncode}"
+            raise R3LiteError(message, "Its own message stands above; the same command again goes on with it.")
         cost["complete"] = True
         self.note()
 

@@ -38,8 +38,8 @@ def about(run: dict) -> str:
     whole = "Complete." if run["complete"] else f"**Not complete**: {run['stopped']}."
     flags = "; ".join(f"{kind}: `{words}`" for kind, words in run["flags"].items())
     sets = "; ".join(f"{name}: {' and '.join(files)}" for name, files in run["sets"].items())
-    told = f"{whole} {run['model']}, encoder {run['encoder']}, preset `{run['preset']}`, seed {run['seed']}. {sets}."
-    return f"{told}{f' Flags: {flags}.' if flags else ''} {conditions(run)}"
+    message = f"{whole} {run['model']}, encoder {run['encoder']}, preset `{run['preset']}`, seed {run['seed']}. {sets}."
+    return f"{message}{f' Flags: {flags}.' if flags else ''} {conditions(run)}"
 
 
 def tables(run: dict) -> str:

@@ -309,8 +309,8 @@ def main() -> None:
         with card:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     finally:
-        told = card.counts.report() | {"peak_mib": round(card.memory.peak_mib, 1)}
-        print(json.dumps(told, indent=1), file=sys.stderr)
+        counts = card.counts.report() | {"peak_mib": round(card.memory.peak_mib, 1)}
+        print(json.dumps(counts, indent=1), file=sys.stderr)
 
 
 if __name__ == "__main__":

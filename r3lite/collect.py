@@ -39,9 +39,9 @@ def plan(config: CollectConfig) -> str:
         return f"\nMemory, for episodes of {length} tokens\n{plan_memory(config, episodes).table()}"
     from r3lite.assembly import teacher
 
-    told = f"\nMemory, for trajectories of {length} tokens\n{teacher.plan_cache(config).table()}\n\n"
+    message = f"\nMemory, for trajectories of {length} tokens\n{teacher.plan_cache(config).table()}\n\n"
     most = teacher.on_disk(1000 * length, config.cache.teacher_top)
-    return f"{told}on disk: at most {most} for 1,000 trajectories, if every token has loss"
+    return f"{message}on disk: at most {most} for 1,000 trajectories, if every token has loss"
 
 
 def write_trajectories(config: CollectConfig) -> None:

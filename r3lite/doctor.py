@@ -74,8 +74,8 @@ def examine(config: DoctorConfig) -> None:
     )
     print(f"\n{seconds:.0f} s; written to {path}, without a path or name of yours: send it with a bug report")
     if report.failed:
-        told = f"{len(report.failed)} of {len(report.checks)} checks failed: {', '.join(report.failed)}"
-        raise R3LiteError(told, "Their lines say what to do.")
+        message = f"{len(report.failed)} of {len(report.checks)} checks failed: {', '.join(report.failed)}"
+        raise R3LiteError(message, "Their lines say what to do.")
 
 
 def listing(config: DoctorConfig) -> str:

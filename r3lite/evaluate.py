@@ -44,8 +44,8 @@ def check_baseline(config: EvaluateConfig) -> None:
         unused |= {"max_hops", "end_at_idle_query"} | ({"retriever"} if baseline != "rag" else set())
         now, usual = flat(config), flat(command.usual("evaluate", config))
         if given := [name for name in now if name in unused and now[name] != usual[name]]:
-            told = f"--baseline {baseline} has no use for {flag(given[0])} {now[given[0]]}"
-            raise UsageError(f"{told}: it asks in a plain chat, once; leave it out")
+            message = f"--baseline {baseline} has no use for {flag(given[0])} {now[given[0]]}"
+            raise UsageError(f"{message}: it asks in a plain chat, once; leave it out")
     config.retrieval.check_sources(protocol.plans)
     if opening.searches and config.retrieval.retriever == "none":
         raise R3LiteError(f"--baseline {baseline} retrieves, and --retriever is none", "Choose a retriever.")

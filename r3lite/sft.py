@@ -22,14 +22,14 @@ def plan(config: SftConfig) -> str:
     from r3lite.memory.workloads import sft_workload
 
     memory = make_plan(sft_workload(config), config.memory)
-    told = f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n"
+    message = f"\nMemory, for rows of {config.sft.max_length} tokens\n{memory.table()}\n\n"
     if missing := missing_of(config.data, config.mixture):
-        return told + f"{missing} is not here yet: its rows are not counted"
+        return message + f"{missing} is not here yet: its rows are not counted"
     _, rows, validation = read_data(config)
     count, held_out = (sum(map(len, some.values())) for some in (rows, validation))
-    told += table(config.mixture, config.protocol, {name: len(some) for name, some in rows.items()})
+    message += table(config.mixture, config.protocol, {name: len(some) for name, some in rows.items()})
     steps = f"{config.length(count)[0]} steps of {config.rows_per_step} rows"
-    return told + f"{count} rows, {held_out} more held out; {steps}"
+    return message + f"{count} rows, {held_out} more held out; {steps}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -64,8 +64,8 @@ def warn_of_other_format(adapter: str | None, protocol: ProtocolSettings) -> Non
     now = {name: "none" if value is None else value for name, value in vars(protocol).items()}  # as in a file
     other = [f"{flag(name)} {then[name]} (here {now[name]})" for name in now if then.get(name, now[name]) != now[name]]
     if other:
-        told = f"{adapter} was trained with {', '.join(other)}: what it learned may not show"
-        print(f"warning: {told}", file=sys.stderr)
+        message = f"{adapter} was trained with {', '.join(other)}: what it learned may not show"
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def open_retriever(config: AnsweringConfig) -> tuple[Retrieve, "Finder | None"]:

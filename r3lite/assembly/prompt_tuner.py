@@ -116,8 +116,8 @@ class PromptTuner:
         parts += [f"{counts['cost']:.4f} US dollars"] if "cost" in counts else []
         notes = [f"critic: {', '.join(parts)}"]
         if self.capped:
-            told = f"stopped before its last round was over: {self.capped}"
-            notes.append(f"{told}; with a higher cap, the same command goes on")
+            message = f"stopped before its last round was over: {self.capped}"
+            notes.append(f"{message}; with a higher cap, the same command goes on")
         return notes
 
     def branch_out(self, number: int, title: str) -> None:
@@ -222,8 +222,8 @@ class PromptTuner:
         found = scores(self.marks_of(candidate), self.config.common.seed)
         self.history.score(candidate, {name: found[name] for name in KEPT if found[name]["value"] is not None})
         metric, best = self.config.tuning.metric, self.history.best
-        told = f"{metric} {shown(found[metric])}; the best so far is {best.id} with {shown(best.scores[metric])}"
-        print(f"{name}: {told}", file=sys.stderr)
+        message = f"{metric} {shown(found[metric])}; the best so far is {best.id} with {shown(best.scores[metric])}"
+        print(f"{name}: {message}", file=sys.stderr)
 
     def close(self, number: int) -> None:
         """Ends a round, with what it gained."""

@@ -119,8 +119,8 @@ def train(config: PpoConfig) -> None:
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
         if loop.train(run, trainer, oversight, spans):
-            told = f"done: {run.output / 'adapter'}{oversight.note()}; answers: {file}"
-            print(told + note_on(judge))
+            message = f"done: {run.output / 'adapter'}{oversight.note()}; answers: {file}"
+            print(message + note_on(judge))
 
 
 def check(config: PpoConfig) -> None:

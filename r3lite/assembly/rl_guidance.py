@@ -92,11 +92,13 @@ def usable(
         f"are paid less than {rl.trace_min_outcome:g} of the most for an answer": len(fitting) - missing - right,
         "come second to a better one of their question": right - len(found),
     }
-    told = f"{len(found)} of {len(questions)} questions have a usable trace, of {len(traces)} traces"
-    told += "".join(f"; {count} {why}" for why, count in reasons.items() if count)
+    message = f"{len(found)} of {len(questions)} questions have a usable trace, of {len(traces)} traces"
+    message += "".join(f"; {count} {why}" for why, count in reasons.items() if count)
     if not found:
-        raise R3LiteError(f"--traces {rl.traces}: {told}", "Pass traces of the questions in --data that answer right.")
-    print(told, file=sys.stderr)
+        raise R3LiteError(
+            f"--traces {rl.traces}: {message}", "Pass traces of the questions in --data that answer right."
+        )
+    print(message, file=sys.stderr)
     return found
 
 
@@ -139,17 +141,17 @@ class Guidance:
         asked = list(dict.fromkeys(groups))
         guided = [name for name in asked if name in self.traces][: rl.questions_at(rl.trace_share)]
         joined = [replace(self.traces[name], group=groups.index(name)) for name in guided]
-        told: dict[str, float] = {"off_policy/traces": len(joined)} if self.traces else {}
+        metrics: dict[str, float] = {"off_policy/traces": len(joined)} if self.traces else {}
         if self.replay is not None:
             found = self.replay.of_lowest_entropy([name for name in replayed if name in asked], self.mean_entropies)
             joined += [success.rollout(groups.index(name)) for name, success in found.items()]
-            told["off_policy/replays"] = len(found)
+            metrics["off_policy/replays"] = len(found)
             if found:
-                told["replay/age"] = sum(number - success.round for success in found.values()) / len(found)
+                metrics["replay/age"] = sum(number - success.round for success in found.values()) / len(found)
             of_question: dict[str, list[tuple[Rollout, bool]]] = {name: [] for name in asked}
             for rollout, scored in paid:
                 succeeded = outcome_share(scored, self.config.reward) >= rl.replay_min_outcome
                 of_question[groups[rollout.group]].append((rollout, succeeded))
             self.replay.add(number, of_question)
-            told |= self.replay.metrics()
-        return joined, told
+            metrics |= self.replay.metrics()
+        return joined, metrics

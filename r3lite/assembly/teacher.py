@@ -226,8 +226,8 @@ def laid_out(trajectories: Sequence[Trajectory | Conversation], layout: Layout) 
         raise R3LiteError("--data holds conversations", "A cache of log-probabilities is along trajectories.")
     pairs = [(row.id, encoded) for row in trajectories if (encoded := encode_row(row, layout))]
     if left_out := len(trajectories) - len(pairs):
-        told = f"{left_out} of {len(trajectories)} trajectories are longer than {layout.lengths.max_length} tokens"
-        print(f"{told}: left out", file=sys.stderr)
+        message = f"{left_out} of {len(trajectories)} trajectories are longer than {layout.lengths.max_length} tokens"
+        print(f"{message}: left out", file=sys.stderr)
     if not pairs:
         raise R3LiteError("no trajectory fits", "Raise --max-length.")
     return [id for id, _ in pairs], [row for _, row in pairs]

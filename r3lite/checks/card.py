@@ -23,8 +23,8 @@ def usable(precision: Precision) -> Finding:
         return skipped("no NVIDIA card is here")
     if torch.version.cuda is None:
         return judged(False, "there is an NVIDIA card, and PyTorch was built without CUDA", BUILDS)
-    told = f"there is an NVIDIA card, and PyTorch, built for CUDA {torch.version.cuda}, cannot use it"
-    return judged(False, told, "Update the card's driver, or install a build of PyTorch for an older CUDA.")
+    message = f"there is an NVIDIA card, and PyTorch, built for CUDA {torch.version.cuda}, cannot use it"
+    return judged(False, message, "Update the card's driver, or install a build of PyTorch for an older CUDA.")
 
 
 def _built_for(capability: tuple[int, int]) -> Finding:
@@ -36,8 +36,8 @@ def _built_for(capability: tuple[int, int]) -> Finding:
     for kind, _, number in (kernel.partition("_") for kernel in kernels):
         built = int("".join(filter(str.isdigit, number)))
         sound |= built <= version and (kind == "compute" or built // 10 == capability[0])
-    told = f"compute capability {capability[0]}.{capability[1]}; PyTorch has kernels for {', '.join(kernels) or '?'}"
-    return judged(sound, told, f"The card is too old or too new for this PyTorch. {BUILDS}")
+    message = f"compute capability {capability[0]}.{capability[1]}; PyTorch has kernels for {', '.join(kernels) or '?'}"
+    return judged(sound, message, f"The card is too old or too new for this PyTorch. {BUILDS}")
 
 
 class _Kernels(TorchDispatchMode):
@@ -119,11 +119,11 @@ def beside_tensors(precision: Precision, driver: dict[str, str], measured: dict[
         found["graph pools"] = measured["graph_pools_mib"]
     parts = cuda_parts.beside_tensors(0, captured=1, card=cuda_parts.of_this_card())
     planned = {part: size / MIB for part, size in parts.items() if part in found}
-    told = [f"{part} {size:,.0f} of {planned[part]:,.0f}" for part, size in found.items()]
+    shares = [f"{part} {size:,.0f} of {planned[part]:,.0f}" for part, size in found.items()]
     if "fragmentation" in measured:
-        told.append(f"fragmentation {measured['fragmentation']:.0%} of {cuda_parts.FRAGMENTATION:.0%}")
+        shares.append(f"fragmentation {measured['fragmentation']:.0%} of {cuda_parts.FRAGMENTATION:.0%}")
     remedy = "Plans hold back too little on this card: pass a --vram-budget below its memory, and send us doctor.json."
     figures = {f"{part} MiB": size for part, size in found.items()}
     return judged(
-        sum(found.values()) <= sum(planned.values()), "MiB measured of planned: " + ", ".join(told), remedy, **figures
+        sum(found.values()) <= sum(planned.values()), "MiB measured of planned: " + ", ".join(shares), remedy, **figures
     )

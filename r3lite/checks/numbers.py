@@ -60,12 +60,12 @@ def logits(precision: Precision) -> Finding:
     exact, rows = exact_on(precision.device), sentences()
     model = tiny(exact)
     entropy = -float(logprobs(model, rows, exact).mean())
-    told = f"cross-entropy {entropy:.4f} nats a token, recorded {ENTROPY}"
+    message = f"cross-entropy {entropy:.4f} nats a token, recorded {ENTROPY}"
     if not abs(entropy - ENTROPY) <= ENTROPY_BOUND:
-        return judged(False, told, WRONG_BUILD, entropy=entropy)
+        return judged(False, message, WRONG_BUILD, entropy=entropy)
     if precision.device.type == "cpu":
-        return judged(True, told, entropy=entropy)
-    return against_the_cpu(model, rows, precision.device, told)
+        return judged(True, message, entropy=entropy)
+    return against_the_cpu(model, rows, precision.device, message)
 
 
 @torch.no_grad()
@@ -205,11 +205,11 @@ def nf4_weights(precision: Precision) -> Finding:
     product, exact = layer(x.to(precision.device, precision.dtype)).float().cpu(), x @ by_hand.t()
     share = float((product - exact).abs().mean() / exact.abs().mean())
     bound = NF4_BOUNDS[precision.dtype]
-    told = (
+    message = (
         f"{other:.1%} of codes are not the CPU's; weights off by {off:.1e}, product by {share:.1e}, {bound:g} allowed"
     )
     sound = other <= 1e-3 and off <= 1e-5 and share <= bound and error <= NF4_ERROR
-    return judged(sound, told, codes_differ=other, dequantized_off=off, product_off=share, quantization_error=error)
+    return judged(sound, message, codes_differ=other, dequantized_off=off, product_off=share, quantization_error=error)
 
 
 def _dequantized_by_hand(weight: nf4.Nf4Weight) -> Tensor:
@@ -232,9 +232,9 @@ def offload(precision: Precision) -> Finding:
     with_host, without = (_gradients(precision, offloaded) for offloaded in (True, False))
     share = float((with_host - without).abs().max() / without.abs().max())
     bound = BOUNDS[precision.dtype]  # a card's attention adds gradients in no fixed order
-    told = f"tensors come back as they were; gradients differ by {share:.1e} of the largest, {bound:g} allowed"
-    told += "; memory cannot be pinned here, so it is slower" if on_card and not host.pinned else ""
-    return judged(share <= bound, told, gradient_difference=share)
+    message = f"tensors come back as they were; gradients differ by {share:.1e} of the largest, {bound:g} allowed"
+    message += "; memory cannot be pinned here, so it is slower" if on_card and not host.pinned else ""
+    return judged(share <= bound, message, gradient_difference=share)
 
 
 def _gradients(precision: Precision, offloaded: bool) -> Tensor:

@@ -78,9 +78,9 @@ def training(precision: Precision) -> Finding:
     off = largest(abs(loss - record["loss"]) for loss, record in zip(losses, exact, strict=True))
     skips = found[-1].get("skipped_steps", 0)
     bound = LOSS_BOUNDS[precision.dtype]
-    told = f"losses {', '.join(f'{loss:.3f}' for loss in losses)}, off by {off:.2g}, {bound:g} allowed"
-    told += f"; {skips} steps skipped" if skips else ""
-    return judged(off <= bound, told, loss_off=off, skipped_steps=skips)
+    message = f"losses {', '.join(f'{loss:.3f}' for loss in losses)}, off by {off:.2g}, {bound:g} allowed"
+    message += f"; {skips} steps skipped" if skips else ""
+    return judged(off <= bound, message, loss_off=off, skipped_steps=skips)
 
 
 def training_in_fp16(precision: Precision) -> Finding:

@@ -16,17 +16,17 @@ def measured_speeds(device: torch.device, kept: list[Speeds]) -> Finding:
     kept.append(found)
     why = cards.keep(found)
     products = ", ".join(f"{name} {short(flops / 1e9)}" for name, flops in found.flops.items())
-    told = (
+    message = (
         f"memory {short(found.bandwidth / 1e9)} GB/s; products {products} GFLOPS; a kernel {found.launch * 1e6:.1f} us"
     )
-    told += f"; not kept for predictions: {why}" if why else ""
+    message += f"; not kept for predictions: {why}" if why else ""
     if device.type == "cuda":
-        told += f"; from the host {speed.host_copy_speed(device, pinned=False) / 1e9:.1f} GB/s"
+        message += f"; from the host {speed.host_copy_speed(device, pinned=False) / 1e9:.1f} GB/s"
         with contextlib.suppress(RuntimeError):  # memory cannot be pinned here, as the lines above say
-            told += f", pinned {speed.host_copy_speed(device, pinned=True) / 1e9:.1f}"
+            message += f", pinned {speed.host_copy_speed(device, pinned=True) / 1e9:.1f}"
         if found.flops["fp16"] < found.flops["fp32"]:
-            told += "; fp16 is the slower: where a run fits, --dtype fp32 is faster"
-    return judged(True, told)
+            message += "; fp16 is the slower: where a run fits, --dtype fp32 is faster"
+    return judged(True, message)
 
 
 def short(figure: float) -> str:

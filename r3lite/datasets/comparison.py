@@ -28,8 +28,8 @@ def compared(question: Question) -> str | None:
     if answer in ("yes", "no") and "same" in question.text.split():
         return f"{facts[0]} and {facts[1]} are {'the same' if answer == 'yes' else 'not the same'}."
     names = [subject(question, i) for i in ends]
-    told = [(date(fact), f"{name} ({fact})") for name, fact in zip(names, facts, strict=True)]
-    (first, earlier), (last, later) = sorted(told, key=lambda one: one[0] or ())
+    parts = [(date(fact), f"{name} ({fact})") for name, fact in zip(names, facts, strict=True)]
+    (first, earlier), (last, later) = sorted(parts, key=lambda one: one[0] or ())
     # Of two dates that begin alike one says only the year, or they are the same.
     if not first or not last or last[: len(first)] == first:
         return None

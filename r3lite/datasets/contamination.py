@@ -32,8 +32,8 @@ def without(questions: list[Question], files: Iterable[str] | None, skip_bad_row
     others = [q for q in questions if q.id not in known_ids]
     left = [q for q in others if normalize(q.text) not in texts]
     by_id, by_text = len(questions) - len(others), len(others) - len(left)
-    told = f"--exclude: {by_id + by_text} of {len(questions)} questions left out ({by_id} by id, {by_text} by text)"
-    print(told, file=sys.stderr)
+    message = f"--exclude: {by_id + by_text} of {len(questions)} questions left out ({by_id} by id, {by_text} by text)"
+    print(message, file=sys.stderr)
     if not left:
         raise R3LiteError(
             "every question of the data is in the files of --exclude", "Name other questions to learn from."

@@ -102,8 +102,8 @@ class Harvest:
         for hops in sorted({q.hop_count for q in done}):
             kept = [of_id[q.id] for q in done if q.hop_count == hops]
             some = sum(map(bool, kept))
-            told = f"{some} of {len(kept)} questions ({some / len(kept):.2f}), {sum(kept)} trajectories"
-            tally.extra[f"yield at {hops} hop{'s' * (hops > 1)}"] = told
+            message = f"{some} of {len(kept)} questions ({some / len(kept):.2f}), {sum(kept)} trajectories"
+            tally.extra[f"yield at {hops} hop{'s' * (hops > 1)}"] = message
         return tally
 
 

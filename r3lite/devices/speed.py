@@ -60,9 +60,9 @@ def speeds_of(device: torch.device, product: Product) -> Speeds | None:
             torch.cuda.reset_peak_memory_stats()
     took = time.perf_counter() - start
     found = replace(found, source=BESIDE_OTHERS) if busy else found
-    told = "kept " + ("until other programs rest" if busy else "(python -m r3lite.doctor measures it again)")
-    told = f"not kept: {why}" if (why := cards.keep(found)) else told
-    print(f"the speed of this device was measured in {took:.1f} s and is {told}", file=sys.stderr)
+    message = "kept " + ("until other programs rest" if busy else "(python -m r3lite.doctor measures it again)")
+    message = f"not kept: {why}" if (why := cards.keep(found)) else message
+    print(f"the speed of this device was measured in {took:.1f} s and is {message}", file=sys.stderr)
     return found
 
 

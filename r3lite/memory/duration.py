@@ -245,19 +245,19 @@ class Duration:
         w, speeds = self.workload, self.workload.speeds
         assert speeds
         about = "about" if w.mean_tokens and not w.episodes else "up to"  # episodes may end early
-        told = f"{about} {in_words(self.seconds)} for {self.what}"
+        message = f"{about} {in_words(self.seconds)} for {self.what}"
         if len(self.phases) > 1:
-            told += f" ({', '.join(f'{phase} {in_words(s)}' for phase, s in self.phases.items())})"
+            message += f" ({', '.join(f'{phase} {in_words(s)}' for phase, s in self.phases.items())})"
         if self.run and w.trains:
-            told += f", {in_words(self.run)} for {w.steps:,}"
+            message += f", {in_words(self.run)} for {w.steps:,}"
         if self.validation:
             many = f" and {self.validations:,} validations" if self.run else ", a validation"
-            told += f"{many} of {in_words(self.validation)}"
+            message += f"{many} of {in_words(self.validation)}"
         if w.refills:
-            told += f"; not counted: up to {w.refills} refills a round, each up to {in_words(self.phases['sample'])}"
+            message += f"; not counted: up to {w.refills} refills a round, each up to {in_words(self.phases['sample'])}"
         if speeds.source in (MEASURED, BESIDE_OTHERS):
-            return f"{told}; predicted from this device's speed as {speeds.source}"
-        return f"{told}; predicted from the peak speeds of the {speeds.name}, so at best"
+            return f"{message}; predicted from this device's speed as {speeds.source}"
+        return f"{message}; predicted from the peak speeds of the {speeds.name}, so at best"
 
     def report(self) -> dict:
         """As JSON."""

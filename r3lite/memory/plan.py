@@ -149,5 +149,5 @@ def enforce(plan: Plan, device: torch.device) -> None:
 def announce(plan: Plan) -> None:
     print(f"{plan.line()}\n{plan.time_line()}", file=sys.stderr)
     if plan.duration and plan.duration.seconds > A_DAY:
-        told = f"{plan.duration.what} is predicted to take up to {in_words(plan.duration.seconds)}"
-        print(f"warning: {told}. {plan.duration.remedy}", file=sys.stderr)
+        message = f"{plan.duration.what} is predicted to take up to {in_words(plan.duration.seconds)}"
+        print(f"warning: {message}. {plan.duration.remedy}", file=sys.stderr)

@@ -106,12 +106,12 @@ def _alarms(run: Run) -> list[str]:
     """What the guard against a collapse, or a step without a finite loss, has left in the log."""
     alarms = [f"{row['guard/alarm']} (step {row['step']})" for row in run.metrics if row.get("guard/alarm")]
     blank = [row["step"] for row in run.metrics if "loss" in row and row["loss"] is None]
-    told = [f"the collapse guard raised an alarm: {', '.join(alarms)}"] if alarms else []
+    warnings = [f"the collapse guard raised an alarm: {', '.join(alarms)}"] if alarms else []
     if blank:
-        told.append(f"no finite loss in {len(blank)} steps, such as step {blank[0]}")
+        warnings.append(f"no finite loss in {len(blank)} steps, such as step {blank[0]}")
     if not run.metrics and not run.scores:
-        told.append("nothing was logged yet")
-    return told
+        warnings.append("nothing was logged yet")
+    return warnings
 
 
 def _scores(report: Report) -> str:
@@ -127,29 +127,29 @@ def _scores(report: Report) -> str:
 
 def _answers(runs: Sequence[Run]) -> Iterable[tuple[str, str]]:
     """How the answers of each evaluation turned out, with some that are wrong."""
-    told = []
+    parts = []
     for run in runs:
         if kinds := evaluations.kinds(run):
             rows = [["", "answers", "share"]]
             rows += [[name, str(len(k)), f"{len(k) / len(run.predictions):.1%}"] for name, k in kinds.items()]
-            told.append(f"<h3>{escape(run.name)}</h3>" + _table(rows))
+            parts.append(f"<h3>{escape(run.name)}</h3>" + _table(rows))
             for name, lines in kinds.items():
                 if name != evaluations.RIGHT:
-                    told += [_episode(line, f"{name}: ") for line in lines[: evaluations.EXAMPLES]]
-    if told:
-        yield "Answers by outcome", "".join(told)
+                    parts += [_episode(line, f"{name}: ") for line in lines[: evaluations.EXAMPLES]]
+    if parts:
+        yield "Answers by outcome", "".join(parts)
 
 
 def _episodes(runs: Sequence[Run]) -> Iterable[tuple[str, str]]:
     for run in runs:
         parts = [("first round", run.first), ("newest round", run.last)]
-        told = [
+        sections = [
             f"<h3>{escape(which)} <span>{len(episodes)} episodes</span></h3>" + "".join(map(_episode, episodes))
             for which, episodes in parts
             if episodes
         ]
-        if told:
-            yield "Episodes" if len(runs) == 1 else f"Episodes of {run.name}", "".join(told)
+        if sections:
+            yield "Episodes" if len(runs) == 1 else f"Episodes of {run.name}", "".join(sections)
 
 
 def _settings(runs: Sequence[Run]) -> Iterable[tuple[str, str]]:
@@ -208,18 +208,18 @@ def _episode(line: Record, before: str = "") -> str:
     paid = ", ".join(f"{name} {number(value)}" for name, value in rewards.items() if isinstance(value, (int, float)))
     prediction = line.text("prediction", "", blank=True)
     said = f"said: {prediction}" if prediction else f"no answer ({line.text('finish', 'unknown')})"
-    told = f"<p>{escape(said)}<br>right: {escape(answers)}</p>"
-    told += f'<p class="soft">paid: {escape(paid)}</p>' if paid else ""
+    message = f"<p>{escape(said)}<br>right: {escape(answers)}</p>"
+    message += f'<p class="soft">paid: {escape(paid)}</p>' if paid else ""
     question = escape(before + line.text("question", "", blank=True))
-    return f"<details><summary{mark}>{question}</summary><div>{told}{steps}</div></details>"
+    return f"<details><summary{mark}>{question}</summary><div>{message}{steps}</div></details>"
 
 
 def _step(number: int, step: Step, gold: set[str]) -> str:
     """One step of an episode; `gold` are the ids of the gold paragraphs that its queries brought."""
     parts = [f"<b>{number}</b> {escape(step.analysis)}"]
     for search in step.searches:
-        told = search.query + (f" ({search.source})" if search.source else "")
-        parts.append(f"\n<b>query</b> {escape(told)}")
+        query = search.query + (f" ({search.source})" if search.source else "")
+        parts.append(f"\n<b>query</b> {escape(query)}")
     if step.answer is not None:
         parts.append(f"\n<b>answer</b> {escape(step.answer)}")
     if step.faults:

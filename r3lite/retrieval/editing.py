@@ -111,8 +111,8 @@ def _written(folder: Path, name: str, vectors: faiss.Index) -> dict[str, str]:
 def _publish(folder: Path, manifest: Record, names: dict[str, str | None], passages: Passages) -> None:
     """Replaces the manifest, and removes what the new one does not name."""
     files = {name: value or digest(folder / name) for name, value in names.items()}  # older indexes have none
-    told = manifest.values | {"passages": len(passages), "fingerprint": fingerprint(passages), "files": files}
-    write_json(folder / MANIFEST, told | {"edit": _next(manifest)})
+    message = manifest.values | {"passages": len(passages), "fingerprint": fingerprint(passages), "files": files}
+    write_json(folder / MANIFEST, message | {"edit": _next(manifest)})
     for path in folder.iterdir():
         if PARTS.fullmatch(path.name) and path.name not in names:
             with contextlib.suppress(OSError):  # on Windows a reader may have it open; the next edit removes it

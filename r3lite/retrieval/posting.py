@@ -59,8 +59,8 @@ class Poster:
                     pause = min(float(asked), LONGEST_PAUSE) if asked.isdecimal() else 0.0
                     raise _Passing(f"status {reply.status_code}: {_short(text)}", pause)
                 if reply.status_code != 200:
-                    told = f"{self.address} refuses: status {reply.status_code}: {_short(text)}"
-                    raise R3LiteError(told, self.remedy)
+                    message = f"{self.address} refuses: status {reply.status_code}: {_short(text)}"
+                    raise R3LiteError(message, self.remedy)
                 return text
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise _Passing(f"{type(error).__name__}: {error}") from error

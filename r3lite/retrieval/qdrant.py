@@ -50,8 +50,8 @@ def connect(address: str) -> tuple["QdrantClient", str]:
     encrypted = parts.scheme == "qdrant+https"
     key = os.environ.get(KEY)
     if key and not encrypted and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
-        told = f"{KEY} would go to {parts.hostname} without encryption"
-        raise R3LiteError(told, "Write the address as qdrant+https://..., or unset the key.")
+        message = f"{KEY} would go to {parts.hostname} without encryption"
+        raise R3LiteError(message, "Write the address as qdrant+https://..., or unset the key.")
     return QdrantClient(
         host=parts.hostname,
         port=parts.port or 6333,

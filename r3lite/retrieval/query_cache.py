@@ -64,9 +64,9 @@ class QueryCache:
     def told(self) -> dict[str, float]:
         """Metrics of the queries since the last call; none if there was no query."""
         with self._lock:
-            told = {"queries/cached_ratio": self.there / self.asked} if self.asked else {}
+            message = {"queries/cached_ratio": self.there / self.asked} if self.asked else {}
             self.asked = self.there = 0
-            return told
+            return message
 
     def line(self) -> str:
         """The same in words."""

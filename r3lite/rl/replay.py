@@ -131,8 +131,8 @@ class ReplayBuffer:
         """As JSON but for `tensors`, which share memory with what is kept: this is called before every round."""
         questions, tensors = [], {}
         for place, (question, kept) in enumerate(self.questions.items()):
-            told = [{"reward": success.reward, "round": success.round} for success in kept.successes]
-            questions.append({"id": question, "rate": kept.rate, "successes": told})
+            parts = [{"reward": success.reward, "round": success.round} for success in kept.successes]
+            questions.append({"id": question, "rate": kept.rate, "successes": parts})
             for i, success in enumerate(kept.successes):
                 tensors |= {f"{place}.{i}.{name}": torch.from_numpy(getattr(success, name)) for name in ARRAYS}
         return {

@@ -33,8 +33,8 @@ class RewardEntry(dict):
             raise ValueError
 
     def __repr__(self) -> str:
-        told = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
-        return f"{self['name']}={self['weight']:g}" + (f" ({', '.join(told)})" if told else "")
+        parts = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
+        return f"{self['name']}={self['weight']:g}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _is_plain(value: Any) -> bool:

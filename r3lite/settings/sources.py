@@ -51,8 +51,8 @@ class SourceEntry(dict):
             raise UsageError(f"the source {name} is of type {kind}, which has no steps: leave its format out")
 
     def __repr__(self) -> str:
-        told = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
-        return f"{self['name']}={self['weight']:g} ({', '.join(told)})"
+        parts = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
+        return f"{self['name']}={self['weight']:g} ({', '.join(parts)})"
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,8 @@ class Guard:
         limit, start, mean = self.settings.guard_right_likelihood, self.right_start, right_likelihood(self.recent)
         if limit is None or start is None or mean is None or not now["right"]:
             return {}
-        told = f"right answers have a log-probability of {mean:.3g} per token ({start:.3g} at the start)"
-        return {"guard_right_likelihood": told if start - mean > limit else None}
+        message = f"right answers have a log-probability of {mean:.3g} per token ({start:.3g} at the start)"
+        return {"guard_right_likelihood": message if start - mean > limit else None}
 
     def _without_variance(self, now: Numbers) -> dict[str, str | None]:
         """Groups without variance while the reward is low: at its best, equal rewards mean that all is learned."""
@@ -151,8 +151,8 @@ class Guard:
         if limit is None or now["variance"] is None or None in (start, best, reward, spread) or start >= limit:
             return {}
         low = reward < best - spread / 4
-        told = f"{now['variance']:.0%} of the groups have no variance, at a reward of {reward:.3f} (best {best:.3f})"
-        return {"guard_variance": told if now["variance"] >= limit and low else None}
+        message = f"{now['variance']:.0%} of the groups have no variance, at a reward of {reward:.3f} (best {best:.3f})"
+        return {"guard_variance": message if now["variance"] >= limit and low else None}
 
     def _hacking(self) -> dict[str, str | None]:
         """Reward up and F1 down in the episodes that are trained on, compared with the rounds of the highest F1.
@@ -172,8 +172,8 @@ class Guard:
         noise = self._luck(self.rounds // self.settings.guard_patience) * _error_of_difference(f1s, best_f1s)
         rose = reward - then > SURE * _error_of_difference(rewards, best_rewards)
         hacks = rose and best_f1 - f1 > max(limit, noise)
-        told = f"the reward rose from {then:.3f} to {reward:.3f} while F1 fell from {best_f1:.3f} to {f1:.3f}"
-        return {"guard_hacking": told if hacks else None}
+        message = f"the reward rose from {then:.3f} to {reward:.3f} while F1 fell from {best_f1:.3f} to {f1:.3f}"
+        return {"guard_hacking": message if hacks else None}
 
     def _crossed_in_validation(self, each: Sequence[float]) -> dict[str, str | None]:
         """The same of a validation, compared with the best one question by question.
@@ -187,10 +187,10 @@ class Guard:
         f1, reward = statistics.fmean(each), self._mean_of_recent("reward")
         error = standard_error([a - b for a, b in zip(best.each, each, strict=True)])
         noise = self._luck(self.validations) * error
-        told = f"validation F1 fell from {best.f1:.3f} to {f1:.3f}"
+        message = f"validation F1 fell from {best.f1:.3f} to {f1:.3f}"
         if best.reward is not None and reward is not None and reward > best.reward:
-            told += f" while the reward rose from {best.reward:.3f} to {reward:.3f}"
-        return {"guard_f1_drop": told if best.f1 - f1 > max(limit, noise) else None}
+            message += f" while the reward rose from {best.reward:.3f} to {reward:.3f}"
+        return {"guard_f1_drop": message if best.f1 - f1 > max(limit, noise) else None}
 
     def _luck(self, tries: int) -> float:
         """How many standard errors a drop from the best of `tries` validations must exceed."""

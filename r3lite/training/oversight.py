@@ -110,10 +110,10 @@ class Oversight:
         best = self.guard.best
         if best is None:
             return ""
-        told = f", of step {best.step}, the best by validation F1 ({best.f1:.3f})"
+        message = f", of step {best.step}, the best by validation F1 ({best.f1:.3f})"
         if best.step != self.total:
-            told += f"; the last one: {self.run.output / f'checkpoint-{self.total}' / checkpoint.ADAPTER}"
-        return told
+            message += f"; the last one: {self.run.output / f'checkpoint-{self.total}' / checkpoint.ADAPTER}"
+        return message
 
     def _validate(self, step: int) -> tuple[dict, list[float] | None]:
         start = time.perf_counter()
