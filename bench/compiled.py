@@ -33,8 +33,8 @@ def report(name: str, works: dict[str, Callable[[], object]], device: torch.devi
         work()
     found = [[seconds(work, device) for work in works.values()] for _ in range(TURNS)]
     for how, runs in zip(works, zip(*found, strict=True), strict=True):
-        told = " ".join(f"{1000 * run:,.0f}" for run in runs)
-        print(f"{name}, {how}: {told} ms; the least {1000 * min(runs):,.0f}", flush=True)
+        milliseconds = " ".join(f"{1000 * run:,.0f}" for run in runs)
+        print(f"{name}, {how}: {milliseconds} ms; the least {1000 * min(runs):,.0f}", flush=True)
 
 
 def main() -> None:

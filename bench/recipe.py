@@ -330,8 +330,8 @@ def begun(folder: Path, settings: Settings, precision: Any) -> dict:
         write_json(path, {"settings": now, "on": records.provenance(precision)})
     known = read_json(path)
     if changed := [key for key in now if key not in MORE and known["settings"].get(key) != now[key]]:
-        told = ", ".join(f"{key} (was {known['settings'].get(key)}, is {now[key]})" for key in changed)
-        raise R3LiteError(f"{folder} holds a way with other settings: {told}", "Name another --output.")
+        changes = ", ".join(f"{key} (was {known['settings'].get(key)}, is {now[key]})" for key in changed)
+        raise R3LiteError(f"{folder} holds a way with other settings: {changes}", "Name another --output.")
     return known["on"]
 
 

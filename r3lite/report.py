@@ -43,8 +43,8 @@ def report(config: ReportConfig) -> None:
         going_on = settings.watch and not all(run.complete for run in found.runs)
         page = html(found, time.strftime("written on %Y-%m-%d at %H:%M:%S"), EVERY if going_on else None)
         write_text(path, page)
-        told = ", ".join(f"{x.name} ({x.label})" for x in (*found.runs, *found.data))
-        print(f"{path}  {len(page.encode()) / 1024:,.0f} KiB: {told}", flush=True)
+        names = ", ".join(f"{x.name} ({x.label})" for x in (*found.runs, *found.data))
+        print(f"{path}  {len(page.encode()) / 1024:,.0f} KiB: {names}", flush=True)
         if not going_on:
             break
         time.sleep(EVERY)

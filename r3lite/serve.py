@@ -27,8 +27,8 @@ def serve(config: ServeConfig) -> None:
         answering.warm_up()
         host, port = listening.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
-        told = ", ".join(f"{mode} by {adapter}" for mode, adapter in answering.modes.items())
-        print(f"serving {told}\nhttp://{place}:{port}  (Ctrl-C ends)", flush=True)
+        message = ", ".join(f"{mode} by {adapter}" for mode, adapter in answering.modes.items())
+        print(f"serving {message}\nhttp://{place}:{port}  (Ctrl-C ends)", flush=True)
         desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic)
         app = build_app(desk, config.server, config.limits, token)
         settings = uvicorn.Config(

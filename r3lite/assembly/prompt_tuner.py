@@ -50,7 +50,7 @@ class Pool:
 
 def first_prompt(protocol: ProtocolSettings, which: str) -> str:
     """The text of the prompt that is to be improved, as its file has it."""
-    build_protocol(protocol)  # which says what is wrong with prompt files
+    build_protocol(protocol)  # raises R3LiteError for a bad prompt file
     name = prompt_file(protocol, which)
     if name is None:
         raise UsageError(f"--improve {which}: --format {protocol.format} has no such prompt of its own")

@@ -92,8 +92,8 @@ def _judged_kernels(used: dict[str, str], device: torch.device) -> Finding:
     turing = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     sound = {"efficient", "cpu"} if turing else {"flash", "efficient", "cpu"}  # cpu: also of a pretended card
     if bad := [mask for mask, kernels in used.items() if not set(kernels.split("+")) <= sound]:
-        told = ", ".join(f"{mask}: {used[mask]}" for mask in bad)
-        return judged(False, told, "Rows take O(T^2) memory there: keep them short, and send doctor.json to us.")
+        message = ", ".join(f"{mask}: {used[mask]}" for mask in bad)
+        return judged(False, message, "Rows take O(T^2) memory there: keep them short, and send doctor.json to us.")
     masks = {kernel: [mask for mask in used if used[mask] == kernel] for kernel in used.values()}
     if len(masks) == 1:
         return judged(True, f"the fused kernel `{next(iter(masks))}` under each of {len(used)} masks")

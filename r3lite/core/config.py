@@ -55,7 +55,7 @@ class Trait(enum.Enum):
 
 @dataclass(frozen=True)
 class Required:
-    """A setting with this trait, or one of `instead`, must be given except in a dry run; `hint` says what to pass."""
+    """The setting, or one of those in `instead`, must be given, except in a dry run. `hint`: what to pass."""
 
     hint: str
     instead: tuple[str, ...] = ()

@@ -93,7 +93,7 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
         reason = (str(error).splitlines() or [""])[0]
         raise R3LiteError(
             f"the data set {name!r} cannot be fetched from the hub: {type(error).__name__}: {reason}",
-            f"Download it where there is a network, and pass the file's path to --data, not {name},{subset},{split}. "
+            f"Download it on a machine with a network, and pass the file to --data, not {name},{subset},{split}. "
             "For HotpotQA: hotpot_train_v1.1.json or hotpot_dev_distractor_v1.json from https://hotpotqa.github.io.",
         ) from error
 

@@ -104,8 +104,8 @@ def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Traj
     id = row.identifier("id", default_id)
     layouts = [*layouts_of(row), *([STEPS] if "steps" in row else [])]
     if len(layouts) > 1:
-        told = " and of ".join(", ".join(keys) for keys in layouts)
-        raise row.error(f"it has the keys of {told}: which is meant?")
+        choices = " and of ".join(", ".join(keys) for keys in layouts)
+        raise row.error(f"it has the keys of {choices}: which is meant?")
     if layouts == [STEPS]:
         return _trajectory(row, id, protocol)
     if layouts:

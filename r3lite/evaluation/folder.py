@@ -69,7 +69,7 @@ def check_same_questions(a: str, b: str, ours: dict, theirs: dict) -> None:
     remedy = "Evaluate both on the same --data with the same --limit."
     only = [sorted(x.keys() - y.keys()) for x, y in ((ours, theirs), (theirs, ours))]
     if any(only):
-        told = " and ".join(f"{len(ids)} only in {x}, such as {ids[0]}" for x, ids in zip((a, b), only) if ids)
-        raise R3LiteError(f"the two are not of the same questions: {told}", remedy)
+        differences = " and ".join(f"{len(ids)} only in {x}, such as {ids[0]}" for x, ids in zip((a, b), only) if ids)
+        raise R3LiteError(f"the two are not of the same questions: {differences}", remedy)
     if other := [id for id in ours if ours[id][0] != theirs[id][0]]:
         raise R3LiteError(f"{len(other)} ids, such as {other[0]}, name different questions in {a} and {b}", remedy)

@@ -15,8 +15,8 @@ def scores_table(found: dict) -> str:
         entry = found[name]
         lines.append(f"{TITLES[name]:<18}{_number(entry['value'])}  {_number(entry['low'])}{_number(entry['high'])}")
     if found["faults"]:
-        told = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found["faults"].items())
-        lines.append(f"\nfaults of steps: {told}")
+        faults = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found["faults"].items())
+        lines.append(f"\nfaults of steps: {faults}")
     for key, title in GROUPS.items():
         if len(found[key]) > 1:
             lines += ["", *_group_lines(title, found[key])]

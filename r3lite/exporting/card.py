@@ -57,8 +57,8 @@ def _head(facts: Facts) -> str:
 
 
 def _run(run: Mapping[str, object]) -> str:
-    told = ", ".join(f"{name} {run[name]}" for name in TOLD if run.get(name) not in (None, "none"))
-    return f"Its last training run: {told}." if told else ""
+    settings = ", ".join(f"{name} {run[name]}" for name in TOLD if run.get(name) not in (None, "none"))
+    return f"Its last training run: {settings}." if settings else ""
 
 
 def _scores(scores: Mapping[str, dict]) -> str:

@@ -40,7 +40,8 @@ NOT_TENSORS = ("context", "graph pools", "fragmentation")  # parts that the allo
 
 
 def of_this_card() -> Beside:
-    return HOPPER if torch.cuda.get_device_capability() >= (9, 0) else LAPTOP
+    """The figures of the card in this machine; those of a laptop's if there is none."""
+    return HOPPER if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0) else LAPTOP
 
 
 def beside_tensors(tensors: int, captured: int = 0, card: Beside = LAPTOP) -> dict[str, int]:

@@ -10,7 +10,6 @@ from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.speed import speeds_of
 from r3lite.memory import choice, duration, planner
-from r3lite.memory.cuda_parts import of_this_card
 from r3lite.memory.duration import Duration, in_words
 from r3lite.memory.planner import Workload
 from r3lite.memory.workloads import KNOWN, on_card
@@ -99,7 +98,7 @@ class Plan:
 
 def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
     """The fastest settings that fit into the budget; R3LiteError with what would help if none do."""
-    given, room = _given(settings, sampling), _budget(settings, workload.on_cuda)
+    given, room = _given(settings, sampling), _budget(settings, workload)
     return Plan(workload, choice.choose(workload, given, room, list(KNOWN.items())), room, given)
 
 
@@ -127,14 +126,14 @@ def _given(settings: MemorySettings, sampling: SamplingSettings | None = None) -
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _budget(settings: MemorySettings, on_cuda: bool) -> int:
+def _budget(settings: MemorySettings, workload: Workload) -> int:
     """Bytes of --vram-budget; by default 4 GiB, or what is free on the card less a margin if that is less."""
     if settings.vram_budget:
         return budget_bytes(settings.vram_budget)
-    if on_cuda and torch.cuda.is_available():
+    if workload.on_cuda and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         # What is free no longer has our own context in it, which is in the budget.
-        return min(DEFAULT_BUDGET, free + of_this_card().context - MARGIN)
+        return min(DEFAULT_BUDGET, free + workload.beside.context - MARGIN)
     return DEFAULT_BUDGET
 
 

@@ -81,8 +81,8 @@ class ShrinkingGrant(Grant):
                 "--adapter, and --quantize nf4 or a smaller --max-length.",
             )
         old, new = asdict(self.memory), asdict(less)
-        told = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in new if new[name] != old[name])
-        print(f"warning: out of memory; the step is repeated with {told}", file=sys.stderr)
+        changes = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in new if new[name] != old[name])
+        print(f"warning: out of memory; the step is repeated with {changes}", file=sys.stderr)
         self.memory = less
 
     def _smaller(self, phase: Phase) -> Memory | None:

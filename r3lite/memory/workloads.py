@@ -187,7 +187,7 @@ def _base(model: ModelSettings) -> dict:
         "vocabulary": vocabulary,
         "element": dtype.itemsize,
         "on_cuda": kind == "cuda",
-        "beside": of_this_card() if kind == "cuda" and here[kind] else LAPTOP,
+        "beside": of_this_card(),
         "dtype": dtype_name(dtype),
         "device": kind if here[kind] else None,
     }

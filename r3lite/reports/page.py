@@ -176,7 +176,7 @@ def _legend(chart: Chart) -> str:
         keys = [(label, i, None) for i, label in enumerate(chart.series)]
     else:
         keys = [(line.label, line.colour, line.dash) for line in chart.lines]
-    if len(keys) == 1:  # the title says what it is
+    if len(keys) == 1:  # a single series needs no legend: it is the title
         return ""
     entries = []
     for label, colour, dash in keys:
@@ -192,9 +192,9 @@ def _legend(chart: Chart) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     head, *others = rows
-    told = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    headings = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in others)
-    return f'<div class="scroll"><table><thead><tr>{told}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="scroll"><table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _episode(line: Record, before: str = "") -> str:

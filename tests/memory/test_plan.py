@@ -16,9 +16,10 @@ from r3lite.settings import MemorySettings
 def test_the_default_budget_has_our_own_context_in_it(monkeypatch):
     """What a card says is free no longer has the context in it; it was taken from the budget once more."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3000 * MIB, 4000 * MIB))
-    granted = plan._budget(MemorySettings(), on_cuda=True)
+    granted = plan._budget(
+        MemorySettings(), planner.Workload(KNOWN["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 1024, on_cuda=True)
+    )
     assert granted - LAPTOP.context == 3000 * MIB - plan.MARGIN
 
 
