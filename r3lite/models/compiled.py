@@ -53,7 +53,7 @@ def enable(model: Qwen2) -> None:
         for rows in (1, 2, FEW_ROWS + 1):
             context = CausalRows(torch.zeros(1, rows, device=weight.device))
             x = weight.new_zeros(1, rows, model.config.hidden_size)
-            cos, sin = rotary_angles(context.positions, model.config.head_dim, model.config.rope_theta, x.dtype)
+            cos, sin = rotary_angles(context.positions, model.config, x.dtype)
             model.model.layers[0](x, cos, sin, context)
 
 
@@ -106,9 +106,9 @@ class _LayerRunner:
             x = _any_size(x.flatten(0, 1))  # [N, C]
             angles = [_any_size(t.expand(*shape[:2], 1, -1).flatten(0, 1)) for t in (cos, sin)]  # [N, 1, D]
             projections = attention.q_proj, attention.k_proj, attention.v_proj
-            qkv = self.before(
-                x, *angles, _norm(layer.input_layernorm), operands(projections, x.dtype, len(x)), attention.head_dim
-            )  # [N, H + 2 K, D]
+            norms = [_norm(norm) for norm in (attention.q_norm, attention.k_norm) if norm]
+            by = operands(projections, x.dtype, len(x))
+            qkv = self.before(x, *angles, _norm(layer.input_layernorm), by, attention.head_dim, norms)  # [N, H+2K, D]
             qkv = qkv.unflatten(0, shape[:2]).transpose(1, 2)  # [B, H + 2 K, T, D]
             q, kv = qkv.split((attention.heads, 2 * attention.kv_heads), dim=1)
             attended = context.attend(attention.layer_idx, q, kv).flatten(0, 1)  # [N, H D]
@@ -142,11 +142,25 @@ def _norm(norm: RMSNorm) -> tuple[Tensor, float]:
 
 
 def _before_attention(
-    x: Tensor, cos: Tensor, sin: Tensor, norm: tuple[Tensor, float], projections: Operands, head_dim: int
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norm: tuple[Tensor, float],
+    projections: Operands,
+    head_dim: int,
+    head_norms: list[tuple[Tensor, float]],
 ) -> Tensor:
-    """Queries and keys, rotated, and values [N, H + 2 K, D] of a layer's input [N, C]."""
+    """Queries and keys, rotated, and values [N, H + 2 K, D] of a layer's input [N, C].
+
+    `head_norms` are those of queries and keys, if the model has them.
+    """
     qkv = _project(projections, plain_rms_norm(x, *norm)[0]).unflatten(-1, (-1, head_dim))
-    turning = sum(size for size, _ in projections.outs[:2]) // head_dim  # heads of q and of k
+    heads = [size // head_dim for size, _ in projections.outs]  # of q, of k and of v
+    if head_norms:
+        q, k, v = qkv.split(heads, dim=1)
+        q, k = (plain_rms_norm(part, *norm)[0] for part, norm in zip((q, k), head_norms, strict=True))
+        qkv = torch.cat((q, k, v), dim=1)
+    turning = heads[0] + heads[1]
     return rotate_(qkv[None], turning, cos, sin)[0]
 
 

@@ -10,6 +10,7 @@ Shape legend, used in every file of r3lite:
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,8 +26,18 @@ from r3lite.models.projections import project
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 and later stretch the rotary positions, under the names that `config.json` uses."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
 class Qwen2Config:
-    """Sizes of one model, under the names that `config.json` uses."""
+    """Sizes of one model and what its family computes, under the names that `config.json` uses where it has one."""
 
     vocab_size: int
     hidden_size: int
@@ -38,10 +49,14 @@ class Qwen2Config:
     rope_theta: float = 1_000_000.0
     max_position_embeddings: int = 32_768
     tie_word_embeddings: bool = True
+    head_dim: int = 0  # of one head; 0: hidden_size / num_attention_heads
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = True  # of q_proj, k_proj and v_proj: Qwen2
+    qk_norm: bool = False  # each query and key head is normalized before it is rotated: Qwen3
 
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    def __post_init__(self):
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
 
 
 class RMSNorm(nn.Module):
@@ -57,18 +72,32 @@ class RMSNorm(nn.Module):
 
 
 @functools.cache
-def _rotary_divisors(head_dim: int, theta: float, device: torch.device) -> Tensor:
+def _rotary_divisors(config: Qwen2Config, device: torch.device) -> Tensor:
     """What a position is divided by to get the angles of a head [D]: the first half of them negated."""
-    powers = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)  # [D/2]
+    powers = config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)  # [D/2]
+    if config.rope_scaling:
+        powers = _stretched(powers, config.rope_scaling)
     return torch.cat((-powers, powers)).to(device, non_blocking=True)
 
 
-def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _stretched(divisors: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divisors [D/2] as Llama 3.1 stretches them (arXiv 2407.21783, section 3.4.2; `rope_type` llama3).
+
+    A pair of numbers that turns more than `high_freq_factor` times within the original length stays as it is, one
+    that turns less than `low_freq_factor` times is slowed down by `factor`, and between them both are mixed.
+    """
+    turns = scaling.original_max_position_embeddings / (2 * math.pi * divisors)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return 1 / ((1 - kept) / (scaling.factor * divisors) + kept / divisors)
+
+
+def rotary_angles(positions: Tensor, config: Qwen2Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, T, 1, D] of rotary positions [B, T] (arXiv 2104.09864), as `rotate_` takes them.
 
     Computed in fp32. The sines of the first half are negated here, once, rather than half of every head in every layer.
     """
-    angles = positions[:, :, None, None] / _rotary_divisors(head_dim, theta, positions.device)  # [B, T, 1, D]
+    angles = positions[:, :, None, None] / _rotary_divisors(config, positions.device)  # [B, T, 1, D]
     cos, sin = (torch.empty(angles.shape, dtype=dtype, device=angles.device) for _ in range(2))
     return torch.cos(angles, out=cos), torch.sin(angles, out=sin)
 
@@ -81,14 +110,19 @@ class Attention(nn.Module):
         self.layer_idx = layer_idx
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, residual: Tensor) -> Tensor:
         """The attention's output for x [B, T, C], plus the residual [B, T, C]."""
         qkv = project((self.q_proj, self.k_proj, self.v_proj), x).unflatten(-1, (-1, self.head_dim))  # [B, T, H+2K, D]
+        if self.q_norm:
+            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
         qkv = rotate_(qkv, self.heads + self.kv_heads, cos, sin).transpose(1, 2)  # [B, H+2K, T, D]
         q, kv = qkv.split((self.heads, 2 * self.kv_heads), dim=1)  # [B, H, T, D], [B, 2K, T, D]
         return project((self.o_proj,), context.attend(self.layer_idx, q, kv), residual)
@@ -193,7 +227,7 @@ class Qwen2(nn.Module):
         """
         x = self.model.embed_tokens(input_ids)  # [B, T, C]
         context = CausalRows(input_ids) if context is None else context
-        cos, sin = rotary_angles(context.positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        cos, sin = rotary_angles(context.positions, self.config, x.dtype)
         for layer in self.model.layers:
             x = self.run_layer(layer, x, cos, sin, context)
         return self.model.norm(x)
