@@ -22,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.models.compiled import missing_compiler
 from r3lite.models.qwen2 import Qwen2, Qwen2Config
+from r3lite.protocols.chat_template import ChatTemplate
 from r3lite.protocols.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +88,12 @@ def tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    return Tokenizer(json.dumps(json.loads(backend.to_str())), None, "<|endoftext|>")
+    template = ChatTemplate(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "the tokenizer of the tests",
+    )
+    return Tokenizer(json.dumps(json.loads(backend.to_str())), template, "<|endoftext|>")
 
 
 @pytest.fixture

@@ -9,7 +9,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from r3lite.core.files import write_jsonl
 from r3lite.rollout.engine import Engine
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 SCORES = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
 
 

@@ -15,7 +15,6 @@ from tests.cold_start import WORLD
 NAMES = ("Ada", "Bob", "Cy")
 ASKED = "Question: Where does {} live?\nAnswer with a short phrase or a name only, no explanation."
 TURN = "<|im_start|>system\nYou answer questions.{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-MARKUP = ("<|im_start|>", "<|im_end|>")
 
 
 def written(folder):
@@ -29,9 +28,7 @@ def prompts(monkeypatch):
     seen, turn_is_over = {}, Layout.turn_is_over
 
     def look(layout, transcript):
-        ids = dict(zip((layout.tokenizer.open_id, layout.tokenizer.stop_id), MARKUP))
-        given = transcript.tokens[: transcript.turn_start]
-        shown = "".join(ids.get(token) or layout.tokenizer.decode([token]) for token in given)
+        shown = layout.tokenizer._marked.decode(transcript.tokens[: transcript.turn_start], skip_special_tokens=False)
         seen.setdefault(transcript.question.id, shown)
         return turn_is_over(layout, transcript)
 

@@ -29,7 +29,10 @@ from r3lite.protocols.tokenizer import Tokenizer as ChatTokenizer
 from r3lite.settings import ProtocolSettings
 from r3lite.training import checkpoint, metrics
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 NAMES = ("Abo", "Bela", "Cato", "Dana", "Edo", "Fila", "Gora", "Hino", "Ilo", "Jara")
 
 

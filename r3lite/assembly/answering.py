@@ -39,7 +39,7 @@ def build_engine(
     if not opening.plain:
         warn_of_other_format(config.model.adapter, config.protocol)
     folder = resolve_folder(config.model.model)
-    layout = Layout(Tokenizer.load(folder), protocol, config.lengths, opening)
+    layout = Layout(Tokenizer.load(folder, config.model.thinking), protocol, config.lengths, opening)
     policy = load_policy(folder, config.model, config.memory, plan)
     sampler = Sampler(config.sampling.temperature, config.truncation.top_k_sampling, config.truncation.top_p)
     return Engine(policy.model, layout, sampler, policy.grant, autocast=policy.precision.autocast)

@@ -97,7 +97,7 @@ class LiveAnswers:
         searches = protocol.searches and config.retrieval.retriever != "none"
         self.modes, self.adapters = modes_of(config, folders, searches), list(folders)
         folder = weights.resolve_folder(config.model.model)
-        tokenizer = Tokenizer.load(folder)
+        tokenizer = Tokenizer.load(folder, config.model.thinking)
         loaded = load_adapters(folder, config, folders, plan)
         self.config, self.layouts = config, layouts_of(config, tokenizer, protocol)
         self.engine = LaneEngine(

@@ -54,7 +54,7 @@ def build(
     warn_of_start(config.model.adapter)
     warn_of_other_format(config.model.adapter, config.protocol)
     folder = resolve_folder(config.model.model)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, config.model.thinking)
     layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}
     plan = plan_memory(config, shared_by_prompts(questions, layouts), len(questions))
     algorithm = ALGORITHMS[rl.algorithm](rl, config.lengths)

@@ -131,7 +131,7 @@ def build_trainer(config: SftConfig, protocols: dict[str, Protocol], rows: Rows,
     """Lays the rows out in tokens, plans the memory that they take and loads the model."""
 
     folder = resolve_folder(config.model.model)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, config.model.thinking)
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
     trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)

@@ -198,7 +198,7 @@ def write_cache(config: CollectConfig) -> None:
     data, cache, folder = config.data, config.cache, Path(config.cache.teacher_logprobs)
     with sole_writer(folder):
         base, protocol = weights.resolve_folder(config.model.model), build_protocol(config.protocol)
-        tokenizer = Tokenizer.load(base)
+        tokenizer = Tokenizer.load(base, config.model.thinking)
         trajectories = read_rows(data.data, protocol, data.limit, data.skip_bad_rows)
         questions, rows = laid_out(trajectories, Layout(tokenizer, protocol, config.lengths))
         plan = plan_cache(config, len(rows))

@@ -54,6 +54,7 @@ class Protocol(ABC):
     user_turns: bool
     system: str | None  # the system message; None: the default of the model's chat markup
     searches: bool = True  # whether a step can ask; if not, an episode is one turn
+    thinks: bool = False  # whether a turn begins with <think>; if not, a thinking model's thoughts are not read
     plans: bool = False  # whether the first step is a plan of all searches
     verifies: bool = False  # whether an answer has to be verified before it is given
     answer_request: str = NO_MORE  # the observation before a turn in which only the answer is left to write

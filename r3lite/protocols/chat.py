@@ -65,6 +65,7 @@ class ThinkingChat(Chat):
     """
 
     faults = THOUGHT_FAULTS
+    thinks = True
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         thought, closed, answer = (part.strip() for part in text.partition("</think>"))

@@ -65,6 +65,10 @@ class Tags(Protocol):
     def searches(self) -> bool:
         return self.search is not None
 
+    @property
+    def thinks(self) -> bool:
+        return self.think == THINK
+
     @cached_property
     def markup(self) -> Markup:
         return Markup(tuple(filter(None, (self.think, self.search, self.information, self.answer))), self.lenient)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and the chat markup of Qwen2.5, from a model folder's tokenizer files.
+"""Text to token ids and back, and the turns of a chat in tokens, from a model folder's tokenizer files.
 
 Owns what a turn looks like in tokens. Knows no step format and no prompt. Text from outside (questions, documents,
 steps) is always encoded as plain text: a document with `<|im_end|>` in it cannot forge a turn.
@@ -9,26 +9,28 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
+from unicodedata import combining, is_normalized
 
 from tokenizers import Tokenizer as Backend
-from tokenizers.pre_tokenizers import ByteLevel
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record, read_text
 from r3lite.core.records import Record
+from r3lite.protocols.chat_template import REMEDY as TEMPLATE_REMEDY
+from r3lite.protocols.chat_template import ROLES, THINK, THOUGHT_END, ChatTemplate
 
-OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
-ROLES = ("system", "user", "assistant")
 REMEDY = "A model folder needs {}; copy it from the model's source."
-PROBE = (
-    '\t"Blue Harbor" (1987):\n\n caf\u00e9 \u6771\u4eac \U0001f469'  # a text that a tokenizer must give back as it was
+# A text that a tokenizer must give back as it was. It has all bytes of UTF-8 but control characters and the first bytes
+# of characters that nobody writes, which SmolLM2's vocabulary leaves out; and no character that NFC changes.
+CHARACTERS = (9, 10, 13, *range(0x20, 0x7F), *range(0xA0, 0x800), *range(0x800, 0xD800, 0x3F1), 0xE001, 0xF001, 0x1F469)
+PROBE = '\t"Blue Harbor" (1987):' + "".join(
+    char for char in map(chr, CHARACTERS) if is_normalized("NFC", char) and not combining(char)
 )
-# The system turn that a template writes if the conversation has none. It is a literal of the template; a turn that is
-# put together with `+` or `~` from the conversation breaks off at a quote before its end and does not match.
-DEFAULT_SYSTEM = re.compile(
-    re.escape(OPEN) + r"system(?:\\n|\n)((?:(?!<\||['\"]\s*[+~}]).)*)" + re.escape(CLOSE), re.DOTALL
-)
+# Chats whose tokens must be those of the rendered template: of the first message's role, up to the assistant's turn.
+PROBES = ("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user")
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what a template may name
 
 
 def vocabulary_of(folder: Path) -> int:
@@ -51,56 +53,121 @@ def _without_added_tokens(marked: Backend) -> Backend:
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer with the chat markup of Qwen2.5.
+    """A byte-level or byte-fallback BPE tokenizer, and the turns of a chat as the folder's template writes them.
 
-    `size` is the greatest token id + 1 (embeddings are often padded beyond it), `stop_id` ends a turn, `pad_id`
-    fills rows up, `default_system` is the system message of a chat that has none of its own, or None.
+    `size` is the greatest token id + 1 (embeddings are often padded beyond it), `stop_id` ends an assistant turn,
+    `pad_id` fills rows up. `lead` is what a model writes before the text of its turn, such as a space. `opens_thought`
+    says that its turn begins inside a thought (`<think>`).
     """
 
-    def __init__(self, definition: str, default_system: str | None, pad_token: str | None = None):
-        """From the text of a `tokenizer.json` that has the markup's tokens."""
+    def __init__(self, definition: str, template: ChatTemplate, pad_token: str | None = None):
+        """From the text of a `tokenizer.json` that has the template's special tokens."""
         self._marked = Backend.from_str(definition)
         self._plain = _without_added_tokens(self._marked)
         for backend in (self._marked, self._plain):
             backend.no_truncation()
             backend.no_padding()
-        self.default_system = default_system
         self.size = max(self._marked.get_vocab(with_added_tokens=True).values()) + 1
-        self.open_id, self.stop_id = self._marked.token_to_id(OPEN), self._marked.token_to_id(CLOSE)
+        self._added = {token.content: id for id, token in self._marked.get_added_tokens_decoder().items()}
+        markup = "|".join(map(re.escape, sorted(self._added, key=len, reverse=True)))
+        self._markup = re.compile(f"({markup or '(?!)'})")
+        # SentencePiece writes a space before a text; one that goes on is encoded after this, which is then removed.
+        before = self._plain.encode("\n", add_special_tokens=False).ids
+        after = self._plain.encode("\na", add_special_tokens=False).ids
+        alone = self._plain.encode("a", add_special_tokens=False).ids
+        self._anchor = before if after != [*before, *alone] else None
+        self._space_first = True  # whether that space stands after a special token, too
+        self._read(template)
         pad_id = self._marked.token_to_id(pad_token) if pad_token else None
         self.pad_id = self.stop_id if pad_id is None else pad_id
-        self._newline = self.encode("\n")
-        self._answer = self._open("assistant\n")
+
+    def _read(self, template: ChatTemplate) -> None:
+        """Takes from the template what turns begin and end with, and refuses one whose chats do not grow by turns."""
+        self.template = template
+        first, to_assistant, to_user, self._prompt = template.gaps(("user", "assistant", "user"), prompt=True)
+        alone = template.gaps(("user",), prompt=True)
+        tail, stop, self._to_user = self._until_token(to_user)
+        self.lead = to_assistant.removeprefix(self._prompt) if to_assistant.startswith(self._prompt) else ""
+        grows = alone == (first, self._prompt) and stop and not tail.strip() and not self.lead.strip()
+        if not grows or not (self.lead or self._prompt.startswith(to_assistant)):
+            texts = "...".join(alone), "...".join((first, to_assistant, to_user, self._prompt))
+            raise R3LiteError(
+                f"{template.where}: the chat template writes {texts[0]!r} of one message and {texts[1]!r} of three: "
+                "not turns that follow one another, each of the assistant's ended by a token",
+                TEMPLATE_REMEDY,
+            )
+        self.stop_id = self._added[stop]
+        self.opens_thought = THINK in self._prompt and THOUGHT_END not in self._prompt
+        self._trims = {role for role in ("user", "assistant") if template.trims(role)}
+        self._takes_system = self._grows_after_system()
+        if self._takes_system and template.trims("system"):
+            self._trims.add("system")
+
+    def _grows_after_system(self) -> bool:
+        """Whether the template writes a system message first; if not, it is put before the first user message."""
+        try:
+            short = self.template.gaps(("system", "user"), prompt=True)
+            long = self.template.gaps(("system", "user", "assistant", "user"), prompt=True)
+        except R3LiteError:
+            return False
+        return long[:2] == short[:2] and long[2:] == self.template.gaps(("user", "assistant", "user"), prompt=True)[1:]
+
+    def _until_token(self, text: str) -> tuple[str, str, str]:
+        """A text up to its first special token, that token, and what follows; the last two are empty without one."""
+        before, *more = self._markup.split(text, maxsplit=1)
+        return (before, *more) if more else (before, "", "")
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Tokenizer":
-        """From `tokenizer.json` and `tokenizer_config.json` of a model folder; R3LiteError if they are unusable."""
+    def load(cls, folder: str | Path, thinking: str = "auto") -> "Tokenizer":
+        """From `tokenizer.json` and `tokenizer_config.json` of a model folder; R3LiteError if they are unusable.
+
+        `thinking` is the value of --thinking: `auto` is off if the template has a switch, else as the template has it.
+        """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         record = read_record(path, REMEDY.format(path.name))
         config = read_record(folder / "tokenizer_config.json", REMEDY.format("tokenizer_config.json"))
-        template = _chat_template(folder, config)
-        found = DEFAULT_SYSTEM.search(template)
-        nested = isinstance(config.values.get("pad_token"), dict)
-        pad = config.record("pad_token").text("content") if nested else config.text("pad_token", None)
+        tokens = {name: token for name in SPECIAL if (token := _token_text(config, name)) is not None}
+        source = _chat_template(folder, config)
+        if not source:
+            raise R3LiteError(f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY)
+        on, off = (ChatTemplate(source, str(folder), tokens, wanted) for wanted in (True, False))
         with library_errors(path):
-            tokenizer = cls(json.dumps(record.values), _unescape(found[1]) if found else None, pad)
+            tokenizer = cls(json.dumps(record.values), off if thinking != "on" else on, tokens.get("pad_token"))
             given_back = tokenizer.decode(tokenizer.encode(PROBE))
         check_ids(record, tokenizer._marked)
-        known = tokenizer._marked.token_to_id
-        lacking = [token for token in (OPEN, CLOSE) if known(token) is None]
-        if lacking or OPEN not in template:
-            what = f"has no token {lacking[0]}" if lacking else f"has no chat template with {OPEN}"
-            raise R3LiteError(
-                f"the tokenizer in {folder} {what}",
-                f"r3lite speaks the chat markup of Qwen2.5 ({OPEN}role ... {CLOSE}); use such a model.",
-            )
-        if given_back != PROBE or any(known(byte) is None for byte in ByteLevel.alphabet()):
+        if given_back != PROBE:
             raise R3LiteError(
                 f"{path} does not give every text back as it was",
-                "r3lite needs a byte-level tokenizer with its decoder, such as that of Qwen2.5.",
+                "r3lite needs a tokenizer of bytes with its decoder, such as that of Qwen2.5.",
+            )
+        tokenizer._check_probes()
+        switches = on.gaps(("user",), prompt=True) != off.gaps(("user",), prompt=True)
+        if (thinking == "off" and tokenizer.opens_thought) or (
+            thinking == "on" and not (switches or tokenizer.opens_thought)
+        ):
+            raise R3LiteError(
+                f"the chat template in {folder} has no switch for --thinking {thinking}", "Leave --thinking out."
             )
         return tokenizer
+
+    def _check_probes(self) -> None:
+        """Raises R3LiteError unless the tokens of PROBES are those of the rendered template."""
+        contents = {"system": "Answer in steps.", "user": "Who wrote it, and when?", "assistant": "Step 1: I look."}
+        for roles in PROBES:
+            messages = [{"role": role, "content": contents[role]} for role in roles]
+            text = self.template.render(self._folded(messages), prompt=True)
+            expected = self._marked.encode(text, add_special_tokens=False).ids
+            ids, _ = self.chat(messages, prompt=True)
+            if ids != expected:
+                self._space_first = False
+                ids, _ = self.chat(messages, prompt=True)
+            if ids != expected:
+                raise R3LiteError(
+                    f"{self.template.where}: a chat of {', '.join(roles)} is {self._marked.decode(ids, False)!r} in "
+                    f"r3lite's tokens, and {text!r} by the chat template",
+                    TEMPLATE_REMEDY,
+                )
 
     @property
     def fingerprint(self) -> str:
@@ -109,8 +176,14 @@ class Tokenizer:
         return f"{zlib.crc32(repr(tokens).encode()):08x}"
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, never special tokens: markup in it is text, too."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        """Token ids of plain text that goes on after other text, never special tokens: markup in it is text, too."""
+        if self._anchor is None:
+            return self._plain.encode(text, add_special_tokens=False).ids
+        return self._plain.encode("\n" + text, add_special_tokens=False).ids[len(self._anchor) :]
+
+    def encode_turn(self, text: str) -> list[int]:
+        """Token ids of the text of an assistant turn, as a model writes it from the turn's beginning on."""
+        return self.encode(self.lead + text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens and ids that no token has."""
@@ -139,28 +212,40 @@ class Tokenizer:
     ) -> list[int]:
         """Tokens of a chat up to the model's turn after `user`, which follows a worked example and earlier messages.
 
-        Its system message is that of `earlier`, else `system`, else the markup's default; `shots`, the messages of the
-        example, stand after it. See `chat` for what messages are.
+        Its system message is that of `earlier`, else `system`, else the template's default; `shots`, the messages of
+        the example, stand after it. See `chat` for what messages are.
         """
-        of_earlier = earlier[:1] if earlier and earlier[0]["role"] == "system" else ()
+        of_earlier = list(earlier[:1]) if earlier and earlier[0]["role"] == "system" else []
         head = of_earlier or ([] if system is None else [{"role": "system", "content": system}])
-        before, _ = self.chat([*head, *shots, *earlier[len(of_earlier) :]])
-        return [*before, *self._open(f"user\n{user}"), self.stop_id, *self.assistant_turn()]
+        messages = [*head, *shots, *earlier[len(of_earlier) :], {"role": "user", "content": user}]
+        return self.chat(messages, prompt=True)[0]
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """Tokens between a user message and the assistant's turn."""
+        return self._markup_tokens([self._prompt])
 
     def assistant_turn(self) -> list[int]:
-        """Tokens after the end of a turn that open an assistant turn."""
-        return [*self._newline, *self._answer]
+        """Tokens after the end of an assistant turn that open another one."""
+        after = self._until_token(self.template.gaps(("user", "assistant"), prompt=True)[-1])[2]
+        return self._markup_tokens([after])
 
     def user_turn(self, text: str) -> list[int]:
         """Tokens after the end of an assistant turn: a user turn and the opening of the next assistant turn."""
-        return [*self._newline, *self._open(f"user\n{text}"), self.stop_id, *self.assistant_turn()]
+        return self._markup_tokens([self._to_user, self._content("user", text), self._prompt])
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[bool]]:
+    def chat(self, messages: Sequence[dict[str, str]], prompt: bool = False) -> tuple[list[int], list[bool]]:
         """Tokens of a whole conversation of `role` and `content`, and which of them the assistant wrote.
 
         The assistant wrote the contents of its turns and the tokens that end them. Contents are encoded apart from the
-        opening of the turn, as a model samples them after it.
+        opening of the turn, as a model samples them after it. With `prompt` the assistant's next turn is opened.
         """
+        for message in messages:
+            if message["role"] not in ROLES:
+                raise R3LiteError(f"a message has the role {message['role']!r}", f"The roles are {', '.join(ROLES)}.")
+        messages = self._folded(messages)
+        roles = tuple(message["role"] for message in messages)
+        gaps = self.template.gaps(roles, prompt)
         ids: list[int] = []
         written: list[bool] = []
 
@@ -168,22 +253,58 @@ class Tokenizer:
             ids.extend(tokens)
             written.extend([by_assistant] * len(tokens))
 
-        if self.default_system is not None and (not messages or messages[0]["role"] != "system"):
-            messages = [{"role": "system", "content": self.default_system}, *messages]
-        for message in messages:
-            role, content = message["role"], message["content"]
-            if role not in ROLES:
-                raise R3LiteError(f"a message has the role {role!r}", f"The roles are {', '.join(ROLES)}.")
-            if role == "assistant":
-                add(self._answer)
-                add([*self.encode(content), self.stop_id], by_assistant=True)
+        given = [gaps[0]]  # markup and contents in turn, since the assistant last wrote
+        for message, gap in zip(messages, gaps[1:], strict=True):
+            content = self._content(message["role"], message["content"])
+            if message["role"] == "assistant":
+                opening = given[-1]
+                given[-1] = opening.removesuffix(self.lead) if self.lead else opening
+                add(self._markup_tokens(given))
+                tail, stop, gap = self._until_token(gap)
+                add(
+                    [*self.encode(opening[len(given[-1]) :] + content + tail), *([self._added[stop]] if stop else [])],
+                    True,
+                )
+                given = [gap]
             else:
-                add([*self._open(f"{role}\n{content}"), self.stop_id])
-            add(self._newline)
+                given += [content, gap]
+        add(self._markup_tokens(given))
         return ids, written
 
-    def _open(self, text: str) -> list[int]:
-        return [self.open_id, *self.encode(text)]
+    def _folded(self, messages: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
+        """Messages with the system message before the first user message, if the template has no place for it."""
+        if self._takes_system or not messages or messages[0]["role"] != "system":
+            return messages
+        system, *others = messages
+        if others and others[0]["role"] == "user":
+            return [{"role": "user", "content": f"{system['content']}\n\n{others[0]['content']}"}, *others[1:]]
+        return [{"role": "user", "content": system["content"]}, *others]
+
+    def _content(self, role: str, content: str) -> str:
+        return content.strip() if role in self._trims else content
+
+    def _markup_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of markup and contents in turn, beginning with markup.
+
+        Only markup has special tokens. Text between two of them is encoded as a whole, as it is in a rendered chat.
+        """
+        ids: list[int] = []
+        run = ""
+        for number, text in enumerate(texts):
+            for piece in self._markup.split(text) if number % 2 == 0 else [text]:
+                if number % 2 == 0 and piece in self._added:
+                    ids += self._after_token(run)
+                    ids.append(self._added[piece])
+                    run = ""
+                else:
+                    run += piece
+        return ids + self._after_token(run)
+
+    def _after_token(self, text: str) -> list[int]:
+        """Token ids of text that follows a special token."""
+        if not text or not self._space_first:
+            return self.encode(text)
+        return self._plain.encode(text, add_special_tokens=False).ids
 
 
 @contextlib.contextmanager
@@ -191,6 +312,8 @@ def library_errors(path: Path) -> Iterator[None]:
     """Within the `with` block errors of the tokenizers library become R3LiteErrors that name the file."""
     try:
         yield
+    except R3LiteError:
+        raise
     except Exception as error:  # the Rust library raises bare Exception for every kind of fault
         raise R3LiteError(f"{path} cannot be used: {error}", REMEDY.format(path.name)) from error
 
@@ -217,6 +340,8 @@ def _chat_template(folder: Path, config: Record) -> str:
     return named.get("default", "")
 
 
-def _unescape(literal: str) -> str:
-    """The text that the inside of a Jinja string literal stands for."""
-    return re.sub(r"\\(.)", lambda m: {"n": "\n", "t": "\t", "r": "\r"}.get(m[1], m[1]), literal)
+def _token_text(config: Record, name: str) -> str | None:
+    """A special token of `tokenizer_config.json`: text, or an object with its content."""
+    if isinstance(config.values.get(name), dict):
+        return config.record(name).text("content")
+    return config.text(name, None)

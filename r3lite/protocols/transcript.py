@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols import base
+from r3lite.protocols.thoughts import Thoughts
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import LengthSettings
 
@@ -97,6 +98,9 @@ class Layout:
         default_factory=dict, init=False, repr=False
     )  # by token: see _may_end_stop_string
 
+    def __post_init__(self):
+        self._thoughts = Thoughts(self.tokenizer, self.protocol.thinks)
+
     def prompt(self, question: str, earlier: Sequence[dict[str, str]] = (), procedure: str = "") -> list[int]:
         """The tokens that an episode about `question` opens with, after the `earlier` messages of a conversation."""
         opening = self.protocol.opening(self.protocol.quoted(question))
@@ -112,12 +116,12 @@ class Layout:
         question = transcript.question
         prompt = self.prompt(question.text, question.earlier, question.procedure)
         self.check_room(question, prompt)
-        if self.opening.searches and self.opening.plain:  # the system message: the user turn waits for the documents
-            prompt = prompt[: prompt.index(self.tokenizer.stop_id) + 1]
+        if self.opening.searches and self.opening.plain:  # the prompt waits for the documents: see _observation
+            prompt = []
         transcript.observe(prompt)
         if self.opening.searches:
             step = self.protocol.first_search(self.protocol.quoted(question.text))
-            transcript.observe(self.tokenizer.encode(self.protocol.render(step, 1)))
+            transcript.observe(self._thoughts.written(transcript.tokens, self.protocol.render(step, 1)))
             transcript.add_step(step)
             transcript.pending = step.searches
         elif self.opening.forces_answer:
@@ -146,12 +150,12 @@ class Layout:
         )
 
     def readable(self, transcript: Transcript, ended: bool) -> str:
-        """The text of the current turn, from its forced heading up to a stop string, without special tokens.
+        """The text of the current turn, from its forced heading up to a stop string, without its thought.
 
         Until the turn has `ended` it grows at its end only: a character whose bytes are not all there is held back,
         and so is what may be the beginning of a stop string.
         """
-        text = self.tokenizer.decode(transcript.turn)
+        text = self._read(transcript)
         if transcript.held is not None:
             text = "\n" * bool(transcript.held.analysis) + self.protocol.answer_heading + text
         stops = self.protocol.stop_strings
@@ -175,7 +179,7 @@ class Layout:
 
         Then the transcript is finished, or has `pending` queries, or a step is `held` until its answer is given.
         """
-        text, steps = self.tokenizer.decode(transcript.turn), transcript.steps
+        text, steps = self._read(transcript), transcript.steps
         whole = self._ended(transcript) or self.protocol.is_whole(text)
         if transcript.held is not None:
             self._close_answer(transcript, text, whole)
@@ -245,7 +249,7 @@ class Layout:
         transcript.observe(self.prompt(question.text))
         for step in steps:
             text = self.protocol.render(step, len(transcript.steps) + 1)
-            written = self.tokenizer.encode(text)
+            written = self._thoughts.written(transcript.tokens, text)
             if self.protocol.user_turns or not text.endswith(self.protocol.stop_strings):
                 written = [*written, self.tokenizer.stop_id]
             transcript.write(written)
@@ -267,7 +271,9 @@ class Layout:
 
     def _begin_answer(self, transcript: Transcript, step: Step, request: list[int], heading: str) -> None:
         """Gives `request` and the heading of an answer; cuts the episode off if there is no room for them."""
-        given = request + self.tokenizer.encode(heading)
+        tokens = transcript.tokens + request
+        thought_end = self._thoughts.end(tokens, len(tokens) if request else transcript.turn_start)
+        given = request + self.tokenizer.encode(thought_end + heading)
         if len(transcript.tokens) + len(given) >= self.lengths.max_length:
             transcript.finish = CUT_OFF
             if step != Step():  # a baseline has none
@@ -282,9 +288,8 @@ class Layout:
         Returns the last step with the documents as they are given, and the tokens to give; None, and the step as it
         is, if not even one document of each query fits.
         """
-        forced = len(self._given(self.protocol.answer_request)) + len(
-            self.tokenizer.encode(self.protocol.answer_opening(1))
-        )
+        heading = self._thoughts.end(self.tokenizer.opening) + self.protocol.answer_opening(1)
+        forced = len(self._given(self.protocol.answer_request)) + len(self.tokenizer.encode(heading))
         kept_free = self.lengths.max_new_tokens + forced + ANSWER_ROOM
         room = self.lengths.max_length - len(transcript.tokens) - kept_free
         *earlier, last = transcript.steps
@@ -309,13 +314,23 @@ class Layout:
 
     def _observation(self, transcript: Transcript, steps: Sequence[Step]) -> list[int]:
         """The tokens of what follows the searches of the last of the steps."""
-        return self._given(self.protocol.observation(self.protocol.quoted(transcript.question.text), steps))
+        question = transcript.question
+        observation = self.protocol.observation(self.protocol.quoted(question.text), steps)
+        if not transcript.tokens:
+            return self.tokenizer.open_chat(observation, self.protocol.system, question.earlier)
+        return self._given(observation)
 
     def _given(self, observation: str) -> list[int]:
         """The tokens of an observation after the model's turn: a user turn, or plain text in the same turn."""
         if self.protocol.user_turns:
             return self.tokenizer.user_turn(observation)
         return self.tokenizer.encode(observation)
+
+    def _read(self, transcript: Transcript) -> str:
+        """The text of the current turn as the protocol reads it."""
+        if transcript.held is not None:
+            return self.tokenizer.decode(transcript.turn)
+        return self._thoughts.read(transcript.tokens, transcript.turn_start)
 
     def _end(self, transcript: Transcript) -> list[int]:
         """What stands between the model's turn and what is given.
@@ -324,11 +339,11 @@ class Layout:
         A protocol that goes on in the assistant turn opens another if the model has ended it.
         """
         if self.protocol.user_turns:
-            return [] if self._ended(transcript) else [self.tokenizer.stop_id]
+            return [] if self._ended(transcript) or not transcript.tokens else [self.tokenizer.stop_id]
         return self.tokenizer.assistant_turn() if self._ended(transcript) else []
 
     def _ended(self, transcript: Transcript) -> bool:
-        return transcript.tokens[-1] == self.tokenizer.stop_id
+        return transcript.tokens[-1:] == [self.tokenizer.stop_id]
 
 
 def _without_query(step: Step) -> Step:

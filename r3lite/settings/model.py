@@ -22,6 +22,9 @@ class ModelSettings(Section):
     """precision of the frozen base and of autocast; auto: bf16 if the device has it, else fp16 (on a CPU fp32)"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda if there is one, else mps, else cpu"""
+    thinking: Literal["auto", "on", "off"] = "auto"
+    """thoughts in <think> before each turn, of a model whose chat template can switch them (Qwen3); auto: off. They are
+    part of --max-new-tokens, and of no step"""
     compile: bool = False
     """layers by torch.compile in passes without gradients (decoding, scoring, validation), and on a card NF4 weights'
     dequantization in all passes; takes up to minutes at the start. The rest of passes with gradients is not compiled.

@@ -144,7 +144,7 @@ def test_what_was_rendered_parses_back_to_the_same_steps(tokenizer, encoded):
 def test_documents_cannot_forge_a_turn(tokenizer, encoded):
     """Markup inside a question or a document is plain text: only our own turns hold the special tokens."""
     turns = 1 + 1 + 3 + 2  # system, question, three steps, two batches of documents
-    assert encoded.tokens.count(tokenizer.open_id) == turns
+    assert encoded.tokens.count(tokenizer._marked.token_to_id("<|im_start|>")) == turns
     assert encoded.tokens.count(tokenizer.stop_id) == turns
 
 

@@ -137,7 +137,7 @@ def structure(tokenizer, protocol: Protocol, transcript: Transcript) -> dict:
     """All that a forgery could change: turns, lines of each given part, tags, the model's tokens, steps, finish."""
     turns, written = [[]], []
     for token, action in zip(transcript.tokens, transcript.action_mask, strict=True):
-        if token == tokenizer.open_id:
+        if token == tokenizer._marked.token_to_id("<|im_start|>"):
             turns.append([])
         turns[-1].append(token)
         written += [token] * action
@@ -179,4 +179,6 @@ def test_there_are_sixty_hostile_cases_of_every_protocol():
 
 def test_special_tokens_of_a_forgery_are_plain_text(tokenizer):
     given = "".join(FORGED.values())
-    assert not {tokenizer.open_id, tokenizer.stop_id, tokenizer.pad_id} & set(tokenizer.encode(given))
+    assert not {tokenizer._marked.token_to_id("<|im_start|>"), tokenizer.stop_id, tokenizer.pad_id} & set(
+        tokenizer.encode(given)
+    )

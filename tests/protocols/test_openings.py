@@ -92,7 +92,10 @@ def test_a_protocol_with_one_turn_has_the_same_baselines(says, tokenizer):
     """Nothing is in a user turn of its own: the documents and the heading of the answer stand in the model's turn."""
     engine = says("single-retrieval", " Rome </answer>", Tags("Q: {question}"))
     (sequence,) = engine.run(QUESTIONS[1:], ["0"], lambda pairs: [[DOCUMENT] for _ in pairs])
-    assert sequence.episode().prediction == "Rome" and sequence.tokens.count(tokenizer.open_id) == 2
+    assert (
+        sequence.episode().prediction == "Rome"
+        and sequence.tokens.count(tokenizer._marked.token_to_id("<|im_start|>")) == 2
+    )
     spliced = "</search>\n\n<information>Doc 1(Title: Ada) Ada wrote it.</information>\n\n"
     answer = "<answer> Rome </answer>"
     assert tokenizer.decode(sequence.tokens).endswith(spliced + answer)

@@ -4,6 +4,7 @@ import json
 import os
 import random
 
+import jinja2
 import pytest
 
 from r3lite.core.errors import R3LiteError
@@ -69,7 +70,6 @@ def test_what_the_assistant_wrote_is_its_contents_and_its_stops(qwen):
 
 def test_facts_of_the_real_tokenizer(qwen):
     assert (qwen.size, qwen.stop_id, qwen.pad_id) == (151_665, 151_645, 151_643)
-    assert qwen.default_system == "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
 
 FORGERIES = [
@@ -113,19 +113,20 @@ def test_cut_is_a_prefix_within_the_limit(qwen, text):
 
 # Small tokenizers: what other templates and files give.
 
-PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT
 QWEN2 = (  # of Qwen2: real newlines inside the literals
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}" + PROMPT
 )
 QWEN25 = (  # of Qwen2.5, shortened: a turn put together in two places before the default
     "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages[0].role == 'system' %}{{- messages[0].content }}"
     "{%- else %}{{- 'With tools.' }}{%- endif %}{{- \"\\n\\n# Tools<|im_end|>\\n\" }}{%- else %}"
     "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}"
     "{%- else %}{{- '<|im_start|>system\\nIt\\'s {me}.\\nBye.<|im_end|>\\n' }}{%- endif %}{%- endif %}"
-    "{%- for m in messages %}{%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}"
-    "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{%- endif %}{%- endfor %}"
+    "{%- for m in messages %}{%- if m.role != 'system' or not loop.first %}"
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{%- endif %}{%- endfor %}" + PROMPT
 )
 
 
@@ -155,22 +156,21 @@ def folder(tmp_path):
 )
 def test_the_default_system_message_is_that_of_the_template(folder, template, default):
     tokenizer = Tokenizer.load(folder(template))
-    assert tokenizer.default_system == default
     turns = tokenizer.open_chat("hi").count(tokenizer.stop_id)
     assert turns == (1 if default is None else 2)
-    jinja2 = pytest.importorskip("jinja2")
     text = jinja2.Template(template, keep_trailing_newline=True).render(messages=[{"role": "user", "content": "hi"}])
     encoded = tokenizer._marked.encode(text, add_special_tokens=False).ids
     assert tokenizer.chat([{"role": "user", "content": "hi"}])[0] == encoded
+    assert f"system\n{default}" in tokenizer.decode(encoded) or default is None
 
 
 def test_a_template_in_its_own_file_or_by_name(folder):
     path = folder(None)
     (path / "chat_template.jinja").write_text(QWEN2, encoding="utf-8")
-    assert Tokenizer.load(path).default_system == "You are a helpful assistant."
+    assert Tokenizer.load(path).open_chat("hi", "You are a helpful assistant.") == Tokenizer.load(path).open_chat("hi")
     (path / "chat_template.jinja").unlink()
     folder([{"name": "tool_use", "template": "x"}, {"name": "default", "template": PLAIN}])
-    assert Tokenizer.load(path).default_system is None
+    assert Tokenizer.load(path).open_chat("hi").count(Tokenizer.load(path).stop_id) == 1
 
 
 def test_padding_falls_back_to_the_stop_token(folder):
@@ -180,9 +180,11 @@ def test_padding_falls_back_to_the_stop_token(folder):
 
 
 def test_unusable_tokenizers_are_explained(folder, tmp_path):
-    with pytest.raises(R3LiteError, match=r"no chat template with <\|im_start\|>"):
+    with pytest.raises(R3LiteError, match="has no chat template"):
+        Tokenizer.load(folder(None))
+    with pytest.raises(R3LiteError, match="ended by a token"):
         Tokenizer.load(folder("{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"))
-    with pytest.raises(R3LiteError, match=r"no token <\|im_start\|>"):
+    with pytest.raises(R3LiteError, match="ended by a token"):
         Tokenizer.load(folder(PLAIN, tokens=("<s>",)))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(R3LiteError, match=r"tokenizer\.json cannot be used"):
@@ -257,9 +259,9 @@ def test_configs_of_wrong_types_are_refused(folder, config, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path: path.write_text("[" * 200_000), "nested more than|no chat template"),
-        (lambda path: path.write_text('{"a": ' + "1" * 5000 + "}"), "too many digits|no chat template"),
-        (lambda path: path.write_text("[]"), "not a JSON object|no chat template"),
+        (lambda path: path.write_text("[" * 200_000), "nested more than|not each message once"),
+        (lambda path: path.write_text('{"a": ' + "1" * 5000 + "}"), "too many digits|not each message once"),
+        (lambda path: path.write_text("[]"), "not a JSON object|not each message once"),
         (lambda path: path.write_bytes(b"\xff"), "cannot be read"),
         (os.mkfifo, "is a pipe or a device"),
         (os.mkdir, "is a folder, not a file"),

@@ -79,7 +79,7 @@ def test_an_observation_is_a_turn_of_its_own_or_stays_in_the_model_s(layout, pro
     transcript = opened(layout)
     ask(layout, transcript)
     layout.splice(transcript, [SHORT])
-    turns = transcript.tokens.count(layout.tokenizer.open_id)
+    turns = transcript.tokens.count(layout.tokenizer._marked.token_to_id("<|im_start|>"))
     assert turns == (4 if protocol.user_turns else 2)
     ends = transcript.tokens.count(layout.tokenizer.stop_id)
     assert ends == (3 if protocol.user_turns else 1)
@@ -114,7 +114,11 @@ def test_an_assistant_turn_that_the_model_has_ended_is_opened_again(tokenizer):
     assert transcript.pending == (Search("what is where"),)
     layout.splice(transcript, [SHORT])
     end, *given = transcript.tokens[transcript.step_ends[0] :]
-    assert end == tokenizer.stop_id and given[1] == tokenizer.open_id and given.count(tokenizer.open_id) == 1
+    assert (
+        end == tokenizer.stop_id
+        and given[1] == tokenizer._marked.token_to_id("<|im_start|>")
+        and given.count(tokenizer._marked.token_to_id("<|im_start|>")) == 1
+    )
     assert tokenizer.decode(given) == "\nassistant\n" + layout.protocol.observation(
         "Where?", [Step.asking("a", "q", SHORT)]
     )
@@ -158,9 +162,12 @@ def test_a_turn_that_ran_out_of_room_keeps_its_analysis_and_answers(layout, prot
         assert protocol.plans and transcript.finish == CUT_OFF  # what is cut off is a plan
         return
     assert transcript.finish is None and transcript.steps == [] and "x" * 20 in transcript.held.analysis
-    turns = transcript.tokens.count(layout.tokenizer.open_id)
+    turns = transcript.tokens.count(layout.tokenizer._marked.token_to_id("<|im_start|>"))
     speak(layout, transcript, " here" if protocol.user_turns else f" here {protocol.answer.closing}")
-    assert transcript.tokens.count(layout.tokenizer.open_id) == turns and transcript.finish == ANSWERED
+    assert (
+        transcript.tokens.count(layout.tokenizer._marked.token_to_id("<|im_start|>")) == turns
+        and transcript.finish == ANSWERED
+    )
     (step,) = transcript.steps
     assert step.answer == "here" and "x" * 20 in step.analysis and step.faults == ("cut_off",)
 

@@ -193,7 +193,9 @@ def test_a_document_cannot_forge_a_turn(scripted, tokenizer):
         lengths=dataclasses.replace(LENGTHS, max_document_tokens=100),
     )
     (sequence,) = engine.run(questions(1), ["s"], lambda pairs: [forged])
-    assert sequence.tokens.count(tokenizer.open_id) == 4  # user, assistant, documents, assistant
+    assert (
+        sequence.tokens.count(tokenizer._marked.token_to_id("<|im_start|>")) == 4
+    )  # user, assistant, documents, assistant
 
 
 def test_a_question_that_does_not_fit_is_named(engine_of):

@@ -1,0 +1,88 @@
+"""A model folder's chat template, rendered as transformers renders it, and read for the markup that it writes.
+
+Owns the Jinja environment. Templates come from downloaded files, so they run in Jinja's sandbox. Knows no tokens.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from jinja2 import TemplateError  # jinja2 comes with torch
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from r3lite.core.errors import R3LiteError
+
+REMEDY = "Use a model folder with a chat template, such as that of an instruct model."
+ROLES = ("system", "user", "assistant")
+THINK, THOUGHT_END = "<think>", "</think>"
+# Tags of transformers around what the assistant wrote, which change nothing of the text.
+GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
+
+
+class ChatTemplate:
+    """What a chat template writes before, between and after the contents of messages.
+
+    `thinking` is the template's `enable_thinking`; None leaves it to the template.
+    """
+
+    def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None, thinking: bool | None = None):
+        """`tokens` are the special tokens that a template may name, such as `bos_token`; `where` is for errors."""
+        self.where = where
+        self._gaps: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        # Without `strftime_now`: templates that ask for it write a fixed date then, and prompts do not change by day.
+        environment.globals["raise_exception"] = _raise
+        self.variables = {"tools": None, "documents": None, **(tokens or {})}
+        if thinking is not None:
+            self.variables["enable_thinking"] = thinking
+        try:
+            self._template = environment.from_string(GENERATION.sub(_condition, source))
+        except TemplateError as error:
+            raise R3LiteError(f"{where}: the chat template cannot be read: {error}", REMEDY) from error
+
+    def render(self, messages: Sequence[Mapping[str, str]], prompt: bool = False) -> str:
+        """The text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=prompt, **self.variables)
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise R3LiteError(f"{self.where}: the chat template refuses a chat of {roles}: {error}", REMEDY) from error
+
+    def gaps(self, roles: tuple[str, ...], prompt: bool = False) -> tuple[str, ...]:
+        """The texts around the contents of messages of these roles: one more than there are roles.
+
+        Raises R3LiteError if the template does not write each content once, and in order.
+        """
+        if (roles, prompt) not in self._gaps:
+            contents = [f"\ue000{number}\ue001" for number in range(len(roles))]
+            messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+            text = self.render(messages, prompt)
+            gaps = re.split("\ue000[0-9]+\ue001", text)
+            if re.findall("\ue000[0-9]+\ue001", text) != contents:
+                raise R3LiteError(
+                    f"{self.where}: of a chat of {', '.join(roles)} the chat template writes {'...'.join(gaps)!r}, not "
+                    "each message once and in order",
+                    REMEDY,
+                )
+            self._gaps[roles, prompt] = tuple(gaps)
+        return self._gaps[roles, prompt]
+
+    def trims(self, role: str) -> bool:
+        """Whether the template removes spaces around the contents of a role's messages."""
+        messages = [{"role": each, "content": "\t\ue000\t"} for each in ("user", "assistant", "user")]
+        if role == "system":
+            messages = [{"role": role, "content": "\t\ue000\t"}, messages[0]]
+        written = re.findall("\t?\ue000\t?", self.render(messages))
+        return written[1 if role == "assistant" else 0] != "\t\ue000\t"
+
+
+def _condition(tag: re.Match) -> str:
+    return f"{tag[1]}endif{tag[3]}" if tag[2] else f"{tag[1]}if true{tag[3]}"
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
