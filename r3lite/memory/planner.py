@@ -97,9 +97,9 @@ def rounded(size: float) -> int:
 
 def linears(m: Qwen2Config) -> dict[str, tuple[int, int]]:
     """(out, in) of the seven projections of a layer."""
-    heads, kv = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+    W, kv = _queries(m), m.num_key_value_heads * m.head_dim
     C, wide = m.hidden_size, m.intermediate_size
-    attention = {"q_proj": (heads, C), "k_proj": (kv, C), "v_proj": (kv, C), "o_proj": (C, heads)}
+    attention = {"q_proj": (W, C), "k_proj": (kv, C), "v_proj": (kv, C), "o_proj": (C, W)}
     return attention | {"gate_proj": (wide, C), "up_proj": (wide, C), "down_proj": (C, wide)}
 
 
@@ -107,7 +107,8 @@ def weight_bytes(w: Workload, quantized: bool) -> int:
     """The frozen base."""
     m, e, C = w.model, w.element, w.model.hidden_size
     shapes = linears(m)
-    layer = 2 * rounded(C * e) + rounded(sum(shapes[name][0] for name in ("q_proj", "k_proj", "v_proj")) * e)
+    layer = 2 * rounded(C * e) + 2 * m.qk_norm * rounded(m.head_dim * e)
+    layer += m.qkv_bias * rounded(sum(shapes[name][0] for name in ("q_proj", "k_proj", "v_proj")) * e)
     for stack in stacks(shapes):
         weights = [shapes[name][0] * shapes[name][1] for name in stack]
         layer += _nf4_bytes(weights) if quantized else rounded(sum(weights) * e)
@@ -210,7 +211,8 @@ def _forward(w: Workload, memory: Memory, tokens: int) -> int:
     """Bytes of a pass without gradients over `tokens` tokens, one layer at a time."""
     C, wide, e = w.model.hidden_size, w.model.intermediate_size, w.element
     tile = min(tokens, memory.mlp_tile)
-    attention = tokens * 6 * C * e + _dense(w, memory, C * (C + _kv(w)))
+    W, kv = _queries(w.model), _kv(w)
+    attention = tokens * (2 * C + 3 * W + kv) * e + _dense(w, memory, C * (W + kv))
     inside = max(tile * 3 * wide * e, tile * 2 * wide * e + _dense(w, memory, 2 * C * wide))
     feed_forward = tokens * 2 * C * e + tile * C * e + inside + (tokens * C * e if tile < tokens else 0)
     return tokens * 2 * C * e + max(attention, feed_forward)
@@ -235,7 +237,7 @@ def _pass(w: Workload, memory: Memory, rows: int) -> tuple[int, int, int]:
 
 def _score(w: Workload, memory: Memory) -> Parts:
     tokens, said, again = _pass(w, memory, w.scored_rows)
-    layer = {"live layer": _forward(w, memory, tokens) + again * 2 * w.model.hidden_size * w.element}
+    layer = {"live layer": _forward(w, memory, tokens) + again * 2 * _queries(w.model) * w.element}
     hidden = (tokens + said) * w.model.hidden_size * w.element
     loss = {"hidden states": hidden, "loss chunk": _chunk(w, memory, said, False)}
     return max(layer, loss, key=lambda parts: sum(parts.values()))
@@ -284,11 +286,16 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     m, rows = w.model, min(memory.rollout_batch_size, w.episodes)
     together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: this many are read at a time
     seen = w.row_tokens if w.retrieves or w.on_cuda else w.reads  # CUDA graphs want a cache that does not move
-    masks = together * seen * w.element + seen * 2 * m.hidden_size * w.element  # and one row's keys, for every head
+    masks = together * seen * w.element + seen * 2 * _queries(m) * w.element  # and one row's keys, for every head
     prefill = {"KV cache": kv_bytes(w, rows, seen), "prefill": _forward(w, memory, together) + masks}
     sampler = rows * m.vocab_size * (w.element + 4 + 4)
     sampling = {"KV cache": kv_bytes(w, rows, w.row_tokens), "sampling": sampler}
     return max(prefill, sampling, key=lambda parts: sum(parts.values()))
+
+
+def _queries(m: Qwen2Config) -> int:
+    """Numbers of a token's queries in a layer, and of its attention's output."""
+    return m.num_attention_heads * m.head_dim
 
 
 def _kv(w: Workload) -> int:
@@ -299,18 +306,26 @@ def _kv(w: Workload) -> int:
 def _kept(w: Workload) -> int:
     """Activations that a layer which is not recomputed keeps, per token, its input left out."""
     m, e = w.model, w.element
-    C, H, wide = m.hidden_size, m.num_attention_heads, m.intermediate_size
+    C, W, wide = m.hidden_size, _queries(m), m.intermediate_size
     # Norm, middle, norm; rotated queries with keys and values, these for every head, output; gate, up, their product.
-    return e * (7 * C + _kv(w) + 3 * wide + len(w.targets) * w.lora_r) + 4 * (H + 2)
+    numbers = 3 * C + 4 * W + _kv(w) + 3 * wide + len(w.targets) * w.lora_r
+    return e * numbers + 4 * (m.num_attention_heads + 2) + _head_norms(w)
+
+
+def _head_norms(w: Workload) -> int:
+    """Bytes per token of what the norms of heads keep: their input, and a scale for each head."""
+    m = w.model
+    heads = m.num_attention_heads + m.num_key_value_heads
+    return m.qk_norm * ((_queries(m) + _kv(w)) * w.element + 4 * heads)
 
 
 def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     """The moments that may be the peak of a backward pass."""
     m, e = w.model, w.element
-    C, wide, L = m.hidden_size, m.intermediate_size, m.num_hidden_layers
+    C, W, wide, L = m.hidden_size, _queries(m), m.intermediate_size, m.num_hidden_layers
     tokens, said, again = _pass(w, memory, w.rows)
-    again *= 2 * C * e  # bytes of keys and values, for every head
-    joined = tokens * C * e if tokens > w.row_tokens else 0  # attention's outputs of several rows, laid end to end
+    again *= 2 * W * e  # bytes of keys and values, for every head
+    joined = tokens * W * e if tokens > w.row_tokens else 0  # attention's outputs of several rows, laid end to end
     recomputed = min(memory.recompute_layers, L)
     state, gradients = tokens * C * e, adapter_bytes(w)
     accumulated = gradients if w.guided or w.step_rows * w.row_tokens > tokens else 0
@@ -340,9 +355,10 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
             tile * 4 * wide * e + _dense(w, memory, C * wide),
             tile * 2 * wide * e + _dense(w, memory, 2 * C * wide),
         )
-        feed_forward = tokens * 7 * C * e + tile * 2 * C * e + inside
-        attention = tokens * 11 * C * e + _dense(w, memory, C * (C + _kv(w)))
+        feed_forward = tokens * (3 * C + 4 * W + _kv(w)) * e + tile * 2 * C * e + inside
+        attention = tokens * (3 * C + 8 * W + _kv(w)) * e + _dense(w, memory, C * (W + _kv(w)))
         live = max(feed_forward, attention + again + joined) + tokens * (4 * m.num_attention_heads + 8 * w.lora_r)
+        live += tokens * _head_norms(w)
         # The last recomputed layer, when all inputs are there, and the first, when all gradients are.
         for layer in (recomputed, 1):
             here = min(layer, held) if offload else layer

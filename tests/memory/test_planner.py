@@ -83,6 +83,27 @@ def test_sft_takes_what_was_planned(folder, tmp_path, plans, tokens, recomputed,
     assert plans[0].peak == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.parametrize("recomputed", [LAYERS, 0])
+@pytest.mark.parametrize(
+    "family",
+    [
+        {"model_type": "qwen3", "head_dim": 128, "qk_norm": True, "qkv_bias": False},  # heads of twice the hidden size
+        {"model_type": "llama", "head_dim": 32, "qkv_bias": False, "tie_word_embeddings": False},  # and of half
+    ],
+    ids=lambda family: family["model_type"],
+)
+def test_sft_of_other_families_takes_what_was_planned(
+    folder, tmp_path, plans, small_model, write_folder, family, recomputed
+):
+    """Attention was once planned as if its heads were as wide as the hidden states."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 6000}
+    changes = {name: value for name, value in family.items() if name != "model_type"}
+    write_folder(small_model(**sizes, **changes), folder, model_type=family["model_type"])
+    given = ["--recompute-layers", str(recomputed), "--dtype", "bf16", "--quantize", "none"]
+    measured = sft_peak(folder, tmp_path, 1024, *given)
+    assert plans[0].peak == pytest.approx(measured, rel=0.03)
+
+
 def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plans):
     """The settings that a tight budget chose (all layers again, small chunks and tiles) take no more than planned."""
     measured = sft_peak(folder, tmp_path, 1024, "--dtype", "bf16", "--vram-budget", "29MiB", "--quantize", "none")
