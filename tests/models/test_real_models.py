@@ -1,0 +1,43 @@
+"""Real models against transformers: logits, and what they answer. `R3LITE_MODELS` names their folders, with commas."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from r3lite.models.weights import load_qwen2
+from r3lite.protocols.tokenizer import Tokenizer
+
+FOLDERS = [folder for folder in os.environ.get("R3LITE_MODELS", "").split(",") if folder]
+TOKENS = 64
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not FOLDERS, reason="R3LITE_MODELS names no folder with real weights"),
+]
+
+
+@pytest.fixture(scope="module")
+def questions(shared) -> list[str]:
+    rows = json.loads((shared / "data" / "hotpotqa" / "train_100.json").read_text(encoding="utf-8"))
+    return [row["question"] for row in rows[:20]]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@torch.no_grad()
+def test_twenty_questions_are_answered_as_by_transformers(folder, questions):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ours, tokenizer = load_qwen2(folder, torch.float32, "cpu"), Tokenizer.load(folder)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    for question in questions:
+        prompt = tokenizer.open_chat(question)
+        text = reference.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False, enable_thinking=False
+        )
+        assert prompt == reference(text, add_special_tokens=False)["input_ids"]
+        greedy = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": tokenizer.stop_id}
+        ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, pad_token_id=tokenizer.pad_id, **greedy)
+        expected, found = theirs(ids).logits, ours.logits(ours(ids))
+        assert (found - expected)[..., : tokenizer.size].abs().max() < 1e-4 * max(1, expected.abs().max())
+        assert torch.equal(found[0, len(prompt) - 1 : -1].argmax(-1), ids[0, len(prompt) :])
