@@ -10,5 +10,5 @@ def save(folder, documents, encoder="hashing", style="auto", kind="flat", dtype=
     with building.gathered(folder, documents) as build:
         encoder = make_encoder(encoder, style, documents, dtype=dtype)
         building.replaces(build, encoder)
-        building.encode(build, encoder, kind, progress=False)
+        building.encode(build, encoder, kind)
         building.finish(build, encoder, estimate(kind, len(documents), encoder.dimension))

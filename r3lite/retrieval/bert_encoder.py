@@ -1,7 +1,6 @@
 """BERT as an encoder of queries and passages. Vectors are float32 [N, dimension] of length 1."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -42,9 +41,6 @@ class BertEncoder:
 
     def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
         return self._encode([self.prefixes[1] + passage_text(d) for d in documents], advance)
-
-    def save(self, folder: Path) -> None:
-        pass
 
     def encode_tokens(self, texts: list[str]) -> list[np.ndarray]:
         """The last hidden states [T, C] of each text's tokens, [CLS] and [SEP] among them; texts get no prefix."""

@@ -16,6 +16,7 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import check_writable, names_in, read_record, write_json
 from r3lite.retrieval.encoder import Encoder
+from r3lite.retrieval.hashing import HashingEncoder
 from r3lite.retrieval.index import (
     FURTHEST,
     MANIFEST,
@@ -113,7 +114,7 @@ def replaces(build: Gathered, encoder: Encoder) -> bool:
     return True
 
 
-def encode(build: Gathered, encoder: Encoder, kind: str, progress: bool = True) -> int:
+def encode(build: Gathered, encoder: Encoder, kind: str) -> int:
     """Writes the vectors that are not on the disk yet; returns how many there were.
 
     Blocks are the same after a kill as without one, and so are their bytes. R3LiteError if the vectors that are there
@@ -121,7 +122,7 @@ def encode(build: Gathered, encoder: Encoder, kind: str, progress: bool = True) 
     """
     waiting = VectorFile(build.work / WAITING, encoder.dimension, kind)
     kept = _kept(build, encoder, waiting)
-    for vectors in encoded(encoder, build.passages, kept, progress):
+    for vectors in encoded(encoder, build.passages, kept):
         waiting.append(vectors)
     return kept
 
@@ -156,7 +157,8 @@ def finish(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
     waiting, n = VectorFile(work / WAITING, encoder.dimension, estimate.kind), len(build.passages)
     write_vectors(build_vectors(estimate.kind, waiting), work / VECTORS)
     (work / PROBES).write_bytes(np.concatenate([waiting.read(i, 1) for i in probed(n)]).astype("<f4").tobytes())
-    encoder.save(work)
+    if isinstance(encoder, HashingEncoder):
+        encoder.save(work)  # its words, which its vectors depend on
     manifest = {"version": VERSION, "passages": n, "fingerprint": build.fingerprint, "kind": estimate.kind}
     manifest |= {"probed": n, "files": {VECTORS: digest(work / VECTORS)}} | encoder.settings
     write_json(work / MANIFEST, manifest)

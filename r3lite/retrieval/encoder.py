@@ -29,9 +29,6 @@ class Encoder(Protocol):
 
     def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray: ...
 
-    def save(self, folder: Path) -> None:
-        """Writes what must be kept beside the vectors."""
-
 
 def make_encoder(
     name: str,
@@ -49,13 +46,6 @@ def make_encoder(
     # Our own network if it computes what the folder's files say, else sentence-transformers.
     made = BertEncoder if read_conventions(folder).other is None else SentenceEncoder
     return made(name, style, device, batch_size, dtype)
-
-
-def reopen_encoder(
-    name: str, style: str, folder: Path, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"
-) -> Encoder:
-    """The encoder of an index that is kept in `folder`, for its queries and for passages that are added."""
-    return HashingEncoder.load(folder) if name == HASHING else make_encoder(name, style, (), device, batch_size, dtype)
 
 
 def known_dimension(name: str) -> int | None:

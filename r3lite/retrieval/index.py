@@ -29,7 +29,7 @@ from r3lite.core.files import PIECE, PIECES, check_regular, read_record
 from r3lite.core.records import Record
 from r3lite.retrieval import corpus
 from r3lite.retrieval.conventions import STYLES
-from r3lite.retrieval.encoder import Encoder, reopen_encoder
+from r3lite.retrieval.encoder import Encoder, make_encoder
 from r3lite.retrieval.hashing import HASHING, HashingEncoder
 from r3lite.retrieval.index_size import BLOCK
 from r3lite.retrieval.passages import ENDS, PASSAGES, Passages
@@ -65,7 +65,7 @@ class PassageIndex:
         """
         if not queries:
             return []
-        vectors = float32(self.encoder.encode_queries(queries))
+        vectors = self.encoder.encode_queries(queries)
         if own is None:
             rows = self.vectors.search(vectors, k)
         else:  # only of an index that was just built, which is flat
@@ -82,32 +82,24 @@ class PassageIndex:
         return replace(self, documents=self.documents.only(fit), vectors=self.vectors.only(fit))
 
 
-def build(encoder: Encoder, documents: list[Document], progress: bool = True) -> PassageIndex:
+def build(encoder: Encoder, documents: list[Document]) -> PassageIndex:
     """Encodes the passages, a block at a time, into a new flat index in memory."""
     vectors = faiss.IndexFlatIP(encoder.dimension)
-    add(vectors, encoded(encoder, documents, progress=progress))
+    add(vectors, encoded(encoder, documents))
     return PassageIndex(encoder, documents, Vectors(vectors))
 
 
-def encoded(
-    encoder: Encoder, documents: Sequence[Document], start: int = 0, progress: bool = True
-) -> Iterator[np.ndarray]:
+def encoded(encoder: Encoder, documents: Sequence[Document], start: int = 0) -> Iterator[np.ndarray]:
     """Vectors [N, d] of the passages from `start` on, a block at a time, which are finite."""
-    shown, total = None if progress else True, len(documents)
-    with tqdm(total=total, initial=start, desc="encoding passages", unit="", disable=shown) as bar:
-        for i in range(start, total, BLOCK):
-            made = float32(encoder.encode_passages(documents[i : i + BLOCK], bar.update))
+    with tqdm(total=len(documents), initial=start, desc="encoding passages", unit="", disable=None) as bar:
+        for i in range(start, len(documents), BLOCK):
+            made = encoder.encode_passages(documents[i : i + BLOCK], bar.update)
             if not np.isfinite(made).all():
                 raise R3LiteError(
                     f"the encoder {encoder.settings['encoder']} gives vectors that are not finite",
                     "Its weights may be damaged: fetch them again, or use another --encoder.",
                 )
             yield made
-
-
-def float32(vectors: np.ndarray) -> np.ndarray:
-    """FAISS raises TypeError at float64 and wants rows that lie one after the other."""
-    return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
 def load(
@@ -136,8 +128,10 @@ def load(
         _refuse(folder, "style", kept_style, style, f"Leave --encoder-style out, or {rebuild} --encoder-style {style}")
     if known and encoder_name != HASHING and known.encoder.settings.get("style") == kept_style:
         encoder = known.encoder
+    elif encoder_name == HASHING:
+        encoder = HashingEncoder.load(folder)
     else:
-        encoder = reopen_encoder(encoder_name, kept_style, folder, device, batch_size, dtype)
+        encoder = make_encoder(encoder_name, kept_style, (), device, batch_size, dtype)
     for key, value in encoder.settings.items():
         # The name may be another one of the same model; its vectors tell, below. They also tell if bf16 is too coarse.
         if key not in ("encoder", "dtype") and manifest.values.get(key) != value:

@@ -132,6 +132,3 @@ class CachedEncoder:
 
     def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
         return self.encoder.encode_passages(documents, advance)
-
-    def save(self, folder: Path) -> None:
-        self.encoder.save(folder)

@@ -3,7 +3,6 @@ Qwen3-Embedding. Vectors are float32 [N, dimension] of length 1.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -53,9 +52,6 @@ class SentenceEncoder:
 
     def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
         return self._encode([passage_text(document) for document in documents], self.prefixes[1], advance)
-
-    def save(self, folder: Path) -> None:
-        pass
 
     def _encode(self, texts: list[str], prefix: str, advance: Callable[[int], object]) -> np.ndarray:
         """Vectors [N, C] of N texts."""

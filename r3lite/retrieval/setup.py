@@ -24,7 +24,6 @@ class Setup:
     settings: RetrievalSettings
     questions: list[Question]  # their paragraphs are the corpus if no other is named
     seed: int = 0  # of what is drawn
-    progress: bool = True  # a bar while an index is built
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
     kind: str = SOURCES[0]  # of sources, that a web service is asked for
     like: "Setup | None" = None  # whose reranker and encoder are used again; that of an index, if it is the same one
@@ -66,8 +65,7 @@ class Setup:
             if settings.filter:
                 opened = opened.only(fitting(settings.filter, opened.documents))
             return replace(opened, encoder=self._cached(opened.encoder))
-        encoder = self._made(self.documents)
-        return index.build(self._cached(encoder), self.documents, self.progress)
+        return index.build(self._cached(self._made(self.documents)), self.documents)
 
     @cached_property
     def encoder(self) -> Encoder | None:

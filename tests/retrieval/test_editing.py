@@ -29,9 +29,6 @@ class Drawn:
     def encode_passages(self, documents, advance):
         return self.encode_queries([d.text for d in documents])
 
-    def save(self, folder):
-        pass
-
 
 def passage(number):
     return Document(str(number), "", f"text {number}")
@@ -39,13 +36,13 @@ def passage(number):
 
 def build(folder, documents, kind="flat"):
     with building.gathered(folder, documents) as made:
-        building.encode(made, Drawn(), kind, progress=False)
+        building.encode(made, Drawn(), kind)
         building.finish(made, Drawn(), estimate(kind, len(documents), D))
 
 
 @pytest.fixture
 def opened(monkeypatch):
-    monkeypatch.setattr(index, "reopen_encoder", lambda *_: Drawn())
+    monkeypatch.setattr(index, "make_encoder", lambda *_: Drawn())
     return lambda folder: index.load(folder, "drawn")
 
 
@@ -81,7 +78,7 @@ def test_many_edits_give_the_recall_of_one_built_afresh(tmp_path, opened, monkey
     assert {int(d.id) for d in edited.documents} == live
     assert edited.vectors.base.ntotal > 400
     documents = [passage(i) for i in sorted(live)]
-    truth = found(index.build(Drawn(), documents, progress=False), QUERIES)
+    truth = found(index.build(Drawn(), documents), QUERIES)
     build(tmp_path / "fresh", documents, kind)
     recalls = [
         np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found(one, QUERIES), truth, strict=True)])

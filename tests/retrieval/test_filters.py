@@ -98,14 +98,14 @@ def corpus(tmp_path_factory):
 
 
 def searched(settings, query="House 7 in street 3"):
-    (found,) = build_retriever(Setup(settings, [], progress=False))([(Question("q", query, ()), query)])
+    (found,) = build_retriever(Setup(settings, []))([(Question("q", query, ()), query)])
     return found
 
 
 def expected(corpus, k, keep):
     """The best scores of a search of everything, by brute force."""
     documents = read_corpus(corpus)
-    whole = index.build(HashingEncoder.fit(d.text for d in documents), documents, progress=False)
+    whole = index.build(HashingEncoder.fit(d.text for d in documents), documents)
     return [d.score for d in whole.search(["House 7 in street 3"], 400)[0] if keep(**dict(d.metadata))][:k]
 
 

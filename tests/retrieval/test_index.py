@@ -24,7 +24,7 @@ DOCUMENTS = [
 
 
 def made(documents=DOCUMENTS, encoder="hashing", style="auto"):
-    return index.build(make_encoder(encoder, style, documents), documents, progress=False)
+    return index.build(make_encoder(encoder, style, documents), documents)
 
 
 def save(folder, documents=DOCUMENTS, **how):
@@ -53,7 +53,7 @@ def test_float64_vectors_are_taken(monkeypatch):
     encoder = HashingEncoder.fit(d.text for d in DOCUMENTS)
     make = encoder._encode
     monkeypatch.setattr(encoder, "_encode", lambda texts: np.asfortranarray(make(texts).astype(np.float64)))
-    assert titles(index.build(encoder, DOCUMENTS, progress=False).search(["capital of Norway"], 1)) == [["Oslo"]]
+    assert titles(index.build(encoder, DOCUMENTS).search(["capital of Norway"], 1)) == [["Oslo"]]
 
 
 def test_kept_and_read_back_it_finds_the_same(tmp_path):
@@ -305,7 +305,7 @@ def test_vectors_that_are_not_finite_are_not_indexed(monkeypatch):
     make = encoder._encode
     monkeypatch.setattr(encoder, "_encode", lambda texts: make(texts) / 0)
     with np.errstate(all="ignore"), pytest.raises(R3LiteError, match="the encoder hashing gives vectors that are not"):
-        index.build(encoder, DOCUMENTS, progress=False)
+        index.build(encoder, DOCUMENTS)
 
 
 def test_another_encoder_or_style_is_refused(tmp_path, minilm):

@@ -29,7 +29,7 @@ def local():
     """A retriever of the passages, by hashing."""
     question = Question("all", "x", ("x",), tuple(PASSAGES))
     settings = RetrievalSettings(encoder="hashing", top_k=5)
-    return build_retriever(Setup(settings, [question], progress=False))
+    return build_retriever(Setup(settings, [question]))
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_passages_are_reranked_by_another_machine(served):
     question = Question("all", "x", ("x",), (*PASSAGES, Document("long", "", "Town 7 " * 50)))
     settings = RetrievalSettings(encoder="hashing", top_k=2, rerank=f"{served}/rerank")
     settings.check()
-    (found,) = build_retriever(Setup(settings, [question], progress=False))([(QUESTION, "Where is Town 7?")])
+    (found,) = build_retriever(Setup(settings, [question]))([(QUESTION, "Where is Town 7?")])
     assert (found[0].id, found[0].score, len(found)) == ("long", 350.0, 2)
 
 
@@ -124,10 +124,10 @@ def test_a_reranker_that_fails_later_fails_its_queries_and_a_wrong_one_shows_at_
     url = running(Scripted((200, b'{"result": [{"index": 0, "score": 1}]}', 0), (404, b"gone", 0)))
     settings = RetrievalSettings(encoder="hashing", rerank=f"{url}/rerank")
     question = Question("all", "x", ("x",), tuple(PASSAGES))
-    (found,) = build_retriever(Setup(settings, [question], progress=False))([(QUESTION, "Where is Town 7?")])
+    (found,) = build_retriever(Setup(settings, [question]))([(QUESTION, "Where is Town 7?")])
     assert isinstance(found, Failure) and "refuses: status 404: gone" in found.reason
     with pytest.raises(R3LiteError, match="refuses: status 404") as error:
-        build_retriever(Setup(settings, [question], progress=False))
+        build_retriever(Setup(settings, [question]))
     assert "--rerank here names its /rerank" in error.value.remedy
     with pytest.raises(UsageError, match="the address of --rerank is not an address of http"):
         RetrievalSettings(rerank="ftp://host/rerank").check()
