@@ -63,9 +63,8 @@ def hub_string(data: str) -> tuple[str, str, str] | None:
     if name in NAMED and len(rest) < 2:
         known, split = NAMED[name], rest[0] if rest else "train"
         if split not in ("train", "validation", known.validation):
-            raise R3LiteError(
-                f"--data {data}: {name} has no split {split!r} with answers", f"Name {name},train or {name},validation."
-            )
+            remedy = f"Name {name},train or {name},validation."
+            raise R3LiteError(f"--data {data}: {name} has no split {split!r} with answers", remedy)
         return known.repository, known.subset, "train" if split == "train" else known.validation
     return (name, *rest) if name and len(rest) == 2 and rest[1] else None
 
@@ -86,16 +85,13 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
         kind = {"repo_type": "dataset", "revision": info.sha, "etag_timeout": TIMEOUT}
         return [_checked(Path(hf_hub_download(name, file, **kind)), files[file]) for file in chosen]
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise R3LiteError(
-            f"the hub has no data set {name!r} that can be read", "Check the name; a private one needs a login."
-        ) from error
+        remedy = "Check the name; a private one needs a login."
+        raise R3LiteError(f"the hub has no data set {name!r} that can be read", remedy) from error
     except (OSError, client_error) as error:
         reason = (str(error).splitlines() or [""])[0]
-        raise R3LiteError(
-            f"the data set {name!r} cannot be fetched from the hub: {type(error).__name__}: {reason}",
-            f"Download it on a machine with a network, and pass the file to --data, not {name},{subset},{split}. "
-            "For HotpotQA: hotpot_train_v1.1.json or hotpot_dev_distractor_v1.json from https://hotpotqa.github.io.",
-        ) from error
+        cause = f"the data set {name!r} cannot be fetched from the hub: {type(error).__name__}: {reason}"
+        remedy = "Download it elsewhere (hotpot_train_v1.1.json from hotpotqa.github.io), and pass the file to --data."
+        raise R3LiteError(cause, remedy) from error
 
 
 def _info(api: "HfApi", name: str, revision: str | None) -> "DatasetInfo":
@@ -149,17 +145,13 @@ def pick(files: list[str], name: str, subset: str, split: str) -> list[str]:
         same = [f for f in chosen if f.endswith(kind)]
         folders = sorted({str(PurePosixPath(f).parent) for f in same})
         if len(folders) > 1:
-            raise R3LiteError(
-                f"{name} has the split {split!r} in several subsets: {', '.join(folders)}",
-                f"Name one: {name},SUBSET,{split}",
-            )
+            cause = f"{name} has the split {split!r} in several subsets: {', '.join(folders)}"
+            raise R3LiteError(cause, f"Name one: {name},SUBSET,{split}")
         if same:
             return same
     there = ", ".join(files[:10]) or "no JSON or parquet file (a loading script is never run)"
-    raise R3LiteError(
-        f"{name} has no file for subset {subset!r} and split {split!r}; there is {there}",
-        "Name a subset and a split that are there.",
-    )
+    cause = f"{name} has no file for subset {subset!r} and split {split!r}; there is {there}"
+    raise R3LiteError(cause, "Name a subset and a split that are there.")
 
 
 def _names(path: str, word: str) -> bool:

@@ -112,10 +112,8 @@ def _misfit(row: Trajectory | Conversation | None, kind: str | None) -> str | No
 def encode_rows_of(rows: Mapping[str, list[Trajectory | Conversation]], layouts: Mapping[str, Layout]) -> list[Row]:
     """The rows of all sources in tokens, source after source; prints how many of each are left out."""
     if empty := [name for name, some in rows.items() if not some]:
-        raise R3LiteError(
-            f"the source {empty[0]} has nothing left to train on: its rows are held out for validation",
-            "Lower --validation-fraction or --validation-rows, or leave the source out.",
-        )
+        cause = f"the source {empty[0]} has nothing left to train on: its rows are held out for validation"
+        raise R3LiteError(cause, "Lower --validation-fraction or --validation-rows, or leave the source out.")
     return [
         replace(row, source=name)
         for name, some in rows.items()

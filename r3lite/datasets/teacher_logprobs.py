@@ -104,11 +104,9 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
     record = _manifest(folder)
     origin = Origin(**{name: record.text(name) for name in Origin.__dataclass_fields__})
     if origin.tokenizer != tokenizer:
-        raise R3LiteError(
-            f"the log-probabilities in {folder} are of a teacher with another tokenizer ({origin.tokenizer}) than the "
-            f"policy's ({tokenizer})",
-            "A teacher's distribution is over its own tokens: choose a teacher of the policy's family.",
-        )
+        cause = f"the teacher of {folder} has another tokenizer ({origin.tokenizer}) than the policy ({tokenizer})"
+        remedy = "A teacher's distribution is over its own tokens: choose a teacher of the policy's family."
+        raise R3LiteError(cause, remedy)
     found: dict[str, Lesson] = {}
     questions = record.texts("questions")
     for number in range(-(-len(questions) // PART)):
@@ -118,10 +116,8 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
             found.setdefault(question, lesson)
     size = max((len(lesson.row.tokens) for lesson in found.values()), default=0)
     if size > longest:
-        raise R3LiteError(
-            f"{folder} has a trajectory of {size} tokens, and --max-length is {longest}",
-            "Pass a larger --max-length, or collect the log-probabilities with this one.",
-        )
+        cause = f"{folder} has a trajectory of {size} tokens, and --max-length is {longest}"
+        raise R3LiteError(cause, "Pass a larger --max-length, or collect the log-probabilities with this one.")
     return found
 
 

@@ -21,10 +21,8 @@ class BertEncoder:
         folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
         found = read_conventions(folder)
         if found.other:
-            raise R3LiteError(
-                f"the encoder {folder} is not of a kind that r3lite computes itself: {found.other}",
-                "Use one that is, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2.",
-            )
+            remedy = "Use another, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2."
+            raise R3LiteError(f"r3lite itself does not compute the encoder {folder}: {found.other}", remedy)
         self.model = load_bert(folder, DTYPES[dtype], device)
         self.device, self.batch_size, self.pooling, self.lower = device, batch_size, found.pooling, found.lower
         style, self.prefixes = found.styled(style, name)

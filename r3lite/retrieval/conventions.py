@@ -41,10 +41,8 @@ class Conventions:
         if style != OWN:
             return style, PREFIXES[style]
         if self.prefixes is None:
-            raise R3LiteError(
-                f"the encoder {name} names no prompts of queries and passages (config_sentence_transformers.json)",
-                "Pass --encoder-style e5 or plain, or leave it out.",
-            )
+            cause = f"the encoder {name} names no prompts of queries and passages (config_sentence_transformers.json)"
+            raise R3LiteError(cause, "Pass --encoder-style e5 or plain, or leave it out.")
         return style, self.prefixes
 
 

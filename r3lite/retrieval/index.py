@@ -95,10 +95,8 @@ def encoded(encoder: Encoder, documents: Sequence[Document], start: int = 0) -> 
         for i in range(start, len(documents), BLOCK):
             made = encoder.encode_passages(documents[i : i + BLOCK], bar.update)
             if not np.isfinite(made).all():
-                raise R3LiteError(
-                    f"the encoder {encoder.settings['encoder']} gives vectors that are not finite",
-                    "Its weights may be damaged: fetch them again, or use another --encoder.",
-                )
+                cause = f"the encoder {encoder.settings['encoder']} gives vectors that are not finite"
+                raise R3LiteError(cause, "Its weights may be damaged: fetch them again, or use another --encoder.")
             yield made
 
 

@@ -104,10 +104,8 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     least = found[-1]
     least_mib = -(-max(least.search, least.build) >> 20)
     smaller = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
-    raise R3LiteError(
-        f"an index {least.told()}: more than the budget of {_size(budget)}",
-        f"Pass --memory-budget {least_mib}MiB{smaller}.",
-    )
+    cause = f"an index {least.told()}: more than the budget of {_size(budget)}"
+    raise R3LiteError(cause, f"Pass --memory-budget {least_mib}MiB{smaller}.")
 
 
 def _size(count: float) -> str:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from r3lite.core.episode import Document, Retrieve, metadata_of
 from r3lite.core.errors import R3LiteError, extra
-from r3lite.core.records import InvalidRecord, Record, Source
+from r3lite.core.records import Record, Source
 from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
@@ -82,11 +82,9 @@ class Collection:
         if isinstance(vectors, dict) or vectors is None:
             raise R3LiteError(f"{self.address} has several vectors a point, by names", "Use one with a single vector.")
         if vectors.distance not in DISTANCES or vectors.size != self.encoder.dimension:
-            raise R3LiteError(
-                f"{self.address} holds vectors of {vectors.size} dimensions compared by {vectors.distance}, and the "
-                f"encoder {now['encoder']} makes {self.encoder.dimension}, of length 1",
-                "Name the --encoder that it was filled with.",
-            )
+            there = f"vectors of {vectors.size} dimensions compared by {vectors.distance}"
+            cause = f"{self.address} holds {there}, and {now['encoder']} makes {self.encoder.dimension}, of length 1"
+            raise R3LiteError(cause, "Name the --encoder that it was filled with.")
         if made is not None and (other := {k for k in made | now if made.get(k) != now.get(k)} - {"dtype"}):
             others = ", ".join(f"{k} {made.get(k)}" for k in sorted(other))
             raise R3LiteError(f"{self.address} was filled with another encoder: {others}", "Name that one.")
@@ -135,16 +133,11 @@ class Collection:
         return [[self._document(point) for point in reply.points] for reply in found]
 
     def _document(self, point) -> Document:
-        address = self.address
-        try:
-            record = Record(
-                point.payload or {}, Source(f"{address}, point {point.id}", "Its payload must have a text.")
-            )
-            title, text = record.text("title", "", blank=True), record.text("text", blank=True)
-            id, more = record.identifier("id", str(point.id)), metadata_of(record)
-            return Document(id, title, text, score=point.score, source=address, metadata=more)
-        except InvalidRecord as error:
-            raise R3LiteError(error.cause, error.remedy) from error
+        source = Source(f"{self.address}, point {point.id}", "Its payload must have a text.")
+        record = Record(point.payload or {}, source)
+        title, text = record.text("title", "", blank=True), record.text("text", blank=True)
+        id, more = record.identifier("id", str(point.id)), metadata_of(record)
+        return Document(id, title, text, score=point.score, source=self.address, metadata=more)
 
     @contextmanager
     def told(self) -> Iterator[None]:

@@ -45,9 +45,8 @@ class QueryCache:
                 "CREATE TABLE IF NOT EXISTS queries (id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB)"
             )
         except sqlite3.Error as error:
-            raise R3LiteError(
-                f"--query-cache {path} cannot be used: {error}", "Remove that file if it is a cache, or name another."
-            ) from error
+            remedy = "Remove that file if it is a cache, or name another."
+            raise R3LiteError(f"--query-cache {path} cannot be used: {error}", remedy) from error
 
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
         """The vector of each key: that which is kept, else what `make` gives for its place, which is kept then."""

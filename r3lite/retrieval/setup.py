@@ -39,16 +39,13 @@ class Setup:
             return self._fitting(corpus.read_corpus(settings.corpus, self.skip_bad_rows))
         bare = [q.id for q in self.questions if not q.documents]
         if settings.context == "question" and bare:
-            raise R3LiteError(
-                f"--context question searches the question's own paragraphs, and question {bare[0]} has none",
-                "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or name a --corpus in place of --context.",
-            )
+            cause = f"--context question searches the question's own paragraphs, and question {bare[0]} has none"
+            remedy = "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or name a --corpus in place of --context."
+            raise R3LiteError(cause, remedy)
         documents = corpus.from_questions(self.questions)
         if not documents:
-            raise R3LiteError(
-                "there is nothing to retrieve from: the questions in --data come without paragraphs",
-                "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none.",
-            )
+            cause = "there is nothing to retrieve from: the questions in --data come without paragraphs"
+            raise R3LiteError(cause, "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none.")
         return self._fitting(documents)
 
     @cached_property
@@ -119,11 +116,8 @@ class Setup:
         if settings.corpus:
             named = corpus.read_corpus(settings.corpus, self.skip_bad_rows)
             if corpus.fingerprint(named) != corpus.fingerprint(documents):
-                raise R3LiteError(
-                    f"the index {settings.index} was not built of the corpus {settings.corpus}",
-                    f"Pass one of them only, or build it again: python -m r3lite.index --corpus {settings.corpus} "
-                    f"--encoder {settings.encoder} --output {settings.index}",
-                )
+                cause = f"the index {settings.index} was not built of the corpus {settings.corpus}"
+                raise R3LiteError(cause, "Pass one of them only, or build it again with python -m r3lite.index.")
         return documents
 
     def own(self, questions: list[Question]) -> list[tuple[int, ...]] | None:

@@ -85,9 +85,8 @@ class DuckDuckGo:
             rows = search(query, max_results=count, backend="duckduckgo")
         except Exception as error:  # the package raises what its own libraries do
             told = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise R3LiteError(
-                f"DuckDuckGo gives no documents: {told}", "It may have been asked too often: lower --web-rpm, or wait."
-            ) from error
+            remedy = "It may have been asked too often: lower --web-rpm, or wait."
+            raise R3LiteError(f"DuckDuckGo gives no documents: {told}", remedy) from error
         names = ("href", "title", "body") if kind == KIND else ("url", "title", "body")
         return [_page(Record(row, Source("a result of DuckDuckGo")), *names) for row in rows]
 
@@ -107,12 +106,12 @@ def _page(row: Record, url: str, title: str, text: str) -> dict[str, str]:
 class Recorded:
     """A service whose answers are kept in a folder, a file each, and are not asked for again.
 
-    `asked` counts the requests that were sent. Several processes may share the folder: files are written whole.
+    Several processes may share the folder: files are written whole.
     """
 
     def __init__(self, name: str, folder: Path, rpm: int, replay: bool):
         """With `replay`, nothing is ever sent, and a query that is not in the folder is an error."""
-        self.name, self.folder, self.asked = name, folder, 0
+        self.name, self.folder = name, folder
         self._limit = RateLimiter(rpm, time.monotonic, time.sleep)
         self._service = None if replay else SERVICES[name]()
         self._lock = threading.Lock()
@@ -128,14 +127,11 @@ class Recorded:
             except R3LiteError as error:
                 print(f"a recorded answer is asked for again: {error.cause}", file=sys.stderr)
         if self._service is None:
-            raise R3LiteError(
-                f"no answer to this query is recorded in {self.folder} ({kind})",
-                "Leave --web-replay out, or name the folder that it was recorded in by --web-cache.",
-            )
+            remedy = "Leave --web-replay out, or name the folder that it was recorded in by --web-cache."
+            raise R3LiteError(f"no answer to this query is recorded in {self.folder} ({kind})", remedy)
         self._limit.wait()
         found = self._service.pages(query, kind, count)
         with self._lock:  # equal queries of two threads would share a temporary file
-            self.asked += 1
             write_json(path, asked | {"pages": found})
         return found
 
