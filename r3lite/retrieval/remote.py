@@ -1,8 +1,5 @@
 """The remote retriever: what a server finds that speaks HTTP as Search-R1's does (server.py), read with distrust."""
 
-import time
-from collections.abc import Callable
-
 from r3lite.core.episode import Document, Retrieve, metadata_of
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source, parse
@@ -24,8 +21,8 @@ def build(setup: Setup, top_k: int) -> Retrieve:
 class Remote:
     """A server's ranking of passages."""
 
-    def __init__(self, address: str, sleep: Callable[[float], None] = time.sleep):
-        self.address, self._poster = address, Poster(address, REMEDY, sleep=sleep)
+    def __init__(self, address: str):
+        self.address, self._poster = address, Poster(address, REMEDY)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
