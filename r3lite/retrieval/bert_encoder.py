@@ -22,7 +22,7 @@ class BertEncoder:
         found = read_conventions(folder)
         if found.other:
             remedy = "Use another, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2."
-            raise R3LiteError(f"r3lite itself does not compute the encoder {folder}: {found.other}", remedy)
+            raise R3LiteError(f"{folder} is not an encoder that r3lite computes itself: {found.other}", remedy)
         self.model = load_bert(folder, DTYPES[dtype], device)
         self.device, self.batch_size, self.pooling, self.lower = device, batch_size, found.pooling, found.lower
         style, self.prefixes = found.styled(style, name)

@@ -127,7 +127,7 @@ def pooled(minilm, tmp_path_factory):
 def test_tokens_are_pooled_as_the_folder_says(pooled, file):
     (pooled / "1_Pooling" / "config.json").write_text(file)
     if POOLING[file] is None:
-        with pytest.raises(R3LiteError, match=r"r3lite itself does not compute the encoder .*: it (pools|leaves)"):
+        with pytest.raises(R3LiteError, match=r"not an encoder that r3lite computes itself: it (pools|leaves)"):
             BertEncoder(str(pooled), "plain")
         return
     ours = BertEncoder(str(pooled), "plain", batch_size=2)

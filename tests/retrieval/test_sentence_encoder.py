@@ -96,7 +96,7 @@ def test_another_network_in_bf16(made):
 def test_without_its_package_an_encoder_names_the_extra(made, monkeypatch):
     folder, _ = made("modernbert", "mean")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(R3LiteError, match="not installed: its network is of type modernbert") as error:
+    with pytest.raises(R3LiteError, match=r"its network is of type modernbert\) needs the package") as error:
         make_encoder(str(folder), "auto", [])
     assert "pip install 'r3lite[encoders]'" in error.value.remedy
 
