@@ -4,12 +4,11 @@ position in the data."""
 import functools
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from r3lite.core.episode import Question
-from r3lite.datasets.conversations import Conversation
 from r3lite.datasets.mixture import Mixture
-from r3lite.datasets.trajectories import Trajectory
+from r3lite.datasets.trajectories import Rows
 
 
 def rows_of_step(
@@ -66,9 +65,7 @@ def questions_of_refill(
     return drawn, [f"{stream}/{i}/{k}" for i in range(size) for k in range(generations)]
 
 
-def hold_out(
-    rows: Mapping[str, Sequence[Trajectory | Conversation]], fraction: float, most: int, seed: int
-) -> tuple[dict[str, list[Trajectory | Conversation]], dict[str, list[Trajectory | Conversation]]]:
+def hold_out(rows: Rows, fraction: float, most: int, seed: int) -> tuple[Rows, Rows]:
     """Rows to train on, and rows held out: at most `fraction` of them and at most `most`; each by their sources.
 
     Rows of one question stay together, whatever their source, since a held-out question's answer must not be known. At
