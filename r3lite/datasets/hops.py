@@ -83,7 +83,7 @@ def _asked(text: str) -> str:
 
 
 def from_evidences(question: Question, evidences, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
-    """2WikiMultiHopQA: one hop per evidence (subject, relation, object), in the data set's order.
+    """2WikiMultiHopQA: one hop per evidence (subject, relation, object; single spaces), in the data set's order.
 
     A subject that is the object of an earlier evidence becomes `#i`. Evidences that share subject and relation are one
     hop with several answers. The paragraph of a hop is the gold one titled like the subject, else the one that names
@@ -91,9 +91,7 @@ def from_evidences(question: Question, evidences, supporting: dict[str, list[str
     """
     merged: dict[tuple[str, str], list[str]] = {}
     for subject, relation, value in evidences:
-        merged.setdefault((" ".join(subject.split()), " ".join(relation.split())), []).append(
-            " ".join(str(value).split())
-        )
+        merged.setdefault((subject, relation), []).append(value)
     found: list[Hop] = []
     for (subject, relation), values in merged.items():
         document = _paragraph_of(question, subject, values)

@@ -167,7 +167,7 @@ def _hotpot(row: Record, id: str) -> Question:
     evidences = _pairs(row, "evidences", "fact", "relation", "entity") if "evidences" in row else []
     if not all(isinstance(part, str) or type(part) in (int, float) for evidence in evidences for part in evidence):
         raise row.error("evidences is not a list of subject, relation and object, as text or numbers")
-    evidences = [tuple(map(str, evidence)) for evidence in evidences]
+    evidences = [[" ".join(str(part).split()) for part in evidence] for evidence in evidences]
     found = hops.from_evidences(question, evidences, sentences_of) or hops.from_supporting(question, sentences_of)
     return replace(question, hops=found)
 

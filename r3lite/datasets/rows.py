@@ -19,10 +19,7 @@ Item = TypeVar("Item")
 
 
 def converted_rows(
-    data: str | Path,
-    convert: Callable[[Record, str], Item | None],
-    limit: int | None = None,
-    skip_bad_rows: bool = False,
+    data: str | Path, convert: Callable[[Record, str], Item | None], limit: int | None, skip_bad_rows: bool
 ) -> list[Item]:
     """The first `limit` rows of a path or hub string as `convert(row, default id)` makes them; None leaves a row out.
 
@@ -31,15 +28,18 @@ def converted_rows(
     """
     kept: list[Item] = []
     bad: list[InvalidRecord] = []
-    on_bad = bad.append if skip_bad_rows else None
+
+    def on_bad(error: InvalidRecord) -> None:
+        bad.append(error)
+        if not skip_bad_rows:
+            raise error
+
     rows = ((path, row) for path in hub.files_of(str(data)) for row in file_rows(path, on_bad))
     for path, row in tqdm(rows, f"reading {data}", unit=" rows", **BRIEF):
         try:
             made = convert(row, f"{path.stem}-{row.source.where.split()[-1]}")
         except InvalidRecord as error:
-            bad.append(error)
-            if not skip_bad_rows:
-                raise
+            on_bad(error)
             continue
         kept += [] if made is None else [made]
         if len(kept) == limit:
@@ -49,8 +49,8 @@ def converted_rows(
     return kept
 
 
-def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None] | None = None) -> Iterator[Record]:
-    """The rows of a file, each with its place (`line 3`, `row 7`). A bad one raises, or goes to `on_bad`.
+def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
+    """The rows of a file, each with its place (`line 3`, `row 7`); a bad one goes to `on_bad`.
 
     A syntax error in an array raises in any case: nothing after it can be read.
     """
@@ -64,7 +64,7 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None] | None = None)
         yield from read_jsonl(path, MEND, on_bad)
 
 
-def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None] | None) -> Iterator[Record]:
+def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
     """The elements of a JSON array, decoded one at a time: HotpotQA's is half a gigabyte."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # of any size, unlike files.read_text
@@ -89,10 +89,7 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None] | None) -> I
         if problem is None:
             yield Record(value, Source(where, MEND))
         else:
-            bad = InvalidRecord(f"{where}: {problem}", MEND)
-            if on_bad is None:
-                raise bad
-            on_bad(bad)
+            on_bad(InvalidRecord(f"{where}: {problem}", MEND))
         at = _skip_space(text, end)
         if text[at : at + 1] == ",":
             at = _skip_space(text, at + 1)

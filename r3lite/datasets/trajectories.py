@@ -81,7 +81,7 @@ def read_traces(data: str | Path, protocol: Protocol, skip_bad_rows: bool = Fals
 
     Bad rows are treated as by `read_rows`.
     """
-    return converted_rows(data, lambda row, id: trace_from_json(row, protocol, id), skip_bad_rows=skip_bad_rows)
+    return converted_rows(data, lambda row, id: trace_from_json(row, protocol, id), None, skip_bad_rows)
 
 
 def trace_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Trajectory:

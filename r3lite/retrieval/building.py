@@ -35,7 +35,6 @@ from r3lite.retrieval.passages import Passages, write_passages
 from r3lite.retrieval.vectors import VectorFile, build_vectors, write_vectors
 
 WAITING, PLAN = "vectors.bin", "build.json"  # vectors that wait for their index; what they are the vectors of
-NO_PLACES = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gath
     work.mkdir(exist_ok=True)
     try:
         fingerprint = write_passages(work, documents)
-        passages = Passages(work, None, NO_PLACES, "")
+        passages = Passages(work, None, np.empty(0, np.int64), "")
         try:
             yield Gathered(folder, work, passages, fingerprint)
         finally:
