@@ -29,7 +29,7 @@ from r3lite.core.files import PIECE, PIECES, check_regular, read_record
 from r3lite.core.records import Record
 from r3lite.retrieval import corpus
 from r3lite.retrieval.conventions import STYLES
-from r3lite.retrieval.encoder import Encoder, make_encoder
+from r3lite.retrieval.encoder import Encoder, EncoderSettings, make_encoder
 from r3lite.retrieval.hashing import HASHING, HashingEncoder
 from r3lite.retrieval.index_size import BLOCK
 from r3lite.retrieval.passages import ENDS, PASSAGES, Passages
@@ -102,11 +102,9 @@ def encoded(encoder: Encoder, documents: Sequence[Document], start: int = 0) -> 
 
 def load(
     folder: str | Path,
-    encoder_name: str,
-    style: str = "auto",
+    settings: EncoderSettings,
     device: str = "cpu",
     batch_size: int = 32,
-    dtype: str = "fp32",
     known: PassageIndex | None = None,
 ) -> PassageIndex:
     """The index of a folder; its vectors are read as searches need them.
@@ -115,7 +113,7 @@ def load(
     Raises R3LiteError if it was made by another encoder or style than is asked for (style auto takes the index's own),
     or if its parts do not belong together.
     """
-    folder = Path(folder)
+    folder, encoder_name, style = Path(folder), settings.encoder, settings.encoder_style
     manifest = read_manifest(folder)
     rebuild = f"build the index again: {BUILD} --encoder {encoder_name} --output {folder}"
     kept_encoder, kept_style = manifest.text("encoder"), manifest.text("style", "plain")
@@ -129,7 +127,7 @@ def load(
     elif encoder_name == HASHING:
         encoder = HashingEncoder.load(folder)
     else:
-        encoder = make_encoder(encoder_name, kept_style, (), device, batch_size, dtype)
+        encoder = make_encoder(replace(settings, encoder_style=kept_style), (), device, batch_size)
     for key, value in encoder.settings.items():
         # The name may be another one of the same model; its vectors tell, below. They also tell if bf16 is too coarse.
         if key not in ("encoder", "dtype") and manifest.values.get(key) != value:

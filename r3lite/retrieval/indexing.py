@@ -1,7 +1,7 @@
 """Builds an index folder of passages or changes one, or fills a collection of a server, and tells what came of it."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from r3lite.core.config import UsageError
@@ -10,7 +10,7 @@ from r3lite.core.files import read_text, write_jsonl
 from r3lite.devices.precision import resolve_device
 from r3lite.retrieval import building, corpus, editing, index, qdrant
 from r3lite.retrieval.documents.folder import Folder, read_folder
-from r3lite.retrieval.encoder import Encoder, make_encoder
+from r3lite.retrieval.encoder import make_encoder
 from r3lite.retrieval.index_size import choose
 from r3lite.settings import DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
@@ -21,7 +21,7 @@ def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> N
     documents, folder = passages_of(settings, chunking)
     with building.gathered(output, documents) as made:
         device = device_of(settings)
-        encoder = encoder_of(settings, made.passages, device)
+        encoder = make_encoder(settings, made.passages, device, settings.batch_size)
         if building.replaces(made, encoder):
             print(f"replacing   the index of the same corpus in {output}")
         budget, count = budget_bytes(settings.memory_budget), len(made.passages)
@@ -51,7 +51,7 @@ def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> N
         raise UsageError(f"{address} keeps vectors in its own way: leave --index-type and --memory-budget out")
     documents, _ = passages_of(settings, chunking)
     device = device_of(settings)
-    encoder = encoder_of(settings, [], device)
+    encoder = make_encoder(settings, [], device, settings.batch_size)
     start = time.perf_counter()
     encoded, count = qdrant.fill(address, documents, encoder)
     seconds = time.perf_counter() - start
@@ -66,11 +66,6 @@ def passages_of(settings: IndexSettings, chunking: DocumentSettings) -> tuple[It
     folder = read_folder(settings.documents, chunking)
     print(folder.told(), flush=True)  # before the encoding, which may take hours
     return iter(folder.documents), folder
-
-
-def encoder_of(settings: IndexSettings, passages: Sequence[Document], device: str) -> Encoder:
-    how = device, settings.batch_size, settings.encoder_dtype
-    return make_encoder(settings.encoder, settings.encoder_style, passages, *how)
 
 
 def device_of(settings: IndexSettings) -> str:
@@ -89,10 +84,7 @@ def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> N
             print(folder.told(), flush=True)
         else:
             documents = corpus.read_corpus(settings.add, settings.skip_bad_rows)
-        device = device_of(settings)
-        opened = index.load(
-            output, settings.encoder, settings.encoder_style, device, settings.batch_size, settings.encoder_dtype
-        )
+        opened = index.load(output, settings, device_of(settings), settings.batch_size)
         added, known = editing.add(output, opened, documents)
         print(f"added       {added} passages" + (f"; {known} were there already" if known else ""))
     print(f"passages    {len(index.read_documents(output))} in {output}")

@@ -55,26 +55,23 @@ class Setup:
         if settings.index:
             # Only a retriever with vectors has read its own by then.
             known = self.like.__dict__.get("index") if self.like else None
-            opened = index.load(
-                settings.index, settings.encoder, settings.encoder_style, dtype=settings.encoder_dtype, known=known
-            )
+            opened = index.load(settings.index, settings, known=known)
             self._checked(opened.documents)
             if settings.filter:
                 opened = opened.only(fitting(settings.filter, opened.documents))
             return replace(opened, encoder=self._cached(opened.encoder))
-        return index.build(self._cached(self._made(self.documents)), self.documents)
+        return index.build(self._cached(make_encoder(settings, self.documents)), self.documents)
 
     @cached_property
     def encoder(self) -> Encoder | None:
         """The encoder of queries to what is not indexed here; None for hashing, which is made for a corpus."""
-        settings = self.settings
-        if settings.encoder == HASHING:
+        if self.settings.encoder == HASHING:
             return None
         if "index" in self.__dict__:
             return self.index.encoder
         if self.like:
             return self.like.encoder
-        return self._cached(self._made([]))
+        return self._cached(make_encoder(self.settings, []))
 
     @cached_property
     def query_cache(self) -> QueryCache | None:
@@ -89,11 +86,6 @@ class Setup:
         if not self.settings.filter:
             return documents
         return [d for d, fits in zip(documents, fitting(self.settings.filter, documents), strict=True) if fits]
-
-    def _made(self, documents: Sequence[Document]) -> Encoder:
-        """A new encoder of the settings."""
-        settings = self.settings
-        return make_encoder(settings.encoder, settings.encoder_style, documents, dtype=settings.encoder_dtype)
 
     def _cached(self, encoder: Encoder) -> Encoder:
         if self.query_cache is None or isinstance(encoder, CachedEncoder):

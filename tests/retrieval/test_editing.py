@@ -13,6 +13,7 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import building, editing, index
 from r3lite.retrieval.index_size import estimate
+from tests.built_index import encoder_settings
 
 D = 32
 
@@ -43,7 +44,7 @@ def build(folder, documents, kind="flat"):
 @pytest.fixture
 def opened(monkeypatch):
     monkeypatch.setattr(index, "make_encoder", lambda *_: Drawn())
-    return lambda folder: index.load(folder, "drawn")
+    return lambda folder: index.load(folder, encoder_settings("drawn"))
 
 
 def found(opened_index, queries, k=10):
@@ -152,9 +153,11 @@ def test_two_processes_read_while_one_adds(tmp_path):
     assert recipe.main(["--corpus", str(world), *options]) == 0
     program = (
         "import sys; from pathlib import Path; from r3lite.retrieval import index\n"
+        "from r3lite.settings import RetrievalSettings\n"
         "seen, stop = [], Path(sys.argv[2])\n"
         "while not seen or not stop.exists():\n"
-        "    opened = index.load(sys.argv[1], 'hashing'); seen.append(len(opened.documents))\n"
+        "    opened = index.load(sys.argv[1], RetrievalSettings(encoder='hashing'))\n"
+        "    seen.append(len(opened.documents))\n"
         "    assert opened.search(['text 7'], 1)[0][0].id == '7', seen\n"
         "    if len(seen) == 1: print('ready', flush=True)\n"
         "assert seen == sorted(seen); print(len(set(seen)))"
