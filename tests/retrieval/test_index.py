@@ -337,10 +337,8 @@ def test_a_moved_encoder_is_taken_and_a_changed_one_is_not(tmp_path, minilm):
 
     save(tmp_path / "i", encoder=str(minilm))
     shutil.copytree(minilm, tmp_path / "moved")
-    assert (
-        index.load(tmp_path / "i", encoder_settings(str(tmp_path / "moved"))).search(["capital of Norway"], 1)[0][0].id
-        == "c"
-    )
+    opened = index.load(tmp_path / "i", encoder_settings(str(tmp_path / "moved")))
+    assert opened.search(["capital of Norway"], 1)[0][0].id == "c"
     weights = load_file(tmp_path / "moved" / "model.safetensors")
     weights = {k: v * 1.2 if k.endswith("query.weight") else v.clone() for k, v in weights.items()}
     save_file(weights, tmp_path / "moved" / "model.safetensors")
