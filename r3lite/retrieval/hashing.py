@@ -30,9 +30,8 @@ class HashingEncoder:
         """`frequencies`: in how many of the corpus's `passages` each word occurs."""
         self.frequencies, self.passages = frequencies, passages
         self.dimension = self.DIMENSION
-        self.settings = {
-            "encoder": HASHING, "version": self.VERSION, "hashes": self.HASHES, "dimension": self.DIMENSION
-        }  # fmt: skip
+        self.settings = {"encoder": HASHING, "version": self.VERSION}  # what its vectors depend on
+        self.settings |= {"hashes": self.HASHES, "dimension": self.DIMENSION}
         self.word_ids = {word: i for i, word in enumerate(frequencies)}
         counts = np.fromiter(frequencies.values(), dtype=np.float64, count=len(frequencies))
         self.idf = np.log((1 + passages) / (1 + counts)) + 1
