@@ -50,10 +50,10 @@ def test_built_in_blocks_it_is_the_same(monkeypatch):
 
 
 def test_float64_vectors_are_taken(monkeypatch):
-    """faiss raises TypeError at float64."""
+    """faiss once raised TypeError at float64; it converts them now."""
     encoder = HashingEncoder.fit(d.text for d in DOCUMENTS)
-    make = encoder._encode
-    monkeypatch.setattr(encoder, "_encode", lambda texts: np.asfortranarray(make(texts).astype(np.float64)))
+    make = encoder.encode_queries
+    monkeypatch.setattr(encoder, "encode_queries", lambda texts: np.asfortranarray(make(texts).astype(np.float64)))
     assert titles(index.build(encoder, DOCUMENTS).search(["capital of Norway"], 1)) == [["Oslo"]]
 
 
@@ -303,8 +303,8 @@ def test_a_query_without_any_known_word_brings_nothing():
 
 def test_vectors_that_are_not_finite_are_not_indexed(monkeypatch):
     encoder = HashingEncoder.fit(d.text for d in DOCUMENTS)
-    make = encoder._encode
-    monkeypatch.setattr(encoder, "_encode", lambda texts: make(texts) / 0)
+    make = encoder.encode_queries
+    monkeypatch.setattr(encoder, "encode_queries", lambda texts: make(texts) / 0)
     with np.errstate(all="ignore"), pytest.raises(R3LiteError, match="the encoder hashing gives vectors that are not"):
         index.build(encoder, DOCUMENTS)
 
