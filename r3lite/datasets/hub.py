@@ -36,9 +36,7 @@ NAMED = {
     "2wiki": Named("xanhho/2WikiMultihopQA", "", "dev"),
     "musique": Named("dgslibisey/MuSiQue", "musique_ans", "dev"),
 }
-NAME_DATA = (
-    f"Name a data file; {', '.join(NAMED)} with ,train or ,validation after it; or a hub string name,subset,split."
-)
+NAME_DATA = f"Name a data file; {', '.join(NAMED)} with ,train or ,validation; or a hub string name,subset,split."
 
 
 def files_of(data: str) -> list[Path]:

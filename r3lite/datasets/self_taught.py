@@ -74,9 +74,8 @@ class Harvest:
                     raise R3LiteError(f"the retriever fails: {failures[block[0].id]}", remedy)
                 self.failed += failures.values()
                 whole = {id: group for id, group in groups.items() if id not in failures}
-                self._add(
-                    {id: chosen(g, protocol, settings.min_f1, retrieves, settings.keep) for id, g in whole.items()}
-                )
+                least, most = settings.min_f1, settings.keep
+                self._add({id: chosen(group, protocol, least, retrieves, most) for id, group in whole.items()})
                 bar.update(len(block))
                 some = len({row.id for row in self.kept})
                 bar.set_postfix({"kept": len(self.kept), "yield": f"{some} of {len(self.rejected)} questions"})

@@ -30,10 +30,8 @@ def draw(data: QuestionSettings, sizes: PrepareSettings, seed: int, other: str |
     pool = own if other is None else rows_of(other, data)
     chosen = sampled(stream, list(pool), sizes.dev_size + sizes.test_size, "--dev-size and --test-size want")
     of_dev = set(stream.sample(range(len(chosen)), sizes.dev_size))
-    parts = {
-        "dev": [pool[question] for i, question in enumerate(chosen) if i in of_dev],
-        "test": [pool[question] for i, question in enumerate(chosen) if i not in of_dev],
-    }
+    dev = [pool[question] for i, question in enumerate(chosen) if i in of_dev]
+    test = [pool[question] for i, question in enumerate(chosen) if i not in of_dev]
     kept_out = set(chosen)
     left = [question for question in own if question not in kept_out]
     if other is not None and len(left) < len(own):
@@ -41,7 +39,7 @@ def draw(data: QuestionSettings, sizes: PrepareSettings, seed: int, other: str |
     train = left if sizes.train_size is None else sampled(stream, left, sizes.train_size, "--train-size wants")
     if not train:
         raise R3LiteError("no question is left to train on", "Ask for fewer with --dev-size and --test-size.")
-    return {"train": [own[question] for question in train]} | parts
+    return {"train": [own[question] for question in train], "dev": dev, "test": test}
 
 
 def rows_of(name: str, data: QuestionSettings) -> dict[str, dict]:

@@ -124,9 +124,7 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
 def _read_part(path: Path) -> list[Lesson]:
     kept = read_tensors(path, GO_ON)
     sizes = kept["sizes"].tolist()
-    rows = [
-        Row(tokens.tolist(), mask.tolist())
-        for tokens, mask in zip(kept["tokens"].split(sizes), kept["loss_mask"].split(sizes), strict=True)
-    ]
+    pairs = zip(kept["tokens"].split(sizes), kept["loss_mask"].split(sizes), strict=True)
+    rows = [Row(tokens.tolist(), mask.tolist()) for tokens, mask in pairs]
     teacher = TopTokens(kept["ids"], kept["logprobs"]).split([row.loss_tokens for row in rows])
     return [Lesson(row, of_row) for row, of_row in zip(rows, teacher, strict=True)]

@@ -58,10 +58,8 @@ class Estimate:
     scratch: int  # on the disk while it is built
 
     def told(self) -> str:
-        return (
-            f"{self.kind}, {self.passages:,} x {self.dimension}: {_size(self.search)} to search, "
-            f"{_size(self.build)} to build beside the encoder, {_size(self.scratch)} of disk meanwhile"
-        )
+        to_build = f"{_size(self.build)} to build beside the encoder, {_size(self.scratch)} of disk meanwhile"
+        return f"{self.kind}, {self.passages:,} x {self.dimension}: {_size(self.search)} to search, {to_build}"
 
 
 def estimate(kind: str, passages: int, dimension: int) -> Estimate:

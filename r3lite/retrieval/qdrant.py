@@ -108,16 +108,10 @@ class Collection:
         from qdrant_client import models
 
         vectors = self.encoder.encode_passages(passages, lambda count: None)
-        points = [
-            models.PointStruct(id=point_id(passage), vector=vector.tolist(), payload=passage.to_json())
-            for passage, vector in zip(passages, vectors, strict=True)
-        ]
+        pairs = zip(passages, vectors.tolist(), strict=True)
+        points = [models.PointStruct(id=point_id(p), vector=vector, payload=p.to_json()) for p, vector in pairs]
         with self.told():
             self.client.upsert(self.name, points, wait=True)
-
-    def count(self) -> int:
-        with self.told():
-            return self.client.count(self.name, exact=True).count
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
@@ -171,4 +165,5 @@ def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[
                 collection.write(new)
             encoded += len(new)
             bar.update(len(block))
-    return encoded, collection.count()
+    with collection.told():
+        return encoded, collection.client.count(collection.name, exact=True).count

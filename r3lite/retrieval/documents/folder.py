@@ -59,7 +59,8 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> Folder:
         try:
             count = len(found.documents)
             for title, head, text in _passages(root, name, settings):
-                if (key := _digest(title, text)) in seen:
+                key = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
+                if key in seen:
                     found.duplicates += 1
                     continue
                 seen.add(key)
@@ -161,7 +162,3 @@ def _decoded(content: bytes) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Unreadable("not in UTF-8", str(error)) from error
-
-
-def _digest(title: str, text: str) -> str:
-    return hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
