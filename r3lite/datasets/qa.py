@@ -48,8 +48,7 @@ def read_with_rows(
     if unanswerable:
         print(f"{data}: {unanswerable} unanswerable questions left out", file=sys.stderr)
     if not questions:
-        remedy = "Name a HotpotQA, 2WikiMultiHopQA, MuSiQue or question-and-answer file."
-        raise R3LiteError(f"{data} holds no usable question", remedy)
+        raise R3LiteError(f"{data} holds no usable question", "Use HotpotQA, 2WikiMultiHopQA, MuSiQue or your own.")
     return questions
 
 

@@ -75,16 +75,14 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
         number += 1
         where = f"{path}, row {number}"
         if at >= len(text):
-            cut = f"{path} ends inside row {number}: the closing ] is missing"
-            raise R3LiteError(cut, "The file is cut; get it again.")
+            raise R3LiteError(f"{path} ends inside row {number}: the closing ] is missing", "Get the file again.")
         try:
             value, end = parse_at(text, at)
             problem = None if isinstance(value, dict) else "not a JSON object"
         except InvalidRecord as error:
             end = end_of(text, at)
             if end is None:
-                damaged = "The file is damaged from here on; get it again."
-                raise R3LiteError(f"{where}: {error.cause}", damaged) from error
+                raise R3LiteError(f"{where}: {error.cause}", "The file is damaged; get it again.") from error
             problem = error.cause
         if problem is None:
             yield Record(value, Source(where, MEND))
@@ -96,8 +94,7 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
         elif at < len(text) and text[at] != "]":
             raise R3LiteError(f"{where}: no comma follows it", "The file is damaged from here on; get it again.")
     if text[at + 1 :].strip():
-        remedy = "A file holds one array, or one object a line."
-        raise R3LiteError(f"{path}: something follows the end of its array", remedy)
+        raise R3LiteError(f"{path}: something follows the end of its array", "A file holds one array.")
 
 
 def _skip_space(text: str, at: int) -> int:

@@ -70,7 +70,7 @@ class Harvest:
                 groups = {q.id: episodes[i * many : (i + 1) * many] for i, q in enumerate(block)}
                 failures = {id: e.failure for id, group in groups.items() for e in group if e.failure}
                 if len(failures) == len(block):
-                    remedy = "What was kept is in the file; mend that, and run the same command again to go on."
+                    remedy = "Mend that, and run the same command again to go on."
                     raise R3LiteError(f"the retriever fails: {failures[block[0].id]}", remedy)
                 self.failed += failures.values()
                 whole = {id: group for id, group in groups.items() if id not in failures}

@@ -37,8 +37,7 @@ class Condition:
         try:
             wanted, found = (float(self.wanted), value) if number else (folded(self.wanted), folded(str(value)))
         except ValueError:
-            message = f"--filter {self.key}{self.sign}{self.wanted}: {self.key} is a number"
-            raise R3LiteError(message, "Compare it with a number.") from None
+            raise R3LiteError(f"--filter: {self.key} is a number", f"Compare it with one, not {self.wanted}.") from None
         if self.sign in ORDERS:
             return ORDERS[self.sign](found, wanted)
         same = found == wanted if number else _pattern(wanted).fullmatch(found) is not None

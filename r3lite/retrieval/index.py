@@ -101,19 +101,15 @@ def encoded(encoder: Encoder, documents: Sequence[Document], start: int = 0) -> 
 
 
 def load(
-    folder: str | Path,
-    settings: EncoderSettings,
-    device: str = "cpu",
-    batch_size: int = 32,
-    known: PassageIndex | None = None,
+    folder: Path, settings: EncoderSettings, device: str = "cpu", batch_size: int = 32, known: Encoder | None = None
 ) -> PassageIndex:
     """The index of a folder; its vectors are read as searches need them.
 
-    The encoder of `known`, which is of the same name, is not loaded again if it was made with the same settings.
+    The encoder `known`, which is of the same name, is taken and no other loaded if it was made with the same settings.
     Raises R3LiteError if it was made by another encoder or style than is asked for (style auto takes the index's own),
     or if its parts do not belong together.
     """
-    folder, encoder_name, style = Path(folder), settings.encoder, settings.encoder_style
+    encoder_name, style = settings.encoder, settings.encoder_style
     manifest = read_manifest(folder)
     rebuild = f"build the index again: {BUILD} --encoder {encoder_name} --output {folder}"
     kept_encoder, kept_style = manifest.text("encoder"), manifest.text("style", "plain")
@@ -122,8 +118,8 @@ def load(
         _refuse(folder, "encoder", kept_encoder, encoder_name, f"Pass --encoder {kept_encoder}, or {rebuild}")
     if style not in ("auto", kept_style) and encoder_name != HASHING:
         _refuse(folder, "style", kept_style, style, f"Leave --encoder-style out, or {rebuild} --encoder-style {style}")
-    if known and encoder_name != HASHING and known.encoder.settings.get("style") == kept_style:
-        encoder = known.encoder
+    if known and encoder_name != HASHING and known.settings.get("style") == kept_style:
+        encoder = known
     elif encoder_name == HASHING:
         encoder = HashingEncoder.load(folder)
     else:

@@ -91,8 +91,7 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     """
     few = passages < CODEWORDS * LEAST
     if kind == "opq-ivf-pq" and few:
-        cause = f"{kind} is trained on {CODEWORDS * LEAST:,} passages at least, and there are {passages:,}"
-        raise R3LiteError(cause, "Pass --index-type auto.")
+        raise R3LiteError(f"{kind} needs {CODEWORDS * LEAST:,} passages, not {passages:,}", "Pass --index-type auto.")
     by_size = ("flat", "sq8", "ivf-sq8") if few else ("flat", "sq8", *IVF) if passages <= MANY else IVF
     kinds = by_size if kind == "auto" else (kind,)
     found = [estimate(each, passages, dimension) for each in kinds]

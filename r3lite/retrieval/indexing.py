@@ -32,7 +32,8 @@ def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> N
         encoded = time.perf_counter()
         size = building.finish(made, encoder, chosen)
     if folder:
-        write_jsonl(Path(output) / index.SKIPPED, folder.skipped_rows())
+        skipped = [{"path": path, "reason": reason, "detail": detail} for path, reason, detail in folder.skipped]
+        write_jsonl(Path(output) / index.SKIPPED, skipped)
     style = f", style {encoder.settings['style']}" if "style" in encoder.settings else ""
     seconds, before = encoded - start, f"; {kept} had been encoded before" if kept else ""
     print(f"passages    {count}")

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
@@ -19,9 +18,6 @@ from r3lite.core.records import Record, Source
 from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
-
-if TYPE_CHECKING:
-    from qdrant_client import QdrantClient
 
 KEY = "QDRANT_API_KEY"
 TIMEOUT = 60  # seconds of a request
@@ -39,35 +35,25 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     return Search(collection, top_k)
 
 
-def connect(address: str) -> tuple["QdrantClient", str]:
-    """A client of the server of qdrant://host:port/collection, or of qdrant+https://..., and the collection's name."""
-    with extra("qdrant", address):
-        from qdrant_client import QdrantClient
-    parts = urlsplit(address)
-    name = parts.path.strip("/")
-    if not parts.hostname or not name or "/" in name:
-        raise R3LiteError(f"{address} is not the address of a collection", "Write it as qdrant://host:6333/collection.")
-    encrypted = parts.scheme == "qdrant+https"
-    key = os.environ.get(KEY)
-    if key and not encrypted and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
-        message = f"{KEY} would go to {parts.hostname} without encryption"
-        raise R3LiteError(message, "Write the address as qdrant+https://..., or unset the key.")
-    return QdrantClient(
-        host=parts.hostname,
-        port=parts.port or 6333,
-        https=encrypted,
-        api_key=key,
-        timeout=TIMEOUT,
-        check_compatibility=False,  # it warns on stderr, and refuses nothing
-    ), name
-
-
 class Collection:
     """A collection: points whose payload is a passage (id, title, text) and whose vector the encoder has made."""
 
     def __init__(self, address: str, encoder: Encoder):
-        self.address, self.encoder = address, encoder
-        self.client, self.name = connect(address)
+        """`address`: qdrant://host:port/collection, or qdrant+https://..."""
+        with extra("qdrant", address):
+            from qdrant_client import QdrantClient
+        self.address, self.encoder, parts = address, encoder, urlsplit(address)
+        self.name, host = parts.path.strip("/"), parts.hostname
+        if not host or not self.name or "/" in self.name:
+            remedy = "Write it as qdrant://host:6333/collection."
+            raise R3LiteError(f"{address} is not the address of a collection", remedy)
+        key, encrypted = os.environ.get(KEY), parts.scheme == "qdrant+https"
+        if key and not encrypted and host not in ("localhost", "127.0.0.1", "::1"):
+            remedy = "Write the address as qdrant+https://..., or unset the key."
+            raise R3LiteError(f"{KEY} would go to {host} without encryption", remedy)
+        # A check of the server's version warns on stderr, and refuses nothing.
+        given = {"api_key": key, "timeout": TIMEOUT, "check_compatibility": False}
+        self.client = QdrantClient(host=host, port=parts.port or 6333, https=encrypted, **given)
 
     def exists(self) -> bool:
         with self.told():

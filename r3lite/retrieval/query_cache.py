@@ -44,8 +44,7 @@ class QueryCache:
             columns = "id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB"
             self._file.execute(f"CREATE TABLE IF NOT EXISTS queries ({columns})")
         except sqlite3.Error as error:
-            remedy = "Remove that file if it is a cache, or name another."
-            raise R3LiteError(f"--query-cache {path} cannot be used: {error}", remedy) from error
+            raise R3LiteError(f"--query-cache {path} cannot be used: {error}", "Name another one.") from error
 
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
         """The vector of each key: that which is kept, else what `make` gives for its place, which is kept then."""

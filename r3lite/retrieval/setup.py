@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
@@ -40,8 +41,7 @@ class Setup:
         bare = [q.id for q in self.questions if not q.documents]
         if settings.context == "question" and bare:
             cause = f"--context question searches the question's own paragraphs, and question {bare[0]} has none"
-            remedy = "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or name a --corpus in place of --context."
-            raise R3LiteError(cause, remedy)
+            raise R3LiteError(cause, "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or a --corpus in place of --context.")
         documents = corpus.from_questions(self.questions)
         if not documents:
             cause = "there is nothing to retrieve from: the questions in --data come without paragraphs"
@@ -54,8 +54,8 @@ class Setup:
         settings = self.settings
         if settings.index:
             # Only a retriever with vectors has read its own by then.
-            known = self.like.__dict__.get("index") if self.like else None
-            opened = index.load(settings.index, settings, known=known)
+            known = self.like.index.encoder if self.like and "index" in self.like.__dict__ else None
+            opened = index.load(Path(settings.index), settings, known=known)
             self._checked(opened.documents)
             if settings.filter:
                 opened = opened.only(fitting(settings.filter, opened.documents))

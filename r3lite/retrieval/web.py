@@ -85,8 +85,7 @@ class DuckDuckGo:
             rows = search(query, max_results=count, backend="duckduckgo")
         except Exception as error:  # the package raises what its own libraries do
             told = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            remedy = "It may have been asked too often: lower --web-rpm, or wait."
-            raise R3LiteError(f"DuckDuckGo gives no documents: {told}", remedy) from error
+            raise R3LiteError(f"DuckDuckGo gives no documents: {told}", "Lower --web-rpm, or wait.") from error
         names = ("href", "title", "body") if kind == KIND else ("url", "title", "body")
         return [_page(Record(row, Source("a result of DuckDuckGo")), *names) for row in rows]
 
@@ -127,7 +126,7 @@ class Recorded:
             except R3LiteError as error:
                 print(f"a recorded answer is asked for again: {error.cause}", file=sys.stderr)
         if self._service is None:
-            remedy = "Leave --web-replay out, or name the folder that it was recorded in by --web-cache."
+            remedy = "Leave --web-replay out, or name another --web-cache."
             raise R3LiteError(f"no answer to this query is recorded in {self.folder} ({kind})", remedy)
         self._limit.wait()
         found = self._service.pages(query, kind, count)

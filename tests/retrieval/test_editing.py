@@ -156,7 +156,7 @@ def test_two_processes_read_while_one_adds(tmp_path):
         "from r3lite.settings import RetrievalSettings\n"
         "seen, stop = [], Path(sys.argv[2])\n"
         "while not seen or not stop.exists():\n"
-        "    opened = index.load(sys.argv[1], RetrievalSettings(encoder='hashing'))\n"
+        "    opened = index.load(Path(sys.argv[1]), RetrievalSettings(encoder='hashing'))\n"
         "    seen.append(len(opened.documents))\n"
         "    assert opened.search(['text 7'], 1)[0][0].id == '7', seen\n"
         "    if len(seen) == 1: print('ready', flush=True)\n"

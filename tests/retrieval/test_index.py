@@ -161,7 +161,7 @@ def test_the_folder_one_is_in_is_refused_and_one_in_it_is_not(tmp_path, monkeypa
         save(".")
     Path("i").mkdir()
     save("i/../i")
-    assert len(index.load("i", encoder_settings()).documents) == 3
+    assert len(index.load(Path("i"), encoder_settings()).documents) == 3
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_encoding(tmp_path):

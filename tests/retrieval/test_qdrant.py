@@ -137,23 +137,23 @@ def test_a_server_that_is_not_there_is_told(encoder):
 def test_an_address_without_a_collection_is_refused(address):
     pytest.importorskip("qdrant_client")
     with pytest.raises(R3LiteError, match="is not the address of a collection"):
-        qdrant.connect(address)
+        qdrant.Collection(address, None)
 
 
 def test_a_key_goes_nowhere_without_encryption(monkeypatch):
     pytest.importorskip("qdrant_client")
     monkeypatch.setenv(qdrant.KEY, "secret")
     with pytest.raises(R3LiteError, match=r"would go to far\.example without encryption") as error:
-        qdrant.connect("qdrant://far.example/towns")
+        qdrant.Collection("qdrant://far.example/towns", None)
     assert "secret" not in str(error.value)
     for address in ("qdrant+https://far.example/towns", "qdrant://localhost/towns"):
-        assert qdrant.connect(address)[1] == "towns"
+        assert qdrant.Collection(address, None).name == "towns"
 
 
 def test_without_its_package_it_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
     with pytest.raises(R3LiteError, match="needs the package qdrant_client, which is not installed") as error:
-        qdrant.connect(ADDRESS)
+        qdrant.Collection(ADDRESS, None)
     assert "pip install 'r3lite[qdrant]'" in error.value.remedy
 
 

@@ -132,7 +132,7 @@ def test_prompts_are_those_that_the_folder_names(made, tmp_path, file, prefixes)
     assert (ours.settings["style"], ours.prefixes) == (("own", prefixes) if prefixes else ("plain", ("", "")))
     assert_equal(ours, SentenceTransformer(str(folder), device="cpu"), ours.prefixes)
     if not prefixes:
-        with pytest.raises(R3LiteError, match="names no prompts of queries and passages"):
+        with pytest.raises(R3LiteError, match="names no prompts of its own"):
             make_encoder(encoder_settings(str(folder), "own"), [])
 
 

@@ -31,9 +31,6 @@ class Folder:
     duplicates: int = 0  # passages that another file, or the same one, has already
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def skipped_rows(self) -> list[dict]:
-        return [{"path": path, "reason": reason, "detail": detail} for path, reason, detail in self.skipped]
-
     def told(self) -> str:
         """How much was read and left out: the number of each reason and the first names, most frequent first."""
         lines = [f"documents   {self.files} ({self.duplicates} passages were there already)"]
