@@ -134,8 +134,7 @@ def pick(files: list[str], name: str, subset: str, split: str) -> list[str]:
         same = [f for f in chosen if f.endswith(kind)]
         folders = sorted({str(PurePosixPath(f).parent) for f in same})
         if len(folders) > 1:
-            cause = f"{name} has the split {split!r} in several subsets: {', '.join(folders)}"
-            raise R3LiteError(cause, f"Name one: {name},SUBSET,{split}")
+            raise R3LiteError(f"{name} has {split!r} in several subsets: {', '.join(folders)}", "Name one of them.")
         if same:
             return same
     there = ", ".join(files[:10]) or "no JSON or parquet file (a loading script is never run)"

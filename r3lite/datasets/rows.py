@@ -108,10 +108,9 @@ def _parquet_rows(path: Path) -> Iterator[Record]:
     with extra("hub", f"the parquet file {path}"):
         import pyarrow.parquet
     try:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield Record(row, Source(f"{path}, row {number}", MEND))
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield Record(row, Source(f"{path}, row {number}", MEND))
     except (pyarrow.ArrowException, OSError) as error:
         raise R3LiteError(f"{path} cannot be read as parquet: {error}", "The file is damaged; get it again.") from error

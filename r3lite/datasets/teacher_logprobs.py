@@ -105,8 +105,7 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
     origin = Origin(**{name: record.text(name) for name in Origin.__dataclass_fields__})
     if origin.tokenizer != tokenizer:
         cause = f"the teacher of {folder} has another tokenizer ({origin.tokenizer}) than the policy ({tokenizer})"
-        remedy = "A teacher's distribution is over its own tokens: choose a teacher of the policy's family."
-        raise R3LiteError(cause, remedy)
+        raise R3LiteError(cause, "Choose a teacher of the policy's family: both must have the same tokens.")
     found: dict[str, Lesson] = {}
     questions = record.texts("questions")
     for number in range(-(-len(questions) // PART)):
@@ -116,8 +115,7 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
             found.setdefault(question, lesson)
     size = max((len(lesson.row.tokens) for lesson in found.values()), default=0)
     if size > longest:
-        cause = f"{folder} has a trajectory of {size} tokens, and --max-length is {longest}"
-        raise R3LiteError(cause, "Pass a larger --max-length, or collect the log-probabilities with this one.")
+        raise R3LiteError(f"{folder} has a row of {size} tokens, and --max-length is {longest}", "Pass a larger one.")
     return found
 
 

@@ -41,16 +41,14 @@ class Collection:
     def __init__(self, address: str, encoder: Encoder):
         """`address`: qdrant://host:port/collection, or qdrant+https://..."""
         with extra("qdrant", address):
-            from qdrant_client import QdrantClient
-        self.address, self.encoder, parts = address, encoder, urlsplit(address)
+            from qdrant_client import QdrantClient, models
+        self.address, self.encoder, self.models, parts = address, encoder, models, urlsplit(address)
         self.name, host = parts.path.strip("/"), parts.hostname
         if not host or not self.name or "/" in self.name:
-            remedy = "Write it as qdrant://host:6333/collection."
-            raise R3LiteError(f"{address} is not the address of a collection", remedy)
+            raise R3LiteError(f"{address} is not the address of a collection", "Write qdrant://host:6333/collection.")
         key, encrypted = os.environ.get(KEY), parts.scheme == "qdrant+https"
         if key and not encrypted and host not in ("localhost", "127.0.0.1", "::1"):
-            remedy = "Write the address as qdrant+https://..., or unset the key."
-            raise R3LiteError(f"{KEY} would go to {host} without encryption", remedy)
+            raise R3LiteError(f"{KEY} would go to {host} without encryption", "Write qdrant+https://..., or unset it.")
         # A check of the server's version warns on stderr, and refuses nothing.
         given = {"api_key": key, "timeout": TIMEOUT, "check_compatibility": False}
         self.client = QdrantClient(host=host, port=parts.port or 6333, https=encrypted, **given)
@@ -76,9 +74,7 @@ class Collection:
             raise R3LiteError(f"{self.address} was filled with another encoder: {others}", "Name that one.")
 
     def create(self) -> None:
-        from qdrant_client import models
-
-        size = models.VectorParams(size=self.encoder.dimension, distance=models.Distance.COSINE)
+        size = self.models.VectorParams(size=self.encoder.dimension, distance=self.models.Distance.COSINE)
         with self.told():
             self.client.create_collection(self.name, vectors_config=size, metadata={"r3lite": self.encoder.settings})
 
@@ -91,23 +87,20 @@ class Collection:
         return [passage for id, passage in wanted.items() if there.get(id) != passage.to_json()]
 
     def write(self, passages: list[Document]) -> None:
-        from qdrant_client import models
-
         vectors = self.encoder.encode_passages(passages, lambda count: None)
         pairs = zip(passages, vectors.tolist(), strict=True)
-        points = [models.PointStruct(id=point_id(p), vector=vector, payload=p.to_json()) for p, vector in pairs]
+        make = self.models.PointStruct
+        points = [make(id=point_id(passage), vector=vector, payload=passage.to_json()) for passage, vector in pairs]
         with self.told():
             self.client.upsert(self.name, points, wait=True)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
-        from qdrant_client import models
-
         found = []
         vectors = self.encoder.encode_queries(queries).tolist()
         for start in range(0, len(vectors), QUERIES):
             batch = vectors[start : start + QUERIES]
-            requests = [models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in batch]
+            requests = [self.models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in batch]
             with self.told():
                 found += self.client.query_batch_points(self.name, requests)
         return [[self._document(point) for point in reply.points] for reply in found]

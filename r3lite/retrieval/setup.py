@@ -40,8 +40,8 @@ class Setup:
             return self._fitting(corpus.read_corpus(settings.corpus, self.skip_bad_rows))
         bare = [q.id for q in self.questions if not q.documents]
         if settings.context == "question" and bare:
-            cause = f"--context question searches the question's own paragraphs, and question {bare[0]} has none"
-            raise R3LiteError(cause, "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or a --corpus in place of --context.")
+            message = f"--context question searches the question's own paragraphs, and question {bare[0]} has none"
+            raise R3LiteError(message, "Name a --corpus in place of --context question.")
         documents = corpus.from_questions(self.questions)
         if not documents:
             cause = "there is nothing to retrieve from: the questions in --data come without paragraphs"
@@ -95,12 +95,10 @@ class Setup:
     @cached_property
     def reranker(self) -> Reranker:
         """The cross-encoder of --rerank, here or on a server."""
-        settings = self.settings
         if self.like:
             return self.like.reranker
-        if "://" in settings.rerank:
-            return RemoteReranker(settings.rerank)
-        return CrossEncoder(settings.rerank, settings.encoder_dtype)
+        name = self.settings.rerank
+        return RemoteReranker(name) if "://" in name else CrossEncoder(name, self.settings.encoder_dtype)
 
     def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages of the index, refused if another corpus than theirs is named beside it."""

@@ -193,8 +193,7 @@ def write_vectors(index: faiss.Index, path: Path) -> None:
         faiss.write_index(index, str(path))
     except RuntimeError as error:  # what FAISS makes of a full disk
         reason = str(error).strip().splitlines()[-1]
-        remedy = "Make room and give the same command again: it goes on from there. Or name another --output."
-        raise R3LiteError(f"{path} cannot be written: {reason}", remedy) from error
+        raise R3LiteError(f"{path} cannot be written: {reason}", "Make room; the same command then goes on.") from error
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 
