@@ -81,10 +81,9 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise R3LiteError(f"the hub has no data set {name!r} that can be read", "Check the name, or log in.") from error
     except (OSError, client_error) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        cause = f"the data set {name!r} cannot be fetched from the hub: {type(error).__name__}: {reason}"
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         remedy = "Download it elsewhere (hotpot_train_v1.1.json from hotpotqa.github.io), and pass the file to --data."
-        raise R3LiteError(cause, remedy) from error
+        raise R3LiteError(f"the data set {name!r} cannot be fetched: {reason}", remedy) from error
 
 
 def _data_files(listed: list | None) -> dict[str, str | None]:

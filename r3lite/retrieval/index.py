@@ -192,9 +192,8 @@ def part(manifest: Record, kind: str) -> str | None:
     return next((name for name in parts(manifest) if name.startswith(kind)), None)
 
 
-def read_documents(folder: str | Path) -> Passages:
+def read_documents(folder: Path) -> Passages:
     """The passages of an index, without its vectors and encoder."""
-    folder = Path(folder)
     remedy = f"Restore it, or build the index again: {BUILD} --output {folder}"
     return consistent(folder, lambda manifest: read_passages(folder, manifest, remedy))
 

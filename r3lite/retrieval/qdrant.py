@@ -53,10 +53,6 @@ class Collection:
         given = {"api_key": key, "timeout": TIMEOUT, "check_compatibility": False}
         self.client = QdrantClient(host=host, port=parts.port or 6333, https=encrypted, **given)
 
-    def exists(self) -> bool:
-        with self.told():
-            return self.client.collection_exists(self.name)
-
     def check(self) -> None:
         """Raises R3LiteError unless its vectors may be compared with those of the encoder."""
         now = self.encoder.settings
@@ -132,7 +128,9 @@ def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[
     """Writes passages with their vectors into a collection, made if it is not there; returns how many were encoded and
     how many it holds. What it has already is passed over, so that after a kill the same call goes on."""
     collection = Collection(address, encoder)
-    if collection.exists():
+    with collection.told():
+        is_there = collection.client.collection_exists(collection.name)
+    if is_there:
         collection.check()
     else:
         collection.create()

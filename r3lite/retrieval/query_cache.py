@@ -22,7 +22,6 @@ from r3lite.retrieval.encoder import Encoder
 
 PROBE = "Who directed the film that won the prize in 1994?"
 WAIT = 30  # seconds for another process that writes
-MIB = 1 << 20
 
 
 class QueryCache:
@@ -30,7 +29,7 @@ class QueryCache:
 
     def __init__(self, path: str | Path, most: int):
         """Raises R3LiteError if the file is no such cache or cannot be written."""
-        self.path, self.most = Path(path).expanduser(), most * MIB
+        self.path, self.most = Path(path).expanduser(), most << 20
         self.asked = self.there = 0
         self._lock = threading.Lock()
         self._working = True

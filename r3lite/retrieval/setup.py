@@ -34,7 +34,7 @@ class Setup:
         """The passages of --index or --corpus, or the paragraphs that come with the questions."""
         settings = self.settings
         if settings.index:
-            passages = self._checked(index.read_documents(settings.index))
+            passages = self._checked(index.read_documents(Path(settings.index)))
             return passages.only(fitting(settings.filter, passages)) if settings.filter else passages
         if settings.corpus:
             return self._fitting(corpus.read_corpus(settings.corpus, self.skip_bad_rows))
@@ -44,8 +44,8 @@ class Setup:
             raise R3LiteError(message, "Name a --corpus in place of --context question.")
         documents = corpus.from_questions(self.questions)
         if not documents:
-            cause = "there is nothing to retrieve from: the questions in --data come without paragraphs"
-            raise R3LiteError(cause, "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none.")
+            remedy = "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none."
+            raise R3LiteError("there is nothing to retrieve from: --data has no paragraphs", remedy)
         return self._fitting(documents)
 
     @cached_property
