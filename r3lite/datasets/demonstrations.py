@@ -31,7 +31,7 @@ def gold(
         else:
             usable.append(question)
     if by_evidence:
-        for made in demonstrate(usable, retrieve, config.lengths.max_hops, config.lengths.max_document_tokens):
+        for made in demonstrate(usable, retrieve, config.lengths):
             if reason := made.rejected or check_steps(made.steps, protocol):
                 tally.rejected[reason] += 1
                 continue

@@ -43,8 +43,7 @@ def files_of(data: str) -> list[Path]:
     path = Path(data)
     if path.exists() and not path.is_dir():
         return [path]
-    parts = hub_string(data)
-    if parts:
+    if parts := hub_string(data):
         return _download(*parts)
     if path.is_dir():
         raise R3LiteError(f"--data {data} is a folder", "Name one file in it.")

@@ -1,5 +1,6 @@
 """Rows of data files: JSON array, JSON lines or parquet, told apart by their first bytes. Knows no meaning of a row."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from r3lite.core.files import open_regular, read_jsonl
 from r3lite.core.records import InvalidRecord, Record, Source, end_of, parse_at
 from r3lite.datasets import hub
 
+SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 MEND = "Mend or remove the row, or pass --skip-bad-rows."
 
 Item = TypeVar("Item")
@@ -70,7 +72,7 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
         text = path.read_text(encoding="utf-8-sig")  # of any size, unlike files.read_text
     except (OSError, UnicodeDecodeError) as error:
         raise R3LiteError(f"{path} cannot be read: {error}", "Name a UTF-8 JSON file.") from error
-    number, at = 0, _skip_space(text, text.index("[") + 1)
+    number, at = 0, SPACE.match(text, text.index("[") + 1).end()
     while text[at : at + 1] != "]":
         number += 1
         where = f"{path}, row {number}"
@@ -88,19 +90,13 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
             yield Record(value, Source(where, MEND))
         else:
             on_bad(InvalidRecord(f"{where}: {problem}", MEND))
-        at = _skip_space(text, end)
+        at = SPACE.match(text, end).end()
         if text[at : at + 1] == ",":
-            at = _skip_space(text, at + 1)
+            at = SPACE.match(text, at + 1).end()
         elif at < len(text) and text[at] != "]":
             raise R3LiteError(f"{where}: no comma follows it", "The file is damaged from here on; get it again.")
     if text[at + 1 :].strip():
         raise R3LiteError(f"{path}: something follows the end of its array", "A file holds one array.")
-
-
-def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
 
 
 def _parquet_rows(path: Path) -> Iterator[Record]:

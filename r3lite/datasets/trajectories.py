@@ -115,8 +115,7 @@ def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Exam
 
 def _trajectory(row: Record, id: str, protocol: Protocol) -> Trajectory:
     steps = tuple(_stripped(Step.from_json(s)) for s in row.records("steps"))
-    problem = check_steps(steps, protocol)
-    if problem:
+    if problem := check_steps(steps, protocol):
         raise row.error(problem)
     # One text is one answer.
     answers = (row.text("answers"),) if isinstance(row.values.get("answers"), str) else row.texts("answers", ())
@@ -171,8 +170,7 @@ def encode_row(row: Example, layout: Layout) -> Row | None:
 
 def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> list[Row]:
     """All rows that fit into `max_length`; prints how many were shortened and how many left out, after `where`."""
-    bar = tqdm(rows, desc=f"{where}tokenizing", unit="row", disable=None)
-    encoded = [encode_row(row, layout) for row in bar]
+    encoded = [encode_row(row, layout) for row in tqdm(rows, f"{where}tokenizing", unit="row", disable=None)]
     max_length = layout.lengths.max_length
     kept = [row for row in encoded if row is not None]
     shortened, skipped = sum(row.shortened for row in kept), len(rows) - len(kept)

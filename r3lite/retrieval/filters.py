@@ -57,8 +57,7 @@ def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndar
     """
     parsed = [Condition(*CONDITION.fullmatch(text.strip()).groups()) for text in conditions]
     fit, known = np.zeros(len(documents), bool), {"id", "title"}
-    bar = tqdm(documents, desc="filtering passages", unit="", **BRIEF)
-    for place, document in enumerate(bar):
+    for place, document in enumerate(tqdm(documents, "filtering passages", unit="", **BRIEF)):
         values = [condition.value(document) for condition in parsed]
         known.update(key for key, _ in document.metadata)
         fit[place] = all(v is not None and c.fits(v) for c, v in zip(parsed, values, strict=True))

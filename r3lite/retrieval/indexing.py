@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from r3lite.core.config import UsageError
@@ -45,10 +46,9 @@ def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> N
 
 def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> None:
     """Writes the passages into a Qdrant collection, in place of an index folder."""
-    defaults = IndexSettings()
     if settings.encoder == "hashing":
         raise UsageError("--encoder hashing weighs words by the corpus, which will be on the server: name a BERT")
-    if (settings.index_type, settings.memory_budget) != (defaults.index_type, defaults.memory_budget):
+    if (settings.index_type, settings.memory_budget) != (IndexSettings.index_type, IndexSettings.memory_budget):
         raise UsageError(f"{address} keeps vectors in its own way: leave --index-type and --memory-budget out")
     documents, _ = passages_of(settings, chunking)
     device = device_of(settings)
@@ -79,12 +79,8 @@ def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> N
     if settings.delete:
         print(f"deleted     {editing.delete(output, ids_of(settings.delete))} passages")
     if settings.add:
-        if Path(settings.add).is_dir():
-            folder = read_folder(settings.add, chunking)
-            documents = folder.documents
-            print(folder.told(), flush=True)
-        else:
-            documents = corpus.read_corpus(settings.add, settings.skip_bad_rows)
+        named = {"documents": settings.add} if Path(settings.add).is_dir() else {"corpus": (settings.add,)}
+        documents = list(passages_of(replace(settings, **named), chunking)[0])
         opened = index.load(output, settings, device_of(settings), settings.batch_size)
         added, known = editing.add(output, opened, documents)
         print(f"added       {added} passages" + (f"; {known} were there already" if known else ""))

@@ -47,8 +47,7 @@ class Exa:
     kinds: ClassVar = {KIND: None, "News": "news", "Academic": "research paper"}  # by their `category`
 
     def __init__(self):
-        key = os.environ.get(EXA_KEY)
-        if not key:
+        if not (key := os.environ.get(EXA_KEY)):
             raise R3LiteError(f"--retriever exa needs a key in {EXA_KEY}", "Get one at exa.ai, or pass --web-replay.")
         remedy = f"See that {EXA_KEY} is valid and that exa.ai is reached."
         self._poster = Poster(EXA, remedy, {"x-api-key": key})
