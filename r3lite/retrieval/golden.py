@@ -16,8 +16,7 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     if without := [q for q in setup.questions if not q.gold]:
         cause = f"--retriever golden (also of --baseline gold) needs gold paragraphs: question {without[0].id} has none"
         raise R3LiteError(cause, "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another retriever.")
-    rate, seed = setup.settings.noise_rate, setup.seed
-    return lambda pairs: [paragraphs(question, rate, seed) for question, _ in pairs]
+    return lambda pairs: [paragraphs(question, setup.settings.noise_rate, setup.seed) for question, _ in pairs]
 
 
 def paragraphs(question: Question, noise_rate: float, seed: int) -> list[Document]:

@@ -105,7 +105,7 @@ def load(
 ) -> PassageIndex:
     """The index of a folder; its vectors are read as searches need them.
 
-    The encoder `known`, which is of the same name, is taken and no other loaded if it was made with the same settings.
+    `known` is an encoder of the same name: it is used again, and none is loaded, if its style is the index's.
     Raises R3LiteError if it was made by another encoder or style than is asked for (style auto takes the index's own),
     or if its parts do not belong together.
     """

@@ -75,15 +75,16 @@ class Handler(BaseHTTPRequestHandler):
             self._say(404, {"error": "not found"})
 
     def do_POST(self) -> None:
-        length = self.headers.get("content-length", "")
-        if not length.isdecimal():
+        try:
+            length = int(self.headers.get("content-length", ""))
+        except ValueError:
             self._say(411, {"error": "a content-length is needed"})
             return
-        if int(length) > LARGEST:
+        if not 0 <= length <= LARGEST:
             self._say(413, {"error": f"at most {LARGEST >> 20} MiB"})
             return
         try:
-            request = Record(parse(self.rfile.read(int(length)).decode()), Source(""))
+            request = Record(parse(self.rfile.read(length).decode()), Source(""))
             self._say(200, self.server.service.answer(self.path, request))
         except InvalidRecord as error:
             self._say(400, {"error": error.cause})

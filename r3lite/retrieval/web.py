@@ -195,5 +195,4 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     folder = Path(settings.web_cache).expanduser()
     service = Recorded(settings.retriever, folder, settings.web_rpm, settings.web_replay)
     kind = setup.kind if setup.kind in SERVICES[settings.retriever].kinds else KIND
-    ranking = Web(service, kind, settings.web_results, setup.encoder)
-    return Search(ranking, top_k)
+    return Search(Web(service, kind, settings.web_results, setup.encoder), top_k)
