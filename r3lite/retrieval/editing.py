@@ -38,7 +38,8 @@ def add(folder: Path, opened: index.PassageIndex, documents: Iterable[Document])
     for there in opened.documents:
         if (mine := new.get(there.id)) is not None:
             if mine != there:
-                raise R3LiteError(f"{folder} has another passage with the id {there.id!r}", "Delete that one first.")
+                remedy = f"Delete that one first: --delete {there.id}"
+                raise R3LiteError(f"{folder} has another passage with the id {there.id!r}", remedy)
             del new[there.id]
     if not new:
         return 0, given

@@ -45,7 +45,7 @@ class Setup:
         documents = corpus.from_questions(self.questions)
         if not documents:
             remedy = "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none."
-            raise R3LiteError("there is nothing to retrieve from: --data has no paragraphs", remedy)
+            raise R3LiteError("there is nothing to retrieve from: questions in --data come without paragraphs", remedy)
         return self._fitting(documents)
 
     @cached_property
