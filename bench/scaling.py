@@ -99,7 +99,7 @@ def search(passages: int) -> Callable[[], float]:
     from r3lite.retrieval.search import Search
 
     documents = [Document(str(i), "", "") for i in range(passages)]
-    retrieve = Search(build(RandomEncoder(), documents, progress=False), top_k=5, own_paragraphs=lambda questions: None)
+    retrieve = Search(build(RandomEncoder(), documents), top_k=5, own_paragraphs=lambda questions: None)
     pairs = [(Question(str(i), "q", ()), f"query {i}") for i in range(QUERIES)]
 
     def work() -> float:

@@ -40,7 +40,7 @@ def prepare(config: PrepareConfig) -> None:
             other = held_out(data, config.prepare.held_out)
             parts = draw(config.data, config.prepare, config.common.seed, other)
             for name, rows in parts.items():
-                write_jsonl(output / f"{name}.jsonl", (row.values for row in rows))
+                write_jsonl(output / f"{name}.jsonl", rows)
             counts = {name: len(rows) for name, rows in parts.items()}
             files = {str(path): sha256(path) for name in (data, other) if name for path in files_of(name)}
             write_text(output / "config.toml", to_toml(config, "prepare"))

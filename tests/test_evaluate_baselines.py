@@ -112,7 +112,7 @@ def test_what_a_baseline_does_not_use_is_refused(toy, tmp_path, capsys, flags, s
 def test_gold_needs_gold_paragraphs(toy, tmp_path, capsys):
     write_jsonl(tmp_path / "questions.jsonl", [{"question": "Who?", "answer": "Ada"}])
     assert evaluate.main([*toy, "--baseline", "gold"]) == 1
-    assert "--baseline gold) needs gold paragraphs, and no question in --data has any" in capsys.readouterr().err
+    assert "--baseline gold) needs gold paragraphs: question" in capsys.readouterr().err
 
 
 def test_a_dry_run_tells_what_a_baseline_brings(toy, capsys):

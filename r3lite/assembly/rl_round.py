@@ -8,7 +8,7 @@ from itertools import groupby
 
 from r3lite.assembly.rl_guidance import Guidance
 from r3lite.core.episode import CUT_OFF, Episode, Question, Retrieve
-from r3lite.datasets.order import questions_of_refill, questions_of_round
+from r3lite.datasets.order import QuestionOrder
 from r3lite.datasets.sources import build_mixture
 from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards import curriculum
@@ -121,13 +121,14 @@ class RoundSampler:
     cache: QueryCache | None = None
 
     def __post_init__(self):
-        self.mixture = build_mixture(self.config.mixture, self.questions, f"{self.config.common.seed}/rl")
+        seed, many = self.config.common.seed, self.config.rl.num_generations
+        mixture = build_mixture(self.config.mixture, self.questions, f"{seed}/rl")
+        self.order = QuestionOrder(self.questions, many, seed, mixture)
 
     def sample(self, number: int, watch: Stopwatch) -> Round:
         """Round 1, 2, ...; `watch` takes the time of each stage."""
-        rl, seed = self.config.rl, self.config.common.seed
-        size, many = rl.batch_size, rl.num_generations
-        questions, seeds = questions_of_round(self.questions, number, size, many, seed, self.mixture)
+        rl = self.config.rl
+        questions, seeds = self.order.of_round(number, rl.batch_size)
         replayed = self.guidance.replayed(number) if self.guidance else []
         if self.guidance:
             questions = self.guidance.with_replayed(questions, replayed)
@@ -188,13 +189,12 @@ class RoundSampler:
 
     def _refilled(self, number: int, sampled: Round) -> Round:
         """The round with further groups in place of those without variance."""
-        rl, seed, used = self.config.rl, self.config.common.seed, {s.question.id for s in sampled.sequences}
+        rl, used = self.config.rl, {s.question.id for s in sampled.sequences}
         sequences, scored, groups = list(sampled.sequences), list(sampled.scored), list(sampled.groups)
 
         def more(attempt: int, count: int) -> Rewards:
             many = rl.num_generations
-            drawn = questions_of_refill(self.questions, number, attempt, count, many, seed, used, self.mixture)
-            added, start = self._run(drawn), max(groups) + 1
+            added, start = self._run(self.order.of_refill(number, attempt, count, used)), max(groups) + 1
             used.update(s.question.id for s in added)
             new = Round(added, self.score(number, added), [start + i // many for i in range(len(added))])
             for all_of_round, ours in ((sequences, new.sequences), (scored, new.scored), (groups, new.groups)):

@@ -51,8 +51,7 @@ def subject(question: Question, hop: int) -> str:
 
 def date(text: str) -> tuple[int, ...] | None:
     """Year, month and day, as far as they are told; None if the text is no date."""
-    found = DATE.fullmatch(text.strip())
-    if not found:
+    if not (found := DATE.fullmatch(text.strip())):
         return None
     parts = [int(found["year"])]
     if month := found["month"] or found["month_last"]:

@@ -35,7 +35,5 @@ def without(questions: list[Question], files: Iterable[str] | None, skip_bad_row
     message = f"--exclude: {by_id + by_text} of {len(questions)} questions left out ({by_id} by id, {by_text} by text)"
     print(message, file=sys.stderr)
     if not left:
-        raise R3LiteError(
-            "every question of the data is in the files of --exclude", "Name other questions to learn from."
-        )
+        raise R3LiteError("every question of the data is in the files of --exclude", "Name other questions.")
     return left

@@ -1,7 +1,6 @@
 """Gold trajectories of many questions: demonstrations by evidence or by sub-questions, and why others have none."""
 
 import random
-import typing
 from pathlib import Path
 
 from r3lite.core.episode import Document, Failure, Question, Retrieve, Search, retrieve_all
@@ -12,20 +11,11 @@ from r3lite.datasets.gold import obstacle, planned_searches, queries, shown, wit
 from r3lite.datasets.teacher import WITHOUT_SEARCH
 from r3lite.datasets.trajectories import Trajectory, check_steps
 from r3lite.protocols.base import Protocol
-from r3lite.settings import CollectSettings, Common, LengthSettings, RetrievalSettings
-
-
-class Demonstrating(typing.Protocol):
-    """The sections of `collect` that demonstrations are made by."""
-
-    common: Common
-    collect: CollectSettings
-    lengths: LengthSettings
-    retrieval: RetrievalSettings
+from r3lite.settings import CollectConfig
 
 
 def gold(
-    config: Demonstrating, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
+    config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
 ) -> Tally:
     """Writes a trajectory for every question with a decomposition whose hops the retriever finds."""
     tally, usable, written = Tally(len(questions)), [], []
@@ -41,7 +31,7 @@ def gold(
         else:
             usable.append(question)
     if by_evidence:
-        for made in demonstrate(usable, retrieve, config.lengths.max_hops, config.lengths.max_document_tokens):
+        for made in demonstrate(usable, retrieve, config.lengths):
             if reason := made.rejected or check_steps(made.steps, protocol):
                 tally.rejected[reason] += 1
                 continue
@@ -54,7 +44,7 @@ def gold(
 
 
 def by_sub_questions(
-    config: Demonstrating, questions: list[Question], protocol: Protocol, retrieve: Retrieve, tally: Tally
+    config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, tally: Tally
 ) -> list[Trajectory]:
     """Trajectories whose queries are the sub-questions of the decompositions; for a protocol without search nothing is
     retrieved. A question of which a gold paragraph is not found is rejected, unless --insert-gold puts it there."""

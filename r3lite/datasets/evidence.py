@@ -20,20 +20,20 @@ from r3lite.datasets.comparison import compared, used
 from r3lite.datasets.gold import queries
 from r3lite.datasets.hops import name_of
 from r3lite.protocols.base import one_line, same_query
+from r3lite.settings import LengthSettings
 
 MISSED = "a query that does not find its gold paragraph"
 CHARACTERS = 4  # of English text that are a token, about: what of a document a model will be shown is in tokens
 QUOTED = 600  # most characters that a step quotes: a step must fit into a turn of the model
 
 
-def demonstrate(
-    questions: Sequence[Question], retrieve: Retrieve, max_hops: int, document_tokens: int
-) -> list["Demonstration"]:
+def demonstrate(questions: Sequence[Question], retrieve: Retrieve, lengths: LengthSettings) -> list["Demonstration"]:
     """A demonstration of each question: one batch for the first queries of all, then one for the second ones, ...
 
-    What stands further back in a document than about `document_tokens` counts as not there.
+    What stands further back in a document than about --max-document-tokens counts as not there.
     """
-    made = [Demonstration(question, max_hops, CHARACTERS * document_tokens) for question in questions]
+    readable = CHARACTERS * lengths.max_document_tokens
+    made = [Demonstration(question, lengths.max_hops, readable) for question in questions]
     while going := [one for one in made if not one.is_over]:
         asked = [(one.question, Search(one.steps[-1].queries[0])) for one in going]
         for one, outcome in zip(going, retrieve_all(retrieve, asked), strict=True):

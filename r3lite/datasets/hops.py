@@ -74,16 +74,12 @@ def natural(text: str) -> str:
     subject, arrow, relation = text.partition(" >> ")
     if arrow:
         return relation_question(subject.strip(), relation.strip(" ?"))
-    return _asked(text[:1].upper() + text[1:])
-
-
-def _asked(text: str) -> str:
-    """A question with its question mark, which annotators often left out."""
-    return text + "?" if text[-1:].isalnum() or text[-1:] in "\")'" else text
+    text = text[:1].upper() + text[1:]
+    return text + "?" if text[-1:].isalnum() or text[-1:] in "\")'" else text  # annotators often left it out
 
 
 def from_evidences(question: Question, evidences, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
-    """2WikiMultiHopQA: one hop per evidence (subject, relation, object), in the data set's order.
+    """2WikiMultiHopQA: one hop per evidence (subject, relation, object; single spaces), in the data set's order.
 
     A subject that is the object of an earlier evidence becomes `#i`. Evidences that share subject and relation are one
     hop with several answers. The paragraph of a hop is the gold one titled like the subject, else the one that names
@@ -91,9 +87,7 @@ def from_evidences(question: Question, evidences, supporting: dict[str, list[str
     """
     merged: dict[tuple[str, str], list[str]] = {}
     for subject, relation, value in evidences:
-        merged.setdefault((" ".join(subject.split()), " ".join(relation.split())), []).append(
-            " ".join(str(value).split())
-        )
+        merged.setdefault((subject, relation), []).append(value)
     found: list[Hop] = []
     for (subject, relation), values in merged.items():
         document = _paragraph_of(question, subject, values)
@@ -111,9 +105,8 @@ def _paragraph_of(question: Question, subject: str, values: list[str]) -> Docume
     for document in question.gold:
         if name_of(document.title).casefold() == name_of(subject).casefold():
             return document
-    return next(
-        (d for d in question.gold if _mentions(d.text, subject) and any(_mentions(d.text, v) for v in values)), None
-    )
+    both = (d for d in question.gold if _mentions(d.text, subject) and any(_mentions(d.text, v) for v in values))
+    return next(both, None)
 
 
 def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
@@ -134,9 +127,8 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
         names = name_of(a.title), name_of(b.title)
         names = names if names[0] != names[1] else (a.title, b.title)
         facts = [_brief(supporting[document.title]) for document in (a, b)]
-        return tuple(
-            Hop(_literal(name), " ".join(told), document, told) for name, document, told in zip(names, (a, b), facts)
-        )
+        pairs = zip(names, (a, b), facts)
+        return tuple(Hop(_literal(name), " ".join(told), document, told) for name, document, told in pairs)
     sentences = {title: " ".join(named) for title, named in supporting.items()}
     first, second = _bridge_order(question, sentences)
     bridge, answer = _bridge(question, first, second, sentences), question.answers[0]

@@ -9,13 +9,9 @@ import hashlib
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from r3lite.core.errors import R3LiteError
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-    from huggingface_hub.hf_api import DatasetInfo
 
 KINDS = (".jsonl", ".json", ".parquet")  # in order of preference: parquet needs an extra
 TIMEOUT = 10.0  # seconds for the hub's answer to a listing
@@ -36,9 +32,7 @@ NAMED = {
     "2wiki": Named("xanhho/2WikiMultihopQA", "", "dev"),
     "musique": Named("dgslibisey/MuSiQue", "musique_ans", "dev"),
 }
-NAME_DATA = (
-    f"Name a data file; {', '.join(NAMED)} with ,train or ,validation after it; or a hub string name,subset,split."
-)
+NAME_DATA = f"Name a data file; {', '.join(NAMED)} with ,train or ,validation; or a hub string name,subset,split."
 
 
 def files_of(data: str) -> list[Path]:
@@ -49,8 +43,7 @@ def files_of(data: str) -> list[Path]:
     path = Path(data)
     if path.exists() and not path.is_dir():
         return [path]
-    parts = hub_string(data)
-    if parts:
+    if parts := hub_string(data):
         return _download(*parts)
     if path.is_dir():
         raise R3LiteError(f"--data {data} is a folder", "Name one file in it.")
@@ -63,9 +56,7 @@ def hub_string(data: str) -> tuple[str, str, str] | None:
     if name in NAMED and len(rest) < 2:
         known, split = NAMED[name], rest[0] if rest else "train"
         if split not in ("train", "validation", known.validation):
-            raise R3LiteError(
-                f"--data {data}: {name} has no split {split!r} with answers", f"Name {name},train or {name},validation."
-            )
+            raise R3LiteError(f"{name} has no split {split!r} with answers", f"Name {name},train or {name},validation.")
         return known.repository, known.subset, "train" if split == "train" else known.validation
     return (name, *rest) if name and len(rest) == 2 and rest[1] else None
 
@@ -75,36 +66,28 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
 
     # The errors of the HTTP client, which is another one in other versions of the hub library.
     client_error = errors.HfHubHTTPError.__bases__[0]
+    how = {"timeout": TIMEOUT, "files_metadata": True}
     try:
-        info = _info(HfApi(), name, None)
-        if not _data_files(info):
+        info = HfApi().dataset_info(name, **how)
+        if not _data_files(info.siblings):
             with contextlib.suppress(errors.RevisionNotFoundError):
-                info = _info(HfApi(), name, CONVERTED)
-        files = _data_files(info)
+                info = HfApi().dataset_info(name, revision=CONVERTED, **how)
+        files = _data_files(info.siblings)
         chosen = on_card(info.card_data, list(files), subset, split) or pick(list(files), name, subset, split)
         # The commit whose files were listed, though another may arrive between two downloads.
         kind = {"repo_type": "dataset", "revision": info.sha, "etag_timeout": TIMEOUT}
         return [_checked(Path(hf_hub_download(name, file, **kind)), files[file]) for file in chosen]
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise R3LiteError(
-            f"the hub has no data set {name!r} that can be read", "Check the name; a private one needs a login."
-        ) from error
+        raise R3LiteError(f"the hub has no data set {name!r} that can be read", "Check the name, or log in.") from error
     except (OSError, client_error) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise R3LiteError(
-            f"the data set {name!r} cannot be fetched from the hub: {type(error).__name__}: {reason}",
-            f"Download it on a machine with a network, and pass the file to --data, not {name},{subset},{split}. "
-            "For HotpotQA: hotpot_train_v1.1.json or hotpot_dev_distractor_v1.json from https://hotpotqa.github.io.",
-        ) from error
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        remedy = "Download it elsewhere (hotpot_train_v1.1.json from hotpotqa.github.io), and pass the file to --data."
+        raise R3LiteError(f"the data set {name!r} cannot be fetched: {reason}", remedy) from error
 
 
-def _info(api: "HfApi", name: str, revision: str | None) -> "DatasetInfo":
-    return api.dataset_info(name, revision=revision, timeout=TIMEOUT, files_metadata=True)
-
-
-def _data_files(info: "DatasetInfo") -> dict[str, str | None]:
-    """Path and SHA-256 of each file that can be read; small files in git itself have none."""
-    found = sorted(info.siblings or [], key=lambda file: file.rfilename)
+def _data_files(listed: list | None) -> dict[str, str | None]:
+    """Path and SHA-256 of each listed file that can be read; small files in git itself have none."""
+    found = sorted(listed or [], key=lambda file: file.rfilename)
     return {s.rfilename: s.lfs.sha256 if s.lfs else None for s in found if s.rfilename.endswith(KINDS)}
 
 
@@ -149,17 +132,11 @@ def pick(files: list[str], name: str, subset: str, split: str) -> list[str]:
         same = [f for f in chosen if f.endswith(kind)]
         folders = sorted({str(PurePosixPath(f).parent) for f in same})
         if len(folders) > 1:
-            raise R3LiteError(
-                f"{name} has the split {split!r} in several subsets: {', '.join(folders)}",
-                f"Name one: {name},SUBSET,{split}",
-            )
+            raise R3LiteError(f"{name} has {split!r} in several subsets: {', '.join(folders)}", "Name one of them.")
         if same:
             return same
     there = ", ".join(files[:10]) or "no JSON or parquet file (a loading script is never run)"
-    raise R3LiteError(
-        f"{name} has no file for subset {subset!r} and split {split!r}; there is {there}",
-        "Name a subset and a split that are there.",
-    )
+    raise R3LiteError(f"{name} has no file for subset {subset!r} and split {split!r}", f"There is {there}.")
 
 
 def _names(path: str, word: str) -> bool:

@@ -49,9 +49,6 @@ class Mixture:
         2006, doi 10.1016/j.ipl.2005.11.003).
         """
         draw = random.Random(stream)
-        keys = [
-            math.log(1 - draw.random()) * size / weight
-            for size, weight in zip(self.sizes, self.weights, strict=True)
-            for _ in range(size)
-        ]
+        weighed = zip(self.sizes, self.weights, strict=True)
+        keys = [math.log(1 - draw.random()) * size / weight for size, weight in weighed for _ in range(size)]
         return sorted(range(len(keys)), key=keys.__getitem__, reverse=True)

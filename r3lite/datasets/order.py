@@ -4,12 +4,12 @@ position in the data."""
 import functools
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from r3lite.core.episode import Question
-from r3lite.datasets.conversations import Conversation
 from r3lite.datasets.mixture import Mixture
-from r3lite.datasets.trajectories import Trajectory
+from r3lite.datasets.trajectories import Rows
 
 
 def rows_of_step(
@@ -27,48 +27,39 @@ def rows_of_step(
     return chosen
 
 
-def questions_of_round(
-    questions: Sequence[Question],
-    number: int,
-    size: int,
-    generations: int,
-    seed: int,
-    mixture: Mixture | None = None,
-) -> tuple[list[Question], list[str]]:
-    """The questions of round 1, 2, ..., each `generations` times, and for each of these episodes the seed of its
-    random stream. The questions come in an order that is shuffled anew in each epoch, or as a mixture draws them."""
-    drawn, seeds = [], []
-    for i in range((number - 1) * size, number * size):
-        epoch, place = divmod(i, len(questions))
-        (row,) = mixture.rows(i, i + 1) if mixture else (_shuffled(len(questions), f"{seed}/epoch {epoch}")[place],)
-        question = questions[row]
-        drawn += [question] * generations
-        seeds += [f"{seed}/{i}/{k}" for k in range(generations)]
-    return drawn, seeds
+@dataclass(frozen=True)
+class QuestionOrder:
+    """Draws questions, each `generations` times, and for each of these episodes the seed of its random stream."""
+
+    questions: Sequence[Question]
+    generations: int
+    seed: int
+    mixture: Mixture | None = None
+
+    def of_round(self, number: int, size: int) -> tuple[list[Question], list[str]]:
+        """Those of round 1, 2, ...: the questions in an order that is shuffled anew in each epoch, or as the mixture
+        draws them."""
+        drawn, seeds, count = [], [], len(self.questions)
+        for i in range((number - 1) * size, number * size):
+            if self.mixture:
+                (row,) = self.mixture.rows(i, i + 1)
+            else:
+                row = _shuffled(count, f"{self.seed}/epoch {i // count}")[i % count]
+            drawn += [self.questions[row]] * self.generations
+            seeds += [f"{self.seed}/{i}/{k}" for k in range(self.generations)]
+        return drawn, seeds
+
+    def of_refill(self, number: int, attempt: int, size: int, used: set[str]) -> tuple[list[Question], list[str]]:
+        """Those of attempt 1, 2, ... to replace groups of a round: other questions than those of the ids `used`, if
+        there are enough, drawn by the seed, the round's number and the attempt's alone."""
+        stream = f"{self.seed}/refill {number}/{attempt}"
+        shuffled = self.mixture.shuffled(stream) if self.mixture else _shuffled(len(self.questions), stream)
+        order = sorted(shuffled, key=lambda i: self.questions[i].id in used)  # stable: unused first
+        drawn = [self.questions[order[i % len(order)]] for i in range(size) for _ in range(self.generations)]
+        return drawn, [f"{stream}/{i}/{k}" for i in range(size) for k in range(self.generations)]
 
 
-def questions_of_refill(
-    questions: Sequence[Question],
-    number: int,
-    attempt: int,
-    size: int,
-    generations: int,
-    seed: int,
-    used: set[str],
-    mixture: Mixture | None = None,
-) -> tuple[list[Question], list[str]]:
-    """The same for attempt 1, 2, ... to replace groups of a round: other questions than those of the ids `used`, if
-    there are enough, drawn by the seed, the round's number and the attempt's alone."""
-    stream = f"{seed}/refill {number}/{attempt}"
-    shuffled = mixture.shuffled(stream) if mixture else _shuffled(len(questions), stream)
-    order = sorted(shuffled, key=lambda i: questions[i].id in used)  # stable: unused first
-    drawn = [questions[order[i % len(order)]] for i in range(size) for _ in range(generations)]
-    return drawn, [f"{stream}/{i}/{k}" for i in range(size) for k in range(generations)]
-
-
-def hold_out(
-    rows: Mapping[str, Sequence[Trajectory | Conversation]], fraction: float, most: int, seed: int
-) -> tuple[dict[str, list[Trajectory | Conversation]], dict[str, list[Trajectory | Conversation]]]:
+def hold_out(rows: Rows, fraction: float, most: int, seed: int) -> tuple[Rows, Rows]:
     """Rows to train on, and rows held out: at most `fraction` of them and at most `most`; each by their sources.
 
     Rows of one question stay together, whatever their source, since a held-out question's answer must not be known. At

@@ -9,15 +9,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import WHOLE, InvalidRecord, Record, parse
 from r3lite.datasets import hops
-from r3lite.datasets.rows import converted_rows
-
-Item = TypeVar("Item")
+from r3lite.datasets.rows import Item, converted_rows
 
 
 def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bool = False) -> list[Question]:
@@ -51,8 +48,7 @@ def read_with_rows(
     if unanswerable:
         print(f"{data}: {unanswerable} unanswerable questions left out", file=sys.stderr)
     if not questions:
-        remedy = "Name a HotpotQA, 2WikiMultiHopQA, MuSiQue or question-and-answer file."
-        raise R3LiteError(f"{data} holds no usable question", remedy)
+        raise R3LiteError(f"{data} holds no usable question", "Use HotpotQA, 2WikiMultiHopQA, MuSiQue or your own.")
     return questions
 
 
@@ -112,16 +108,9 @@ def _musique(row: Record, id: str) -> Question:
         document = documents[support] if support is not None else None
         asked, answer = hops.natural(hop.text("question")), " ".join(_spoken(hop, "answer").split())
         found.append(hops.from_paragraph(asked, answer, document))
-    gold = [h.document for h in found if h.document] or gold
-    return Question(
-        id=id,
-        text=_text(row, "question"),
-        answers=plain_answers(row),
-        documents=tuple(documents.values()),
-        gold=tuple({d.id: d for d in gold}.values()),
-        gold_by="text",
-        hops=tuple(found),
-    )
+    gold = {d.id: d for d in [h.document for h in found if h.document] or gold}
+    asked, answers, paragraphs = _text(row, "question"), plain_answers(row), tuple(documents.values())
+    return Question(id, asked, answers, paragraphs, tuple(gold.values()), gold_by="text", hops=tuple(found))
 
 
 def _spoken(row: Record, key: str) -> str:
@@ -155,19 +144,12 @@ def _hotpot(row: Record, id: str) -> Question:
             # Some supporting facts of HotpotQA name a sentence past the end of the paragraph.
             named = [sentences[i] for i in sorted(set(supporting[title])) if 0 <= i < len(sentences)]
             sentences_of[title] = [" ".join(s.split()) for s in named or sentences[:1]]
-    question = Question(
-        id=id,
-        text=_text(row, "question"),
-        answers=plain_answers(row),
-        documents=tuple(documents),
-        gold=tuple(gold),
-        gold_by="title",
-        type=row.text("type", "", blank=True).strip(),
-    )
+    asked, answers, kind = _text(row, "question"), plain_answers(row), row.text("type", "", blank=True).strip()
+    question = Question(id, asked, answers, tuple(documents), tuple(gold), gold_by="title", type=kind)
     evidences = _pairs(row, "evidences", "fact", "relation", "entity") if "evidences" in row else []
     if not all(isinstance(part, str) or type(part) in (int, float) for evidence in evidences for part in evidence):
         raise row.error("evidences is not a list of subject, relation and object, as text or numbers")
-    evidences = [tuple(map(str, evidence)) for evidence in evidences]
+    evidences = [[" ".join(str(part).split()) for part in evidence] for evidence in evidences]
     found = hops.from_evidences(question, evidences, sentences_of) or hops.from_supporting(question, sentences_of)
     return replace(question, hops=found)
 

@@ -1,5 +1,6 @@
 """Rows of data files: JSON array, JSON lines or parquet, told apart by their first bytes. Knows no meaning of a row."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,16 +14,14 @@ from r3lite.core.files import open_regular, read_jsonl
 from r3lite.core.records import InvalidRecord, Record, Source, end_of, parse_at
 from r3lite.datasets import hub
 
+SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 MEND = "Mend or remove the row, or pass --skip-bad-rows."
 
 Item = TypeVar("Item")
 
 
 def converted_rows(
-    data: str | Path,
-    convert: Callable[[Record, str], Item | None],
-    limit: int | None = None,
-    skip_bad_rows: bool = False,
+    data: str | Path, convert: Callable[[Record, str], Item | None], limit: int | None, skip_bad_rows: bool
 ) -> list[Item]:
     """The first `limit` rows of a path or hub string as `convert(row, default id)` makes them; None leaves a row out.
 
@@ -31,15 +30,18 @@ def converted_rows(
     """
     kept: list[Item] = []
     bad: list[InvalidRecord] = []
-    on_bad = bad.append if skip_bad_rows else None
+
+    def on_bad(error: InvalidRecord) -> None:
+        bad.append(error)
+        if not skip_bad_rows:
+            raise error
+
     rows = ((path, row) for path in hub.files_of(str(data)) for row in file_rows(path, on_bad))
     for path, row in tqdm(rows, f"reading {data}", unit=" rows", **BRIEF):
         try:
             made = convert(row, f"{path.stem}-{row.source.where.split()[-1]}")
         except InvalidRecord as error:
-            bad.append(error)
-            if not skip_bad_rows:
-                raise
+            on_bad(error)
             continue
         kept += [] if made is None else [made]
         if len(kept) == limit:
@@ -49,8 +51,8 @@ def converted_rows(
     return kept
 
 
-def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None] | None = None) -> Iterator[Record]:
-    """The rows of a file, each with its place (`line 3`, `row 7`). A bad one raises, or goes to `on_bad`.
+def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
+    """The rows of a file, each with its place (`line 3`, `row 7`); a bad one goes to `on_bad`.
 
     A syntax error in an array raises in any case: nothing after it can be read.
     """
@@ -64,49 +66,37 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None] | None = None)
         yield from read_jsonl(path, MEND, on_bad)
 
 
-def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None] | None) -> Iterator[Record]:
+def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
     """The elements of a JSON array, decoded one at a time: HotpotQA's is half a gigabyte."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # of any size, unlike files.read_text
     except (OSError, UnicodeDecodeError) as error:
         raise R3LiteError(f"{path} cannot be read: {error}", "Name a UTF-8 JSON file.") from error
-    number, at = 0, _skip_space(text, text.index("[") + 1)
+    number, at = 0, SPACE.match(text, text.index("[") + 1).end()
     while text[at : at + 1] != "]":
         number += 1
         where = f"{path}, row {number}"
         if at >= len(text):
-            cut = f"{path} ends inside row {number}: the closing ] is missing"
-            raise R3LiteError(cut, "The file is cut; get it again.")
+            raise R3LiteError(f"{path} ends inside row {number}: the closing ] is missing", "Get the file again.")
         try:
             value, end = parse_at(text, at)
             problem = None if isinstance(value, dict) else "not a JSON object"
         except InvalidRecord as error:
             end = end_of(text, at)
             if end is None:
-                damaged = "The file is damaged from here on; get it again."
-                raise R3LiteError(f"{where}: {error.cause}", damaged) from error
+                raise R3LiteError(f"{where}: {error.cause}", "The file is damaged; get it again.") from error
             problem = error.cause
         if problem is None:
             yield Record(value, Source(where, MEND))
         else:
-            bad = InvalidRecord(f"{where}: {problem}", MEND)
-            if on_bad is None:
-                raise bad
-            on_bad(bad)
-        at = _skip_space(text, end)
+            on_bad(InvalidRecord(f"{where}: {problem}", MEND))
+        at = SPACE.match(text, end).end()
         if text[at : at + 1] == ",":
-            at = _skip_space(text, at + 1)
+            at = SPACE.match(text, at + 1).end()
         elif at < len(text) and text[at] != "]":
             raise R3LiteError(f"{where}: no comma follows it", "The file is damaged from here on; get it again.")
     if text[at + 1 :].strip():
-        remedy = "A file holds one array, or one object a line."
-        raise R3LiteError(f"{path}: something follows the end of its array", remedy)
-
-
-def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
+        raise R3LiteError(f"{path}: something follows the end of its array", "A file holds one array.")
 
 
 def _parquet_rows(path: Path) -> Iterator[Record]:
@@ -114,10 +104,9 @@ def _parquet_rows(path: Path) -> Iterator[Record]:
     with extra("hub", f"the parquet file {path}"):
         import pyarrow.parquet
     try:
-        number = 0
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield Record(row, Source(f"{path}, row {number}", MEND))
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield Record(row, Source(f"{path}, row {number}", MEND))
     except (pyarrow.ArrowException, OSError) as error:
         raise R3LiteError(f"{path} cannot be read as parquet: {error}", "The file is damaged; get it again.") from error

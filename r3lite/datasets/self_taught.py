@@ -61,8 +61,8 @@ class Harvest:
         Those at which the retriever fails go on waiting. `retrieves`: there is a retriever, whose documents count.
         """
         waiting, many = self.waiting, settings.num_generations
-        bar = tqdm(total=len(self.questions), initial=len(self.questions) - len(waiting), desc="self", disable=None)
-        with bar:
+        total = len(self.questions)
+        with tqdm(total=total, initial=total - len(waiting), desc="self", disable=None) as bar:
             for start in range(0, len(waiting), BLOCK):
                 block = waiting[start : start + BLOCK]
                 drawn = [(q, f"{seed}/self/{q.id}/{k}") for q in block for k in range(many)]
@@ -70,13 +70,11 @@ class Harvest:
                 groups = {q.id: episodes[i * many : (i + 1) * many] for i, q in enumerate(block)}
                 failures = {id: e.failure for id, group in groups.items() for e in group if e.failure}
                 if len(failures) == len(block):
-                    remedy = "What was kept is in the file; mend that, and run the same command again to go on."
+                    remedy = "Mend that, and run the same command again to go on."
                     raise R3LiteError(f"the retriever fails: {failures[block[0].id]}", remedy)
                 self.failed += failures.values()
                 whole = {id: group for id, group in groups.items() if id not in failures}
-                self._add(
-                    {id: chosen(g, protocol, settings.min_f1, retrieves, settings.keep) for id, g in whole.items()}
-                )
+                self._add({id: chosen(group, protocol, settings, retrieves) for id, group in whole.items()})
                 bar.update(len(block))
                 some = len({row.id for row in self.kept})
                 bar.set_postfix({"kept": len(self.kept), "yield": f"{some} of {len(self.rejected)} questions"})
@@ -108,9 +106,9 @@ class Harvest:
 
 
 def chosen(
-    episodes: Iterable[Episode], protocol: Protocol, min_f1: float, retrieves: bool, keep: int
+    episodes: Iterable[Episode], protocol: Protocol, settings: CollectSettings, retrieves: bool
 ) -> tuple[list[Episode], Counter[str]]:
-    """At most `keep` of one question's episodes, those in which the model wrote least first; why the others are not.
+    """At most --keep of one question's episodes, those in which the model wrote least first; why the others are not.
 
     Two that ask the same queries in the same order are alike, and the shorter one stays.
     """
@@ -118,12 +116,12 @@ def chosen(
     reasons: Counter[str] = Counter()
     for episode in sorted(episodes, key=lambda e: e.tokens_written):
         way = tuple(map(words, episode.queries or [step.analysis for step in episode.steps]))
-        if reason := fault(episode, protocol, min_f1, retrieves):
+        if reason := fault(episode, protocol, settings.min_f1, retrieves):
             reasons[reason] += 1
         elif way in kept:
             reasons["asks what a shorter one asks"] += 1
-        elif len(kept) == keep:
-            reasons[f"more than --keep {keep}"] += 1
+        elif len(kept) == settings.keep:
+            reasons[f"more than --keep {settings.keep}"] += 1
         else:
             kept[way] = episode
     return list(kept.values()), reasons

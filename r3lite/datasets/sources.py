@@ -19,7 +19,7 @@ from r3lite.datasets.mixture import Mixture
 from r3lite.datasets.order import hold_out
 from r3lite.datasets.qa import plain_answers, read_questions
 from r3lite.datasets.rows import Item, converted_rows
-from r3lite.datasets.trajectories import Row, Trajectory, encode_row, encode_rows, read_rows, row_from_json
+from r3lite.datasets.trajectories import Example, Row, Rows, encode_row, encode_rows, read_rows, row_from_json
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.protocols.registry import build_protocol
@@ -29,7 +29,6 @@ from r3lite.settings.sources import SourceEntry
 
 CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
 R1 = ("question", "reasoning", "answer")
-Rows = dict[str, list[Trajectory | Conversation]]  # by the names of their sources
 
 
 def entries_of(data: DataSettings, mixture: SourceSettings) -> tuple[SourceEntry, ...]:
@@ -71,9 +70,7 @@ def build_mixture(mixture: SourceSettings, items: Sequence[Row | Question], seed
     return Mixture(sizes, [entry["weight"] for entry in mixture.sources], seed)
 
 
-def read_rows_of(
-    data: DataSettings, mixture: SourceSettings, protocols: Mapping[str, Protocol]
-) -> dict[str, list[Trajectory | Conversation]]:
+def read_rows_of(data: DataSettings, mixture: SourceSettings, protocols: Mapping[str, Protocol]) -> Rows:
     """The SFT rows of each source, the first --limit of each; bad ones are treated as by `read_rows`."""
     entries = entries_of(data, mixture)
     if not entries:
@@ -88,8 +85,8 @@ def read_data(config: SftConfig) -> tuple[dict[str, Protocol], Rows, Rows]:
     return protocols, *hold_out(rows, config.sft.validation_fraction, config.sft.validation_rows, config.common.seed)
 
 
-def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Trajectory | Conversation]:
-    def convert(row: Record, id: str) -> Trajectory | Conversation:
+def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Example]:
+    def convert(row: Record, id: str) -> Example:
         made = None if "steps" in row and not has_steps(entry) else row_from_json(row, protocol, id)
         if problem := _misfit(made, entry.get("type")):
             raise row.error(f"{problem}, and the type of the source is {entry['type']}")
@@ -98,7 +95,7 @@ def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Tr
     return _converted(entry, data, convert)
 
 
-def _misfit(row: Trajectory | Conversation | None, kind: str | None) -> str | None:
+def _misfit(row: Example | None, kind: str | None) -> str | None:
     """Why a row is not of a type, or None; without a type any row is taken."""
     if row is None:
         return "it is a trajectory"
@@ -109,13 +106,11 @@ def _misfit(row: Trajectory | Conversation | None, kind: str | None) -> str | No
     return None
 
 
-def encode_rows_of(rows: Mapping[str, list[Trajectory | Conversation]], layouts: Mapping[str, Layout]) -> list[Row]:
+def encode_rows_of(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
     """The rows of all sources in tokens, source after source; prints how many of each are left out."""
     if empty := [name for name, some in rows.items() if not some]:
-        raise R3LiteError(
-            f"the source {empty[0]} has nothing left to train on: its rows are held out for validation",
-            "Lower --validation-fraction or --validation-rows, or leave the source out.",
-        )
+        cause = f"the source {empty[0]} has nothing left to train on: its rows are held out for validation"
+        raise R3LiteError(cause, "Lower --validation-fraction or --validation-rows, or leave the source out.")
     return [
         replace(row, source=name)
         for name, some in rows.items()
@@ -123,7 +118,7 @@ def encode_rows_of(rows: Mapping[str, list[Trajectory | Conversation]], layouts:
     ]
 
 
-def encode_fitting(rows: Mapping[str, list[Trajectory | Conversation]], layouts: Mapping[str, Layout]) -> list[Row]:
+def encode_fitting(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
     """The same, silently, and none if none fits."""
     pairs = [(name, encode_row(row, layouts[name])) for name, some in rows.items() for row in some]
     return [replace(row, source=name) for name, row in pairs if row is not None]

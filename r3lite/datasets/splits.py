@@ -2,21 +2,14 @@
 
 import random
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
+from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
+from r3lite.core.records import Record
 from r3lite.datasets.hub import NAMED
 from r3lite.datasets.qa import read_with_rows
 from r3lite.settings import PrepareSettings, QuestionSettings
-
-
-@dataclass(frozen=True)
-class Row:
-    """A question as it is asked, and its row."""
-
-    question: str
-    values: dict
 
 
 def held_out(data: str, given: str | None) -> str | None:
@@ -27,7 +20,7 @@ def held_out(data: str, given: str | None) -> str | None:
     return None if given == data else given
 
 
-def draw(data: QuestionSettings, sizes: PrepareSettings, seed: int, other: str | None) -> dict[str, list[Row]]:
+def draw(data: QuestionSettings, sizes: PrepareSettings, seed: int, other: str | None) -> dict[str, list[dict]]:
     """The rows of each part, in the order of their source; what is held out leaves what is to train on.
 
     All questions are held in memory at once, as their files are.
@@ -35,38 +28,36 @@ def draw(data: QuestionSettings, sizes: PrepareSettings, seed: int, other: str |
     stream = random.Random(seed)
     own = rows_of(data.data, data)
     pool = own if other is None else rows_of(other, data)
-    chosen = sampled(stream, pool, sizes.dev_size + sizes.test_size, "--dev-size and --test-size want")
+    chosen = sampled(stream, list(pool), sizes.dev_size + sizes.test_size, "--dev-size and --test-size want")
     of_dev = set(stream.sample(range(len(chosen)), sizes.dev_size))
-    parts = {
-        "dev": [row for i, row in enumerate(chosen) if i in of_dev],
-        "test": [row for i, row in enumerate(chosen) if i not in of_dev],
-    }
-    kept_out = {row.question for row in chosen}
-    left = [row for row in own if row.question not in kept_out]
+    dev = [pool[question] for i, question in enumerate(chosen) if i in of_dev]
+    test = [pool[question] for i, question in enumerate(chosen) if i not in of_dev]
+    kept_out = set(chosen)
+    left = [question for question in own if question not in kept_out]
     if other is not None and len(left) < len(own):
         print(f"{len(own) - len(left)} questions of --data are held out, and not trained on", file=sys.stderr)
     train = left if sizes.train_size is None else sampled(stream, left, sizes.train_size, "--train-size wants")
     if not train:
         raise R3LiteError("no question is left to train on", "Ask for fewer with --dev-size and --test-size.")
-    return {"train": train} | parts
+    return {"train": [own[question] for question in train], "dev": dev, "test": test}
 
 
-def rows_of(name: str, data: QuestionSettings) -> list[Row]:
-    """All usable questions of a data set, no two asked alike."""
+def rows_of(name: str, data: QuestionSettings) -> dict[str, dict]:
+    """The rows of all usable questions of a data set, by what they ask: no two ask alike."""
 
-    def made(question, row) -> Row:
+    def made(question: Question, row: Record) -> tuple[str, dict]:
         # Else it would be called by its place in the new file.
         named = {} if "id" in row or "_id" in row else {"id": question.id}
-        return Row(question.text, row.values | named)
+        return question.text, row.values | named
 
-    first: dict[str, Row] = {}
-    for row in read_with_rows(name, made, data.limit, data.skip_bad_rows):
-        first.setdefault(row.question, row)
-    return list(first.values())
+    first: dict[str, dict] = {}
+    for question, values in read_with_rows(name, made, data.limit, data.skip_bad_rows):
+        first.setdefault(question, values)
+    return first
 
 
-def sampled(stream: random.Random, rows: list[Row], count: int, asked: str) -> list[Row]:
-    """So many of the rows, in their order; `asked` begins the error if there are fewer."""
-    if count > len(rows):
-        raise R3LiteError(f"{asked} {count:,} questions, and there are {len(rows):,}", "Ask for fewer.")
-    return [rows[i] for i in sorted(stream.sample(range(len(rows)), count))]
+def sampled(stream: random.Random, questions: list[str], count: int, asked: str) -> list[str]:
+    """So many of the questions, in their order; `asked` begins the error if there are fewer."""
+    if count > len(questions):
+        raise R3LiteError(f"{asked} {count:,} questions, and there are {len(questions):,}", "Ask for fewer.")
+    return [questions[i] for i in sorted(stream.sample(range(len(questions)), count))]

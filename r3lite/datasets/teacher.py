@@ -90,8 +90,7 @@ class Teacher:
                 tally.extra["questions left"] = len(waiting) - start - len(block) + len(missing)
                 break
             if len(missing) == len(last):
-                remedy = "What was kept is in the file; run the same command again to go on."
-                raise R3LiteError(f"the teacher does not reply: {missing[0]}", remedy)
+                raise R3LiteError(f"the teacher does not reply: {missing[0]}", "Run the same command again to go on.")
         bar.close()
         counts = self.client.counts()
         tally.extra |= {"requests": counts["calls"], "replies from the cache": counts["cache_hits"]}

@@ -104,11 +104,8 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
     record = _manifest(folder)
     origin = Origin(**{name: record.text(name) for name in Origin.__dataclass_fields__})
     if origin.tokenizer != tokenizer:
-        raise R3LiteError(
-            f"the log-probabilities in {folder} are of a teacher with another tokenizer ({origin.tokenizer}) than the "
-            f"policy's ({tokenizer})",
-            "A teacher's distribution is over its own tokens: choose a teacher of the policy's family.",
-        )
+        cause = f"the teacher of {folder} has another tokenizer ({origin.tokenizer}) than the policy ({tokenizer})"
+        raise R3LiteError(cause, "Choose a teacher of the policy's family: both must have the same tokens.")
     found: dict[str, Lesson] = {}
     questions = record.texts("questions")
     for number in range(-(-len(questions) // PART)):
@@ -118,19 +115,14 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
             found.setdefault(question, lesson)
     size = max((len(lesson.row.tokens) for lesson in found.values()), default=0)
     if size > longest:
-        raise R3LiteError(
-            f"{folder} has a trajectory of {size} tokens, and --max-length is {longest}",
-            "Pass a larger --max-length, or collect the log-probabilities with this one.",
-        )
+        raise R3LiteError(f"{folder} has a row of {size} tokens, and --max-length is {longest}", "Pass a larger one.")
     return found
 
 
 def _read_part(path: Path) -> list[Lesson]:
     kept = read_tensors(path, GO_ON)
     sizes = kept["sizes"].tolist()
-    rows = [
-        Row(tokens.tolist(), mask.tolist())
-        for tokens, mask in zip(kept["tokens"].split(sizes), kept["loss_mask"].split(sizes), strict=True)
-    ]
+    pairs = zip(kept["tokens"].split(sizes), kept["loss_mask"].split(sizes), strict=True)
+    rows = [Row(tokens.tolist(), mask.tolist()) for tokens, mask in pairs]
     teacher = TopTokens(kept["ids"], kept["logprobs"]).split([row.loss_tokens for row in rows])
     return [Lesson(row, of_row) for row, of_row in zip(rows, teacher, strict=True)]

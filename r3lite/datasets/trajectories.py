@@ -41,13 +41,11 @@ class Trajectory:
         return Trajectory(question.id, question.text, question.answers, tuple(steps), source)
 
     def to_json(self) -> dict:
-        return {
-            "id": self.id,
-            "question": self.question,
-            "answers": list(self.answers),
-            "steps": [s.to_json() for s in self.steps],
-            "source": self.source,
-        }
+        return vars(self) | {"answers": list(self.answers), "steps": [s.to_json() for s in self.steps]}
+
+
+Example = Trajectory | Conversation
+Rows = dict[str, list[Example]]  # by the names of their sources
 
 
 @dataclass
@@ -67,7 +65,7 @@ class Row:
 
 def read_rows(
     data: str | Path, protocol: Protocol, limit: int | None = None, skip_bad_rows: bool = False
-) -> list[Trajectory | Conversation]:
+) -> list[Example]:
     """The first `limit` rows of a file or hub string: trajectories (`steps`) or conversations of any known layout.
 
     A bad row raises R3LiteError with file, line and reason; with `skip_bad_rows` bad rows are left out and counted.
@@ -83,7 +81,7 @@ def read_traces(data: str | Path, protocol: Protocol, skip_bad_rows: bool = Fals
 
     Bad rows are treated as by `read_rows`.
     """
-    return converted_rows(data, lambda row, id: trace_from_json(row, protocol, id), skip_bad_rows=skip_bad_rows)
+    return converted_rows(data, lambda row, id: trace_from_json(row, protocol, id), None, skip_bad_rows)
 
 
 def trace_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Trajectory:
@@ -99,7 +97,7 @@ def trace_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Tr
     return Trajectory(id, row.text("question").strip(), (), (step,), row.text("source", "", blank=True))
 
 
-def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Trajectory | Conversation:
+def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Example:
     """The trajectory or conversation of a row; raises InvalidRecord."""
     id = row.identifier("id", default_id)
     layouts = [*layouts_of(row), *([STEPS] if "steps" in row else [])]
@@ -117,8 +115,7 @@ def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Traj
 
 def _trajectory(row: Record, id: str, protocol: Protocol) -> Trajectory:
     steps = tuple(_stripped(Step.from_json(s)) for s in row.records("steps"))
-    problem = check_steps(steps, protocol)
-    if problem:
+    if problem := check_steps(steps, protocol):
         raise row.error(problem)
     # One text is one answer.
     answers = (row.text("answers"),) if isinstance(row.values.get("answers"), str) else row.texts("answers", ())
@@ -151,7 +148,7 @@ def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
     return None if steps[-1].answer is not None else "its last step does not answer"
 
 
-def encode_row(row: Trajectory | Conversation, layout: Layout) -> Row | None:
+def encode_row(row: Example, layout: Layout) -> Row | None:
     """Tokens and mask of a row, or None if it is longer than `max_length`.
 
     Documents are cut to `max_document_tokens`, and to half of that again and again while the row is too long, though
@@ -171,10 +168,9 @@ def encode_row(row: Trajectory | Conversation, layout: Layout) -> Row | None:
             return None
 
 
-def encode_rows(rows: Sequence[Trajectory | Conversation], layout: Layout, where: str = "") -> list[Row]:
+def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> list[Row]:
     """All rows that fit into `max_length`; prints how many were shortened and how many left out, after `where`."""
-    bar = tqdm(rows, desc=f"{where}tokenizing", unit="row", disable=None)
-    encoded = [encode_row(row, layout) for row in bar]
+    encoded = [encode_row(row, layout) for row in tqdm(rows, f"{where}tokenizing", unit="row", disable=None)]
     max_length = layout.lengths.max_length
     kept = [row for row in encoded if row is not None]
     shortened, skipped = sum(row.shortened for row in kept), len(rows) - len(kept)

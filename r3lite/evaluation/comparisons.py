@@ -23,8 +23,7 @@ def compare(a: Sequence[Marks], b: Sequence[Marks], seed: int = 0) -> dict[str, 
     less the level of the percentile interval that just reaches 0 (Efron and Tibshirani, An Introduction to the
     Bootstrap, 1993, section 15.4). With one resample added to each side it is never 0.
     """
-    if len(a) != len(b) or not a:
-        raise ValueError(f"pairs are needed: {len(a)} and {len(b)} episodes")
+    assert len(a) == len(b) > 0, f"pairs are needed: {len(a)} and {len(b)} episodes"
     ours, theirs = parts(a), parts(b)
     names = [name for name in ours if name in theirs]
     table = np.array([[ours[name], theirs[name]] for name in names], dtype=np.float64)  # [metrics, 2, n, 2]
@@ -36,15 +35,9 @@ def compare(a: Sequence[Marks], b: Sequence[Marks], seed: int = 0) -> dict[str, 
         if np.isnan(both[0, i]).any():
             continue
         differences = both[:, i, 1] - both[:, i, 0]
-        spread = interval(differences)
-        found[name] = {
-            "a": float(both[0, i, 0]),
-            "b": float(both[0, i, 1]),
-            "difference": spread["value"],
-            "low": spread["low"],
-            "high": spread["high"],
-            "p": _p_value(differences[1:]),
-        }
+        spread, (ours_of_all, theirs_of_all) = interval(differences), both[0, i].tolist()
+        ends = {"low": spread["low"], "high": spread["high"], "p": _p_value(differences[1:])}
+        found[name] = {"a": ours_of_all, "b": theirs_of_all, "difference": spread["value"]} | ends
     return found
 
 

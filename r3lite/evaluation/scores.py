@@ -122,9 +122,8 @@ def parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
     }
     if any(m.judged is not None for m in marks):
         found["judge_accuracy"] = [_known(m.judged) for m in marks]
-    return found | {
-        name: [_known(m.means.get(name)) for m in marks] for name in MEANS if any(name in m.means for m in marks)
-    }
+    known = [name for name in MEANS if any(name in m.means for m in marks)]
+    return found | {name: [_known(m.means.get(name)) for m in marks] for name in known}
 
 
 def _known(value: float | bool | None) -> tuple[float, int]:

@@ -25,10 +25,8 @@ def scores_table(found: dict) -> str:
     if failed := found.get("retrieval_failures"):
         lines.append(f"\n{failed} questions at which the retriever failed are left out")
     if (found["format_adherence"]["value"] or 0.0) < LEAST_ADHERENCE:
-        lines.append(
-            "\nFew steps follow the format, so the other scores mean little: is --adapter missing, "
-            "or was it trained with other prompt files?"
-        )
+        why = "is --adapter missing, or was it trained with other prompt files?"
+        lines.append(f"\nFew steps follow the format, so the other scores mean little: {why}")
     return "\n".join(lines)
 
 

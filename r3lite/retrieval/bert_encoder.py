@@ -1,7 +1,6 @@
 """BERT as an encoder of queries and passages. Vectors are float32 [N, dimension] of length 1."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,10 +21,8 @@ class BertEncoder:
         folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
         found = read_conventions(folder)
         if found.other:
-            raise R3LiteError(
-                f"the encoder {folder} is not of a kind that r3lite computes itself: {found.other}",
-                "Use one that is, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2.",
-            )
+            remedy = "Use another, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2."
+            raise R3LiteError(f"{folder} is not an encoder that r3lite computes itself: {found.other}", remedy)
         self.model = load_bert(folder, DTYPES[dtype], device)
         self.device, self.batch_size, self.pooling, self.lower = device, batch_size, found.pooling, found.lower
         style, self.prefixes = found.styled(style, name)
@@ -42,9 +39,6 @@ class BertEncoder:
 
     def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
         return self._encode([self.prefixes[1] + passage_text(d) for d in documents], advance)
-
-    def save(self, folder: Path) -> None:
-        pass
 
     def encode_tokens(self, texts: list[str]) -> list[np.ndarray]:
         """The last hidden states [T, C] of each text's tokens, [CLS] and [SEP] among them; texts get no prefix."""

@@ -27,11 +27,8 @@ def model_folder(name: str, flag: str, instead: str) -> Path:
     try:
         return resolve_folder(name)
     except R3LiteError as error:
-        raise R3LiteError(
-            error.cause,
-            "Check the name and the connection, or put the model's config.json, tokenizer.json, model.safetensors and "
-            f"sentence_bert_config.json into a folder and pass {flag} FOLDER. {instead}",
-        ) from error
+        remedy = f"Check the name and the connection, or pass {flag} FOLDER with the model's files. {instead}"
+        raise R3LiteError(error.cause, remedy) from error
 
 
 def optional(path: Path) -> Record:

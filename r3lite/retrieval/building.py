@@ -15,26 +15,14 @@ import numpy as np
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import check_writable, names_in, read_record, write_json
+from r3lite.retrieval import index
 from r3lite.retrieval.encoder import Encoder
-from r3lite.retrieval.index import (
-    FURTHEST,
-    MANIFEST,
-    OWN,
-    PARTS,
-    PROBES,
-    VECTORS,
-    VERSION,
-    digest,
-    encoded,
-    probed,
-    read_manifest,
-)
+from r3lite.retrieval.hashing import HashingEncoder
 from r3lite.retrieval.index_size import BLOCK, Estimate
 from r3lite.retrieval.passages import Passages, write_passages
 from r3lite.retrieval.vectors import VectorFile, build_vectors, write_vectors
 
 WAITING, PLAN = "vectors.bin", "build.json"  # vectors that wait for their index; what they are the vectors of
-NO_PLACES = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -63,11 +51,11 @@ def check_output(folder: str | Path) -> Path:
         raise R3LiteError(f"the index {folder} cannot be written: {error}", remedy) from error
     if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
         raise R3LiteError(f"{folder} itself cannot be replaced by an index", "Name a folder in it for --output.")
-    if foreign := {n for n in names - OWN - {WAITING, PLAN} if not PARTS.fullmatch(n)}:
+    if foreign := {n for n in names - index.OWN - {WAITING, PLAN} if not index.PARTS.fullmatch(n)}:
         raise R3LiteError(f"{folder} is there and is no index: it holds {min(foreign)}", remedy)
     if names:
         try:
-            read_manifest(folder)
+            index.read_manifest(folder)
         except R3LiteError as error:
             raise R3LiteError(error.cause, remedy) from error
     return folder
@@ -88,7 +76,7 @@ def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gath
     work.mkdir(exist_ok=True)
     try:
         fingerprint = write_passages(work, documents)
-        passages = Passages(work, None, NO_PLACES, "")
+        passages = Passages(work, None, np.empty(0, np.int64), "")
         try:
             yield Gathered(folder, work, passages, fingerprint)
         finally:
@@ -101,9 +89,9 @@ def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gath
 def replaces(build: Gathered, encoder: Encoder) -> bool:
     """Whether the folder holds an index already; R3LiteError if of another corpus or encoder."""
     folder, remedy = build.folder, "Name another --output, or remove that index first."
-    if not (folder / MANIFEST).exists():
+    if not (folder / index.MANIFEST).exists():
         return False
-    kept = read_manifest(folder)
+    kept = index.read_manifest(folder)
     for key in ("encoder", "style"):
         if kept.text(key, None) != encoder.settings.get(key):
             then, now = kept.text(key, None), encoder.settings.get(key)
@@ -113,7 +101,7 @@ def replaces(build: Gathered, encoder: Encoder) -> bool:
     return True
 
 
-def encode(build: Gathered, encoder: Encoder, kind: str, progress: bool = True) -> int:
+def encode(build: Gathered, encoder: Encoder, kind: str) -> int:
     """Writes the vectors that are not on the disk yet; returns how many there were.
 
     Blocks are the same after a kill as without one, and so are their bytes. R3LiteError if the vectors that are there
@@ -121,7 +109,7 @@ def encode(build: Gathered, encoder: Encoder, kind: str, progress: bool = True) 
     """
     waiting = VectorFile(build.work / WAITING, encoder.dimension, kind)
     kept = _kept(build, encoder, waiting)
-    for vectors in encoded(encoder, build.passages, kept, progress):
+    for vectors in index.encoded(encoder, build.passages, kept):
         waiting.append(vectors)
     return kept
 
@@ -144,7 +132,7 @@ def _kept(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
     waiting.cut(rows)
     if 0 < rows < n:
         fresh = encoder.encode_passages([build.passages[rows - 1]], lambda count: None)
-        if not np.linalg.norm(fresh - waiting.read(rows - 1, 1)) <= FURTHEST:
+        if not np.linalg.norm(fresh - waiting.read(rows - 1, 1)) <= index.FURTHEST:
             name = encoder.settings["encoder"]
             raise R3LiteError(f"{build.work} was begun with another {name}: the vectors differ", remedy)
     return rows
@@ -154,12 +142,14 @@ def finish(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
     """Makes the index of the vectors and puts it into its place; returns the bytes of its file."""
     folder, work, old = build.folder, build.work, _old(build.folder)
     waiting, n = VectorFile(work / WAITING, encoder.dimension, estimate.kind), len(build.passages)
-    write_vectors(build_vectors(estimate.kind, waiting), work / VECTORS)
-    (work / PROBES).write_bytes(np.concatenate([waiting.read(i, 1) for i in probed(n)]).astype("<f4").tobytes())
-    encoder.save(work)
-    manifest = {"version": VERSION, "passages": n, "fingerprint": build.fingerprint, "kind": estimate.kind}
-    manifest |= {"probed": n, "files": {VECTORS: digest(work / VECTORS)}} | encoder.settings
-    write_json(work / MANIFEST, manifest)
+    write_vectors(build_vectors(estimate.kind, waiting), work / index.VECTORS)
+    probes = np.concatenate([waiting.read(i, 1) for i in index.probed(n)])
+    (work / index.PROBES).write_bytes(probes.astype("<f4").tobytes())
+    if isinstance(encoder, HashingEncoder):
+        encoder.save(work)  # its words, which its vectors depend on
+    manifest = {"version": index.VERSION, "passages": n, "fingerprint": build.fingerprint, "kind": estimate.kind}
+    manifest |= {"probed": n, "files": {index.VECTORS: index.digest(work / index.VECTORS)}} | encoder.settings
+    write_json(work / index.MANIFEST, manifest)
     build.passages.close()
     shutil.rmtree(old, ignore_errors=True)
     try:
@@ -173,4 +163,4 @@ def finish(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
     for name in (WAITING, PLAN):
         with contextlib.suppress(OSError):
             (folder / name).unlink()
-    return (folder / VECTORS).stat().st_size
+    return (folder / index.VECTORS).stat().st_size

@@ -41,10 +41,7 @@ class Conventions:
         if style != OWN:
             return style, PREFIXES[style]
         if self.prefixes is None:
-            raise R3LiteError(
-                f"the encoder {name} names no prompts of queries and passages (config_sentence_transformers.json)",
-                "Pass --encoder-style e5 or plain, or leave it out.",
-            )
+            raise R3LiteError(f"the encoder {name} names no prompts of its own", "Leave --encoder-style own out.")
         return style, self.prefixes
 
 

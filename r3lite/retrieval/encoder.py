@@ -17,6 +17,9 @@ from r3lite.retrieval.bert_folder import REMEDY, model_folder
 from r3lite.retrieval.conventions import passage_text, read_conventions
 from r3lite.retrieval.hashing import HASHING, HashingEncoder
 from r3lite.retrieval.sentence_encoder import SentenceEncoder
+from r3lite.settings import IndexSettings, RetrievalSettings
+
+EncoderSettings = IndexSettings | RetrievalSettings  # both name an encoder, its style and its dtype
 
 
 class Encoder(Protocol):
@@ -29,33 +32,18 @@ class Encoder(Protocol):
 
     def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray: ...
 
-    def save(self, folder: Path) -> None:
-        """Writes what must be kept beside the vectors."""
-
 
 def make_encoder(
-    name: str,
-    style: str,
-    documents: Iterable[Document],
-    device: str = "cpu",
-    batch_size: int = 32,
-    dtype: str = "fp32",
+    settings: EncoderSettings, documents: Iterable[Document], device: str = "cpu", batch_size: int = 32
 ) -> Encoder:
-    """The encoder for a new index of `documents`. `style` is one of conventions.STYLES, or auto; `dtype` fp32 or bf16,
-    in which it computes: its vectors are fp32."""
+    """The encoder of the settings for a new index of `documents`; its vectors are fp32 if it computes in bf16, too."""
+    name = settings.encoder
     if name == HASHING:
         return HashingEncoder.fit(map(passage_text, documents))
     folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
     # Our own network if it computes what the folder's files say, else sentence-transformers.
     made = BertEncoder if read_conventions(folder).other is None else SentenceEncoder
-    return made(name, style, device, batch_size, dtype)
-
-
-def reopen_encoder(
-    name: str, style: str, folder: Path, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"
-) -> Encoder:
-    """The encoder of an index that is kept in `folder`, for its queries and for passages that are added."""
-    return HashingEncoder.load(folder) if name == HASHING else make_encoder(name, style, (), device, batch_size, dtype)
+    return made(name, settings.encoder_style, device, batch_size, settings.encoder_dtype)
 
 
 def known_dimension(name: str) -> int | None:

@@ -26,11 +26,6 @@ class Condition:
     sign: str
     wanted: str
 
-    @staticmethod
-    def of(text: str) -> "Condition":
-        """The condition of a text that is CONDITION's."""
-        return Condition(*CONDITION.fullmatch(text.strip()).groups())
-
     def value(self, document: Document) -> str | float | bool | None:
         """That of the field in a passage; None if it has none."""
         own = {"id": document.id, "title": document.title}
@@ -39,19 +34,14 @@ class Condition:
     def fits(self, value: str | float | bool) -> bool:
         """Numbers are compared as such, and texts in any letter case; `*` in `=` and `!=` stands for any text."""
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        wanted, found = (self._number(), value) if number else (folded(self.wanted), folded(str(value)))
+        try:
+            wanted, found = (float(self.wanted), value) if number else (folded(self.wanted), folded(str(value)))
+        except ValueError:
+            raise R3LiteError(f"--filter: {self.key} is a number", f"Compare it with one, not {self.wanted}.") from None
         if self.sign in ORDERS:
             return ORDERS[self.sign](found, wanted)
         same = found == wanted if number else _pattern(wanted).fullmatch(found) is not None
         return same == (self.sign == "=")
-
-    def _number(self) -> float:
-        try:
-            return float(self.wanted)
-        except ValueError:
-            raise R3LiteError(
-                f"--filter {self.key}{self.sign}{self.wanted}: {self.key} is a number", "Compare it with a number."
-            ) from None
 
 
 @cache
@@ -65,19 +55,16 @@ def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndar
 
     Raises R3LiteError if no passage has a field, which is then misspelled, or if none fits.
     """
-    parsed = [Condition.of(text) for text in conditions]
+    parsed = [Condition(*CONDITION.fullmatch(text.strip()).groups()) for text in conditions]
     fit, known = np.zeros(len(documents), bool), {"id", "title"}
-    bar = tqdm(documents, desc="filtering passages", unit="", **BRIEF)
-    for place, document in enumerate(bar):
+    for place, document in enumerate(tqdm(documents, "filtering passages", unit="", **BRIEF)):
         values = [condition.value(document) for condition in parsed]
         known.update(key for key, _ in document.metadata)
         fit[place] = all(v is not None and c.fits(v) for c, v in zip(parsed, values, strict=True))
     for text, condition in zip(conditions, parsed, strict=True):
         if condition.key not in known:
-            raise R3LiteError(
-                f"--filter {text}: no passage has the field {condition.key!r}{nearest(condition.key, known)}",
-                f"There are {', '.join(sorted(known)[:SHOWN])}.",
-            )
+            cause = f"--filter {text}: no passage has the field {condition.key!r}{nearest(condition.key, known)}"
+            raise R3LiteError(cause, f"There are {', '.join(sorted(known)[:SHOWN])}.")
     if not fit.any():
         raise R3LiteError(f"no passage fits --filter {', '.join(conditions)}", "Ask for less.")
     return fit

@@ -22,11 +22,9 @@ class Gap:
         return (there if k is None else min(there, k)) / len(self.question.gold)
 
     def to_json(self) -> dict:
+        asked = {"id": self.question.id, "question": self.question.text, "gold": len(self.question.gold)}
         missing = [{"title": d.title, "text": d.text} for d in self.missing]
-        return {
-            "id": self.question.id, "question": self.question.text, "gold": len(self.question.gold),
-            "missing": missing, "best_recall": self.best_recall(),
-        }  # fmt: skip
+        return asked | {"missing": missing, "best_recall": self.best_recall()}
 
 
 def gaps(questions: Iterable[Question], documents: Iterable[Document]) -> list[Gap]:
@@ -49,14 +47,13 @@ def report(found: list[Gap], cuts: Iterable[int]) -> dict:
     def mean(k: int | None) -> float:
         return sum(gap.best_recall(k) for gap in found) / len(found)
 
-    lacking = [gap for gap in found if gap.missing]
     return {
         "n": len(found),
         "gold": sum(len(gap.question.gold) for gap in found),
         "missing": sum(len(gap.missing) for gap in found),
         "best_recall": mean(None),
         "best_recall_at": {str(k): mean(k) for k in cuts},
-        "questions": [gap.to_json() for gap in lacking],
+        "questions": [gap.to_json() for gap in found if gap.missing],
     }
 
 

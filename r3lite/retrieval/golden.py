@@ -14,14 +14,9 @@ from r3lite.retrieval.setup import Setup
 def build(setup: Setup, top_k: int) -> Retrieve:
     """`top_k` counts nothing here: how many paragraphs support an answer is the question's affair."""
     if without := [q for q in setup.questions if not q.gold]:
-        every = len(without) == len(setup.questions)
-        raise R3LiteError(
-            f"--retriever golden (also of --baseline gold) needs gold paragraphs, and "
-            f"{'no question in --data has any' if every else f'question {without[0].id} has none'}",
-            "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another retriever.",
-        )
-    rate, seed = setup.settings.noise_rate, setup.seed
-    return lambda pairs: [paragraphs(question, rate, seed) for question, _ in pairs]
+        cause = f"--retriever golden (also of --baseline gold) needs gold paragraphs: question {without[0].id} has none"
+        raise R3LiteError(cause, "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another retriever.")
+    return lambda pairs: [paragraphs(question, setup.settings.noise_rate, setup.seed) for question, _ in pairs]
 
 
 def paragraphs(question: Question, noise_rate: float, seed: int) -> list[Document]:

@@ -30,9 +30,8 @@ class HashingEncoder:
         """`frequencies`: in how many of the corpus's `passages` each word occurs."""
         self.frequencies, self.passages = frequencies, passages
         self.dimension = self.DIMENSION
-        self.settings = {
-            "encoder": HASHING, "version": self.VERSION, "hashes": self.HASHES, "dimension": self.DIMENSION
-        }  # fmt: skip
+        self.settings = {"encoder": HASHING, "version": self.VERSION}  # what its vectors depend on
+        self.settings |= {"hashes": self.HASHES, "dimension": self.DIMENSION}
         self.word_ids = {word: i for i, word in enumerate(frequencies)}
         counts = np.fromiter(frequencies.values(), dtype=np.float64, count=len(frequencies))
         self.idf = np.log((1 + passages) / (1 + counts)) + 1
@@ -59,16 +58,13 @@ class HashingEncoder:
     def save(self, folder: Path) -> None:
         write_json(folder / self.FILE, {"passages": self.passages, "frequencies": self.frequencies})
 
-    def encode_queries(self, queries: list[str]) -> np.ndarray:
-        return self._encode(queries)
-
     def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
-        out = self._encode([passage_text(d) for d in documents])
+        out = self.encode_queries([passage_text(d) for d in documents])
         advance(len(documents))
         return out
 
-    def _encode(self, texts: list[str]) -> np.ndarray:
-        """Vectors [N, DIMENSION] of N texts; zero where a text has no known word."""
+    def encode_queries(self, texts: list[str]) -> np.ndarray:
+        """Vectors [N, DIMENSION] of N texts, passages as well as queries; zero where a text has no known word."""
         rows, ids, times = [], [], []
         for row, text in enumerate(texts):
             for word, count in Counter(words(text)).items():

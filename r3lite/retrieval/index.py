@@ -29,7 +29,7 @@ from r3lite.core.files import PIECE, PIECES, check_regular, read_record
 from r3lite.core.records import Record
 from r3lite.retrieval import corpus
 from r3lite.retrieval.conventions import STYLES
-from r3lite.retrieval.encoder import Encoder, reopen_encoder
+from r3lite.retrieval.encoder import Encoder, EncoderSettings, make_encoder
 from r3lite.retrieval.hashing import HASHING, HashingEncoder
 from r3lite.retrieval.index_size import BLOCK
 from r3lite.retrieval.passages import ENDS, PASSAGES, Passages
@@ -65,7 +65,7 @@ class PassageIndex:
         """
         if not queries:
             return []
-        vectors = float32(self.encoder.encode_queries(queries))
+        vectors = self.encoder.encode_queries(queries)
         if own is None:
             rows = self.vectors.search(vectors, k)
         else:  # only of an index that was just built, which is flat
@@ -82,50 +82,34 @@ class PassageIndex:
         return replace(self, documents=self.documents.only(fit), vectors=self.vectors.only(fit))
 
 
-def build(encoder: Encoder, documents: list[Document], progress: bool = True) -> PassageIndex:
+def build(encoder: Encoder, documents: list[Document]) -> PassageIndex:
     """Encodes the passages, a block at a time, into a new flat index in memory."""
     vectors = faiss.IndexFlatIP(encoder.dimension)
-    add(vectors, encoded(encoder, documents, progress=progress))
+    add(vectors, encoded(encoder, documents))
     return PassageIndex(encoder, documents, Vectors(vectors))
 
 
-def encoded(
-    encoder: Encoder, documents: Sequence[Document], start: int = 0, progress: bool = True
-) -> Iterator[np.ndarray]:
+def encoded(encoder: Encoder, documents: Sequence[Document], start: int = 0) -> Iterator[np.ndarray]:
     """Vectors [N, d] of the passages from `start` on, a block at a time, which are finite."""
-    shown, total = None if progress else True, len(documents)
-    with tqdm(total=total, initial=start, desc="encoding passages", unit="", disable=shown) as bar:
-        for i in range(start, total, BLOCK):
-            made = float32(encoder.encode_passages(documents[i : i + BLOCK], bar.update))
+    with tqdm(total=len(documents), initial=start, desc="encoding passages", unit="", disable=None) as bar:
+        for i in range(start, len(documents), BLOCK):
+            made = encoder.encode_passages(documents[i : i + BLOCK], bar.update)
             if not np.isfinite(made).all():
-                raise R3LiteError(
-                    f"the encoder {encoder.settings['encoder']} gives vectors that are not finite",
-                    "Its weights may be damaged: fetch them again, or use another --encoder.",
-                )
+                cause = f"the encoder {encoder.settings['encoder']} gives vectors that are not finite"
+                raise R3LiteError(cause, "Its weights may be damaged: fetch them again, or use another --encoder.")
             yield made
 
 
-def float32(vectors: np.ndarray) -> np.ndarray:
-    """FAISS raises TypeError at float64 and wants rows that lie one after the other."""
-    return np.ascontiguousarray(vectors, dtype=np.float32)
-
-
 def load(
-    folder: str | Path,
-    encoder_name: str,
-    style: str = "auto",
-    device: str = "cpu",
-    batch_size: int = 32,
-    dtype: str = "fp32",
-    known: PassageIndex | None = None,
+    folder: Path, settings: EncoderSettings, device: str = "cpu", batch_size: int = 32, known: Encoder | None = None
 ) -> PassageIndex:
     """The index of a folder; its vectors are read as searches need them.
 
-    The encoder of `known`, which is of the same name, is not loaded again if it was made with the same settings.
+    `known` is an encoder of the same name: it is used again, and none is loaded, if its style is the index's.
     Raises R3LiteError if it was made by another encoder or style than is asked for (style auto takes the index's own),
     or if its parts do not belong together.
     """
-    folder = Path(folder)
+    encoder_name, style = settings.encoder, settings.encoder_style
     manifest = read_manifest(folder)
     rebuild = f"build the index again: {BUILD} --encoder {encoder_name} --output {folder}"
     kept_encoder, kept_style = manifest.text("encoder"), manifest.text("style", "plain")
@@ -134,10 +118,12 @@ def load(
         _refuse(folder, "encoder", kept_encoder, encoder_name, f"Pass --encoder {kept_encoder}, or {rebuild}")
     if style not in ("auto", kept_style) and encoder_name != HASHING:
         _refuse(folder, "style", kept_style, style, f"Leave --encoder-style out, or {rebuild} --encoder-style {style}")
-    if known and encoder_name != HASHING and known.encoder.settings.get("style") == kept_style:
-        encoder = known.encoder
+    if known and encoder_name != HASHING and known.settings.get("style") == kept_style:
+        encoder = known
+    elif encoder_name == HASHING:
+        encoder = HashingEncoder.load(folder)
     else:
-        encoder = reopen_encoder(encoder_name, kept_style, folder, device, batch_size, dtype)
+        encoder = make_encoder(replace(settings, encoder_style=kept_style), (), device, batch_size)
     for key, value in encoder.settings.items():
         # The name may be another one of the same model; its vectors tell, below. They also tell if bf16 is too coarse.
         if key not in ("encoder", "dtype") and manifest.values.get(key) != value:
@@ -206,9 +192,8 @@ def part(manifest: Record, kind: str) -> str | None:
     return next((name for name in parts(manifest) if name.startswith(kind)), None)
 
 
-def read_documents(folder: str | Path) -> Passages:
+def read_documents(folder: Path) -> Passages:
     """The passages of an index, without its vectors and encoder."""
-    folder = Path(folder)
     remedy = f"Restore it, or build the index again: {BUILD} --output {folder}"
     return consistent(folder, lambda manifest: read_passages(folder, manifest, remedy))
 

@@ -58,10 +58,8 @@ class Estimate:
     scratch: int  # on the disk while it is built
 
     def told(self) -> str:
-        return (
-            f"{self.kind}, {self.passages:,} x {self.dimension}: {_size(self.search)} to search, "
-            f"{_size(self.build)} to build beside the encoder, {_size(self.scratch)} of disk meanwhile"
-        )
+        to_build = f"{_size(self.build)} to build beside the encoder, {_size(self.scratch)} of disk meanwhile"
+        return f"{self.kind}, {self.passages:,} x {self.dimension}: {_size(self.search)} to search, {to_build}"
 
 
 def estimate(kind: str, passages: int, dimension: int) -> Estimate:
@@ -93,8 +91,7 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     """
     few = passages < CODEWORDS * LEAST
     if kind == "opq-ivf-pq" and few:
-        cause = f"{kind} is trained on {CODEWORDS * LEAST:,} passages at least, and there are {passages:,}"
-        raise R3LiteError(cause, "Pass --index-type auto.")
+        raise R3LiteError(f"{kind} needs {CODEWORDS * LEAST:,} passages, not {passages:,}", "Pass --index-type auto.")
     by_size = ("flat", "sq8", "ivf-sq8") if few else ("flat", "sq8", *IVF) if passages <= MANY else IVF
     kinds = by_size if kind == "auto" else (kind,)
     found = [estimate(each, passages, dimension) for each in kinds]
@@ -104,10 +101,8 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     least = found[-1]
     least_mib = -(-max(least.search, least.build) >> 20)
     smaller = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
-    raise R3LiteError(
-        f"an index {least.told()}: more than the budget of {_size(budget)}",
-        f"Pass --memory-budget {least_mib}MiB{smaller}.",
-    )
+    cause = f"an index {least.told()}: more than the budget of {_size(budget)}"
+    raise R3LiteError(cause, f"Pass --memory-budget {least_mib}MiB{smaller}.")
 
 
 def _size(count: float) -> str:

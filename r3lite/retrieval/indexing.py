@@ -1,7 +1,8 @@
 """Builds an index folder of passages or changes one, or fills a collection of a server, and tells what came of it."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from r3lite.core.config import UsageError
@@ -10,7 +11,7 @@ from r3lite.core.files import read_text, write_jsonl
 from r3lite.devices.precision import resolve_device
 from r3lite.retrieval import building, corpus, editing, index, qdrant
 from r3lite.retrieval.documents.folder import Folder, read_folder
-from r3lite.retrieval.encoder import Encoder, make_encoder
+from r3lite.retrieval.encoder import make_encoder
 from r3lite.retrieval.index_size import choose
 from r3lite.settings import DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
@@ -21,7 +22,7 @@ def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> N
     documents, folder = passages_of(settings, chunking)
     with building.gathered(output, documents) as made:
         device = device_of(settings)
-        encoder = encoder_of(settings, made.passages, device)
+        encoder = make_encoder(settings, made.passages, device, settings.batch_size)
         if building.replaces(made, encoder):
             print(f"replacing   the index of the same corpus in {output}")
         budget, count = budget_bytes(settings.memory_budget), len(made.passages)
@@ -32,7 +33,8 @@ def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> N
         encoded = time.perf_counter()
         size = building.finish(made, encoder, chosen)
     if folder:
-        write_jsonl(Path(output) / index.SKIPPED, folder.skipped_rows())
+        skipped = [{"path": path, "reason": reason, "detail": detail} for path, reason, detail in folder.skipped]
+        write_jsonl(Path(output) / index.SKIPPED, skipped)
     style = f", style {encoder.settings['style']}" if "style" in encoder.settings else ""
     seconds, before = encoded - start, f"; {kept} had been encoded before" if kept else ""
     print(f"passages    {count}")
@@ -44,14 +46,13 @@ def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> N
 
 def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> None:
     """Writes the passages into a Qdrant collection, in place of an index folder."""
-    defaults = IndexSettings()
     if settings.encoder == "hashing":
         raise UsageError("--encoder hashing weighs words by the corpus, which will be on the server: name a BERT")
-    if (settings.index_type, settings.memory_budget) != (defaults.index_type, defaults.memory_budget):
+    if (settings.index_type, settings.memory_budget) != (IndexSettings.index_type, IndexSettings.memory_budget):
         raise UsageError(f"{address} keeps vectors in its own way: leave --index-type and --memory-budget out")
     documents, _ = passages_of(settings, chunking)
     device = device_of(settings)
-    encoder = encoder_of(settings, [], device)
+    encoder = make_encoder(settings, [], device, settings.batch_size)
     start = time.perf_counter()
     encoded, count = qdrant.fill(address, documents, encoder)
     seconds = time.perf_counter() - start
@@ -68,11 +69,6 @@ def passages_of(settings: IndexSettings, chunking: DocumentSettings) -> tuple[It
     return iter(folder.documents), folder
 
 
-def encoder_of(settings: IndexSettings, passages: Sequence[Document], device: str) -> Encoder:
-    how = device, settings.batch_size, settings.encoder_dtype
-    return make_encoder(settings.encoder, settings.encoder_style, passages, *how)
-
-
 def device_of(settings: IndexSettings) -> str:
     # Hashing has no use for a device, and a run without a card should not be warned of it.
     return "cpu" if settings.encoder == "hashing" else str(resolve_device(settings.device))
@@ -83,16 +79,9 @@ def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> N
     if settings.delete:
         print(f"deleted     {editing.delete(output, ids_of(settings.delete))} passages")
     if settings.add:
-        if Path(settings.add).is_dir():
-            folder = read_folder(settings.add, chunking)
-            documents = folder.documents
-            print(folder.told(), flush=True)
-        else:
-            documents = corpus.read_corpus(settings.add, settings.skip_bad_rows)
-        device = device_of(settings)
-        opened = index.load(
-            output, settings.encoder, settings.encoder_style, device, settings.batch_size, settings.encoder_dtype
-        )
+        named = {"documents": settings.add} if Path(settings.add).is_dir() else {"corpus": (settings.add,)}
+        documents = list(passages_of(replace(settings, **named), chunking)[0])
+        opened = index.load(output, settings, device_of(settings), settings.batch_size)
         added, known = editing.add(output, opened, documents)
         print(f"added       {added} passages" + (f"; {known} were there already" if known else ""))
     print(f"passages    {len(index.read_documents(output))} in {output}")

@@ -44,17 +44,15 @@ class Lexical:
 
     def search(self, queries: list[str], k: int, own: list[tuple[int, ...]] | None = None) -> list[list[Document]]:
         """Only passages that share a word with the query are found: fewer than `k`, perhaps none."""
-        return [
-            self._search(words, k, None if own is None else np.array(own[i]))
-            for i, words in enumerate(self._words(queries))
-        ]
+        confined = own or [None] * len(queries)
+        return [self._search(words, k, mine) for words, mine in zip(self._words(queries), confined, strict=True)]
 
-    def _search(self, words: list[str], k: int, own: np.ndarray | None) -> list[Document]:
+    def _search(self, words: list[str], k: int, own: tuple[int, ...] | None) -> list[Document]:
         known = self.bm25.get_tokens_ids(words)
         if not known:
             return []
         scores = self.bm25.get_scores_from_ids(known)  # [passages]
-        places = best(scores, k) if own is None else own[best(scores[own], k)]
+        places = best(scores, k) if own is None else np.array(own)[best(scores[list(own)], k)]
         places = places[scores[places] > 0]
         return found(self.documents, places, scores[places], "lexical")
 

@@ -1,7 +1,7 @@
 """POST requests to servers that are not trusted: they end after a time and at a size, and some are tried again."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from time import monotonic, sleep
 
 import httpx2
 
@@ -20,14 +20,8 @@ class Poster:
     No redirect is followed: it would take the headers to another server.
     """
 
-    def __init__(
-        self,
-        address: str,
-        remedy: str,
-        headers: Mapping[str, str] | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-    ):
-        self.address, self.remedy, self._sleep = address, remedy, sleep
+    def __init__(self, address: str, remedy: str, headers: Mapping[str, str] | None = None):
+        self.address, self.remedy = address, remedy
         # Without compression, of which a few bytes may unpack to any size.
         given = {"accept-encoding": "identity"} | dict(headers or {})
         self._client = httpx2.Client(timeout=TIMEOUT, headers=given, follow_redirects=False)
@@ -40,18 +34,18 @@ class Poster:
             except _Passing as error:
                 if not left:
                     raise R3LiteError(f"{self.address} gives no answer: {error}", self.remedy) from error
-                self._sleep(max(PAUSE * 2 ** (TRIES - 1 - left), error.pause))
+                sleep(max(PAUSE * 2 ** (TRIES - 1 - left), error.pause))
         raise AssertionError("the last try returns or raises")
 
     def _try(self, body: dict) -> str:
-        began, found = time.monotonic(), bytearray()
+        began, found = monotonic(), bytearray()
         try:
             with self._client.stream("POST", self.address, json=body) as reply:
                 for chunk in reply.iter_raw():
                     found += chunk
                     if len(found) > LARGEST:
                         raise R3LiteError(f"{self.address} sends more than {LARGEST >> 20} MiB", self.remedy)
-                    if time.monotonic() - began > TIMEOUT:
+                    if monotonic() - began > TIMEOUT:
                         raise _Passing(f"no reply within {TIMEOUT:g} s")
                 text = found.decode(errors="replace")
                 if reply.status_code in PASSING:

@@ -135,7 +135,7 @@ def open_finder(settings: ProcedureSettings, encoder: Callable[[], Encoder | Non
     if settings.procedures is None:
         return None
     procedures = read_procedures(settings.procedures)
-    if settings.procedures_by == "triggers":
-        return Finder(procedures, None, settings.procedures_floor)
-    made = encoder() or HashingEncoder.fit(f"{p.name} {p.description}" for p in procedures)
+    made = None
+    if settings.procedures_by != "triggers":
+        made = encoder() or HashingEncoder.fit(f"{p.name} {p.description}" for p in procedures)
     return Finder(procedures, made, settings.procedures_floor)

@@ -8,20 +8,16 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
 from r3lite.core.episode import Document, Retrieve, metadata_of
 from r3lite.core.errors import R3LiteError, extra
-from r3lite.core.records import InvalidRecord, Record, Source
+from r3lite.core.records import Record, Source
 from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
-
-if TYPE_CHECKING:
-    from qdrant_client import QdrantClient
 
 KEY = "QDRANT_API_KEY"
 TIMEOUT = 60  # seconds of a request
@@ -39,39 +35,23 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     return Search(collection, top_k)
 
 
-def connect(address: str) -> tuple["QdrantClient", str]:
-    """A client of the server of qdrant://host:port/collection, or of qdrant+https://..., and the collection's name."""
-    with extra("qdrant", address):
-        from qdrant_client import QdrantClient
-    parts = urlsplit(address)
-    name = parts.path.strip("/")
-    if not parts.hostname or not name or "/" in name:
-        raise R3LiteError(f"{address} is not the address of a collection", "Write it as qdrant://host:6333/collection.")
-    encrypted = parts.scheme == "qdrant+https"
-    key = os.environ.get(KEY)
-    if key and not encrypted and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
-        message = f"{KEY} would go to {parts.hostname} without encryption"
-        raise R3LiteError(message, "Write the address as qdrant+https://..., or unset the key.")
-    return QdrantClient(
-        host=parts.hostname,
-        port=parts.port or 6333,
-        https=encrypted,
-        api_key=key,
-        timeout=TIMEOUT,
-        check_compatibility=False,  # it warns on stderr, and refuses nothing
-    ), name
-
-
 class Collection:
     """A collection: points whose payload is a passage (id, title, text) and whose vector the encoder has made."""
 
     def __init__(self, address: str, encoder: Encoder):
-        self.address, self.encoder = address, encoder
-        self.client, self.name = connect(address)
-
-    def exists(self) -> bool:
-        with self.told():
-            return self.client.collection_exists(self.name)
+        """`address`: qdrant://host:port/collection, or qdrant+https://..."""
+        with extra("qdrant", address):
+            from qdrant_client import QdrantClient, models
+        self.address, self.encoder, self.models, parts = address, encoder, models, urlsplit(address)
+        self.name, host = parts.path.strip("/"), parts.hostname
+        if not host or not self.name or "/" in self.name:
+            raise R3LiteError(f"{address} is not the address of a collection", "Write qdrant://host:6333/collection.")
+        key, encrypted = os.environ.get(KEY), parts.scheme == "qdrant+https"
+        if key and not encrypted and host not in ("localhost", "127.0.0.1", "::1"):
+            raise R3LiteError(f"{KEY} would go to {host} without encryption", "Write qdrant+https://..., or unset it.")
+        # A check of the server's version warns on stderr, and refuses nothing.
+        given = {"api_key": key, "timeout": TIMEOUT, "check_compatibility": False}
+        self.client = QdrantClient(host=host, port=parts.port or 6333, https=encrypted, **given)
 
     def check(self) -> None:
         """Raises R3LiteError unless its vectors may be compared with those of the encoder."""
@@ -82,19 +62,15 @@ class Collection:
         if isinstance(vectors, dict) or vectors is None:
             raise R3LiteError(f"{self.address} has several vectors a point, by names", "Use one with a single vector.")
         if vectors.distance not in DISTANCES or vectors.size != self.encoder.dimension:
-            raise R3LiteError(
-                f"{self.address} holds vectors of {vectors.size} dimensions compared by {vectors.distance}, and the "
-                f"encoder {now['encoder']} makes {self.encoder.dimension}, of length 1",
-                "Name the --encoder that it was filled with.",
-            )
+            there = f"vectors of {vectors.size} dimensions compared by {vectors.distance}"
+            cause = f"{self.address} holds {there}, and {now['encoder']} makes {self.encoder.dimension}, of length 1"
+            raise R3LiteError(cause, "Name the --encoder that it was filled with.")
         if made is not None and (other := {k for k in made | now if made.get(k) != now.get(k)} - {"dtype"}):
             others = ", ".join(f"{k} {made.get(k)}" for k in sorted(other))
             raise R3LiteError(f"{self.address} was filled with another encoder: {others}", "Name that one.")
 
     def create(self) -> None:
-        from qdrant_client import models
-
-        size = models.VectorParams(size=self.encoder.dimension, distance=models.Distance.COSINE)
+        size = self.models.VectorParams(size=self.encoder.dimension, distance=self.models.Distance.COSINE)
         with self.told():
             self.client.create_collection(self.name, vectors_config=size, metadata={"r3lite": self.encoder.settings})
 
@@ -107,44 +83,30 @@ class Collection:
         return [passage for id, passage in wanted.items() if there.get(id) != passage.to_json()]
 
     def write(self, passages: list[Document]) -> None:
-        from qdrant_client import models
-
         vectors = self.encoder.encode_passages(passages, lambda count: None)
-        points = [
-            models.PointStruct(id=point_id(passage), vector=vector.tolist(), payload=passage.to_json())
-            for passage, vector in zip(passages, vectors, strict=True)
-        ]
+        pairs = zip(passages, vectors.tolist(), strict=True)
+        make = self.models.PointStruct
+        points = [make(id=point_id(passage), vector=vector, payload=passage.to_json()) for passage, vector in pairs]
         with self.told():
             self.client.upsert(self.name, points, wait=True)
 
-    def count(self) -> int:
-        with self.told():
-            return self.client.count(self.name, exact=True).count
-
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
-        from qdrant_client import models
-
         found = []
         vectors = self.encoder.encode_queries(queries).tolist()
         for start in range(0, len(vectors), QUERIES):
             batch = vectors[start : start + QUERIES]
-            requests = [models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in batch]
+            requests = [self.models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in batch]
             with self.told():
                 found += self.client.query_batch_points(self.name, requests)
         return [[self._document(point) for point in reply.points] for reply in found]
 
     def _document(self, point) -> Document:
-        address = self.address
-        try:
-            record = Record(
-                point.payload or {}, Source(f"{address}, point {point.id}", "Its payload must have a text.")
-            )
-            title, text = record.text("title", "", blank=True), record.text("text", blank=True)
-            id, more = record.identifier("id", str(point.id)), metadata_of(record)
-            return Document(id, title, text, score=point.score, source=address, metadata=more)
-        except InvalidRecord as error:
-            raise R3LiteError(error.cause, error.remedy) from error
+        source = Source(f"{self.address}, point {point.id}", "Its payload must have a text.")
+        record = Record(point.payload or {}, source)
+        title, text = record.text("title", "", blank=True), record.text("text", blank=True)
+        id, more = record.identifier("id", str(point.id)), metadata_of(record)
+        return Document(id, title, text, score=point.score, source=self.address, metadata=more)
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -166,7 +128,9 @@ def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[
     """Writes passages with their vectors into a collection, made if it is not there; returns how many were encoded and
     how many it holds. What it has already is passed over, so that after a kill the same call goes on."""
     collection = Collection(address, encoder)
-    if collection.exists():
+    with collection.told():
+        is_there = collection.client.collection_exists(collection.name)
+    if is_there:
         collection.check()
     else:
         collection.create()
@@ -178,4 +142,5 @@ def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[
                 collection.write(new)
             encoded += len(new)
             bar.update(len(block))
-    return encoded, collection.count()
+    with collection.told():
+        return encoded, collection.client.count(collection.name, exact=True).count

@@ -22,7 +22,6 @@ from r3lite.retrieval.encoder import Encoder
 
 PROBE = "Who directed the film that won the prize in 1994?"
 WAIT = 30  # seconds for another process that writes
-MIB = 1 << 20
 
 
 class QueryCache:
@@ -30,7 +29,7 @@ class QueryCache:
 
     def __init__(self, path: str | Path, most: int):
         """Raises R3LiteError if the file is no such cache or cannot be written."""
-        self.path, self.most = Path(path).expanduser(), most * MIB
+        self.path, self.most = Path(path).expanduser(), most << 20
         self.asked = self.there = 0
         self._lock = threading.Lock()
         self._working = True
@@ -38,16 +37,13 @@ class QueryCache:
         if self.path.exists():
             check_regular(self.path, "Name a file for --query-cache.")
         try:
-            self._file = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None, check_same_thread=False)
+            self._file = sqlite3.connect(self.path, WAIT, isolation_level="IMMEDIATE", check_same_thread=False)
             # What a power cut loses of a cache is encoded again.
             self._file.execute("PRAGMA synchronous = OFF")
-            self._file.execute(
-                "CREATE TABLE IF NOT EXISTS queries (id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB)"
-            )
+            columns = "id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB"
+            self._file.execute(f"CREATE TABLE IF NOT EXISTS queries ({columns})")
         except sqlite3.Error as error:
-            raise R3LiteError(
-                f"--query-cache {path} cannot be used: {error}", "Remove that file if it is a cache, or name another."
-            ) from error
+            raise R3LiteError(f"--query-cache {path} cannot be used: {error}", "Name another one.") from error
 
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
         """The vector of each key: that which is kept, else what `make` gives for its place, which is kept then."""
@@ -79,28 +75,21 @@ class QueryCache:
         return np.frombuffer(rows[0][0], "<f4") if rows else None
 
     def _write(self, rows: list[tuple[bytes, bytes]]) -> None:
+        oldest = "SELECT id FROM queries ORDER BY id LIMIT 1 + (SELECT COUNT(*) FROM queries) / 10"
+
         def write() -> None:
-            self._file.execute("BEGIN IMMEDIATE")
-            try:
+            with self._file:  # one transaction
                 self._file.executemany("INSERT OR REPLACE INTO queries (key, vector) VALUES (?, ?)", rows)
                 while self._bytes() > self.most:  # a tenth at a time, so that not every query deletes
-                    self._file.execute(
-                        "DELETE FROM queries WHERE id IN "
-                        "(SELECT id FROM queries ORDER BY id LIMIT 1 + (SELECT COUNT(*) FROM queries) / 10)"
-                    )
-                self._file.execute("COMMIT")
-            except sqlite3.Error:
-                self._file.execute("ROLLBACK")
-                raise
+                    self._file.execute(f"DELETE FROM queries WHERE id IN ({oldest})")
 
         if rows:
             self._tried(write)
 
     def _bytes(self) -> int:
         """Bytes of the file that are in use."""
-        pages, free, size = (
-            self._file.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
-        )
+        names = ("page_count", "freelist_count", "page_size")
+        pages, free, size = (self._file.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
         return (pages - free) * size
 
     def _tried(self, work: Callable):
@@ -132,6 +121,3 @@ class CachedEncoder:
 
     def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
         return self.encoder.encode_passages(documents, advance)
-
-    def save(self, folder: Path) -> None:
-        self.encoder.save(folder)

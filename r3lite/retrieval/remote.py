@@ -1,8 +1,5 @@
 """The remote retriever: what a server finds that speaks HTTP as Search-R1's does (server.py), read with distrust."""
 
-import time
-from collections.abc import Callable
-
 from r3lite.core.episode import Document, Retrieve, metadata_of
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source, parse
@@ -24,8 +21,8 @@ def build(setup: Setup, top_k: int) -> Retrieve:
 class Remote:
     """A server's ranking of passages."""
 
-    def __init__(self, address: str, sleep: Callable[[float], None] = time.sleep):
-        self.address, self._poster = address, Poster(address, REMEDY, sleep=sleep)
+    def __init__(self, address: str):
+        self.address, self._poster = address, Poster(address, REMEDY)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
@@ -38,20 +35,17 @@ class Remote:
             rows = Record(parse(body), Source(f"the reply of {self.address}")).items("result")
             if len(rows) != len(queries):
                 raise InvalidRecord(f"{len(rows)} lists for {len(queries)} queries")
-            return [[_document(entry, self.address) for entry in _objects(row)[:k]] for row in rows]
+            return [[_document(entry, self.address) for entry in _entries(row)[:k]] for row in rows]
         except InvalidRecord as error:
             raise R3LiteError(f"{self.address} does not reply as a retriever: {error.cause}", REMEDY) from error
 
 
-def _objects(row: object) -> list[dict]:
-    if not isinstance(row, list) or not all(isinstance(entry, dict) for entry in row):
-        raise InvalidRecord("result holds something else than lists of objects")
-    return row
+def _entries(row: object) -> list[Record]:
+    return Record({"a row of result": row}, Source("")).records("a row of result")
 
 
-def _document(entry: dict, address: str) -> Document:
+def _document(whole: Record, address: str) -> Document:
     """A document of a reply, with or without a score; without a title and a text of its own, those of `contents`."""
-    whole = Record(entry, Source(""))
     inner = whole.record("document") if "document" in whole else whole
     title, text = inner.text("title", None, blank=True), inner.text("text", None, blank=True)
     if text is None:

@@ -1,8 +1,5 @@
 """A reranker on another machine: the cross-encoder of a server of ours (server.py), read with distrust."""
 
-import time
-from collections.abc import Callable
-
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.retrieval.posting import Poster
@@ -14,8 +11,8 @@ REMEDY = "See that the server runs with --rerank and that --rerank here names it
 class RemoteReranker:
     """The cross-encoder at an address; it is asked once, so that a wrong one shows at once."""
 
-    def __init__(self, address: str, sleep: Callable[[float], None] = time.sleep):
-        self.address, self._poster = address, Poster(address, REMEDY, sleep=sleep)
+    def __init__(self, address: str):
+        self.address, self._poster = address, Poster(address, REMEDY)
         self.scores([("r3lite", "r3lite")])
 
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]:

@@ -4,7 +4,6 @@ It sees what an encoder, which reads both apart, cannot; but it reads every cand
 """
 
 from dataclasses import replace
-from itertools import islice
 from typing import Protocol
 
 import torch
@@ -64,10 +63,8 @@ class Reranked:
         asked = [(query, passage_text(d)) for (_, query), found in zip(pairs, candidates, strict=True) for d in found]
         unique = list(dict.fromkeys(asked))  # episodes of one group ask the same
         score_of = dict(zip(unique, self.reranker.scores(unique), strict=True))
-        scores = (score_of[pair] for pair in asked)
-        return [self._best(found, list(islice(scores, len(found)))) for found in candidates]
-
-    def _best(self, found: list[Document], scores: list[float]) -> list[Document]:
-        """Of equal scores the first comes first."""
-        order = sorted(range(len(found)), key=lambda i: -scores[i])[: self.top_k]
-        return [replace(found[i], score=scores[i]) for i in order]
+        kept = []
+        for (_, query), found in zip(pairs, candidates, strict=True):
+            scored = [replace(d, score=score_of[query, passage_text(d)]) for d in found]
+            kept.append(sorted(scored, key=lambda d: -d.score)[: self.top_k])  # of equal scores the first comes first
+        return kept

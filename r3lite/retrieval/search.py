@@ -43,10 +43,8 @@ def best(scores: np.ndarray, k: int) -> np.ndarray:
 
     Only those above the k-th are sorted: with 100,000 passages a whole sort takes longer than BM25 itself.
     """
-    if k < len(scores):
-        candidates = np.flatnonzero(scores >= np.partition(scores, -k)[-k])
-    else:
-        candidates = np.arange(len(scores))
+    least = np.partition(scores, -k)[-k] if k < len(scores) else -np.inf
+    candidates = np.flatnonzero(scores >= least)
     return candidates[np.argsort(-scores[candidates], kind="stable")][:k]
 
 

@@ -3,12 +3,11 @@ Qwen3-Embedding. Vectors are float32 [N, dimension] of length 1.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from r3lite.core.episode import Document
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, extra
 from r3lite.retrieval.bert_folder import LONGEST, model_folder
 from r3lite.retrieval.conventions import passage_text, read_conventions, settings_of
 
@@ -25,22 +24,16 @@ class SentenceEncoder:
     def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
         folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
         found = read_conventions(folder)
-        try:
+        what = f"the encoder {name} ({found.other})"
+        with extra("encoders", what, "Or use a BERT, such as intfloat/e5-base-v2."):
             from sentence_transformers import SentenceTransformer
-        except ImportError as error:
-            raise R3LiteError(
-                f"the encoder {name} needs the package sentence-transformers, which is not installed: {found.other}",
-                "Install it with: pip install 'r3lite[encoders]'. Or use a BERT, such as intfloat/e5-base-v2.",
-            ) from error
         how = {"use_safetensors": True, "dtype": DTYPES[dtype]}
         try:
             self.model = SentenceTransformer(str(folder), device=device, local_files_only=True, model_kwargs=how)
         except Exception as error:  # whatever a library and a folder of a stranger come to
             told = (str(error).strip().splitlines() or [""])[0]
-            raise R3LiteError(
-                f"sentence-transformers cannot load the encoder {name}: {type(error).__name__}: {told}",
-                "See that all files of the model are there, its weights as safetensors.",
-            ) from error
+            cause = f"sentence-transformers cannot load the encoder {name}: {type(error).__name__}: {told}"
+            raise R3LiteError(cause, "See that all files are there, the weights as safetensors.") from error
         self.batch_size = batch_size
         style, self.prefixes = found.styled(style, name)
         length = min(self.model.max_seq_length or LONGEST, LONGEST)
@@ -53,9 +46,6 @@ class SentenceEncoder:
 
     def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
         return self._encode([passage_text(document) for document in documents], self.prefixes[1], advance)
-
-    def save(self, folder: Path) -> None:
-        pass
 
     def _encode(self, texts: list[str], prefix: str, advance: Callable[[int], object]) -> np.ndarray:
         """Vectors [N, C] of N texts."""

@@ -35,11 +35,10 @@ class Service:
     def answer(self, path: str, request: Record) -> dict:
         """The reply to a request; raises InvalidRecord if it is wrong, LookupError for an unknown path, and OSError if
         the retriever fails."""
-        match path:
-            case "/retrieve":
-                return self._retrieved(request)
-            case "/rerank" if self.rerank:
-                return self._ranked(request)
+        if path == "/retrieve":
+            return self._retrieved(request)
+        if path == "/rerank" and self.rerank:
+            return self._ranked(request)
         raise LookupError(path)
 
     def _retrieved(self, request: Record) -> dict:

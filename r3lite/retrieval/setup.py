@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
@@ -24,7 +25,6 @@ class Setup:
     settings: RetrievalSettings
     questions: list[Question]  # their paragraphs are the corpus if no other is named
     seed: int = 0  # of what is drawn
-    progress: bool = True  # a bar while an index is built
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
     kind: str = SOURCES[0]  # of sources, that a web service is asked for
     like: "Setup | None" = None  # whose reranker and encoder are used again; that of an index, if it is the same one
@@ -34,22 +34,18 @@ class Setup:
         """The passages of --index or --corpus, or the paragraphs that come with the questions."""
         settings = self.settings
         if settings.index:
-            passages = self._checked(index.read_documents(settings.index))
+            passages = self._checked(index.read_documents(Path(settings.index)))
             return passages.only(fitting(settings.filter, passages)) if settings.filter else passages
         if settings.corpus:
             return self._fitting(corpus.read_corpus(settings.corpus, self.skip_bad_rows))
         bare = [q.id for q in self.questions if not q.documents]
         if settings.context == "question" and bare:
-            raise R3LiteError(
-                f"--context question searches the question's own paragraphs, and question {bare[0]} has none",
-                "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or name a --corpus in place of --context.",
-            )
+            message = f"--context question searches the question's own paragraphs, and question {bare[0]} has none"
+            raise R3LiteError(message, "Name a --corpus in place of --context question.")
         documents = corpus.from_questions(self.questions)
         if not documents:
-            raise R3LiteError(
-                "there is nothing to retrieve from: the questions in --data come without paragraphs",
-                "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none.",
-            )
+            remedy = "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none."
+            raise R3LiteError("there is nothing to retrieve from: questions in --data come without paragraphs", remedy)
         return self._fitting(documents)
 
     @cached_property
@@ -58,28 +54,24 @@ class Setup:
         settings = self.settings
         if settings.index:
             # Only a retriever with vectors has read its own by then.
-            known = self.like.__dict__.get("index") if self.like else None
-            opened = index.load(
-                settings.index, settings.encoder, settings.encoder_style, dtype=settings.encoder_dtype, known=known
-            )
+            known = self.like.index.encoder if self.like and "index" in self.like.__dict__ else None
+            opened = index.load(Path(settings.index), settings, known=known)
             self._checked(opened.documents)
             if settings.filter:
                 opened = opened.only(fitting(settings.filter, opened.documents))
             return replace(opened, encoder=self._cached(opened.encoder))
-        encoder = self._made(self.documents)
-        return index.build(self._cached(encoder), self.documents, self.progress)
+        return index.build(self._cached(make_encoder(settings, self.documents)), self.documents)
 
     @cached_property
     def encoder(self) -> Encoder | None:
         """The encoder of queries to what is not indexed here; None for hashing, which is made for a corpus."""
-        settings = self.settings
-        if settings.encoder == HASHING:
+        if self.settings.encoder == HASHING:
             return None
         if "index" in self.__dict__:
             return self.index.encoder
         if self.like:
             return self.like.encoder
-        return self._cached(self._made([]))
+        return self._cached(make_encoder(self.settings, []))
 
     @cached_property
     def query_cache(self) -> QueryCache | None:
@@ -95,11 +87,6 @@ class Setup:
             return documents
         return [d for d, fits in zip(documents, fitting(self.settings.filter, documents), strict=True) if fits]
 
-    def _made(self, documents: Sequence[Document]) -> Encoder:
-        """A new encoder of the settings."""
-        settings = self.settings
-        return make_encoder(settings.encoder, settings.encoder_style, documents, dtype=settings.encoder_dtype)
-
     def _cached(self, encoder: Encoder) -> Encoder:
         if self.query_cache is None or isinstance(encoder, CachedEncoder):
             return encoder
@@ -108,12 +95,10 @@ class Setup:
     @cached_property
     def reranker(self) -> Reranker:
         """The cross-encoder of --rerank, here or on a server."""
-        settings = self.settings
         if self.like:
             return self.like.reranker
-        if "://" in settings.rerank:
-            return RemoteReranker(settings.rerank)
-        return CrossEncoder(settings.rerank, settings.encoder_dtype)
+        name = self.settings.rerank
+        return RemoteReranker(name) if "://" in name else CrossEncoder(name, self.settings.encoder_dtype)
 
     def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages of the index, refused if another corpus than theirs is named beside it."""
@@ -121,11 +106,8 @@ class Setup:
         if settings.corpus:
             named = corpus.read_corpus(settings.corpus, self.skip_bad_rows)
             if corpus.fingerprint(named) != corpus.fingerprint(documents):
-                raise R3LiteError(
-                    f"the index {settings.index} was not built of the corpus {settings.corpus}",
-                    f"Pass one of them only, or build it again: python -m r3lite.index --corpus {settings.corpus} "
-                    f"--encoder {settings.encoder} --output {settings.index}",
-                )
+                cause = f"the index {settings.index} was not built of the corpus {settings.corpus}"
+                raise R3LiteError(cause, "Pass one of them only, or build it again with python -m r3lite.index.")
         return documents
 
     def own(self, questions: list[Question]) -> list[tuple[int, ...]] | None:

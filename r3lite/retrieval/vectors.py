@@ -5,7 +5,7 @@ product. Shapes: `Q` queries, `k` results, `d` dimensions.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -105,8 +105,7 @@ class VectorFile:
 
     def cut(self, rows: int) -> None:
         """Keeps the first rows only."""
-        if self.path.exists():
-            os.truncate(self.path, rows * self.row)
+        os.truncate(self.path, rows * self.row)
 
     def append(self, vectors: np.ndarray) -> None:
         """Adds rows and waits until they are on the disk."""
@@ -114,9 +113,6 @@ class VectorFile:
             file.write(np.ascontiguousarray(vectors, dtype=self.type).tobytes())
             file.flush()
             os.fsync(file.fileno())
-
-    def blocks(self) -> Iterator[np.ndarray]:
-        return (self.read(start, BLOCK) for start in range(0, len(self), BLOCK))
 
     def sample(self, count: int) -> np.ndarray:
         """`count` rows, the same ones of the same file always, in their order. Only they are in memory."""
@@ -140,7 +136,8 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
         index.train(vectors.sample(size))
     _reserve(index, count)
     with tqdm(total=count, desc="indexing", unit="", **BRIEF) as bar:
-        for block in vectors.blocks():
+        for start in range(0, count, BLOCK):
+            block = vectors.read(start, BLOCK)
             add(index, [block])
             bar.update(len(block))
     return index
@@ -196,8 +193,7 @@ def write_vectors(index: faiss.Index, path: Path) -> None:
         faiss.write_index(index, str(path))
     except RuntimeError as error:  # what FAISS makes of a full disk
         reason = str(error).strip().splitlines()[-1]
-        remedy = "Make room and give the same command again: it goes on from there. Or name another --output."
-        raise R3LiteError(f"{path} cannot be written: {reason}", remedy) from error
+        raise R3LiteError(f"{path} cannot be written: {reason}", "Make room; the same command then goes on.") from error
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 

@@ -47,8 +47,7 @@ class Exa:
     kinds: ClassVar = {KIND: None, "News": "news", "Academic": "research paper"}  # by their `category`
 
     def __init__(self):
-        key = os.environ.get(EXA_KEY)
-        if not key:
+        if not (key := os.environ.get(EXA_KEY)):
             raise R3LiteError(f"--retriever exa needs a key in {EXA_KEY}", "Get one at exa.ai, or pass --web-replay.")
         remedy = f"See that {EXA_KEY} is valid and that exa.ai is reached."
         self._poster = Poster(EXA, remedy, {"x-api-key": key})
@@ -85,9 +84,7 @@ class DuckDuckGo:
             rows = search(query, max_results=count, backend="duckduckgo")
         except Exception as error:  # the package raises what its own libraries do
             told = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise R3LiteError(
-                f"DuckDuckGo gives no documents: {told}", "It may have been asked too often: lower --web-rpm, or wait."
-            ) from error
+            raise R3LiteError(f"DuckDuckGo gives no documents: {told}", "Lower --web-rpm, or wait.") from error
         names = ("href", "title", "body") if kind == KIND else ("url", "title", "body")
         return [_page(Record(row, Source("a result of DuckDuckGo")), *names) for row in rows]
 
@@ -107,12 +104,12 @@ def _page(row: Record, url: str, title: str, text: str) -> dict[str, str]:
 class Recorded:
     """A service whose answers are kept in a folder, a file each, and are not asked for again.
 
-    `asked` counts the requests that were sent. Several processes may share the folder: files are written whole.
+    Several processes may share the folder: files are written whole.
     """
 
     def __init__(self, name: str, folder: Path, rpm: int, replay: bool):
         """With `replay`, nothing is ever sent, and a query that is not in the folder is an error."""
-        self.name, self.folder, self.asked = name, folder, 0
+        self.name, self.folder = name, folder
         self._limit = RateLimiter(rpm, time.monotonic, time.sleep)
         self._service = None if replay else SERVICES[name]()
         self._lock = threading.Lock()
@@ -128,14 +125,11 @@ class Recorded:
             except R3LiteError as error:
                 print(f"a recorded answer is asked for again: {error.cause}", file=sys.stderr)
         if self._service is None:
-            raise R3LiteError(
-                f"no answer to this query is recorded in {self.folder} ({kind})",
-                "Leave --web-replay out, or name the folder that it was recorded in by --web-cache.",
-            )
+            remedy = "Leave --web-replay out, or name another --web-cache."
+            raise R3LiteError(f"no answer to this query is recorded in {self.folder} ({kind})", remedy)
         self._limit.wait()
         found = self._service.pages(query, kind, count)
         with self._lock:  # equal queries of two threads would share a temporary file
-            self.asked += 1
             write_json(path, asked | {"pages": found})
         return found
 
@@ -201,5 +195,4 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     folder = Path(settings.web_cache).expanduser()
     service = Recorded(settings.retriever, folder, settings.web_rpm, settings.web_replay)
     kind = setup.kind if setup.kind in SERVICES[settings.retriever].kinds else KIND
-    ranking = Web(service, kind, settings.web_results, setup.encoder)
-    return Search(ranking, top_k)
+    return Search(Web(service, kind, settings.web_results, setup.encoder), top_k)

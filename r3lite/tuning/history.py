@@ -30,10 +30,8 @@ class Candidate:
 
     @staticmethod
     def from_json(record: Record) -> "Candidate":
-        scores = {
-            name: {end: record.record("scores").record(name).number(end) for end in ("value", "low", "high")}
-            for name in record.record("scores").values
-        }
+        kept, ends = record.record("scores"), ("value", "low", "high")
+        scores = {name: {end: kept.record(name).number(end) for end in ends} for name in kept.values}
         return Candidate(
             record.whole("id"),
             record.text("prompt", blank=True),
@@ -78,10 +76,8 @@ class History:
         self.candidates = [Candidate.from_json(c) for c in record.records("candidates")]
         if [c.id for c in self.candidates] != list(range(max(1, len(self.candidates)))):
             raise record.error("the candidates are not numbered from 0")
-        self.rounds = [
-            Round(r.whole("number"), r.whole("best"), *(r.number(name) for name in ("gained", "low", "high", "p")))
-            for r in record.records("rounds")
-        ]
+        numbers, rounds = ("gained", "low", "high", "p"), record.records("rounds")
+        self.rounds = [Round(r.whole("number"), r.whole("best"), *map(r.number, numbers)) for r in rounds]
 
     def _write(self) -> None:
         made = {"candidates": [asdict(c) for c in self.candidates], "rounds": [asdict(r) for r in self.rounds]}
@@ -132,9 +128,8 @@ class History:
             rejected = sum(bool(c.rejected) for c in of_round)
             gained = f"{over.gained:+.3f} [{over.low:+.3f}, {over.high:+.3f}]" if over.number else ""
             score = shown(self.candidates[over.best].scores[self.metric])
-            lines.append(
-                f"{over.number:<7}{len(of_round):>8}{rejected:>10}{over.best:>6}   {score:<24}{gained}".rstrip()
-            )
+            line = f"{over.number:<7}{len(of_round):>8}{rejected:>10}{over.best:>6}   {score:<24}{gained}"
+            lines.append(line.rstrip())
         lines += [f"rejected: {c.id}, of {c.parent}: {c.rejected}" for c in self.candidates if c.rejected]
         return "\n".join(lines)
 

@@ -8,7 +8,7 @@ from r3lite.core.episode import Document, Failure, Hop, Question
 from r3lite.datasets.evidence import QUOTED, Demonstration, demonstrate
 from r3lite.datasets.trajectories import check_steps
 from r3lite.protocols.registry import build_protocol
-from r3lite.settings import ProtocolSettings
+from r3lite.settings import LengthSettings, ProtocolSettings
 
 FILM = Document("q/2", "Brenn (film)", "Brenn is old. It is a film by Ann Dahl.")
 PERSON = Document("q/0", "Ann Dahl", "Ann Dahl was born in Oslo.")
@@ -139,6 +139,7 @@ def test_all_questions_are_asked_together():
         batches.append([query for _, query in pairs])
         return [Failure("no room") if q.id == "f" else [FILM] if query == q.text else [PERSON] for q, query in pairs]
 
-    whole, broken = demonstrate([QUESTION, replace(QUESTION, id="f")], retrieve, 3, 100)
+    lengths = LengthSettings(max_hops=3, max_document_tokens=100)
+    whole, broken = demonstrate([QUESTION, replace(QUESTION, id="f")], retrieve, lengths)
     assert batches == [[QUESTION.text] * 2, ["Ann Dahl"]]
     assert whole.steps[-1].answer == "Oslo" and broken.rejected == "the retriever failed"

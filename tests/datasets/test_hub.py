@@ -34,7 +34,7 @@ def test_files_of_a_hub_split(files, subset, split, picked):
 def test_a_split_in_several_subsets_or_in_none_is_refused():
     with pytest.raises(R3LiteError, match="several subsets: a, b"):
         hub.pick(["a/train.json", "b/train.json"], "name", "", "train")
-    with pytest.raises(R3LiteError, match="there is a/train"):
+    with pytest.raises(R3LiteError, match="There is a/train"):
         hub.pick(["a/train.json"], "name", "a", "test")
     with pytest.raises(R3LiteError, match="a loading script is never run"):
         hub.pick([], "name", "a", "test")

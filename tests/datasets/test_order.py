@@ -1,9 +1,10 @@
 """Which rows and questions a step takes: every one once an epoch, with no memory of the steps before."""
 
 from collections import Counter
+from dataclasses import replace
 
 from r3lite.core.episode import Question
-from r3lite.datasets.order import questions_of_refill, questions_of_round, rows_of_step
+from r3lite.datasets.order import QuestionOrder, rows_of_step
 
 
 def test_every_epoch_reads_every_row_once_and_the_last_step_may_be_smaller():
@@ -17,26 +18,23 @@ def test_every_epoch_reads_every_row_once_and_the_last_step_may_be_smaller():
 
 
 def test_rounds_draw_every_question_once_an_epoch_and_need_no_memory():
-    questions = [Question(str(i), "?", ("a",)) for i in range(5)]
-    drawn = [questions_of_round(questions, n, 2, 2, seed=0) for n in range(1, 6)]
+    order = QuestionOrder([Question(str(i), "?", ("a",)) for i in range(5)], generations=2, seed=0)
+    drawn = [order.of_round(n, 2) for n in range(1, 6)]
     ids = [q.id for qs, _ in drawn for q in qs[::2]]
     assert sorted(ids[:5]) == sorted(ids[5:]) == list("01234") and ids[:5] != ids[5:]
     seeds = [s for _, ss in drawn for s in ss]
     assert len(set(seeds)) == len(seeds) == 20
-    assert (
-        questions_of_round(questions, 3, 2, 2, seed=0) == drawn[2]
-        and questions_of_round(questions, 3, 2, 2, seed=1) != drawn[2]
-    )
+    assert order.of_round(3, 2) == drawn[2] and replace(order, seed=1).of_round(3, 2) != drawn[2]
 
 
 def test_a_refill_takes_other_questions_if_there_are_and_needs_no_memory():
-    questions = [Question(str(i), "?", ("a",)) for i in range(5)]
-    drawn = [questions_of_refill(questions, 3, attempt, 2, 2, 0, {"0", "1", "4"}) for attempt in (1, 2, 3)]
+    order = QuestionOrder([Question(str(i), "?", ("a",)) for i in range(5)], generations=2, seed=0)
+    drawn = [order.of_refill(3, attempt, 2, {"0", "1", "4"}) for attempt in (1, 2, 3)]
     assert all([q.id for q in qs] in (list("2233"), list("3322")) for qs, _ in drawn)
-    seeds = [s for _, ss in drawn for s in ss] + questions_of_round(questions, 3, 2, 2, seed=0)[1]
+    seeds = [s for _, ss in drawn for s in ss] + order.of_round(3, 2)[1]
     assert len(set(seeds)) == len(seeds) == 16
-    assert questions_of_refill(questions, 3, 2, 2, 2, 0, {"0", "1", "4"}) == drawn[1]
-    assert questions_of_refill(questions, 4, 2, 2, 2, 0, {"0", "1", "4"})[1] != drawn[1][1]
+    assert order.of_refill(3, 2, 2, {"0", "1", "4"}) == drawn[1]
+    assert order.of_refill(4, 2, 2, {"0", "1", "4"})[1] != drawn[1][1]
     # All have been drawn, or more are needed than there are: some come again.
-    again, _ = questions_of_refill(questions, 3, 1, 6, 1, 0, set("01234"))
+    again, _ = replace(order, generations=1).of_refill(3, 1, 6, set("01234"))
     assert Counter(q.id for q in again).most_common()[0][1] == 2 and {q.id for q in again} == set("01234")

@@ -6,7 +6,7 @@ from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode,
 from r3lite.datasets.self_taught import chosen
 from r3lite.protocols.base import ANSWER_WAS_FORCED
 from r3lite.protocols.registry import build_protocol
-from r3lite.settings import ProtocolSettings
+from r3lite.settings import CollectSettings, ProtocolSettings
 
 FILM = Document("1", "Brenn", "Brenn (1929\u20131930) is a film by Ann Dahl.")
 ANN = Document("2", "Ann Dahl", "Dahl was born in New York-Queens.")
@@ -23,7 +23,7 @@ def episode(answer="New York", queries=("Who?", "Where?"), found=((FILM,), (ANN,
 
 
 def choose(*episodes, keep=2, min_f1=0.8, retrieves=True):
-    return chosen(episodes, PROTOCOL, min_f1, retrieves, keep)
+    return chosen(episodes, PROTOCOL, CollectSettings(min_f1=min_f1, keep=keep), retrieves)
 
 
 @pytest.mark.parametrize(

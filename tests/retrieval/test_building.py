@@ -18,6 +18,7 @@ from r3lite.retrieval import building, index
 from r3lite.retrieval.encoder import make_encoder
 from r3lite.retrieval.hashing import HashingEncoder
 from r3lite.retrieval.index_size import estimate
+from tests.built_index import encoder_settings
 
 DOCUMENTS = [Document(str(i), f"Town {i}", f"Town {i} lies by the river {i * 7 % 31}.") for i in range(23)]
 
@@ -45,7 +46,7 @@ def small_blocks(monkeypatch):
 
 def build(folder, encoder, documents=DOCUMENTS, kind="flat"):
     with building.gathered(folder, iter(documents)) as made:
-        kept = building.encode(made, encoder, kind, progress=False)
+        kept = building.encode(made, encoder, kind)
         building.finish(made, encoder, estimate(kind, len(documents), encoder.dimension))
     return kept
 
@@ -79,7 +80,7 @@ def test_a_build_that_was_begun_with_something_else_is_not_thrown_away(tmp_path,
     for encoder, documents, kind, what in (
         (Counted(), DOCUMENTS[:-1], "flat", "corpus"),
         (Counted(), DOCUMENTS, "sq8", "--index-type"),
-        (make_encoder(str(minilm), "plain", DOCUMENTS), DOCUMENTS, "flat", "encoder"),
+        (make_encoder(encoder_settings(str(minilm), "plain"), DOCUMENTS), DOCUMENTS, "flat", "encoder"),
         (coarse, DOCUMENTS, "flat", "dtype"),
     ):
         with pytest.raises(R3LiteError, match=f"was begun with another {what}") as error:

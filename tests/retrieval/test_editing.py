@@ -13,6 +13,7 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import building, editing, index
 from r3lite.retrieval.index_size import estimate
+from tests.built_index import encoder_settings
 
 D = 32
 
@@ -29,9 +30,6 @@ class Drawn:
     def encode_passages(self, documents, advance):
         return self.encode_queries([d.text for d in documents])
 
-    def save(self, folder):
-        pass
-
 
 def passage(number):
     return Document(str(number), "", f"text {number}")
@@ -39,14 +37,14 @@ def passage(number):
 
 def build(folder, documents, kind="flat"):
     with building.gathered(folder, documents) as made:
-        building.encode(made, Drawn(), kind, progress=False)
+        building.encode(made, Drawn(), kind)
         building.finish(made, Drawn(), estimate(kind, len(documents), D))
 
 
 @pytest.fixture
 def opened(monkeypatch):
-    monkeypatch.setattr(index, "reopen_encoder", lambda *_: Drawn())
-    return lambda folder: index.load(folder, "drawn")
+    monkeypatch.setattr(index, "make_encoder", lambda *_: Drawn())
+    return lambda folder: index.load(folder, encoder_settings("drawn"))
 
 
 def found(opened_index, queries, k=10):
@@ -81,7 +79,7 @@ def test_many_edits_give_the_recall_of_one_built_afresh(tmp_path, opened, monkey
     assert {int(d.id) for d in edited.documents} == live
     assert edited.vectors.base.ntotal > 400
     documents = [passage(i) for i in sorted(live)]
-    truth = found(index.build(Drawn(), documents, progress=False), QUERIES)
+    truth = found(index.build(Drawn(), documents), QUERIES)
     build(tmp_path / "fresh", documents, kind)
     recalls = [
         np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found(one, QUERIES), truth, strict=True)])
@@ -155,9 +153,11 @@ def test_two_processes_read_while_one_adds(tmp_path):
     assert recipe.main(["--corpus", str(world), *options]) == 0
     program = (
         "import sys; from pathlib import Path; from r3lite.retrieval import index\n"
+        "from r3lite.settings import RetrievalSettings\n"
         "seen, stop = [], Path(sys.argv[2])\n"
         "while not seen or not stop.exists():\n"
-        "    opened = index.load(sys.argv[1], 'hashing'); seen.append(len(opened.documents))\n"
+        "    opened = index.load(Path(sys.argv[1]), RetrievalSettings(encoder='hashing'))\n"
+        "    seen.append(len(opened.documents))\n"
         "    assert opened.search(['text 7'], 1)[0][0].id == '7', seen\n"
         "    if len(seen) == 1: print('ready', flush=True)\n"
         "assert seen == sorted(seen); print(len(set(seen)))"

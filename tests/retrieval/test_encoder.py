@@ -14,6 +14,7 @@ from r3lite.retrieval.bert_encoder import BertEncoder
 from r3lite.retrieval.conventions import style_of
 from r3lite.retrieval.encoder import make_encoder
 from r3lite.retrieval.hashing import HashingEncoder
+from tests.built_index import encoder_settings
 
 TEXTS = ["Blue Harbor is a film.", "x", "", "Ünïcode: 東京 ist groß — isn't it?", "a long one " * 300]
 
@@ -70,7 +71,7 @@ def test_e5_style_prefixes_queries_and_passages(encoder, minilm, tmp_path):
     shutil.copytree(minilm, folder)
     (folder / "sentence_bert_config.json").unlink()
     document = Document("1", "Blue Harbor", "A film.")
-    e5 = make_encoder(str(folder), "auto", [document])
+    e5 = make_encoder(encoder_settings(str(folder), "auto"), [document])
     assert e5.settings["style"] == "e5"
     assert e5.settings["max_length"] == 512
     plain = encoder.encode_queries(["query: who?", "passage: Blue Harbor A film."])
@@ -127,7 +128,7 @@ def pooled(minilm, tmp_path_factory):
 def test_tokens_are_pooled_as_the_folder_says(pooled, file):
     (pooled / "1_Pooling" / "config.json").write_text(file)
     if POOLING[file] is None:
-        with pytest.raises(R3LiteError, match=r"not of a kind that r3lite computes itself: it (pools|leaves)"):
+        with pytest.raises(R3LiteError, match=r"not an encoder that r3lite computes itself: it (pools|leaves)"):
             BertEncoder(str(pooled), "plain")
         return
     ours = BertEncoder(str(pooled), "plain", batch_size=2)

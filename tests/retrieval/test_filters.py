@@ -20,6 +20,7 @@ from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.retrieval.vectors import CLASSES
 from r3lite.settings import RetrievalSettings
+from tests.built_index import encoder_settings
 
 FIELDS = [
     {"lang": "en", "year": 1999, "free": True, "part": "[a]?"},
@@ -98,14 +99,14 @@ def corpus(tmp_path_factory):
 
 
 def searched(settings, query="House 7 in street 3"):
-    (found,) = build_retriever(Setup(settings, [], progress=False))([(Question("q", query, ()), query)])
+    (found,) = build_retriever(Setup(settings, []))([(Question("q", query, ()), query)])
     return found
 
 
 def expected(corpus, k, keep):
     """The best scores of a search of everything, by brute force."""
     documents = read_corpus(corpus)
-    whole = index.build(HashingEncoder.fit(d.text for d in documents), documents, progress=False)
+    whole = index.build(HashingEncoder.fit(d.text for d in documents), documents)
     return [d.score for d in whole.search(["House 7 in street 3"], 400)[0] if keep(**dict(d.metadata))][:k]
 
 
@@ -131,7 +132,7 @@ def test_what_was_added_and_deleted_is_filtered_too(corpus, tmp_path):
     gone = [f"h{i}" for i in range(0, 430, 4)]
     assert recipe.main(["--add", str(tmp_path / "more.jsonl"), *given]) == 0
     assert recipe.main(["--delete", ",".join(gone), *given]) == 0
-    opened = index.load(tmp_path / "i", "hashing")
+    opened = index.load(tmp_path / "i", encoder_settings())
     fit = fitting(["colour=blue"], opened.documents)
     only = opened.only(fit)
     assert [d.id for d in only.documents] == [f"h{i}" for i in range(430) if i % 3 == 2 and i % 4]

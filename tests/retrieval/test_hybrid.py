@@ -59,7 +59,7 @@ def test_the_settings_choose_the_fusion_and_the_lists_are_a_hundred_deep():
 
     def built(**changes):
         settings = RetrievalSettings(retriever="hybrid", encoder="hashing", **changes)
-        return build(Setup(settings, questions, progress=False), top_k=3)
+        return build(Setup(settings, questions), top_k=3)
 
     rrf, weighted = built(), built(fusion="weighted", lexical_weight=0.2)
     assert (rrf.worth, rrf.weights) == (reciprocal_ranks, (1.0, 1.0))

@@ -15,6 +15,7 @@ from r3lite.retrieval import building, index
 from r3lite.retrieval.encoder import make_encoder
 from r3lite.retrieval.hashing import HashingEncoder
 from tests import built_index
+from tests.built_index import encoder_settings
 
 DOCUMENTS = [
     Document("a", "Blue Harbor", "Blue Harbor is a film directed by Ann Lee."),
@@ -24,7 +25,7 @@ DOCUMENTS = [
 
 
 def made(documents=DOCUMENTS, encoder="hashing", style="auto"):
-    return index.build(make_encoder(encoder, style, documents), documents, progress=False)
+    return index.build(make_encoder(encoder_settings(encoder, style), documents), documents)
 
 
 def save(folder, documents=DOCUMENTS, **how):
@@ -49,17 +50,17 @@ def test_built_in_blocks_it_is_the_same(monkeypatch):
 
 
 def test_float64_vectors_are_taken(monkeypatch):
-    """faiss raises TypeError at float64."""
+    """faiss once raised TypeError at float64; it converts them now."""
     encoder = HashingEncoder.fit(d.text for d in DOCUMENTS)
-    make = encoder._encode
-    monkeypatch.setattr(encoder, "_encode", lambda texts: np.asfortranarray(make(texts).astype(np.float64)))
-    assert titles(index.build(encoder, DOCUMENTS, progress=False).search(["capital of Norway"], 1)) == [["Oslo"]]
+    make = encoder.encode_queries
+    monkeypatch.setattr(encoder, "encode_queries", lambda texts: np.asfortranarray(make(texts).astype(np.float64)))
+    assert titles(index.build(encoder, DOCUMENTS).search(["capital of Norway"], 1)) == [["Oslo"]]
 
 
 def test_kept_and_read_back_it_finds_the_same(tmp_path):
     built = made()
     save(tmp_path / "i")
-    again = index.load(tmp_path / "i", "hashing")
+    again = index.load(tmp_path / "i", encoder_settings())
     assert list(again.documents) == DOCUMENTS
     queries = ["Where was Ann Lee born?", "capital of Norway", "film"]
     assert again.search(queries, 2) == built.search(queries, 2)
@@ -89,7 +90,7 @@ def test_an_index_of_another_corpus_or_encoder_is_not_replaced(tmp_path, minilm)
     save(tmp_path / "e5", encoder=str(minilm), style="e5")
     with pytest.raises(R3LiteError, match="style e5, not plain"):
         save(tmp_path / "e5", encoder=str(minilm), style="plain")
-    assert len(index.load(tmp_path / "i", "hashing").documents) == 3
+    assert len(index.load(tmp_path / "i", encoder_settings()).documents) == 3
 
 
 def test_a_crash_while_writing_leaves_the_old_index(tmp_path, monkeypatch):
@@ -98,7 +99,7 @@ def test_a_crash_while_writing_leaves_the_old_index(tmp_path, monkeypatch):
     monkeypatch.setattr(building, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path / "i")
-    assert len(index.load(tmp_path / "i", "hashing").documents) == 3
+    assert len(index.load(tmp_path / "i", encoder_settings()).documents) == 3
     assert [(p.name, p.stat().st_ino) for p in tmp_path.iterdir()] == [("i", before)]
 
 
@@ -114,7 +115,7 @@ def test_a_stop_between_the_two_renames_puts_the_old_index_back(tmp_path, monkey
     with pytest.raises(type(stop)):
         save(tmp_path / "i")
     assert (tmp_path / "i").stat().st_ino == before and not (tmp_path / ".i.old").exists()
-    assert len(index.load(tmp_path / "i", "hashing").documents) == 3
+    assert len(index.load(tmp_path / "i", encoder_settings()).documents) == 3
 
 
 def beside_an_index(folder):
@@ -160,7 +161,7 @@ def test_the_folder_one_is_in_is_refused_and_one_in_it_is_not(tmp_path, monkeypa
         save(".")
     Path("i").mkdir()
     save("i/../i")
-    assert len(index.load("i", "hashing").documents) == 3
+    assert len(index.load(Path("i"), encoder_settings()).documents) == 3
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_encoding(tmp_path):
@@ -277,20 +278,20 @@ def test_what_does_not_match_is_refused(tmp_path, change, words):
     save(tmp_path / "i")
     change(tmp_path / "i")
     with pytest.raises(R3LiteError, match=words) as error:
-        index.load(tmp_path / "i", "hashing")
+        index.load(tmp_path / "i", encoder_settings())
     assert "uild" in error.value.remedy
 
 
 def test_an_index_without_a_digest_still_opens(tmp_path):
     save(tmp_path / "i")
     without_digest(tmp_path / "i")
-    assert titles(index.load(tmp_path / "i", "hashing").search(["capital of Norway"], 1)) == [["Oslo"]]
+    assert titles(index.load(tmp_path / "i", encoder_settings()).search(["capital of Norway"], 1)) == [["Oslo"]]
 
 
 def test_passages_without_words_are_no_obstacle(tmp_path):
     documents = [Document("x", "", "?!"), *DOCUMENTS]
     save(tmp_path / "i", documents)
-    assert list(index.load(tmp_path / "i", "hashing").documents) == documents
+    assert list(index.load(tmp_path / "i", encoder_settings()).documents) == documents
 
 
 def test_a_query_without_any_known_word_brings_nothing():
@@ -302,24 +303,24 @@ def test_a_query_without_any_known_word_brings_nothing():
 
 def test_vectors_that_are_not_finite_are_not_indexed(monkeypatch):
     encoder = HashingEncoder.fit(d.text for d in DOCUMENTS)
-    make = encoder._encode
-    monkeypatch.setattr(encoder, "_encode", lambda texts: make(texts) / 0)
+    make = encoder.encode_queries
+    monkeypatch.setattr(encoder, "encode_queries", lambda texts: make(texts) / 0)
     with np.errstate(all="ignore"), pytest.raises(R3LiteError, match="the encoder hashing gives vectors that are not"):
-        index.build(encoder, DOCUMENTS, progress=False)
+        index.build(encoder, DOCUMENTS)
 
 
 def test_another_encoder_or_style_is_refused(tmp_path, minilm):
     save(tmp_path / "hashed")
     with pytest.raises(R3LiteError, match="built with encoder hashing, not ") as error:
-        index.load(tmp_path / "hashed", str(minilm))
+        index.load(tmp_path / "hashed", encoder_settings(str(minilm)))
     assert "--encoder hashing, or build" in error.value.remedy
     save(tmp_path / "e5", encoder=str(minilm), style="e5")
     with pytest.raises(R3LiteError, match="not hashing"):
-        index.load(tmp_path / "e5", "hashing")
+        index.load(tmp_path / "e5", encoder_settings())
     with pytest.raises(R3LiteError, match="built with style e5, not plain"):
-        index.load(tmp_path / "e5", str(minilm), "plain")
+        index.load(tmp_path / "e5", encoder_settings(str(minilm), "plain"))
     # Left to itself, the style is the one that is kept with the index, whatever the encoder's name says.
-    assert index.load(tmp_path / "e5", str(minilm)).encoder.settings["style"] == "e5"
+    assert index.load(tmp_path / "e5", encoder_settings(str(minilm))).encoder.settings["style"] == "e5"
 
 
 def test_an_index_of_one_precision_is_searched_with_the_other(tmp_path, minilm):
@@ -327,7 +328,7 @@ def test_an_index_of_one_precision_is_searched_with_the_other(tmp_path, minilm):
         save(tmp_path / made, encoder=str(minilm), style="plain", dtype=made)
         manifest = json.loads((tmp_path / made / "manifest.json").read_text())
         assert manifest.get("dtype") == (None if made == "fp32" else "bf16")
-        opened = index.load(tmp_path / made, str(minilm), dtype=searched)
+        opened = index.load(tmp_path / made, encoder_settings(str(minilm), dtype=searched))
         assert opened.search(["capital of Norway"], 1)[0][0].id == "c"
 
 
@@ -336,9 +337,10 @@ def test_a_moved_encoder_is_taken_and_a_changed_one_is_not(tmp_path, minilm):
 
     save(tmp_path / "i", encoder=str(minilm))
     shutil.copytree(minilm, tmp_path / "moved")
-    assert index.load(tmp_path / "i", str(tmp_path / "moved")).search(["capital of Norway"], 1)[0][0].id == "c"
+    opened = index.load(tmp_path / "i", encoder_settings(str(tmp_path / "moved")))
+    assert opened.search(["capital of Norway"], 1)[0][0].id == "c"
     weights = load_file(tmp_path / "moved" / "model.safetensors")
     weights = {k: v * 1.2 if k.endswith("query.weight") else v.clone() for k, v in weights.items()}
     save_file(weights, tmp_path / "moved" / "model.safetensors")
     with pytest.raises(R3LiteError, match="the vectors differ"):
-        index.load(tmp_path / "i", str(tmp_path / "moved"))
+        index.load(tmp_path / "i", encoder_settings(str(tmp_path / "moved")))

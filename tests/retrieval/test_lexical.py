@@ -62,13 +62,13 @@ def test_without_its_packages_it_names_the_extra(monkeypatch, tmp_path, name, pa
     corpus.write_text('{"id": "1", "title": "T", "text": "Oslo is here."}')
     settings = RetrievalSettings(retriever=name, encoder="hashing", corpus=str(corpus))
     with pytest.raises(R3LiteError, match=f"needs the package {package}, which is not installed") as error:
-        build_retriever(Setup(settings, [], progress=False))
+        build_retriever(Setup(settings, []))
     assert "pip install 'r3lite[retrieval]'" in error.value.remedy
 
 
 def test_the_passages_of_an_index_are_searched_without_its_encoder(tmp_path, monkeypatch):
     save(tmp_path / "i", DOCUMENTS)
-    monkeypatch.setattr(index, "reopen_encoder", lambda *_: pytest.fail("an encoder was loaded"))
+    monkeypatch.setattr(index, "make_encoder", lambda *_: pytest.fail("an encoder was loaded"))
     settings = RetrievalSettings(retriever="lexical", index=str(tmp_path / "i"), encoder="no/such")
     assert build_retriever(Setup(settings, []))([(Question("q", "?", ()), "red")]) == [[DOCUMENTS[2]]]
     (tmp_path / "i" / "passages.jsonl").write_text('{"id": "a", "text": "another"}')

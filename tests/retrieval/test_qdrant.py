@@ -28,8 +28,9 @@ def encoder(minilm):
 @pytest.fixture
 def server(monkeypatch):
     """An embedded server, which every address leads to."""
-    client = pytest.importorskip("qdrant_client").QdrantClient(":memory:")
-    monkeypatch.setattr(qdrant, "connect", lambda address: (client, address.rpartition("/")[2]))
+    package = pytest.importorskip("qdrant_client")
+    client = package.QdrantClient(":memory:")
+    monkeypatch.setattr(package, "QdrantClient", lambda **given: client)
     return client
 
 
@@ -45,7 +46,7 @@ def ask(settings, queries=QUERIES):
 
 def test_what_it_finds_is_what_an_exact_index_finds(server, encoder, settings):
     qdrant.fill(ADDRESS, PASSAGES, encoder)
-    expected = index.build(encoder, PASSAGES, progress=False).search(QUERIES, 4)
+    expected = index.build(encoder, PASSAGES).search(QUERIES, 4)
     for ours, theirs in zip(ask(settings), expected, strict=True):
         assert [(d.id, d.title, d.text) for d in ours] == [(d.id, d.title, d.text) for d in theirs]
         assert [d.score for d in ours] == pytest.approx([d.score for d in theirs], abs=1e-5)
@@ -130,30 +131,30 @@ def test_one_without_a_collection_or_with_several_vectors_is_refused(server, set
 def test_a_server_that_is_not_there_is_told(encoder):
     pytest.importorskip("qdrant_client")
     with pytest.raises(R3LiteError, match=r"qdrant://127\.0\.0\.1:9/towns: .*refused"):
-        qdrant.Collection("qdrant://127.0.0.1:9/towns", encoder).exists()
+        qdrant.Collection("qdrant://127.0.0.1:9/towns", encoder).check()
 
 
 @pytest.mark.parametrize("address", ["qdrant://here:6333", "qdrant://here/a/b", "qdrant:///a"])
 def test_an_address_without_a_collection_is_refused(address):
     pytest.importorskip("qdrant_client")
     with pytest.raises(R3LiteError, match="is not the address of a collection"):
-        qdrant.connect(address)
+        qdrant.Collection(address, None)
 
 
 def test_a_key_goes_nowhere_without_encryption(monkeypatch):
     pytest.importorskip("qdrant_client")
     monkeypatch.setenv(qdrant.KEY, "secret")
     with pytest.raises(R3LiteError, match=r"would go to far\.example without encryption") as error:
-        qdrant.connect("qdrant://far.example/towns")
+        qdrant.Collection("qdrant://far.example/towns", None)
     assert "secret" not in str(error.value)
     for address in ("qdrant+https://far.example/towns", "qdrant://localhost/towns"):
-        assert qdrant.connect(address)[1] == "towns"
+        assert qdrant.Collection(address, None).name == "towns"
 
 
 def test_without_its_package_it_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
     with pytest.raises(R3LiteError, match="needs the package qdrant_client, which is not installed") as error:
-        qdrant.connect(ADDRESS)
+        qdrant.Collection(ADDRESS, None)
     assert "pip install 'r3lite[qdrant]'" in error.value.remedy
 
 

@@ -110,7 +110,7 @@ def test_searches_with_a_cache_full_or_empty_give_the_same_to_the_bit(tmp_path, 
     settings = RetrievalSettings(corpus=str(tmp_path / "c.jsonl"), encoder=str(minilm), query_cache=str(tmp_path / "q"))
 
     def searched(batches):
-        setup = Setup(settings, [], progress=False)
+        setup = Setup(settings, [])
         search = build_retriever(setup)
         found = [row for batch in batches for row in search([(Question("q", q, ()), q) for q in batch])]
         return [[(d.id, d.score) for d in row] for row in found], setup.query_cache.told()["queries/cached_ratio"]
@@ -119,7 +119,7 @@ def test_searches_with_a_cache_full_or_empty_give_the_same_to_the_bit(tmp_path, 
     full, all_ = searched([[q] for q in QUERIES])
     assert empty == full and (none, all_) == (0.0, 1.0)
     alone = np.concatenate([BertEncoder(str(minilm), "auto").encode_queries([q]) for q in QUERIES])
-    kept = Setup(settings, [], progress=False).index.encoder.encode_queries(QUERIES)
+    kept = Setup(settings, []).index.encoder.encode_queries(QUERIES)
     assert np.array_equal(kept, alone)
     assert kept.shape == (3, 384)
 

@@ -24,12 +24,20 @@ PASSAGES = [Document(str(i), f"Town {i}", f"Town {i} lies by the river {'abc'[i 
 QUESTION = Question("q", "Where is Town 7?", ("x",))
 
 
+@pytest.fixture
+def slept(monkeypatch):
+    """The pauses before other tries, which are not made."""
+    pauses = []
+    monkeypatch.setattr(posting, "sleep", pauses.append)
+    return pauses
+
+
 @pytest.fixture(scope="module")
 def local():
     """A retriever of the passages, by hashing."""
     question = Question("all", "x", ("x",), tuple(PASSAGES))
     settings = RetrievalSettings(encoder="hashing", top_k=5)
-    return build_retriever(Setup(settings, [question], progress=False))
+    return build_retriever(Setup(settings, [question]))
 
 
 @pytest.fixture
@@ -105,7 +113,7 @@ def test_passages_are_reranked_by_another_machine(served):
     question = Question("all", "x", ("x",), (*PASSAGES, Document("long", "", "Town 7 " * 50)))
     settings = RetrievalSettings(encoder="hashing", top_k=2, rerank=f"{served}/rerank")
     settings.check()
-    (found,) = build_retriever(Setup(settings, [question], progress=False))([(QUESTION, "Where is Town 7?")])
+    (found,) = build_retriever(Setup(settings, [question]))([(QUESTION, "Where is Town 7?")])
     assert (found[0].id, found[0].score, len(found)) == ("long", 350.0, 2)
 
 
@@ -114,20 +122,20 @@ def test_passages_are_reranked_by_another_machine(served):
     [b"", b"[]", b"{}", b'{"result": []}', b'{"result": [{"index": 1, "score": 1}]}', b'{"result": [{"index": 0}]}',
      b'{"result": [{"index": 0, "score": NaN}]}'],
 )  # fmt: skip
-def test_what_is_no_reply_of_a_reranker_is_told(running, body):
+def test_what_is_no_reply_of_a_reranker_is_told(running, slept, body):
     url = running(Scripted((200, body, 0)))
     with pytest.raises(R3LiteError, match="does not reply as a reranker"):
-        RemoteReranker(f"{url}/rerank", lambda seconds: None)
+        RemoteReranker(f"{url}/rerank")
 
 
 def test_a_reranker_that_fails_later_fails_its_queries_and_a_wrong_one_shows_at_once(running):
     url = running(Scripted((200, b'{"result": [{"index": 0, "score": 1}]}', 0), (404, b"gone", 0)))
     settings = RetrievalSettings(encoder="hashing", rerank=f"{url}/rerank")
     question = Question("all", "x", ("x",), tuple(PASSAGES))
-    (found,) = build_retriever(Setup(settings, [question], progress=False))([(QUESTION, "Where is Town 7?")])
+    (found,) = build_retriever(Setup(settings, [question]))([(QUESTION, "Where is Town 7?")])
     assert isinstance(found, Failure) and "refuses: status 404: gone" in found.reason
     with pytest.raises(R3LiteError, match="refuses: status 404") as error:
-        build_retriever(Setup(settings, [question], progress=False))
+        build_retriever(Setup(settings, [question]))
     assert "--rerank here names its /rerank" in error.value.remedy
     with pytest.raises(UsageError, match="the address of --rerank is not an address of http"):
         RetrievalSettings(rerank="ftp://host/rerank").check()
@@ -206,10 +214,10 @@ def test_no_more_documents_than_were_asked_for(running):
      says({"document": 5}), says({"document": {"id": "1"}}), says({"document": {"contents": "x"}}),
      says({"id": "1", "contents": 7}), b'{"result": [[{"id": "1", "text": "x", "score": NaN}]]}', b"[" * 100_000],
 )  # fmt: skip
-def test_what_is_no_reply_of_a_retriever_is_told(running, body):
+def test_what_is_no_reply_of_a_retriever_is_told(running, slept, body):
     fake = Scripted((200, body, 0))
     with pytest.raises(R3LiteError, match="does not reply as a retriever"):
-        Remote(running(fake), sleep=lambda s: None).search(["q"], 3)
+        Remote(running(fake)).search(["q"], 3)
     assert len(fake.asked) == 1  # it would say the same again
 
 
@@ -218,23 +226,23 @@ def test_an_empty_list_is_an_answer(running):
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_what_may_pass_is_tried_again(running, status):
-    slept, fake = [], Scripted((status, b"later", 0), (status, b"later", 0), (200, says({"id": "1", "text": "x"}), 0))
-    assert len(Remote(running(fake), sleep=slept.append).search(["q"], 3)[0]) == 1
+def test_what_may_pass_is_tried_again(running, slept, status):
+    fake = Scripted((status, b"later", 0), (status, b"later", 0), (200, says({"id": "1", "text": "x"}), 0))
+    assert len(Remote(running(fake)).search(["q"], 3)[0]) == 1
     assert slept == [0.5, 1.0]
 
 
-def test_a_pause_that_the_server_asks_for_is_made(running):
+def test_a_pause_that_the_server_asks_for_is_made(running, slept):
     later = [(429, b"", 0, {"retry-after": told}) for told in ("7", "soon")]
-    slept, fake = [], Scripted(*later, (200, says(), 0))
-    assert Remote(running(fake), sleep=slept.append).search(["q"], 3) == [[]]
+    fake = Scripted(*later, (200, says(), 0))
+    assert Remote(running(fake)).search(["q"], 3) == [[]]
     assert slept == [7.0, 1.0]
 
 
-def test_at_last_it_gives_up(running):
+def test_at_last_it_gives_up(running, slept):
     fake = Scripted((503, b"down for repairs", 0))
     with pytest.raises(R3LiteError, match="status 503: down for repairs"):
-        Remote(running(fake), sleep=lambda s: None).search(["q"], 3)
+        Remote(running(fake)).search(["q"], 3)
     assert len(fake.asked) == posting.TRIES
 
 
@@ -245,12 +253,12 @@ def test_a_refusal_is_final(running):
     assert len(fake.asked) == 1
 
 
-def test_a_server_that_is_slow_or_not_there_or_sends_without_end(running, monkeypatch):
+def test_a_server_that_is_slow_or_not_there_or_sends_without_end(running, slept, monkeypatch):
     monkeypatch.setattr(posting, "TIMEOUT", 0.2)
     with pytest.raises(R3LiteError, match=r"gives no answer: .*[Tt]ime"):
-        Remote(running(Scripted((200, says(), 1.0))), sleep=lambda s: None).search(["q"], 3)
+        Remote(running(Scripted((200, says(), 1.0)))).search(["q"], 3)
     with pytest.raises(R3LiteError, match="gives no answer: ConnectError"):
-        Remote("http://127.0.0.1:9/retrieve", sleep=lambda s: None).search(["q"], 3)
+        Remote("http://127.0.0.1:9/retrieve").search(["q"], 3)
     monkeypatch.setattr(posting, "LARGEST", 1000)
     with pytest.raises(R3LiteError, match="sends more than"):
         Remote(running(Scripted((200, b"x" * 10_000, 0)))).search(["q"], 3)

@@ -92,7 +92,7 @@ def test_three_times_as_many_candidates_are_asked_for(folder):
 
     def found(**changes):
         settings = RetrievalSettings(retriever="lexical", encoder="hashing", **changes)
-        return build_retriever(Setup(settings, [question], progress=False))([(question, "Which harbor?")])[0]
+        return build_retriever(Setup(settings, [question]))([(question, "Which harbor?")])[0]
 
     reranked, candidates = found(top_k=4, rerank=str(folder)), found(top_k=12)
     scores = CrossEncoder(str(folder)).scores([("Which harbor?", f"{d.title} {d.text}") for d in candidates])

@@ -24,7 +24,7 @@ HASHING = RetrievalSettings(encoder="hashing", top_k=1)
 
 def retriever(questions=(ONE, TWO), **changes):
     settings = RetrievalSettings(**(vars(HASHING) | changes))
-    return build_retriever(Setup(settings, list(questions), progress=False))
+    return build_retriever(Setup(settings, list(questions)))
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def test_one_encoder_serves_the_indexes_of_all_sources(minilm, tmp_path, monkeyp
     loaded = []
     for name, documents in (("all", [HARBOR, OSLO]), ("news", [LEE])):
         save(tmp_path / name, documents, str(minilm), "plain")
-    reopen = index.reopen_encoder
-    monkeypatch.setattr(index, "reopen_encoder", lambda *given: loaded.append(given) or reopen(*given))
+    make = index.make_encoder
+    monkeypatch.setattr(index, "make_encoder", lambda *given: loaded.append(given) or make(*given))
     given = {"encoder": str(minilm), "index": str(tmp_path / "all"), "source_index": (f"News={tmp_path / 'news'}",)}
     routes = retriever(**given)
     assert len(loaded) == 1
@@ -117,8 +117,8 @@ def test_bad_lines_of_a_corpus_are_skipped_on_demand(corpus, tmp_path):
         file.write("\n[1]\n")
     settings = RetrievalSettings(**(vars(HASHING) | {"corpus": corpus}))
     with pytest.raises(R3LiteError, match="line 3: not a JSON object"):
-        build_retriever(Setup(settings, [ONE], progress=False))
-    retrieve = build_retriever(Setup(settings, [ONE], progress=False, skip_bad_rows=True))
+        build_retriever(Setup(settings, [ONE]))
+    retrieve = build_retriever(Setup(settings, [ONE], skip_bad_rows=True))
     assert retrieve([(ONE, "capital of Norway")]) == [[OSLO]]
     documents = [HARBOR, OSLO]
     save(tmp_path / "i", documents)

@@ -15,7 +15,7 @@ from r3lite.retrieval import index
 from r3lite.retrieval.bert_encoder import BertEncoder
 from r3lite.retrieval.encoder import make_encoder
 from r3lite.retrieval.sentence_encoder import SentenceEncoder
-from tests.built_index import save
+from tests.built_index import encoder_settings, save
 
 DOCUMENTS = [Document(str(i), title, text) for i, (title, text) in enumerate([("Oslo", "a city in Norway"), ("", "x")])]
 QUERIES = ["which city is in Norway", "x", "", "a " * 300]
@@ -71,7 +71,7 @@ def assert_equal(ours, theirs, prefixes=("", "")):
 def test_xlm_r_is_our_own_network(made, pooling):
     """Its positions begin at 2, its padding is 1 and it has one segment."""
     folder, theirs = made("xlm-roberta", pooling)
-    ours = make_encoder(str(folder), "auto", [], batch_size=2)
+    ours = make_encoder(encoder_settings(str(folder), "auto"), [], batch_size=2)
     assert isinstance(ours, BertEncoder) and ours.settings["max_length"] == 64
     assert_equal(ours, theirs)
 
@@ -79,14 +79,14 @@ def test_xlm_r_is_our_own_network(made, pooling):
 @pytest.mark.parametrize("prompts", [None, {"query": "query : ", "document": "passage : "}])
 def test_another_network_is_that_of_sentence_transformers(made, prompts):
     folder, theirs = made("modernbert", "cls", prompts)
-    ours = make_encoder(str(folder), "auto", [], batch_size=2)
+    ours = make_encoder(encoder_settings(str(folder), "auto"), [], batch_size=2)
     assert isinstance(ours, SentenceEncoder) and ours.settings["style"] == ("own" if prompts else "plain")
     assert_equal(ours, theirs, ("query : ", "passage : ") if prompts else ("", ""))
 
 
 def test_another_network_in_bf16(made):
     folder, _ = made("modernbert", "mean")
-    exact, coarse = (make_encoder(str(folder), "auto", [], dtype=dtype) for dtype in ("fp32", "bf16"))
+    exact, coarse = (make_encoder(encoder_settings(str(folder), "auto", dtype=dtype), []) for dtype in ("fp32", "bf16"))
     wanted, found = exact.encode_queries(QUERIES), coarse.encode_queries(QUERIES)
     assert found.dtype == np.float32 and coarse.settings["dtype"] == "bf16"
     assert np.linalg.norm(found, axis=1) == pytest.approx(np.ones(len(QUERIES)), abs=1e-6)
@@ -96,8 +96,8 @@ def test_another_network_in_bf16(made):
 def test_without_its_package_an_encoder_names_the_extra(made, monkeypatch):
     folder, _ = made("modernbert", "mean")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(R3LiteError, match="not installed: its network is of type modernbert") as error:
-        make_encoder(str(folder), "auto", [])
+    with pytest.raises(R3LiteError, match=r"its network is of type modernbert\) needs the package") as error:
+        make_encoder(encoder_settings(str(folder), "auto"), [])
     assert "pip install 'r3lite[encoders]'" in error.value.remedy
 
 
@@ -107,7 +107,7 @@ def test_what_the_package_cannot_load_is_told_with_its_reason(made, tmp_path, ch
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(R3LiteError, match="sentence-transformers cannot load the encoder"):
-        make_encoder(str(folder), "plain", [])
+        make_encoder(encoder_settings(str(folder), "plain"), [])
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_prompts_are_those_that_the_folder_names(made, tmp_path, file, prefixes)
 
     folder = shutil.copytree(made("xlm-roberta", "mean")[0], tmp_path / "prompted")
     (folder / "config_sentence_transformers.json").write_text(json.dumps(file))
-    ours = make_encoder(str(folder), "auto", [])
+    ours = make_encoder(encoder_settings(str(folder), "auto"), [])
     assert (ours.settings["style"], ours.prefixes) == (("own", prefixes) if prefixes else ("plain", ("", "")))
     assert_equal(ours, SentenceTransformer(str(folder), device="cpu"), ours.prefixes)
     if not prefixes:
-        with pytest.raises(R3LiteError, match="names no prompts of queries and passages"):
-            make_encoder(str(folder), "own", [])
+        with pytest.raises(R3LiteError, match="names no prompts of its own"):
+            make_encoder(encoder_settings(str(folder), "own"), [])
 
 
 def test_an_index_remembers_pooling_and_prompts(made, tmp_path):
@@ -143,14 +143,14 @@ def test_an_index_remembers_pooling_and_prompts(made, tmp_path):
     assert {key: manifest[key] for key in ("style", "pooling", "query_prefix", "passage_prefix")} == {
         "style": "own", "pooling": "cls", "query_prefix": "query : ", "passage_prefix": "passage : "
     }  # fmt: skip
-    opened = index.load(tmp_path / "i", str(folder))
+    opened = index.load(tmp_path / "i", encoder_settings(str(folder)))
     assert opened.encoder.prefixes == ("query : ", "passage : ")
     assert [d.title for d in opened.search(["oslo a city in norway"], 1)[0]]
     with pytest.raises(R3LiteError, match="was built with style own, not plain"):
-        index.load(tmp_path / "i", str(folder), "plain")
+        index.load(tmp_path / "i", encoder_settings(str(folder), "plain"))
     other = json.loads((folder / "config_sentence_transformers.json").read_text())
     copied = shutil.copytree(folder, tmp_path / "other")
     other["prompts"]["query"] = "which "
     (copied / "config_sentence_transformers.json").write_text(json.dumps(other))
     with pytest.raises(R3LiteError, match="was built with query_prefix query : , not which "):
-        index.load(tmp_path / "i", str(copied))
+        index.load(tmp_path / "i", encoder_settings(str(copied)))

@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
         choose("flat", 1_000_000, 768, 1 << 30)
     told = error.value.remedy.split()[2].removesuffix("MiB,")
     assert choose("flat", 1_000_000, 768, int(told) << 20).kind == "flat"
-    with pytest.raises(R3LiteError, match="trained on 9,984 passages at least"):
+    with pytest.raises(R3LiteError, match="needs 9,984 passages, not 9,983"):
         choose("opq-ivf-pq", 9_983, 768, 1 << 40)
 
 

@@ -25,7 +25,7 @@ def tiny():
     arguments = ["--preset", "tiny", "--dtype", "fp32", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
     config = resolve("evaluate", EvaluateConfig(), arguments, COMMANDS)
     questions = read_questions(shipped("data", "world", "test.jsonl"), 4)
-    retrieve = build_retriever(Setup(config.retrieval, questions, progress=False))
+    retrieve = build_retriever(Setup(config.retrieval, questions))
     return build_engine(config, len(questions)), retrieve, questions
 
 

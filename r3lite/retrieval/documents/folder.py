@@ -31,9 +31,6 @@ class Folder:
     duplicates: int = 0  # passages that another file, or the same one, has already
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def skipped_rows(self) -> list[dict]:
-        return [{"path": path, "reason": reason, "detail": detail} for path, reason, detail in self.skipped]
-
     def told(self) -> str:
         """How much was read and left out: the number of each reason and the first names, most frequent first."""
         lines = [f"documents   {self.files} ({self.duplicates} passages were there already)"]
@@ -59,7 +56,8 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> Folder:
         try:
             count = len(found.documents)
             for title, head, text in _passages(root, name, settings):
-                if (key := _digest(title, text)) in seen:
+                key = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
+                if key in seen:
                     found.duplicates += 1
                     continue
                 seen.add(key)
@@ -161,7 +159,3 @@ def _decoded(content: bytes) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Unreadable("not in UTF-8", str(error)) from error
-
-
-def _digest(title: str, text: str) -> str:
-    return hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
