@@ -41,20 +41,8 @@ class Chat(Protocol):
     def render(self, step: Step, number: int) -> str:
         return step.answer or ""
 
-    def observation(self, question: str, steps: Sequence[Step]) -> str:
-        raise AssertionError("a chat does not search")
-
-    def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
-        raise AssertionError("a chat has one turn, which is the answer")
-
     def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
         return None
-
-    def step_request(self, number: int) -> str:
-        return ""
-
-    def first_turn(self, reply: str) -> str:
-        return reply
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,6 @@ class Dag(Protocol):
             Step("B: the answer of B in a few words", answer="the answer in a few words"),
         ]
 
-    def first_turn(self, reply: str) -> str:
-        return reply.partition(DOCUMENTS)[0]
-
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         """Reads a plan, or the answers of the nodes that were searched last; faults are named in the step.
 

@@ -152,9 +152,6 @@ class R3(Protocol):
     def step_request(self, number: int) -> str:
         return f"Write {self.names.step} {number} now, and nothing else."
 
-    def first_turn(self, reply: str) -> str:
-        return reply.partition(self.names.documents)[0]
-
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         """Reads a turn strictly; whatever is wrong with it is named in `faults`.
 
