@@ -20,6 +20,15 @@ LAYOUT_FAULTS = {
     CUT_OFF: "was not finished within the token limit",
     ANSWER_WAS_FORCED: "searches although only the final answer was allowed",
 }
+# Faults of protocols whose steps have a query or an answer.
+STEP_FAULTS = {
+    "no_query_or_answer": "has neither a query nor an answer",
+    "query_and_answer": "has both a query and an answer",
+    BLANK_QUERY: "has an empty query",
+    "blank_answer": "has an empty answer",
+    REPEATED_QUERY: "repeats an earlier query",
+    **LAYOUT_FAULTS,
+}
 
 
 def one_line(text: str) -> str:

@@ -20,7 +20,7 @@ from r3lite.core.episode import Search, Step
 from r3lite.protocols import plan
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
 from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
-from r3lite.protocols.r3 import Headings, render_documents
+from r3lite.protocols.r3 import Headings, render_each
 from r3lite.protocols.templates import opening_prompt, prompt_file, read_template
 from r3lite.settings import ProtocolSettings
 
@@ -77,18 +77,15 @@ class Dag(Protocol):
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
         """The documents of each node of a level, then the queries whose answers are to be written next."""
-        levels, parts = self._plan(steps).levels, []
-        nodes, first = levels[len(steps) - 1], 1
-        for node, search in zip(nodes, steps[-1].searches, strict=True):
-            found = render_documents(search.documents, first)
-            parts.append(f"{DOCUMENTS} {node.name}:\n{found}")
-            first += len(search.documents)
-        asked = {f"{node.name}:": one_line(s.query) for node, s in zip(nodes, steps[-1].searches, strict=True)}
+        levels, searches = self._plan(steps).levels, steps[-1].searches
+        nodes = levels[len(steps) - 1]
+        documents = render_each([f"{DOCUMENTS} {node.name}:" for node in nodes], searches)
+        asked = {f"{node.name}:": one_line(s.query) for node, s in zip(nodes, searches, strict=True)}
         if len(levels) == len(steps):
             asked[ANSWER] = question
         lines = f"the line{'s' * (len(asked) > 1)} {' and '.join(asked)}"
         request = "\n".join([*map(" ".join, asked.items()), "", f"Write {lines} with answers of a few words."])
-        filled = {"documents": "\n".join(parts), "request": request}
+        filled = {"documents": documents, "request": request}
         return re.sub(r"\{(documents|request)\}", lambda m: filled[m[1]], self.step_prompt)
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:

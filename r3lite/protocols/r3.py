@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from r3lite.core.episode import Document, Search, Step
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
+from r3lite.protocols.base import STEP_FAULTS, Protocol, asked_before, one_line
 from r3lite.protocols.templates import check_placeholders, opening_prompt, prompt_file, read_prompt
 from r3lite.settings import ProtocolSettings
 
@@ -28,11 +28,6 @@ FAULTS = {
     "no_step_heading": "does not open with `Step k:`",
     "wrong_step_number": "opens with the wrong number",
     "no_analysis": "has no problem analysis, or a blank one",
-    "no_query_or_answer": "has neither a query nor an answer",
-    "query_and_answer": "has both a query and an answer",
-    "blank_query": "has an empty query",
-    "blank_answer": "has an empty answer",
-    "repeated_query": "repeats an earlier query",
     "repeated_heading": "writes a heading twice",
     "query_and_queries": "has both a query and a list of queries",
     "unnumbered_query": "does not number its queries from 1, one a line",
@@ -42,7 +37,7 @@ FAULTS = {
     "text_after_query": "goes on after the query",
     "text_after_answer": "goes on after the answer",
     "wrote_documents": "writes retrieval documents itself",
-    **LAYOUT_FAULTS,
+    **STEP_FAULTS,
 }
 
 
@@ -165,15 +160,15 @@ class R3(Protocol):
         elif int(opening[1]) != len(earlier) + 1:
             faults.append("wrong_step_number")
         body = text[opening.end() :] if opening else text
-        marks = list(self.heading.finditer(body))
-        if opening and marks and body[: marks[0].start()].strip():
+        before, *parts = self.heading.split(body)
+        headings = parts[::2]
+        if opening and headings and before.strip():
             faults.append("no_analysis")  # text that stands under no heading
         sections: dict[str, str] = {}
-        for mark, following in zip(marks, [*marks[1:], None]):
-            if mark[1] in sections:
-                faults.append("repeated_heading")
-                continue
-            sections[mark[1]] = body[mark.end() : following.start() if following else len(body)].strip()
+        for heading, section in zip(headings, parts[1::2]):
+            sections.setdefault(heading, section.strip())
+        if len(sections) < len(headings):
+            faults.append("repeated_heading")
         if self.names.documents in sections:
             faults.append("wrote_documents")
         if not sections.get(self.names.analysis):
@@ -185,7 +180,7 @@ class R3(Protocol):
         if asks and self.names.answer in sections:
             faults.append("query_and_answer")
             queries, answer = [], None
-        elif sum(mark[1] == self.names.answer for mark in marks) > 1:
+        elif headings.count(self.names.answer) > 1:
             answer = None  # it is not clear which of the two is meant
         elif not asks and self.names.answer not in sections:
             faults.append("no_query_or_answer")
@@ -243,9 +238,14 @@ def render_searches(searches: Sequence[Search]) -> str:
     """The documents of a step; those of several queries stand under their queries, and are numbered through."""
     if len(searches) == 1:
         return render_documents(searches[0].documents)
+    return render_each([f"{number}. {search.query}" for number, search in enumerate(searches, 1)], searches)
+
+
+def render_each(headings: Sequence[str], searches: Sequence[Search]) -> str:
+    """The documents of each search under its heading, numbered through."""
     parts, first = [], 1
-    for number, search in enumerate(searches, 1):
-        parts.append(f"{number}. {search.query}\n{render_documents(search.documents, first)}")
+    for heading, search in zip(headings, searches, strict=True):
+        parts.append(f"{heading}\n{render_documents(search.documents, first)}")
         first += len(search.documents)
     return "\n".join(parts)
 

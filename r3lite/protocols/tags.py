@@ -18,7 +18,7 @@ from functools import cached_property
 from r3lite.core.episode import Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols import markup
-from r3lite.protocols.base import LAYOUT_FAULTS, NO_MORE, Protocol, asked_before
+from r3lite.protocols.base import NO_MORE, STEP_FAULTS, Protocol, asked_before
 from r3lite.protocols.markup import Block, Markup, Tag
 from r3lite.protocols.templates import opening_prompt, prompt_file, read_template
 from r3lite.settings import ProtocolSettings
@@ -28,13 +28,8 @@ FAULTS = {
     "repeated_tag": "has two blocks of one kind",
     "no_think": "has no thinking before its query or answer, or a blank one",
     "late_think": "thinks after its query or answer",
-    "no_query_or_answer": "has neither a query nor an answer",
-    "query_and_answer": "has both a query and an answer",
-    "blank_query": "has an empty query",
-    "blank_answer": "has an empty answer",
-    "repeated_query": "repeats an earlier query",
     "wrote_documents": "writes retrieved documents itself",
-    **LAYOUT_FAULTS,
+    **STEP_FAULTS,
 }
 # Lenient reading counts none of these: they leave no doubt about the query or the answer.
 FORGIVEN = {*markup.FAULTS, "no_think", "late_think"}
