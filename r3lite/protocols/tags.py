@@ -20,7 +20,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.protocols import markup
 from r3lite.protocols.base import NO_MORE, STEP_FAULTS, Protocol, asked_before
 from r3lite.protocols.markup import Block, Markup, Tag
-from r3lite.protocols.templates import opening_prompt, prompt_file, read_template
+from r3lite.protocols.templates import opening_prompt, prompt_file, read_template, refuse_step_prompt
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -183,9 +183,5 @@ def load_solution(settings: ProtocolSettings) -> Tags:
 
 
 def _init_prompt(settings: ProtocolSettings, optional: tuple[str, ...] = ()) -> str:
-    if settings.step_prompt is not None:
-        raise R3LiteError(
-            f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have",
-            "Leave it out, or pass --format r3.",
-        )
+    refuse_step_prompt(settings)
     return opening_prompt(read_template(prompt_file(settings, "init_prompt"), "question", optional), settings)

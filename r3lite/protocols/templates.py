@@ -87,6 +87,15 @@ def opening_prompt(prompt: str, settings: ProtocolSettings) -> str:
     return f"{instructions.strip()}\n\n{parts[-1]}".strip() if parts else prompt
 
 
+def refuse_step_prompt(settings: ProtocolSettings) -> None:
+    """Raises R3LiteError if a format that has no user turn for documents is given a prompt for it."""
+    if settings.step_prompt is not None:
+        raise R3LiteError(
+            f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have",
+            "Leave it out, or pass --format r3.",
+        )
+
+
 def placeholders(text: str) -> list[str]:
     """The words in braces of a prompt, in their order."""
     return re.findall(r"\{(\w+)\}", text)

@@ -163,11 +163,6 @@ class Tokenizer:
         """
         ids: list[int] = []
         written: list[bool] = []
-
-        def add(tokens: Sequence[int], by_assistant: bool = False) -> None:
-            ids.extend(tokens)
-            written.extend([by_assistant] * len(tokens))
-
         if self.default_system is not None and (not messages or messages[0]["role"] != "system"):
             messages = [{"role": "system", "content": self.default_system}, *messages]
         for message in messages:
@@ -175,11 +170,11 @@ class Tokenizer:
             if role not in ROLES:
                 raise R3LiteError(f"a message has the role {role!r}", f"The roles are {', '.join(ROLES)}.")
             if role == "assistant":
-                add(self._answer)
-                add([*self.encode(content), self.stop_id], by_assistant=True)
+                given, own = self._answer, [*self.encode(content), self.stop_id]
             else:
-                add([*self._open(f"{role}\n{content}"), self.stop_id])
-            add(self._newline)
+                given, own = [*self._open(f"{role}\n{content}"), self.stop_id], []
+            ids += [*given, *own, *self._newline]
+            written += [False] * len(given) + [True] * len(own) + [False] * len(self._newline)
         return ids, written
 
     def _open(self, text: str) -> list[int]:

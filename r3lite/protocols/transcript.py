@@ -93,9 +93,7 @@ class Layout:
     protocol: base.Protocol
     lengths: LengthSettings
     opening: Opening = Opening()
-    _may_close: dict[int, bool] = field(
-        default_factory=dict, init=False, repr=False
-    )  # by token: see _may_end_stop_string
+    _may_close: dict[int, bool] = field(default_factory=dict, init=False, repr=False)  # see _may_end_stop_string
 
     def prompt(self, question: str, earlier: Sequence[dict[str, str]] = (), procedure: str = "") -> list[int]:
         """The tokens that an episode about `question` opens with, after the `earlier` messages of a conversation."""
@@ -260,7 +258,8 @@ class Layout:
         The step keeps its analysis and loses its queries.
         """
         request = self._end(transcript) + self._given(self.protocol.answer_request)
-        self._begin_answer(transcript, _without_query(step), request, self._answer_opening(transcript))
+        step = replace(step, searches=(), faults=(*step.faults, base.ANSWER_WAS_FORCED))
+        self._begin_answer(transcript, step, request, self._answer_opening(transcript))
 
     def _answer_opening(self, transcript: Transcript) -> str:
         return self.protocol.answer_opening(len(transcript.steps) + 1)
@@ -282,10 +281,8 @@ class Layout:
         Returns the last step with the documents as they are given, and the tokens to give; None, and the step as it
         is, if not even one document of each query fits.
         """
-        forced = len(self._given(self.protocol.answer_request)) + len(
-            self.tokenizer.encode(self.protocol.answer_opening(1))
-        )
-        kept_free = self.lengths.max_new_tokens + forced + ANSWER_ROOM
+        forced = self._given(self.protocol.answer_request) + self.tokenizer.encode(self.protocol.answer_opening(1))
+        kept_free = self.lengths.max_new_tokens + len(forced) + ANSWER_ROOM
         room = self.lengths.max_length - len(transcript.tokens) - kept_free
         *earlier, last = transcript.steps
         limit, kept = self.lengths.max_document_tokens, [list(of_query) for of_query in documents]
@@ -329,7 +326,3 @@ class Layout:
 
     def _ended(self, transcript: Transcript) -> bool:
         return transcript.tokens[-1] == self.tokenizer.stop_id
-
-
-def _without_query(step: Step) -> Step:
-    return replace(step, searches=(), faults=(*step.faults, base.ANSWER_WAS_FORCED))
