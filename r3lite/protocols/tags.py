@@ -164,10 +164,7 @@ def load_tags(settings: ProtocolSettings) -> Tags:
     own = Markup((THINK, SEARCH, ANSWER), any_case=True)
     for flag, end in zip(("--information-open", "--information-close"), ends):
         if not re.fullmatch(r"</?[A-Za-z][A-Za-z0-9_-]*>", end) or own.tags_in(end):
-            raise R3LiteError(
-                f"{flag} is {end!r}",
-                "A tag is a name in angle brackets, such as <context> or </context>, other than think, search, answer.",
-            )
+            raise R3LiteError(f"{flag} is {end!r}", "Pass a tag such as <context>, other than think, search, answer.")
     prompt = _init_prompt(settings, ("information_open", "information_close"))
     for name, end in zip(("{information_open}", "{information_close}"), ends):
         prompt = prompt.replace(name, end)

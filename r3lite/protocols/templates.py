@@ -35,13 +35,9 @@ def check_placeholders(what: str, text: str, placeholder: str, optional: tuple[s
     """Raises R3LiteError unless a prompt has `placeholder` once and no other but the `optional` ones."""
     found = placeholders(text)
     if found.count(placeholder) != 1 or set(found) - {placeholder, *optional}:
-        allowed = ", ".join(f"{{{other}}}" for other in optional)
-        raise R3LiteError(
-            f"{what} has the placeholders {found or 'none'}",
-            f"It must hold {{{placeholder}}} exactly once"
-            + (f", may hold {allowed}," if allowed else "")
-            + " and no other word in braces.",
-        )
+        allowed = "".join(f", perhaps {{{other}}}" for other in optional)
+        remedy = f"It must hold {{{placeholder}}} exactly once{allowed}, and no other word in braces."
+        raise R3LiteError(f"{what} has the placeholders {found or 'none'}", remedy)
 
 
 def place_of(name: str) -> Path:
@@ -69,10 +65,8 @@ def messages(prompt: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": prompt}]
     roles, texts = parts[::2], [text.strip() for text in parts[1::2]]
     if roles != ["user", *["assistant", "user"] * (len(roles) // 2)] or not all(texts):
-        raise R3LiteError(
-            "the opening prompt has lines [user] or [assistant] that make no chat",
-            "The first is [user], then [assistant] and [user] take turns, and the last is [user].",
-        )
+        remedy = "Let [user] and [assistant] take turns, with [user] first and last."
+        raise R3LiteError("the opening prompt has lines [user] or [assistant] that make no chat", remedy)
     if "{question}" not in texts[-1]:
         raise R3LiteError("the opening prompt has {question} in its example", "Its place is the last message.")
     texts[0] = f"{instructions.strip()}\n\n{texts[0]}".strip()

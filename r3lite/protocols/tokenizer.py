@@ -91,15 +91,10 @@ class Tokenizer:
         lacking = [token for token in (OPEN, CLOSE) if known(token) is None]
         if lacking or OPEN not in template:
             what = f"has no token {lacking[0]}" if lacking else f"has no chat template with {OPEN}"
-            raise R3LiteError(
-                f"the tokenizer in {folder} {what}",
-                f"r3lite speaks the chat markup of Qwen2.5 ({OPEN}role ... {CLOSE}); use such a model.",
-            )
+            raise R3LiteError(f"the tokenizer in {folder} {what}", "Use a model with the chat markup of Qwen2.5.")
         if given_back != PROBE or any(known(byte) is None for byte in ByteLevel.alphabet()):
-            raise R3LiteError(
-                f"{path} does not give every text back as it was",
-                "r3lite needs a byte-level tokenizer with its decoder, such as that of Qwen2.5.",
-            )
+            remedy = "Use a byte-level tokenizer with its decoder, such as that of Qwen2.5."
+            raise R3LiteError(f"{path} does not give every text back as it was", remedy)
         return tokenizer
 
     @property

@@ -124,11 +124,9 @@ class Layout:
     def check_room(self, question: Question, prompt: Sequence[int]) -> None:
         """Raises R3LiteError if an episode is full before an answer."""
         if len(prompt) + ANSWER_ROOM > self.lengths.max_length:
-            raise R3LiteError(
-                f"question {question.id} and its prompt take {len(prompt)} tokens; "
-                f"--max-length {self.lengths.max_length} leaves no room for an answer",
-                "Raise --max-length, shorten the prompt file, or remove the question.",
-            )
+            limit = f"--max-length {self.lengths.max_length} leaves no room for an answer"
+            remedy = "Raise --max-length, shorten the prompt file, or remove the question."
+            raise R3LiteError(f"question {question.id} and its prompt take {len(prompt)} tokens; {limit}", remedy)
 
     def turn_is_over(self, transcript: Transcript) -> bool:
         """Whether the last token written ends the current turn: by the stop token, a stop string or a limit."""
@@ -222,11 +220,9 @@ class Layout:
         transcript.steps[-1] = step
         if given is None:
             if self.opening.plain:
-                raise R3LiteError(
-                    f"--max-length {self.lengths.max_length} leaves no room for a document before question "
-                    f"{transcript.question.id} and for an answer of --max-new-tokens {self.lengths.max_new_tokens}",
-                    "Raise --max-length, or lower --max-new-tokens.",
-                )
+                what = f"a document before question {transcript.question.id} and for an answer"
+                cause = f"--max-length {self.lengths.max_length} leaves no room for {what}"
+                raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.")
             transcript.step_ends.pop()
             self._force_answer(transcript, transcript.steps.pop())
             return

@@ -38,10 +38,8 @@ class Scored:
     def __post_init__(self):
         for paid in self.steps:
             if not abs(paid) <= MOST:
-                raise R3LiteError(
-                    f"a step is paid {paid}, which nothing can be learned from",
-                    f"Rewards are finite and at most {MOST:.0e}: lower their weights, such as --outcome-em.",
-                )
+                remedy = f"Rewards are finite and at most {MOST:.0e}: lower their weights, such as --outcome-em."
+                raise R3LiteError(f"a step is paid {paid}, which nothing can be learned from", remedy)
 
     @property
     def total(self) -> float:
@@ -128,10 +126,8 @@ def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | Non
     pairs = [(e, v) for e, v in zip(episodes, verdicts, strict=True) if not e.failure and (v or not judged)]
     for reward in named_rewards(settings):
         if pairs and all(reward.paid(e, v) is None for e, v in pairs):
-            raise R3LiteError(
-                f"the reward {reward.name} is missing for all {len(pairs)} episodes",
-                "What it needs, such as gold paragraphs, these questions lack: leave it out, or pass other --data.",
-            )
+            remedy = "What it needs, such as gold paragraphs, these questions lack: leave it out, or pass other --data."
+            raise R3LiteError(f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy)
 
 
 def _asks_anew(step: Step) -> bool:

@@ -34,10 +34,8 @@ class Dgpo(Grpo):
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
         super().__init__(settings, lengths)
         if (settings.teacher is None) == (settings.teacher_logprobs is None):
-            raise UsageError(
-                f"{settings.algorithm} learns from one teacher: pass --teacher MODEL, which is loaded in turns, or "
-                "--teacher-logprobs FOLDER, which `collect --teacher-logprobs` wrote"
-            )
+            ways = "--teacher MODEL, which is loaded in turns, or --teacher-logprobs FOLDER, which `collect` wrote"
+            raise UsageError(f"{settings.algorithm} learns from one teacher: pass {ways}")
 
     def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kl = losses.truncated_kl(teacher, logprobs)
