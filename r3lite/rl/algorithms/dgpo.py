@@ -49,6 +49,6 @@ class Dgpo(Grpo):
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Also the shares of episodes that failed, and that learned from the teacher."""
-        guided = 0 if batch.teacher is None else sum(row is not None for row in batch.teacher.rows)
+        guided = sum(said is not None for said in batch.teacher)
         shares = {GUIDED + "failed": float(batch.failed.float().mean()), GUIDED + "guided": guided / len(batch)}
         return super().statistics(batch) | shares
