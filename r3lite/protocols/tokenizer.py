@@ -79,7 +79,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         record = read_record(path, REMEDY.format(path.name))
         config = read_record(folder / "tokenizer_config.json", REMEDY.format("tokenizer_config.json"))
-        template = _chat_template(folder, config)
+        template = chat_template(folder, config)
         found = DEFAULT_SYSTEM.search(template)
         nested = isinstance(config.values.get("pad_token"), dict)
         pad = config.record("pad_token").text("content") if nested else config.text("pad_token", None)
@@ -197,7 +197,7 @@ def check_ids(definition: Record, backend: Backend) -> None:
         raise definition.error("two tokens have the same id")
 
 
-def _chat_template(folder: Path, config: Record) -> str:
+def chat_template(folder: Path, config: Record) -> str:
     """The chat template, from where versions 4 and 5 of transformers put it; empty if there is none."""
     if (folder / "chat_template.jinja").exists():
         return read_text(folder / "chat_template.jinja", REMEDY.format("chat_template.jinja"))

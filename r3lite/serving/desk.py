@@ -14,7 +14,7 @@ from r3lite.serving.asks import MODES, Answer, Ask
 from r3lite.serving.conversations import Conversations
 from r3lite.serving.limits import Places, Rate
 from r3lite.serving.routing import route
-from r3lite.serving.worker import Failed, Job, Worker
+from r3lite.serving.worker import Job, Worker
 from r3lite.settings import LimitSettings, ModeSettings
 
 AUTO = "auto"
@@ -72,7 +72,9 @@ class Desk:
             self.worker.submit(job)
             yield {"type": "start", "mode": ask.mode, "adapter": ask.adapter}
             while True:
-                event = await asyncio.wait_for(job.next(), max(0.0, deadline - self.clock()))
+                event = await asyncio.wait_for(job.events.get(), max(0.0, deadline - self.clock()))
+                if event is None:
+                    raise Refusal(500, "failed", "Something went wrong here. The server's log says what.")
                 yield event
                 if isinstance(event, Answer):
                     return
@@ -81,8 +83,6 @@ class Desk:
         except TimeoutError as error:
             seconds = f"{self.limits.request_seconds:g}"
             raise Refusal(504, "timeout", f"The answer took longer than {seconds} seconds, and was stopped.") from error
-        except Failed as error:
-            raise Refusal(500, "failed", "Something went wrong here. The server's log says what.") from error
         finally:
             job.stopped = True
             self.places.free(client)

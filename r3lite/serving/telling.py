@@ -38,7 +38,7 @@ class Growing:
             return
         numbers = numbered(d for step in transcript.steps for d in step.documents)
         step, sources = transcript.steps[-1], sources_of(transcript.episode())
-        found = [asdict(source) for source in sources if numbers_of(step, numbers).count(source.number)]
+        found = [asdict(source) for source in sources if source.number in numbers_of(step, numbers)]
         failed = bool(transcript.failure and step.searches and not step.documents)
         told = step_record(step, len(transcript.steps), numbers)
         self.tell({"type": "step", **told, "documents": found, "failed": failed})
