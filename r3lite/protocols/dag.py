@@ -21,7 +21,7 @@ from r3lite.protocols import plan
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
 from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
 from r3lite.protocols.r3 import Headings, render_each
-from r3lite.protocols.templates import opening_prompt, prompt_file, read_template
+from r3lite.protocols.templates import filled, opening_prompt, prompt_file, read_template
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -67,10 +67,8 @@ class Dag(Protocol):
             "most_words": str(limits.words),
         }
         init = read_template(prompt_file(settings, "init_prompt"), "question", (*told, "A"))
-        for name, value in told.items():
-            init = init.replace(f"{{{name}}}", value)
         step = read_template(prompt_file(settings, "step_prompt"), "documents", ("request",))
-        return Dag(opening_prompt(init, settings), step, limits, settings.system_prompt)
+        return Dag(opening_prompt(filled(init, told), settings), step, limits, settings.system_prompt)
 
     def render(self, step: Step, number: int) -> str:
         return "\n".join(filter(None, (step.analysis, step.answer and f"{ANSWER} {step.answer}")))
@@ -85,8 +83,7 @@ class Dag(Protocol):
             asked[ANSWER] = question
         lines = f"the line{'s' * (len(asked) > 1)} {' and '.join(asked)}"
         request = "\n".join([*map(" ".join, asked.items()), "", f"Write {lines} with answers of a few words."])
-        filled = {"documents": documents, "request": request}
-        return re.sub(r"\{(documents|request)\}", lambda m: filled[m[1]], self.step_prompt)
+        return filled(self.step_prompt, {"documents": documents, "request": request})
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         return _with_final(Step(), [text])

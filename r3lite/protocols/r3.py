@@ -21,7 +21,7 @@ from functools import cached_property
 
 from r3lite.core.episode import Document, Search, Step
 from r3lite.protocols.base import STEP_FAULTS, Protocol, asked_before, one_line
-from r3lite.protocols.templates import check_placeholders, opening_prompt, prompt_file, read_prompt
+from r3lite.protocols.templates import check_placeholders, filled, opening_prompt, prompt_file, read_prompt
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -95,9 +95,7 @@ class R3(Protocol):
         }
         check_placeholders("the opening prompt", init, "question", tuple(notes))
         check_placeholders("the prompt with documents", step, "documents", ("question", "step"))
-        for name, note in notes.items():
-            init = init.replace(f"{{{name}}}", note)
-        return R3(opening_prompt(init, settings), step, settings.system_prompt, most, verifies, headings)
+        return R3(opening_prompt(filled(init, notes), settings), step, settings.system_prompt, most, verifies, headings)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -129,9 +127,7 @@ class R3(Protocol):
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
         documents, number = render_searches(steps[-1].searches), str(len(steps) + 1)
-        filled = {"documents": documents, "question": question, "step": number}
-        # One pass, so that a document that has a placeholder in it stays as it is.
-        return re.sub(r"\{(documents|question|step)\}", lambda m: filled[m[1]], self.step_prompt)
+        return filled(self.step_prompt, {"documents": documents, "question": question, "step": number})
 
     @property
     def answer_heading(self) -> str:

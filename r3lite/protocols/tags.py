@@ -20,7 +20,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.protocols import markup
 from r3lite.protocols.base import NO_MORE, STEP_FAULTS, Protocol, asked_before
 from r3lite.protocols.markup import Block, Markup, Tag
-from r3lite.protocols.templates import opening_prompt, prompt_file, read_template, refuse_step_prompt
+from r3lite.protocols.templates import filled, opening_prompt, prompt_file, read_template, refuse_step_prompt
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -165,9 +165,8 @@ def load_tags(settings: ProtocolSettings) -> Tags:
     for flag, end in zip(("--information-open", "--information-close"), ends):
         if not re.fullmatch(r"</?[A-Za-z][A-Za-z0-9_-]*>", end) or own.tags_in(end):
             raise R3LiteError(f"{flag} is {end!r}", "Pass a tag such as <context>, other than think, search, answer.")
-    prompt = _init_prompt(settings, ("information_open", "information_close"))
-    for name, end in zip(("{information_open}", "{information_close}"), ends):
-        prompt = prompt.replace(name, end)
+    names = ("information_open", "information_close")
+    prompt = filled(_init_prompt(settings, names), dict(zip(names, ends)))
     lenient, system = settings.tags == "lenient", settings.system_prompt
     return Tags(prompt, information=Tag(*ends), lenient=lenient, system=system)
 

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from r3lite.core.errors import R3LiteError
@@ -88,6 +89,11 @@ def refuse_step_prompt(settings: ProtocolSettings) -> None:
             f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have",
             "Leave it out, or pass --format r3.",
         )
+
+
+def filled(prompt: str, values: Mapping[str, str]) -> str:
+    """A prompt with values for some of its placeholders; a placeholder that a value has in it stays as it is."""
+    return re.sub(r"\{(\w+)\}", lambda place: values.get(place[1], place[0]), prompt)
 
 
 def placeholders(text: str) -> list[str]:

@@ -21,9 +21,8 @@ from r3lite.core.records import Record
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 REMEDY = "A model folder needs {}; copy it from the model's source."
-PROBE = (
-    '\t"Blue Harbor" (1987):\n\n caf\u00e9 \u6771\u4eac \U0001f469'  # a text that a tokenizer must give back as it was
-)
+# A text that a tokenizer must give back as it was.
+PROBE = '\t"Blue Harbor" (1987):\n\n caf\u00e9 \u6771\u4eac \U0001f469'
 # The system turn that a template writes if the conversation has none. It is a literal of the template; a turn that is
 # put together with `+` or `~` from the conversation breaks off at a quote before its end and does not match.
 DEFAULT_SYSTEM = re.compile(

@@ -4,20 +4,17 @@ Knows the weights and what an episode holds; a judge's opinion is handed in as a
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from r3lite.core.answer_match import answer_scores
 from r3lite.core.episode import Episode, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.base import REPEATED_QUERY
+from r3lite.rewards.judge import Judge
 from r3lite.rewards.judged import trajectory_factor
 from r3lite.rewards.registry import MOST, named_rewards, needs_verdict
 from r3lite.rewards.searching import is_idle
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import RewardSettings
-
-if TYPE_CHECKING:  # it imports this module
-    from r3lite.rewards.judge import Judge
 
 MANY = 8  # questions; if a reward is missing for all episodes of this many, it is not by chance
 
@@ -96,7 +93,8 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     process = [factor * p for p in _process(episode, settings, verdict)]
     outcome = settings.outcome_em * em + settings.outcome_f1 * best_f1 + settings.outcome_judge * correct
     search = [_search(step, settings) for step in episode.steps]
-    if sum(_asks_anew(step) for step in episode.steps) < settings.least_searches:
+    anew = [step for step in episode.steps if step.searches and REPEATED_QUERY not in step.faults]
+    if len(anew) < settings.least_searches:
         outcome = 0.0
     steps = [f + p + s for f, p, s in zip(well_formed, process, search, strict=True)]
     for paid in named.values():
@@ -111,7 +109,7 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     return Scored(steps, parts | ({"judge": float(correct)} if verdict else {}))
 
 
-def score_all(episodes: list[Episode], settings: RewardSettings, judge: "Judge | None") -> list[Scored | None]:
+def score_all(episodes: list[Episode], settings: RewardSettings, judge: Judge | None) -> list[Scored | None]:
     """What each episode is paid, by a judge as well if there is one; None, a missing reward, if it failed."""
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
     scored = [score(e, settings, v) for e, v in zip(episodes, verdicts, strict=True)]
@@ -128,10 +126,6 @@ def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | Non
         if pairs and all(reward.paid(e, v) is None for e, v in pairs):
             remedy = "What it needs, such as gold paragraphs, these questions lack: leave it out, or pass other --data."
             raise R3LiteError(f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy)
-
-
-def _asks_anew(step: Step) -> bool:
-    return bool(step.searches) and REPEATED_QUERY not in step.faults
 
 
 def _search(step: Step, settings: RewardSettings) -> float:

@@ -139,12 +139,10 @@ class Oversight:
         if guard.rollbacks == s.guard_rollbacks:
             guard.forget()
             _say(f"{wrong}; after {guard.rollbacks} rollbacks the run stops, with the weights of {best}")
-            self.collapse = Collapse(
-                f"the run collapsed again after {guard.rollbacks} rollbacks: {alarm.told}",
-                f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. Start anew from it with --adapter "
-                f"and a lower --learning-rate, a higher --kl-beta or other rewards; or pass {self.run.how_to_go_on} "
-                "--guard off.",
-            )
+            anew = "Start anew from it with --adapter and a lower --learning-rate, a higher --kl-beta or other rewards"
+            remedy = f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. {anew}; or pass "
+            remedy += f"{self.run.how_to_go_on} --guard off."
+            self.collapse = Collapse(f"the run collapsed again after {guard.rollbacks} rollbacks: {alarm.told}", remedy)
             return True
         guard.rolled_back()
         scale = f"the learning rate is multiplied by {guard.rate_scale:g}"

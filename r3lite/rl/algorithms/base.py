@@ -11,6 +11,7 @@ from r3lite.rl import losses
 from r3lite.rl.advantages import share_without_variance
 from r3lite.rl.batch import ActionTokens, Batch
 from r3lite.rl.kl import KlFactor
+from r3lite.rl.normalizers import token_mean
 from r3lite.settings import LengthSettings, RLSettings
 
 
@@ -80,9 +81,10 @@ class Algorithm(ABC):
             return [[i] for i in range(len(batch))]
         return [torch.nonzero(batch.groups == g)[:, 0].tolist() for g in batch.groups.unique()]
 
-    @abstractmethod
     def weights(self, batch: Batch) -> Tensor:
-        """The weight [B, T] of each action token in the loss of a mini-batch: the loss is sum(weight * loss)."""
+        """The weight [B, T] of each action token in the loss of a mini-batch: the loss is sum(weight * loss). By
+        default the mean over its action tokens."""
+        return token_mean(batch.action_mask)
 
     def log_ratios(self, known: ActionTokens, logprobs: Tensor) -> Tensor:
         """The logarithm [n] of the ratio that is clipped, of n action tokens; by default that of each token."""
