@@ -19,8 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from r3lite.serving.asks import Answer, Ask
-from r3lite.serving.desk import AUTO, Desk, Refusal
+from r3lite.serving.asks import Answer, Ask, Refusal
+from r3lite.serving.desk import AUTO, Desk
 from r3lite.serving.guard import Guard, Text, client_of, failure
 from r3lite.serving.openai_api import routes_of
 from r3lite.serving.streams import STREAM, Events, answer_of, server_sent

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from r3lite.core.errors import R3LiteError
-from r3lite.serving.asks import MODES, Answer, Ask
+from r3lite.serving.asks import MODES, Answer, Ask, Refusal
 from r3lite.serving.conversations import Conversations
 from r3lite.serving.limits import Places, Rate
 from r3lite.serving.routing import route
@@ -18,14 +18,6 @@ from r3lite.serving.worker import Job, Worker
 from r3lite.settings import LimitSettings, ModeSettings
 
 AUTO = "auto"
-
-
-class Refusal(Exception):
-    """A request that gets no answer: the HTTP status that says so, and what a person can do."""
-
-    def __init__(self, status: int, code: str, message: str, retry_after: float | None = None):
-        super().__init__(message)
-        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
 
 
 class Desk:
@@ -57,12 +49,7 @@ class Desk:
 
         Raises Refusal. When it is closed, or ends in any other way, the ask is stopped and its place is free.
         """
-        if full := self.places.take(client):
-            refusals = {
-                "all": Refusal(503, "overloaded", "Too many questions are being answered. Try again soon.", 5),
-                "client": Refusal(429, "too_many_at_once", "Too many of your questions are being answered. Wait.", 5),
-            }
-            raise refusals[full]
+        self.places.take(client)
         job, deadline = Job(ask), self.clock() + self.limits.request_seconds
         try:
             tell = job.put if follows else None
