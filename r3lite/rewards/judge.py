@@ -176,22 +176,19 @@ def note_on(judge: Judge | None) -> str:
 def build_judge(
     settings: JudgeSettings,
     output: str | Path,
-    reward: RewardSettings | None = None,
-    make_client: "Callable[[JudgeSettings, Path], Client] | None" = None,
+    reward: RewardSettings | None,
+    make_client: "Callable[[JudgeSettings, Path], Client]",
     spans: Spans | None = None,
 ) -> Judge | None:
     """The judge that the settings ask for, or None; its cache is in the run folder `output` unless they name another.
 
     With `reward`: raises R3LiteError if the weights need a judge and the settings name none. `make_client` makes the
-    client of the settings and a cache, by default that of a remote model.
+    client of the settings and a cache.
     """
     if settings.judge == "none":
         if reward and needs_verdict(reward):
             cause = "--outcome-judge, --process-judge or --rewards pays what a judge says, and there is no judge"
             raise R3LiteError(cause, "Pass --judge gemini, openai or local, or leave them out.")
         return None
-    if make_client is None:
-        from r3lite.llm.client import Client as make_client
-
     cache = Path(settings.judge_cache) if settings.judge_cache else Path(output) / "judge-cache"
     return Judge(make_client(settings, cache), spans)

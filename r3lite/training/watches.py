@@ -80,6 +80,7 @@ def watched(record: dict) -> Numbers:
         "reward": record.get("reward"),
         "reward_std": record.get("reward_std"),
         "f1": record.get("rewards/f1/mean"),
+        "outcome": record.get("rewards/outcome/mean"),
         "right": record.get("completions/right"),
         "right_likelihood": record.get("logps/right"),
     }
