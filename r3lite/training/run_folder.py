@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ class RunFolder:
         source = self.source.parent / folder.name if self.source else folder
         if not folder.exists() and source.exists():
             with self._writing(f"the checkpoint of step {step}"):
-                checkpoint.replace_folder(folder, lambda new: shutil.copytree(source, new, dirs_exist_ok=True))
+                checkpoint.replace_folder(folder, partial(shutil.copytree, source, dirs_exist_ok=True))
         self.best = step if folder.exists() else None
         return self.best is not None
 
@@ -148,12 +149,10 @@ class RunFolder:
 
     def write_adapter(self, state: TrainState, step: int | None) -> None:
         """Writes `adapter/`: that of the checkpoint of a step, or with None that of now."""
-
-        def copy(folder: Path) -> None:
-            shutil.copytree(self.output / f"checkpoint-{step}" / checkpoint.ADAPTER, folder, dirs_exist_ok=True)
-
+        source = self.output / f"checkpoint-{step}" / checkpoint.ADAPTER
+        fill = state.save_adapter if step is None else partial(shutil.copytree, source, dirs_exist_ok=True)
         with self._writing("the adapter"):
-            checkpoint.replace_folder(self.output / "adapter", state.save_adapter if step is None else copy)
+            checkpoint.replace_folder(self.output / "adapter", fill)
 
     def finish(self, state: TrainState, total: int) -> None:
         """Writes `adapter/`, which is the best one if one is kept as that, and `summary.json`."""
