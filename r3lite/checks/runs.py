@@ -151,9 +151,8 @@ def resume(precision: Precision) -> Finding:
         sound = _same(folder / "whole", folder / "again") and _repeatable(whole) == _repeatable(again)
     off, noise = (largest(abs(a["loss"] - b["loss"]) for a, b in zip(whole, other)) for other in (parted, again))
     if not sound and off <= 10 * noise:
-        return skipped(
-            f"this device adds in no fixed order: losses of two equal runs differ by {noise:.2g}, resumed by {off:.2g}"
-        )
+        differ = f"losses of two equal runs differ by {noise:.2g}, resumed by {off:.2g}"
+        return skipped(f"this device adds in no fixed order: {differ}")
     return judged(False, f"the resumed run differs: losses by {off:.2g}, and an equal run by {noise:.2g}", loss_off=off)
 
 

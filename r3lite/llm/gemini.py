@@ -29,9 +29,8 @@ class GeminiService(Service):
         if not self.secret:
             raise R3LiteError("there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set", GET_A_KEY)
         timeout = round(settings.judge_timeout * 1000)  # milliseconds
-        options = types.HttpOptions(
-            timeout=timeout, base_url=settings.judge_base_url, httpx_async_client=BoundedClient()
-        )
+        address = settings.judge_base_url
+        options = types.HttpOptions(timeout=timeout, base_url=address, httpx_async_client=BoundedClient())
         self._models = genai.Client(api_key=self.secret, vertexai=False, http_options=options).aio.models
         self._thinks_as_it_likes = False  # the model refused to be told whether to think
 

@@ -47,9 +47,8 @@ def load_own(settings: ProtocolSettings) -> Protocol:
         raise UsageError(f"{flag} is for headings, and the format {settings.format} has tags: leave it out")
     refuse_step_prompt(settings)
     check_placeholders("the opening prompt", prompt, "question")
-    think, answer, search, documents = (
-        Tag(*own[name]) if name in own else None for name in ("think", "answer", "search", "documents")
-    )
+    names = ("think", "answer", "search", "documents")
+    think, answer, search, documents = (Tag(*own[name]) if name in own else None for name in names)
     lenient, system = settings.tags == "lenient", settings.system_prompt
     return Tags(opening_prompt(prompt, settings), think, answer, search, documents, lenient, system)
 

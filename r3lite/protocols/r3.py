@@ -206,14 +206,12 @@ class R3(Protocol):
 
     def _verification(self, sections: dict[str, str], faults: list[str]) -> str:
         """What a step verifies. Adds to `faults`."""
-        order, checked = list(sections), sections.get(self.names.verification, "")
-        if (
-            self.verifies
-            and self.names.answer in sections
-            and (not checked or order.index(self.names.verification) > order.index(self.names.answer))
-        ):
-            faults.append("no_verification")
-        if self.names.verification in sections and self.names.answer not in sections:
+        checked = sections.get(self.names.verification, "")
+        if self.names.answer in sections:
+            before_answer = list(sections)[: list(sections).index(self.names.answer)]
+            if self.verifies and not (checked and self.names.verification in before_answer):
+                faults.append("no_verification")
+        elif self.names.verification in sections:
             faults.append("idle_verification")
         return checked
 

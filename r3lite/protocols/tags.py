@@ -90,21 +90,16 @@ class Tags(Protocol):
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
         """Numbered passages, one a line, as Search-R1 gives them."""
-        lines = [
-            f"Doc {i}(Title: {self.quoted(d.title)}) {self.quoted(d.text)}"
-            for i, d in enumerate(steps[-1].documents, 1)
-        ]
+        found = enumerate(steps[-1].documents, 1)
+        lines = [f"Doc {i}(Title: {self.quoted(d.title)}) {self.quoted(d.text)}" for i, d in found]
         return self._spliced("\n".join(lines) or "(nothing was found)")
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         return self.parse(self.think.around("-") + self.answer.opening + text, earlier)
 
     def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
-        opened = [
-            tag.closing
-            for tag in (self.think, self.search)
-            if tag and text.count(tag.opening) > text.count(tag.closing)
-        ]
+        tags = [tag for tag in (self.think, self.search) if tag]
+        opened = [tag.closing for tag in tags if text.count(tag.opening) > text.count(tag.closing)]
         given = super().finishing(text, earlier)
         return given and "".join(opened) + given
 
@@ -123,9 +118,8 @@ class Tags(Protocol):
         an episode can go on and be rewarded for what is right in it. With both, or two of a kind, neither is usable.
         """
         blocks, faults = self.markup.read(text)
-        thoughts, asking, answers = (
-            [b for b in blocks if b.tag == tag] for tag in (self.think, self.search, self.answer)
-        )
+        kinds = (self.think, self.search, self.answer)
+        thoughts, asking, answers = ([block for block in blocks if block.tag == kind] for kind in kinds)
         if max(map(len, (thoughts, asking, answers))) > 1:
             faults.append("repeated_tag")
         if self.information in self.markup.tags_in(text):

@@ -296,9 +296,8 @@ class Layout:
 
     def _cut(self, step: Step, documents: Sequence[Sequence[Document]], max_tokens: int) -> Step:
         """The step with these documents of each of its queries, their texts cut."""
-        return step.with_documents(
-            [[replace(d, text=self.tokenizer.cut(d.text, max_tokens)) for d in found] for found in documents]
-        )
+        cut = [[replace(d, text=self.tokenizer.cut(d.text, max_tokens)) for d in found] for found in documents]
+        return step.with_documents(cut)
 
     def _observation(self, transcript: Transcript, steps: Sequence[Step]) -> list[int]:
         """The tokens of what follows the searches of the last of the steps."""

@@ -53,9 +53,8 @@ class Desk:
         job, deadline = Job(ask), self.clock() + self.limits.request_seconds
         try:
             tell = job.put if follows else None
-            job.prepared = await asyncio.get_running_loop().run_in_executor(
-                self.reader, self.worker.answering.prepare, ask, tell
-            )
+            loop, prepare = asyncio.get_running_loop(), self.worker.answering.prepare
+            job.prepared = await loop.run_in_executor(self.reader, prepare, ask, tell)
             self.worker.submit(job)
             yield {"type": "start", "mode": ask.mode, "adapter": ask.adapter}
             while True:

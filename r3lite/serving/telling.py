@@ -92,10 +92,8 @@ def step_record(step: Step, number: int, numbers: dict[Document, int]) -> dict[s
 
 def sources_of(episode: Episode, answer: str = "") -> list[Source]:
     """The passages of an episode, each once. Cited are those that hold the answer word for word."""
-    sought = f" {normalize(answer)} "
-    return [
-        Source(
-            number, d.id, d.title, d.text, bool(sought.strip()) and sought in f" {normalize(f'{d.title} {d.text}')} "
-        )
-        for d, number in numbered(episode.documents).items()
-    ]
+    sought, sources = f" {normalize(answer)} ", []
+    for d, number in numbered(episode.documents).items():
+        cited = bool(sought.strip()) and sought in f" {normalize(f'{d.title} {d.text}')} "
+        sources.append(Source(number, d.id, d.title, d.text, cited))
+    return sources

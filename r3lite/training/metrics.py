@@ -93,9 +93,8 @@ def means_by_source(
     """A mean over the tokens of all sources, of which each source adds its share; and as `METRIC/NAME` the mean over
     the tokens of each source that has a name."""
     count, found = sum(tokens.values()), {metric: float(sum(shares.values()))}
-    return found | {
-        f"{metric}/{name}": float(share) * count / tokens[name] for name, share in sorted(shares.items()) if name
-    }
+    named = {name: float(share) for name, share in sorted(shares.items()) if name}
+    return found | {f"{metric}/{name}": share * count / tokens[name] for name, share in named.items()}
 
 
 # How a metric is shown in the progress line, in this order; those that a record lacks are left out.

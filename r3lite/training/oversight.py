@@ -122,9 +122,8 @@ class Oversight:
         if each is None:
             failed = f"the retriever failed at {found['retrieval_failures']} questions of the validation"
             _say(f"warning: step {step}: {failed}; it chooses no checkpoint and raises no alarm")
-        return {f"eval/{name}": value for name, value in found.items()} | {
-            "time/validate": time.perf_counter() - start
-        }, each
+        measured = {f"eval/{name}": value for name, value in found.items()}
+        return measured | {"time/validate": time.perf_counter() - start}, each
 
     def _heed(self, step: int, alarm: Alarm) -> bool:
         """Says in one line what is wrong and what follows, and does it; whether weights have changed."""

@@ -98,9 +98,8 @@ class Algorithm(ABC):
         metric `kl` is the k3 estimate whatever --kl-estimator is.
         """
         s = self.settings
-        loss, metrics = losses.clipped_surrogate(
-            self.log_ratios(known, logprobs), known.advantages, s.clip_low, s.clip_high
-        )
+        ratios = self.log_ratios(known, logprobs)
+        loss, metrics = losses.clipped_surrogate(ratios, known.advantages, s.clip_low, s.clip_high)
         if s.importance_cap is not None:
             ratio = (known.old_logprobs - known.sampled_logprobs).exp()
             loss = loss * ratio.clamp(max=s.importance_cap)

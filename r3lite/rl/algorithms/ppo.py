@@ -35,6 +35,5 @@ class Ppo(Algorithm):
         """Also how much of the targets' variance the critic explained while sampling: 1 - Var(R - V) / Var(R)."""
         error = batch.at_actions(batch.value_targets - batch.values)
         variance = batch.at_actions(batch.value_targets).var(correction=0)
-        return super().statistics(batch) | {
-            "explained_variance": float(1 - error.var(correction=0) / (variance + 1e-8))
-        }
+        explained = 1 - error.var(correction=0) / (variance + 1e-8)
+        return super().statistics(batch) | {"explained_variance": float(explained)}
