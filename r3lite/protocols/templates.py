@@ -85,10 +85,8 @@ def opening_prompt(prompt: str, settings: ProtocolSettings) -> str:
 def refuse_step_prompt(settings: ProtocolSettings) -> None:
     """Raises R3LiteError if a format that has no user turn for documents is given a prompt for it."""
     if settings.step_prompt is not None:
-        raise R3LiteError(
-            f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have",
-            "Leave it out, or pass --format r3.",
-        )
+        cause = f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have"
+        raise R3LiteError(cause, "Leave it out, or pass --format r3.")
 
 
 def filled(prompt: str, values: Mapping[str, str]) -> str:

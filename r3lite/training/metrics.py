@@ -58,11 +58,10 @@ def _peak_memory_mib_on_windows() -> float | None:
     import ctypes
     from ctypes import wintypes
 
+    sizes = ("peak_resident", "resident", "peak_paged", "paged", "peak_other", "other", "file", "peak_file")
+
     class Counters(ctypes.Structure):  # PROCESS_MEMORY_COUNTERS
-        _fields_ = [("size", wintypes.DWORD), ("faults", wintypes.DWORD)] + [
-            (name, ctypes.c_size_t)
-            for name in ("peak_resident", "resident", "peak_paged", "paged", "peak_other", "other", "file", "peak_file")
-        ]
+        _fields_ = [("size", wintypes.DWORD), ("faults", wintypes.DWORD), *((n, ctypes.c_size_t) for n in sizes)]
 
     counters = Counters(size=ctypes.sizeof(Counters))
     current = ctypes.windll.kernel32.GetCurrentProcess
