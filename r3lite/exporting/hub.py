@@ -18,8 +18,7 @@ def token() -> str:
 
 def files_of(folder: Path) -> list[Path]:
     """What is uploaded of a folder: its own files, without hidden ones and links."""
-    found = (p for p in folder.iterdir() if p.is_file() and not p.is_symlink() and not p.name.startswith("."))
-    return sorted(found)
+    return sorted(p for p in folder.iterdir() if p.is_file() and not p.is_symlink() and not p.name.startswith("."))
 
 
 def summary(folder: Path, repository: str, kind: str) -> str:

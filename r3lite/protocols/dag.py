@@ -120,7 +120,7 @@ class Dag(Protocol):
         try:
             level = plan.read(text, self.limits).levels[0]
         except InvalidPlan as error:
-            return Step(text, faults=(error.fault,))
+            return Step(text, faults=(str(error),))
         return Step(text, tuple(Search(node.query, source=node.source) for node in level))
 
     def _answers(self, text: str, earlier: Sequence[Step]) -> Step:

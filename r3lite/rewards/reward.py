@@ -6,7 +6,7 @@ Knows the weights and what an episode holds; a judge's opinion is handed in as a
 from dataclasses import dataclass, field
 
 from r3lite.core.answer_match import answer_scores
-from r3lite.core.episode import Episode, Step
+from r3lite.core.episode import Episode
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.base import REPEATED_QUERY
 from r3lite.rewards.judge import Judge
@@ -92,7 +92,8 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     factor = trajectory_factor(episode, right, settings.gamma_correct, settings.gamma_incorrect, settings.gamma_fail)
     process = [factor * p for p in _process(episode, settings, verdict)]
     outcome = settings.outcome_em * em + settings.outcome_f1 * best_f1 + settings.outcome_judge * correct
-    search = [_search(step, settings) for step in episode.steps]
+    bonus, penalty = settings.search_bonus, settings.idle_query_penalty
+    search = [-penalty if is_idle(step) else bonus * bool(step.searches) for step in episode.steps]
     anew = [step for step in episode.steps if step.searches and REPEATED_QUERY not in step.faults]
     if len(anew) < settings.least_searches:
         outcome = 0.0
@@ -102,7 +103,7 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     if steps:
         steps[-1] += outcome
     parts = {"format": sum(well_formed), "process": sum(process), "outcome": outcome if steps else 0.0}
-    if settings.search_bonus or settings.idle_query_penalty:
+    if bonus or penalty:
         parts["search"] = sum(search)
     parts |= {name: sum(paid) for name, paid in named.items()}
     parts |= {"em": em, "f1": best_f1, "recall": episode.recall}
@@ -126,13 +127,6 @@ def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | Non
         if pairs and all(reward.paid(e, v) is None for e, v in pairs):
             remedy = "What it needs, such as gold paragraphs, these questions lack: leave it out, or pass other --data."
             raise R3LiteError(f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy)
-
-
-def _search(step: Step, settings: RewardSettings) -> float:
-    """What a step is paid for its query, if it has one or tried to."""
-    if is_idle(step):
-        return -settings.idle_query_penalty
-    return settings.search_bonus if step.searches else 0.0
 
 
 def _process(episode: Episode, settings: RewardSettings, verdict: Verdict | None) -> list[float]:

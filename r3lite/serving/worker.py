@@ -59,7 +59,11 @@ class Worker:
             try:
                 ended = self.answering.iterate()
             except Exception:  # whatever it is, the next ones shall be answered
-                self._fail()
+                traceback.print_exc(file=sys.stderr)
+                for job in self._jobs:
+                    job.put(None)
+                self._jobs.clear()
+                self.answering.restart()
                 continue
             for prepared, answer in ended:
                 job = next(job for job in self._jobs if job.prepared is prepared)
@@ -79,10 +83,3 @@ class Worker:
             if not job.stopped:
                 self._jobs.append(job)
                 self.answering.join(job.prepared)
-
-    def _fail(self) -> None:
-        traceback.print_exc(file=sys.stderr)
-        for job in self._jobs:
-            job.put(None)
-        self._jobs.clear()
-        self.answering.restart()

@@ -111,11 +111,6 @@ SHOWN = {
 }
 
 
-def progress_line(record: dict) -> str:
-    """The metrics that are shown while a run goes on, as one line."""
-    return "  ".join(form.format(record[k]) for k, form in SHOWN.items() if record.get(k) is not None)
-
-
 class Clock:
     """Tells how long a run still takes, by the mean time of this process's steps and of what lies between them.
 
@@ -177,7 +172,8 @@ class MetricsLog:
         if not record["step"]:
             self.clock = Clock()  # a validation before the first step is no part of it
         left = self.clock.left(self.total - record["step"]) if record["step"] else None
-        line = progress_line(record) + (f"  ETA {tqdm.format_interval(left)}" if left else "")
+        line = "  ".join(form.format(record[k]) for k, form in SHOWN.items() if record.get(k) is not None)
+        line += f"  ETA {tqdm.format_interval(left)}" if left else ""
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update(1 if record["step"] else 0)
         if self.bar.disable and (record["step"] % self.every == 0 or record["step"] in (1, self.total)):
@@ -206,8 +202,7 @@ def _read(path: Path) -> tuple[list[dict], bytes]:
 
 
 def _is_record(record: dict) -> bool:
-    step = record.get("step")
-    return isinstance(step, int) and not isinstance(step, bool)
+    return type(record.get("step")) is int  # True is an int to isinstance
 
 
 def up_to(path: Path, step: int) -> list[dict]:

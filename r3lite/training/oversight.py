@@ -134,7 +134,8 @@ class Oversight:
             _say(f"warning: {wrong}: the run may be collapsing{why}")
             return False
         best = f"step {guard.best.step} (validation F1 {guard.best.f1:.3f})"
-        self._go_back(step)
+        if self.best != step:  # whose checkpoint is yet to be written
+            self.state.go_back(checkpoint.read(self.run.output / f"checkpoint-{self.best}"))
         if guard.rollbacks == s.guard_rollbacks:
             guard.forget()
             _say(f"{wrong}; after {guard.rollbacks} rollbacks the run stops, with the weights of {best}")
@@ -149,10 +150,6 @@ class Oversight:
             scale += f" and the KL weight by {guard.kl_scale:g}"
         _say(f"{wrong}; back to {best}, {scale} from here on: rollback {guard.rollbacks} of {s.guard_rollbacks}")
         return True
-
-    def _go_back(self, step: int) -> None:
-        if self.best != step:  # whose checkpoint is yet to be written
-            self.state.go_back(checkpoint.read(self.run.output / f"checkpoint-{self.best}"))
 
 
 def _say(line: str) -> None:
