@@ -51,8 +51,7 @@ def _opening(protocol: Protocol, question: str = "{question}") -> list[dict[str,
 def _head(facts: Facts) -> str:
     lines = ["---", f"base_model: {facts.base}"] if "/" in facts.base else ["---"]
     library = "gguf" if facts.file else "transformers" if facts.merged else "peft"
-    lines += [f"library_name: {library}"]
-    lines += [f"license: {facts.license}"] if facts.license else []
+    lines += [f"library_name: {library}", *([f"license: {facts.license}"] if facts.license else [])]
     return "\n".join([*lines, "tags: [r3lite, multi-hop question answering, retrieval]", "---"])
 
 

@@ -145,10 +145,8 @@ def _check_split(record: Record) -> None:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, in fp32, by GGUF's names."""
-    return {
-        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        for tensor in gguf.GGUFReader(path).tensors
-    }
+    tensors = gguf.GGUFReader(path).tensors
+    return {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in tensors}
 
 
 @torch.no_grad()

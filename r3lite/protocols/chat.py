@@ -29,7 +29,7 @@ class Chat(Protocol):
     stop_strings = ()
     user_turns = True
     searches = False
-    answer_request = answer_heading = ""
+    answer_request = answer_heading = ""  # nothing is asked for or finished
 
     def quoted(self, text: str) -> str:
         return text  # nothing in it could be taken for markup, and its lines are its own
@@ -40,9 +40,6 @@ class Chat(Protocol):
 
     def render(self, step: Step, number: int) -> str:
         return step.answer or ""
-
-    def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
-        return None
 
 
 @dataclass(frozen=True)
