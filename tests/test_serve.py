@@ -166,7 +166,7 @@ def test_what_was_said_before_is_given_where_it_is_wanted_and_as_far_as_there_is
 
     def prompt(answering, ask):
         sequence = answering.prepare(ask, None).transcript
-        return answering.layouts.tokenizer.decode(sequence.tokens)
+        return answering.engine.layout.tokenizer.decode(sequence.tokens)
 
     argv = ["--retriever", "none", "--adapters", f"{adapters},base", "--dtype", "fp32", "--max-length", "300"]
     answering = LiveAnswers(config(*argv), lambda pairs: [[] for _ in pairs])
@@ -196,7 +196,7 @@ def test_a_procedure_stands_before_the_question_that_it_fits(tmp_path):
     for text, stands in (("Which city?", True), ("Which town?", False)):
         for mode in ("chat", "reasoning"):
             sequence = answering.prepare(Ask(text, mode, "base"), None).transcript
-            prompt = answering.layouts.tokenizer.decode(sequence.tokens)
+            prompt = answering.engine.layout.tokenizer.decode(sequence.tokens)
             assert ("user\nProcedure: Cities. about cities\n1. Think\n\n" in prompt) == stands and text in prompt
     answering.close()
 

@@ -186,9 +186,9 @@ def test_a_trajectory_stands_in_the_place_of_what_failed():
     assert batch.tokens.tolist() == [[5, 6, 9, 3, 9], [5, 6, 7, 8, 0]]
     assert batch.action_mask.tolist() == [[False, False, True, False, True], [False, False, True, True, False]]
     assert batch.returns.tolist() == pytest.approx([0.35, 0.35]) and batch.failed.tolist() == [True, False]
-    assert batch.teacher.rows == [LESSON.teacher, None] and batch.groups.tolist() == [1, 1]
+    assert batch.teacher == [LESSON.teacher, None] and batch.groups.tolist() == [1, 1]
     untaught = cached.batch([failed], {0: "q", 1: "p"})
-    assert untaught.teacher is None and torch.equal(untaught.tokens, Batch.of([failed]).tokens)
+    assert untaught.teacher == [None] and torch.equal(untaught.tokens, Batch.of([failed]).tokens)
     with pytest.raises(R3LiteError, match="the question q begins with another prompt"):
         cached.batch([replace(failed, tokens=[5, 4, 7, 8])], {0: "p", 1: "q"})
 

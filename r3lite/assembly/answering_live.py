@@ -21,7 +21,6 @@ from r3lite.memory.workloads import evaluate_workload
 from r3lite.models import lora, weights
 from r3lite.protocols.base import Protocol as StepFormat
 from r3lite.protocols.chat import Chat
-from r3lite.protocols.layouts import Layouts
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import OPENINGS, Layout
@@ -75,7 +74,7 @@ def plan_lanes(config: ServeConfig) -> Plan:
     return make_plan(replace(workload, adapters=len(folders)), config.memory, config.sampling)
 
 
-def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) -> Layouts:
+def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) -> dict[str, Layout]:
     """The layout of every mode, and of a chat without steps."""
 
     def steps(mode: str, opening: str = "none") -> Layout:
@@ -85,7 +84,7 @@ def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) 
 
     plain = Layout(tokenizer, Chat(config.protocol.system_prompt), config.lengths)
     modes = {"chat": steps("chat", "no-retrieval"), "reasoning": steps("reasoning"), "search": steps("search")}
-    return Layouts(tokenizer, config.lengths, {PLAIN: plain, **modes})
+    return {PLAIN: plain, **modes}
 
 
 class LiveAnswers:
@@ -100,9 +99,8 @@ class LiveAnswers:
         tokenizer = Tokenizer.load(folder, config.model.thinking)
         loaded = load_adapters(folder, config, folders, plan)
         self.config, self.layouts = config, layouts_of(config, tokenizer, protocol)
-        self.engine = LaneEngine(
-            loaded.model, self.layouts, Sampler(), loaded.grant, autocast=loaded.precision.autocast
-        )
+        autocast, plain = loaded.precision.autocast, self.layouts[PLAIN]
+        self.engine = LaneEngine(loaded.model, plain, Sampler(), loaded.grant, autocast=autocast, layouts=self.layouts)
         self.retrieve, self.finder = tolerant(retrieve), finder
         self.rows = max(1, loaded.grant.memory.rollout_batch_size // len(folders))
         self.asked = itertools.count()
@@ -112,7 +110,7 @@ class LiveAnswers:
     def prepare(self, ask: Ask, tell: Tell | None) -> Growing:
         """The ask with its opened sequence. The first messages of a conversation that leave no room are left out."""
         kind = self._layout(ask)
-        default, layout = self.config.truncation, self.layouts.of[kind]
+        default, layout = self.config.truncation, self.layouts[kind]
         temperature = self.config.sampling.temperature if ask.temperature is None else ask.temperature
         sampler = Sampler(temperature, default.top_k_sampling, default.top_p if ask.top_p is None else ask.top_p)
         number = next(self.asked)
@@ -172,7 +170,7 @@ class LiveAnswers:
 
         A step format has its own system message; one of the client's is for plain chats.
         """
-        layout, remembers = self.layouts.of[kind], ask.mode in self.config.modes.memory_modes
+        layout, remembers = self.layouts[kind], ask.mode in self.config.modes.memory_modes
         system = tuple(m for m in ask.earlier[:1] if m["role"] == "system" and kind == PLAIN)
         said = tuple(m for m in ask.earlier if m["role"] != "system" and remembers)
         while said and len(layout.prompt(ask.text, system + said, procedure)) > layout.lengths.max_length // 2:

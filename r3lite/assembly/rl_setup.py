@@ -22,7 +22,6 @@ from r3lite.memory.planner import Workload
 from r3lite.memory.workloads import rl_workload
 from r3lite.models.packing import common_prefix
 from r3lite.models.weights import resolve_folder
-from r3lite.protocols.layouts import Layouts
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.rewards.reward import most_for_answer
@@ -75,8 +74,8 @@ def build(
     adapted = {"kl": algorithm.kl} if rl.kl_target else {}
     state = policy.train_state(config.optimizer, config.model.model, data, facts, **adapted, **parts)
     model, precision, grant, critic = policy.model, policy.precision, policy.grant, policy.critic
-    layout = Layouts(tokenizer, config.lengths, layouts) if config.mixture.sources else layouts[""]
-    engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast, spans)
+    layout = next(iter(layouts.values()))
+    engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast, spans, layouts)
     learner = Learner(
         model, tokenizer.size, temperature, rl, algorithm, policy.reference, precision, state.update, grant, critic
     )

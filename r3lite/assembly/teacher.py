@@ -40,7 +40,7 @@ from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
-from r3lite.rl.batch import Batch, Distributions, Rollout
+from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import Learner
 from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, RLSettings
 
@@ -97,7 +97,7 @@ class TeacherInTurns:
         if not failed:
             return batch
         said = iter(self.grant.attempt("update", self.read, batch.rows(failed)))
-        return replace(batch, teacher=Distributions([next(said) if rollout.failed else None for rollout in rollouts]))
+        return replace(batch, teacher=[next(said) if rollout.failed else None for rollout in rollouts])
 
     def read(self, batch: Batch) -> list[TopTokens]:
         """What the teacher would have said at the action tokens of each row."""

@@ -124,6 +124,5 @@ def beside_tensors(precision: Precision, driver: dict[str, str], measured: dict[
         shares.append(f"fragmentation {measured['fragmentation']:.0%} of {cuda_parts.FRAGMENTATION:.0%}")
     remedy = "Plans hold back too little on this card: pass a --vram-budget below its memory, and send us doctor.json."
     figures = {f"{part} MiB": size for part, size in found.items()}
-    return judged(
-        sum(found.values()) <= sum(planned.values()), "MiB measured of planned: " + ", ".join(shares), remedy, **figures
-    )
+    within = sum(found.values()) <= sum(planned.values())
+    return judged(within, f"MiB measured of planned: {', '.join(shares)}", remedy, **figures)

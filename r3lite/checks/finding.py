@@ -62,11 +62,6 @@ def largest(values: Iterable[float]) -> float:
     return float(torch.tensor(list(values)).max())
 
 
-def exact_on(device: torch.device) -> Precision:
-    """Precision of fp32 on a device."""
-    return Precision(torch.float32, device)
-
-
 def tiny(precision: Precision, adapted: bool = False) -> Qwen2:
     """The shipped model in a precision and on its device; if `adapted`, with an adapter on that changes its output."""
     model = load_qwen2(resolve_folder("tiny"), precision.dtype, precision.device)

@@ -11,7 +11,6 @@ from r3lite.checks.finding import (
     CPU,
     Finding,
     closeness,
-    exact_on,
     judged,
     largest,
     logprobs,
@@ -57,7 +56,7 @@ NF4_ERROR = 0.11  # of weights of size 1: a normal distribution loses 0.092
 
 def logits(precision: Precision) -> Finding:
     """The device's logits in fp32 against the CPU's, and the shipped model's cross-entropy against the recorded one."""
-    exact, rows = exact_on(precision.device), sentences()
+    exact, rows = Precision(torch.float32, precision.device), sentences()
     model = tiny(exact)
     entropy = -float(logprobs(model, rows, exact).mean())
     message = f"cross-entropy {entropy:.4f} nats a token, recorded {ENTROPY}"
@@ -71,7 +70,7 @@ def logits(precision: Precision) -> Finding:
 @torch.no_grad()
 def against_the_cpu(model: Qwen2, rows: list[list[int]], device: torch.device, told: str) -> Finding:
     """The largest difference of a model's logits in fp32 from those of the same one on the CPU; `told` goes along."""
-    exact = tiny(exact_on(CPU))
+    exact = tiny(Precision(torch.float32, CPU))
     ours, theirs = model.logits(model(padded(rows, device))), exact.logits(exact(padded(rows, CPU)))
     off = float((ours.cpu() - theirs).abs().max())
     told = f"largest difference from the CPU's {off:.1e}, {LOGIT_BOUND:g} allowed; {told}"
@@ -84,13 +83,13 @@ def logits_in_dtype(precision: Precision) -> Finding:
     if precision.dtype == torch.float32:
         return skipped("the run is in fp32")
     rows = sentences()
-    exact = logprobs(tiny(exact_on(CPU)), rows, exact_on(CPU))
+    exact = logprobs(tiny(Precision(torch.float32, CPU)), rows, Precision(torch.float32, CPU))
     return closeness({precision.dtype: (logprobs(tiny(precision), rows, precision), exact)})
 
 
 def cached_decode(precision: Precision) -> Finding:
     """Rows read piece by piece into a KV cache, against whole rows: in fp32, where mistakes show, and as the run is."""
-    return closeness({p.dtype: _in_pieces(p) for p in (exact_on(precision.device), precision)})
+    return closeness({p.dtype: _in_pieces(p) for p in (Precision(torch.float32, precision.device), precision)})
 
 
 @torch.no_grad()
@@ -133,7 +132,7 @@ def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
     if precision.device.type != "cuda" and capture is None:
         return skipped("graphs are of CUDA")
     parts, figures, sound = [], {}, True
-    for p in {p.dtype: p for p in (exact_on(precision.device), precision)}.values():
+    for p in {p.dtype: p for p in (Precision(torch.float32, precision.device), precision)}.values():
         cosine, pool = _captured(p, capture)
         bound = COSINES.get(p.dtype, LEAST_COSINE)
         sound &= cosine >= bound
@@ -173,7 +172,7 @@ def _pools_mib() -> float:
 
 def sampler(precision: Precision) -> Finding:
     """The log-probabilities that the rollout engine records against those that the trainer recomputes; as above."""
-    return closeness({p.dtype: _sampled(p) for p in (exact_on(precision.device), precision)})
+    return closeness({p.dtype: _sampled(p) for p in (Precision(torch.float32, precision.device), precision)})
 
 
 def _sampled(precision: Precision) -> tuple[Tensor, Tensor]:
@@ -205,9 +204,8 @@ def nf4_weights(precision: Precision) -> Finding:
     product, exact = layer(x.to(precision.device, precision.dtype)).float().cpu(), x @ by_hand.t()
     share = float((product - exact).abs().mean() / exact.abs().mean())
     bound = NF4_BOUNDS[precision.dtype]
-    message = (
-        f"{other:.1%} of codes are not the CPU's; weights off by {off:.1e}, product by {share:.1e}, {bound:g} allowed"
-    )
+    message = f"{other:.1%} of codes are not the CPU's; weights off by {off:.1e}, product by {share:.1e}"
+    message += f", {bound:g} allowed"
     sound = other <= 1e-3 and off <= 1e-5 and share <= bound and error <= NF4_ERROR
     return judged(sound, message, codes_differ=other, dequantized_off=off, product_off=share, quantization_error=error)
 

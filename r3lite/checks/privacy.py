@@ -33,13 +33,8 @@ def hider(folders: list[str], names: list[str]) -> Callable[[str], str]:
 
 def users_own() -> Callable[[str], str]:
     """A `hider` of this process's folders and of its user."""
-    folders = [
-        os.path.expanduser("~"),
-        os.getcwd(),
-        tempfile.gettempdir(),
-        sys.prefix,
-        str(Path(r3lite.__file__).parent),
-    ]
+    package = str(Path(r3lite.__file__).parent)
+    folders = [os.path.expanduser("~"), os.getcwd(), tempfile.gettempdir(), sys.prefix, package]
     try:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):  # a user without a name

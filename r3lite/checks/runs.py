@@ -9,17 +9,7 @@ from pathlib import Path
 import torch
 
 from r3lite.assembly import supervised
-from r3lite.checks.finding import (
-    CPU,
-    Finding,
-    exact_on,
-    judged,
-    largest,
-    questions,
-    sentences,
-    skipped,
-    whole_card,
-)
+from r3lite.checks.finding import CPU, Finding, judged, largest, questions, sentences, skipped, whole_card
 from r3lite.core import command
 from r3lite.core.files import write_jsonl
 from r3lite.core.grant import Memory
@@ -72,7 +62,7 @@ def training(precision: Precision) -> Finding:
         return skipped("the CPU in fp32 is what the others are compared with")
     steps = ["--max-steps", str(STEPS), "--batch-size", "4", "--learning-rate", "2e-3"]
     with place(precision) as folder:
-        exact = train(folder / "cpu", sft_flags(folder, exact_on(CPU), *steps))
+        exact = train(folder / "cpu", sft_flags(folder, Precision(torch.float32, CPU), *steps))
         found = train(folder / "device", sft_flags(folder, precision, *steps))
     losses = [record["loss"] if record["loss"] is not None else float("nan") for record in found]
     off = largest(abs(loss - record["loss"]) for loss, record in zip(losses, exact, strict=True))
@@ -121,10 +111,8 @@ def memory(precision: Precision) -> Finding:
         return judged(False, what, "Close what else uses the card; else plans are too small: send doctor.json to us.")
     off = peak / planned - 1
     figures |= {"planned_mib": planned / MIB, "measured_mib": peak / MIB, "off": off}
-    what = (
-        f"{peak / MIB:,.0f} MiB of tensors, {planned / MIB:,.0f} planned ({off:+.1%}, {PLAN_BOUND:.0%} allowed), "
-        f"{plan.memory.recompute_layers} layers recomputed for a budget of {plan.budget / MIB:,.0f}"
-    )
+    what = f"{peak / MIB:,.0f} MiB of tensors, {planned / MIB:,.0f} planned ({off:+.1%}, {PLAN_BOUND:.0%} allowed)"
+    what += f", {plan.memory.recompute_layers} layers recomputed for a budget of {plan.budget / MIB:,.0f}"
     remedy = "Plans are wrong by as much here: leave room in --vram-budget, and send doctor.json with a bug report."
     return judged(abs(off) <= PLAN_BOUND, what, remedy, **figures)
 
@@ -163,9 +151,8 @@ def resume(precision: Precision) -> Finding:
         sound = _same(folder / "whole", folder / "again") and _repeatable(whole) == _repeatable(again)
     off, noise = (largest(abs(a["loss"] - b["loss"]) for a, b in zip(whole, other)) for other in (parted, again))
     if not sound and off <= 10 * noise:
-        return skipped(
-            f"this device adds in no fixed order: losses of two equal runs differ by {noise:.2g}, resumed by {off:.2g}"
-        )
+        differ = f"losses of two equal runs differ by {noise:.2g}, resumed by {off:.2g}"
+        return skipped(f"this device adds in no fixed order: {differ}")
     return judged(False, f"the resumed run differs: losses by {off:.2g}, and an equal run by {noise:.2g}", loss_off=off)
 
 

@@ -16,9 +16,8 @@ def measured_speeds(device: torch.device, kept: list[Speeds]) -> Finding:
     kept.append(found)
     why = cards.keep(found)
     products = ", ".join(f"{name} {short(flops / 1e9)}" for name, flops in found.flops.items())
-    message = (
-        f"memory {short(found.bandwidth / 1e9)} GB/s; products {products} GFLOPS; a kernel {found.launch * 1e6:.1f} us"
-    )
+    message = f"memory {short(found.bandwidth / 1e9)} GB/s; products {products} GFLOPS"
+    message += f"; a kernel {found.launch * 1e6:.1f} us"
     message += f"; not kept for predictions: {why}" if why else ""
     if device.type == "cuda":
         message += f"; from the host {speed.host_copy_speed(device, pinned=False) / 1e9:.1f} GB/s"

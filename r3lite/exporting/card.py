@@ -51,8 +51,7 @@ def _opening(protocol: Protocol, question: str = "{question}") -> list[dict[str,
 def _head(facts: Facts) -> str:
     lines = ["---", f"base_model: {facts.base}"] if "/" in facts.base else ["---"]
     library = "gguf" if facts.file else "transformers" if facts.merged else "peft"
-    lines += [f"library_name: {library}"]
-    lines += [f"license: {facts.license}"] if facts.license else []
+    lines += [f"library_name: {library}", *([f"license: {facts.license}"] if facts.license else [])]
     return "\n".join([*lines, "tags: [r3lite, multi-hop question answering, retrieval]", "---"])
 
 
@@ -74,7 +73,19 @@ def _scores(scores: Mapping[str, dict]) -> str:
 def _use(facts: Facts, protocol: Protocol) -> str:
     if facts.file is None:
         return _transformers(protocol, facts)
-    return _llama(facts.file) if facts.merged else _llama_with_adapter(facts.file)
+    if facts.merged:
+        return f"""```
+ollama create my-model -f Modelfile   # in this folder
+ollama run my-model "{QUESTION}"
+llama-cli -m {facts.file} -cnv              # llama.cpp; give the prompt above yourself
+```
+
+Neither retrieves: the model writes its first query, and you give it the documents."""
+    return f"""```
+llama-cli -m BASE.gguf --lora {facts.file} -cnv   # llama.cpp; BASE.gguf is the base, and you give it the prompt above
+```
+
+It does not retrieve: the model writes its first query, and you give it the documents."""
 
 
 def _transformers(protocol: Protocol, facts: Facts) -> str:
@@ -103,24 +114,6 @@ print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_
 
 It does not retrieve: the model writes its first query, and you give it the documents.
 `python -m r3lite.ask {which} --index INDEX` does both."""
-
-
-def _llama(file: str) -> str:
-    return f"""```
-ollama create my-model -f Modelfile   # in this folder
-ollama run my-model "{QUESTION}"
-llama-cli -m {file} -cnv              # llama.cpp; give the prompt above yourself
-```
-
-Neither retrieves: the model writes its first query, and you give it the documents."""
-
-
-def _llama_with_adapter(file: str) -> str:
-    return f"""```
-llama-cli -m BASE.gguf --lora {file} -cnv   # llama.cpp; BASE.gguf is the base, and you give it the prompt above
-```
-
-It does not retrieve: the model writes its first query, and you give it the documents."""
 
 
 def modelfile(file: str, protocol: Protocol) -> str:

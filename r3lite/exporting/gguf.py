@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import PART, read_record, read_text
+from r3lite.core.files import PART, read_record
 from r3lite.core.records import Record
 from r3lite.models import lora
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.weights import checkpoint_tensors
+from r3lite.protocols.tokenizer import chat_template
 
 # The pre-tokenizer that llama.cpp calls qwen2.
 SPLIT = (
@@ -132,7 +133,7 @@ def _add_tokenizer(writer, folder: Path, rows: int) -> None:
     for key, add in (("eos_token", writer.add_eos_token_id), ("pad_token", writer.add_pad_token_id)):
         if key in settings and isinstance(settings.values[key], str):
             add(tokens.index(settings.text(key)))
-    writer.add_chat_template(_chat_template(folder, settings))
+    writer.add_chat_template(chat_template(folder, settings))
 
 
 def _check_split(record: Record) -> None:
@@ -142,17 +143,10 @@ def _check_split(record: Record) -> None:
         raise R3LiteError(f"{record.source.where}: texts are not split as Qwen2's tokenizer does", REMEDY)
 
 
-def _chat_template(folder: Path, settings: Record) -> str:
-    path = folder / "chat_template.jinja"
-    return read_text(path, REMEDY) if path.exists() else settings.text("chat_template")
-
-
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, in fp32, by GGUF's names."""
-    return {
-        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        for tensor in gguf.GGUFReader(path).tensors
-    }
+    tensors = gguf.GGUFReader(path).tensors
+    return {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in tensors}
 
 
 @torch.no_grad()

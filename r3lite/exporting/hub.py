@@ -12,16 +12,13 @@ def token() -> str:
     """The token of the hub, from the environment alone."""
     if found := os.environ.get(TOKEN, "").strip():
         return found
-    raise R3LiteError(
-        f"{TOKEN} is not set: the hub takes no upload without a token",
-        f"Make one that may write at https://huggingface.co/settings/tokens, and export {TOKEN}=...",
-    )
+    remedy = f"Make one that may write at https://huggingface.co/settings/tokens, and export {TOKEN}=..."
+    raise R3LiteError(f"{TOKEN} is not set: the hub takes no upload without a token", remedy)
 
 
 def files_of(folder: Path) -> list[Path]:
     """What is uploaded of a folder: its own files, without hidden ones and links."""
-    found = (p for p in folder.iterdir() if p.is_file() and not p.is_symlink() and not p.name.startswith("."))
-    return sorted(found)
+    return sorted(p for p in folder.iterdir() if p.is_file() and not p.is_symlink() and not p.name.startswith("."))
 
 
 def summary(folder: Path, repository: str, kind: str) -> str:
@@ -47,16 +44,12 @@ def push(folder: Path, repository: str, kind: str) -> str:
         if not as_request:
             api.create_repo(repository, private=True, exist_ok=True)
             if not api.model_info(repository).private:
-                raise R3LiteError(
-                    f"{repository} is public, and nothing was uploaded",
-                    "Name another repository, make it private, or pass --push-as pull-request.",
-                )
+                remedy = "Name another repository, make it private, or pass --push-as pull-request."
+                raise R3LiteError(f"{repository} is public, and nothing was uploaded", remedy)
         added = [CommitOperationAdd(path.name, str(path)) for path in files_of(folder)]
         done = api.create_commit(repository, added, commit_message="Exported by r3lite", create_pr=as_request)
     except (HTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise R3LiteError(
-            f"{repository} did not take the upload: {reason}",
-            f"Check the name, what the token in {TOKEN} may do, and the connection; the same command tries again.",
-        ) from error
+        remedy = f"Check the name, what the token in {TOKEN} may do, and the connection; the same command tries again."
+        raise R3LiteError(f"{repository} did not take the upload: {reason}", remedy) from error
     return done.pr_url if as_request else f"{api.endpoint}/{repository}"

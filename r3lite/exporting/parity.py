@@ -21,10 +21,9 @@ class Parity:
     same_token: int
 
     def told(self) -> str:
-        return (
-            f"parity      over {self.prompts} prompts the logits differ by {self.mean:.2g} in the mean and "
-            f"{self.largest:.2g} at most; the likeliest next token is the same after {self.same_token} of them"
-        )
+        differ = f"the logits differ by {self.mean:.2g} in the mean and {self.largest:.2g} at most"
+        same = f"the likeliest next token is the same after {self.same_token} of them"
+        return f"parity      over {self.prompts} prompts {differ}; {same}"
 
 
 @torch.no_grad()

@@ -217,10 +217,8 @@ class Client:
             self._counts["input_tokens"] += round(answer.input_tokens)
             self._counts["output_tokens"] += round(answer.output_tokens)
         text = self._without_key(answer.text)  # in case a server repeats it: a reply is kept on disk
-        if answer.failure:
-            reply = replace(self._failure(answer.failure, answer.detail), text=text)
-        else:
-            reply = parse(text, request)
+        failure = answer.failure or (None if text.strip() else "empty")
+        reply = Reply(text=text, failure=failure, detail=answer.detail) if failure else parse(text, request)
         reply = replace(reply, detail=self._redacted(reply.detail))
         return reply, self._price(answer.input_tokens, answer.output_tokens)
 
@@ -236,13 +234,8 @@ class Client:
         if status == 404 or (status == 400 and complaint.status == "FAILED_PRECONDITION"):
             remedy = "Check --judge-model and --judge-base-url, and that your account may use the model."
             raise R3LiteError(f"{self.settings.judge_model} cannot be used: {told}", remedy) from None
-        if status == 429:
-            return self._failure("rate_limited", told), wait
-        if status == 408:
-            return self._failure("timeout", told), 0.0
-        if status >= 500:
-            return self._failure("server", told), wait
-        return self._failure("refused", told), 0.0
+        kind = {408: "timeout", 429: "rate_limited"}.get(status, "server" if status >= 500 else "refused")
+        return self._failure(kind, told), wait if kind in ("rate_limited", "server") else 0.0
 
     def _failure(self, kind: str, detail: str) -> Reply:
         return Reply(failure=kind, detail=self._redacted(detail))

@@ -16,6 +16,7 @@ from r3lite.settings import JudgeSettings
 KEYS = ("GOOGLE_API_KEY", "GEMINI_API_KEY")
 GET_A_KEY = "Get one at https://aistudio.google.com/apikey and set GOOGLE_API_KEY to it."
 BLOCKED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "MODEL_ARMOR", "LANGUAGE")
+FAILURES = {"MAX_TOKENS": "cut"} | dict.fromkeys(BLOCKED, "blocked")  # by the reason why a reply ended
 
 
 class GeminiService(Service):
@@ -28,9 +29,8 @@ class GeminiService(Service):
         if not self.secret:
             raise R3LiteError("there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set", GET_A_KEY)
         timeout = round(settings.judge_timeout * 1000)  # milliseconds
-        options = types.HttpOptions(
-            timeout=timeout, base_url=settings.judge_base_url, httpx_async_client=BoundedClient()
-        )
+        address = settings.judge_base_url
+        options = types.HttpOptions(timeout=timeout, base_url=address, httpx_async_client=BoundedClient())
         self._models = genai.Client(api_key=self.secret, vertexai=False, http_options=options).aio.models
         self._thinks_as_it_likes = False  # the model refused to be told whether to think
 
@@ -54,8 +54,6 @@ class GeminiService(Service):
     async def send(self, request: Request, limit: int) -> str:
         """The library does not take the body apart, as it trusts what it reads."""
         fields, _ = self._thinking
-        roles = [("user", "model")[i % 2] for i in range(len(request.earlier))]
-        turns = zip([*roles, "user"], [*request.earlier, request.prompt], strict=True)
         config = types.GenerateContentConfig(
             system_instruction=request.system,
             temperature=self.settings.judge_temperature,
@@ -68,7 +66,7 @@ class GeminiService(Service):
         )
         response = await self._models.generate_content(
             model=self.settings.judge_model,
-            contents=[types.Content(role=role, parts=[types.Part(text=text)]) for role, text in turns],
+            contents=[types.Content(role=role, parts=[types.Part(text=text)]) for role, text in request.turns("model")],
             config=config,
         )
         return response.sdk_http_response.body
@@ -84,10 +82,10 @@ class GeminiService(Service):
             parts = first.record("content").records("parts", [])
             text = "".join(p.text("text", "", blank=True) for p in parts if not p.flag("thought", False))
             detail = first.text("finishReason", "STOP")
-            failure = _failure(text, detail)
+            failure = FAILURES.get(detail)
         else:
             reason = reply.record("promptFeedback").text("blockReason", "")
-            text, failure, detail = "", "blocked" if reason else "empty", f"prompt: {reason or 'no reason given'}"
+            text, failure, detail = "", "blocked" if reason else None, f"prompt: {reason or 'no reason given'}"
         read = token_count(usage, "promptTokenCount") or prompt_tokens
         written = token_count(usage, "candidatesTokenCount") or estimated_tokens(text)
         thoughts = token_count(usage, "thoughtsTokenCount")
@@ -101,11 +99,3 @@ class GeminiService(Service):
             return Complaint(error.text("status", "", blank=True), error.text("message", "", blank=True), delays)
         except InvalidRecord:
             return Complaint("", body)
-
-
-def _failure(text: str, reason: str) -> str | None:
-    if reason == "MAX_TOKENS":
-        return "cut"
-    if reason in BLOCKED:
-        return "blocked"
-    return None if text.strip() else "empty"

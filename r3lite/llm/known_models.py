@@ -23,10 +23,8 @@ def prices_of(settings: JudgeSettings) -> tuple[float, float] | None:
     if None not in prices:
         return prices
     if settings.judge_max_cost is not None:
-        raise R3LiteError(
-            f"the price of {model} is not known, so --judge-max-cost cannot be kept",
-            "Pass --judge-input-price and --judge-output-price, in US dollars per million tokens.",
-        )
+        remedy = "Pass --judge-input-price and --judge-output-price, in US dollars per million tokens."
+        raise R3LiteError(f"the price of {model} is not known, so --judge-max-cost cannot be kept", remedy)
     return None
 
 

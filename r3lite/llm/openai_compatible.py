@@ -5,6 +5,7 @@ The key is read from OPENAI_API_KEY; a server of one's own (--judge-base-url) ne
 """
 
 import re
+from typing import ClassVar
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source, parse
@@ -23,6 +24,7 @@ class OpenAIService(Service):
     """The model --judge-model at --judge-base-url, which ends before /chat/completions."""
 
     key_remedy = "Set OPENAI_API_KEY to a valid key."
+    circumstances: ClassVar[dict] = {"service": "openai"}
 
     def __init__(self, settings: JudgeSettings):
         self.settings, self.secret = settings, read_key("OpenAI", ("OPENAI_API_KEY",), GET_A_KEY)
@@ -35,10 +37,6 @@ class OpenAIService(Service):
         self._names = {"max_tokens", "max_completion_tokens"} - {self._limit}  # that were not tried
 
     @property
-    def circumstances(self) -> dict:
-        return {"service": "openai"}
-
-    @property
     def room(self) -> int:
         return THINKING_ROOM if self.settings.judge_thinking else 0
 
@@ -49,9 +47,7 @@ class OpenAIService(Service):
         return f"is told its limit as {self._limit}"
 
     async def send(self, request: Request, limit: int) -> str:
-        roles = [("user", "assistant")[i % 2] for i in range(len(request.earlier))]
-        turns = list(zip([*roles, "user"], [*request.earlier, request.prompt], strict=True))
-        turns = [("system", request.system), *turns] if request.system else turns
+        turns = [("system", request.system)] * bool(request.system) + request.turns("assistant")
         body = {
             "model": self.settings.judge_model,
             "messages": [{"role": role, "content": text} for role, text in turns],
@@ -77,12 +73,7 @@ class OpenAIService(Service):
             text = THOUGHTS.sub("", message.text("content", "", blank=True), count=1)
             refusal = message.text("refusal", "", blank=True)
             reason = choices[0].text("finish_reason", "stop")
-        if reason == "length":
-            failure = "cut"
-        elif refusal or reason == "content_filter":
-            failure = "blocked"
-        else:
-            failure = None if text.strip() else "empty"
+        failure = {"length": "cut", "content_filter": "blocked"}.get(reason, "blocked" if refusal else None)
         read = token_count(usage, "prompt_tokens") or prompt_tokens
         written = token_count(usage, "completion_tokens") or max(estimated_tokens(text), 1.0)
         return Answer(text, failure, refusal or reason, read, written)

@@ -3,6 +3,7 @@
 Knows no network. A reply that failed is a `Reply` with the kind of its failure, not an exception.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,10 @@ class Request:
         assert (self.schema is None) == (self.read is None), "a schema and its reader come together"
         assert len(self.earlier) % 2 == 0, "the prompt is the user's turn"
 
+    def turns(self, model: str) -> list[tuple[str, str]]:
+        """The turns with the prompt as the last one, each with its role: `user`, or the model's by turns."""
+        return list(zip(itertools.cycle(("user", model)), (*self.earlier, self.prompt)))
+
     @property
     def texts(self) -> tuple[str, ...]:
         """All text of the request but the schema."""
@@ -71,7 +76,7 @@ class Reply:
 class Answer:
     """The text of a server's reply without thoughts, the kind of its failure (see FAILURES), and its tokens.
 
-    Thoughts count as output.
+    Thoughts count as output. A text that is blank needs no failure: the client sees to it.
     """
 
     text: str

@@ -3,6 +3,7 @@
 import os
 import re
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from r3lite.core.errors import R3LiteError
 from r3lite.llm.replies import Answer, Complaint, Request
@@ -13,12 +14,9 @@ class Service(ABC):
 
     secret: str  # the key; empty if there is none
     key_remedy: str  # what to do if it is not accepted
-
-    @property
-    def circumstances(self) -> dict:
-        """What a reply depends on beside the request and the settings that all services have: part of its name in the
-        cache. Nothing for Gemini, with which the cache began."""
-        return {}
+    # What a reply depends on beside the request and the settings that all services have: part of its name in the cache.
+    # Nothing for Gemini, with which the cache began.
+    circumstances: ClassVar[dict] = {}
 
     @property
     @abstractmethod

@@ -50,10 +50,8 @@ def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, Qw
         if size <= budget * (1 - SLACK):
             return memory
         least = size if least is None else min(least, size)
-    raise R3LiteError(
-        f"this run takes {least / MIB:,.0f} MiB at least, and the budget is {budget / MIB:,.0f} MiB",
-        "It would fit with " + "; or ".join(_remedies(w, fixed, budget, least, models)) + ".",
-    )
+    cause = f"this run takes {least / MIB:,.0f} MiB at least, and the budget is {budget / MIB:,.0f} MiB"
+    raise R3LiteError(cause, f"It would fit with {'; or '.join(_remedies(w, fixed, budget, least, models))}.")
 
 
 def _remedies(

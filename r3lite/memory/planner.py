@@ -144,11 +144,8 @@ def _moment_bytes(w: Workload) -> int:
 
 def standing(w: Workload, memory: Memory) -> Parts:
     """What the run holds from its first step to its last, by part."""
-    adapter = adapter_bytes(w)
-    parts = {"weights": weight_bytes(w, memory.nf4), "adapters": adapter * w.adapters}
-    if w.trains:
-        parts["optimizer"] = _moment_bytes(w)
-    return parts
+    parts = {"weights": weight_bytes(w, memory.nf4), "adapters": adapter_bytes(w) * w.adapters}
+    return parts | ({"optimizer": _moment_bytes(w)} if w.trains else {})
 
 
 def phases(w: Workload, memory: Memory) -> dict[str, Parts]:

@@ -75,11 +75,9 @@ class ShrinkingGrant(Grant):
         """Makes one figure smaller and says so."""
         less = self._smaller(phase)
         if less is None:
-            raise OutOfMemory(
-                f"the device ran out of memory, and no size can be reduced further ({reason})",
-                "Close what else uses the card and go on with --resume auto; or start anew, with this run as "
-                "--adapter, and --quantize nf4 or a smaller --max-length.",
-            )
+            anew = "start anew, with this run as --adapter, and --quantize nf4 or a smaller --max-length"
+            remedy = f"Close what else uses the card and go on with --resume auto; or {anew}."
+            raise OutOfMemory(f"the device ran out of memory, and no size can be reduced further ({reason})", remedy)
         old, new = asdict(self.memory), asdict(less)
         changes = ", ".join(f"{name} {old[name]} -> {new[name]}" for name in new if new[name] != old[name])
         print(f"warning: out of memory; the step is repeated with {changes}", file=sys.stderr)

@@ -50,29 +50,19 @@ def shape_of(model: str) -> tuple[Qwen2Config, int]:
     return read_config(folder), vocabulary_of(folder)
 
 
-def sft_workload(
-    config: SftConfig,
-    longest: int | None = None,
-    shared: int = 0,
-    mean_tokens: float = 0,
-    writes: float = 0,
-    steps: int | None = None,
-) -> Workload:
-    """SFT over rows of at most `longest` tokens (by default --max-length), of which all begin with `shared` alike.
+def sft_workload(config: SftConfig, longest: int | None = None, **known: float | None) -> Workload:
+    """SFT over rows of at most `longest` tokens, by default --max-length.
 
-    Once the rows are read it is known how many tokens they have in the mean, and how many of them are trained on.
+    `known` are fields of Workload that are known once the rows are read, such as how many tokens they have in the mean.
     """
     longest = min(config.sft.max_length, longest or config.sft.max_length)
     return Workload(
         **_base(config.model),
         **_adapter(config.model, config.lora),
+        **known,
         row_tokens=longest,
-        shared=min(shared, longest),
         rows=config.sft.batch_size,
         step_rows=config.rows_per_step,
-        mean_tokens=mean_tokens,
-        writes=writes,
-        steps=steps,
     )
 
 

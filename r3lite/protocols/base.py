@@ -20,6 +20,15 @@ LAYOUT_FAULTS = {
     CUT_OFF: "was not finished within the token limit",
     ANSWER_WAS_FORCED: "searches although only the final answer was allowed",
 }
+# Faults of protocols whose steps have a query or an answer.
+STEP_FAULTS = {
+    "no_query_or_answer": "has neither a query nor an answer",
+    "query_and_answer": "has both a query and an answer",
+    BLANK_QUERY: "has an empty query",
+    "blank_answer": "has an empty answer",
+    REPEATED_QUERY: "repeats an earlier query",
+    **LAYOUT_FAULTS,
+}
 
 
 def one_line(text: str) -> str:
@@ -95,17 +104,18 @@ class Protocol(ABC):
     def render(self, step: Step, number: int) -> str:
         """The text of step `number` as the model should write it. Its documents belong to the next observation."""
 
-    @abstractmethod
     def observation(self, question: str, steps: Sequence[Step]) -> str:
         """The text given after the searches of the last of an episode's `steps`, with their documents; `question` is
-        `quoted` already.
+        `quoted` already. Needed if it `searches`.
 
         Nothing in a document may look like the end of it, or like another one: see `quoted`.
         """
+        raise AssertionError("a protocol that searches needs an observation")
 
-    @abstractmethod
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
-        """The step of an answer that was forced, without an analysis: `text` follows `answer_heading`."""
+        """The step of an answer that was forced, without an analysis: `text` follows `answer_heading`. Needed if there
+        is such a heading."""
+        raise AssertionError("a protocol with an answer heading reads what follows it")
 
     def answer_opening(self, number: int) -> str:
         """What is given at the beginning of a turn in which only the answer of step `number` is left to write."""
@@ -116,9 +126,9 @@ class Protocol(ABC):
         analysis; None if nothing can be answered there, or it has begun to answer."""
         return None if self.answer_heading in text else f"\n{self.answer_heading}"
 
-    @abstractmethod
     def step_request(self, number: int) -> str:
         """What asks a model that was not trained on the protocol, such as a teacher, for the text of step `number`."""
+        raise AssertionError("a format of --format asks for its steps")
 
     def first_search(self, question: str) -> Step:
         """A first step whose query is the question itself, `quoted` already."""
@@ -131,6 +141,8 @@ class Protocol(ABC):
         last = Step("why the question can be answered now", answer="the answer in a few words", verification=checked)
         return [ask, last] if self.searches else [last]
 
-    @abstractmethod
     def first_turn(self, reply: str) -> str:
         """The part of a reply that is a turn: what a model that is not stopped at a stop string adds is left out."""
+        for stop in self.stop_strings:
+            reply = reply.partition(stop)[0]
+        return reply

@@ -29,7 +29,7 @@ class Chat(Protocol):
     stop_strings = ()
     user_turns = True
     searches = False
-    answer_request = answer_heading = ""
+    answer_request = answer_heading = ""  # nothing is asked for or finished
 
     def quoted(self, text: str) -> str:
         return text  # nothing in it could be taken for markup, and its lines are its own
@@ -40,21 +40,6 @@ class Chat(Protocol):
 
     def render(self, step: Step, number: int) -> str:
         return step.answer or ""
-
-    def observation(self, question: str, steps: Sequence[Step]) -> str:
-        raise AssertionError("a chat does not search")
-
-    def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
-        raise AssertionError("a chat has one turn, which is the answer")
-
-    def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
-        return None
-
-    def step_request(self, number: int) -> str:
-        return ""
-
-    def first_turn(self, reply: str) -> str:
-        return reply
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from r3lite.core.episode import Search, Step
 from r3lite.protocols import plan
 from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
 from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
-from r3lite.protocols.r3 import Headings, render_documents
-from r3lite.protocols.templates import opening_prompt, prompt_file, read_template
+from r3lite.protocols.r3 import Headings, render_each
+from r3lite.protocols.templates import filled, opening_prompt, prompt_file, read_template
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -67,29 +67,23 @@ class Dag(Protocol):
             "most_words": str(limits.words),
         }
         init = read_template(prompt_file(settings, "init_prompt"), "question", (*told, "A"))
-        for name, value in told.items():
-            init = init.replace(f"{{{name}}}", value)
         step = read_template(prompt_file(settings, "step_prompt"), "documents", ("request",))
-        return Dag(opening_prompt(init, settings), step, limits, settings.system_prompt)
+        return Dag(opening_prompt(filled(init, told), settings), step, limits, settings.system_prompt)
 
     def render(self, step: Step, number: int) -> str:
         return "\n".join(filter(None, (step.analysis, step.answer and f"{ANSWER} {step.answer}")))
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
         """The documents of each node of a level, then the queries whose answers are to be written next."""
-        levels, parts = self._plan(steps).levels, []
-        nodes, first = levels[len(steps) - 1], 1
-        for node, search in zip(nodes, steps[-1].searches, strict=True):
-            found = render_documents(search.documents, first)
-            parts.append(f"{DOCUMENTS} {node.name}:\n{found}")
-            first += len(search.documents)
-        asked = {f"{node.name}:": one_line(s.query) for node, s in zip(nodes, steps[-1].searches, strict=True)}
+        levels, searches = self._plan(steps).levels, steps[-1].searches
+        nodes = levels[len(steps) - 1]
+        documents = render_each([f"{DOCUMENTS} {node.name}:" for node in nodes], searches)
+        asked = {f"{node.name}:": one_line(s.query) for node, s in zip(nodes, searches, strict=True)}
         if len(levels) == len(steps):
             asked[ANSWER] = question
         lines = f"the line{'s' * (len(asked) > 1)} {' and '.join(asked)}"
         request = "\n".join([*map(" ".join, asked.items()), "", f"Write {lines} with answers of a few words."])
-        filled = {"documents": "\n".join(parts), "request": request}
-        return re.sub(r"\{(documents|request)\}", lambda m: filled[m[1]], self.step_prompt)
+        return filled(self.step_prompt, {"documents": documents, "request": request})
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         return _with_final(Step(), [text])
@@ -114,9 +108,6 @@ class Dag(Protocol):
             Step("B: the answer of B in a few words", answer="the answer in a few words"),
         ]
 
-    def first_turn(self, reply: str) -> str:
-        return reply.partition(DOCUMENTS)[0]
-
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         """Reads a plan, or the answers of the nodes that were searched last; faults are named in the step.
 
@@ -129,7 +120,7 @@ class Dag(Protocol):
         try:
             level = plan.read(text, self.limits).levels[0]
         except InvalidPlan as error:
-            return Step(text, faults=(error.fault,))
+            return Step(text, faults=(str(error),))
         return Step(text, tuple(Search(node.query, source=node.source) for node in level))
 
     def _answers(self, text: str, earlier: Sequence[Step]) -> Step:

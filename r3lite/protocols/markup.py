@@ -48,22 +48,20 @@ class Markup:
 
     def read(self, text: str) -> tuple[list[Block], list[str]]:
         """The blocks of a text in order, and the faults of its tags; text that is in no tag is in no block."""
-        marks = list(self._marks.finditer(text))
-        meanings = [self._meanings[mark[0].lower()] for mark in marks]
+        before, *contents = self._marks.split(text)
+        meanings = [None, *(self._meanings[mark.lower()] for mark in self._marks.findall(text)), None]
         blocks, faults = [], []
-        if text[: marks[0].start() if marks else len(text)].strip():
+        if before.strip():
             faults.append("text_outside_tags")
-        for i, (tag, opens) in enumerate(meanings):
-            content = text[marks[i].end() : marks[i + 1].start() if i + 1 < len(marks) else len(text)].strip()
-            following = meanings[i + 1] if i + 1 < len(marks) else None
+        for previous, (tag, opens), following, content in zip(meanings, meanings[1:-1], meanings[2:], contents):
             if opens:
-                blocks.append(Block(tag, content, closed=following == (tag, False)))
+                blocks.append(Block(tag, content.strip(), closed=following == (tag, False)))
                 if not blocks[-1].closed:
                     faults.append("nested_tag" if following and following[1] else "unclosed_tag")
                 continue
-            if i == 0 or meanings[i - 1] != (tag, True):
+            if previous != (tag, True):
                 faults.append("unopened_tag")
-            if content:
+            if content.strip():
                 faults.append("text_outside_tags")
         return blocks, faults
 

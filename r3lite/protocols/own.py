@@ -20,7 +20,7 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.markup import Tag
 from r3lite.protocols.r3 import R3, Headings
 from r3lite.protocols.tags import Tags
-from r3lite.protocols.templates import check_placeholders, opening_prompt, read_prompt
+from r3lite.protocols.templates import check_placeholders, opening_prompt, read_prompt, refuse_step_prompt
 from r3lite.settings import ProtocolSettings
 
 HEADINGS = tuple(field.name for field in fields(Headings))
@@ -45,16 +45,12 @@ def load_own(settings: ProtocolSettings) -> Protocol:
     if settings.queries_per_step > 1 or settings.verification:
         flag = "--verification" if settings.verification else "--queries-per-step"
         raise UsageError(f"{flag} is for headings, and the format {settings.format} has tags: leave it out")
-    if settings.step_prompt:
-        raise R3LiteError(
-            f"--step-prompt gives documents in a user turn, which the format {settings.format} does not have",
-            "Leave it out.",
-        )
+    refuse_step_prompt(settings)
     check_placeholders("the opening prompt", prompt, "question")
-    tags = {name: Tag(*own[name]) for name in ("think", "search", "answer") if name in own}
-    information = Tag(*own["documents"]) if "documents" in own else None
-    made = {"search": None} | tags | {"information": information, "lenient": settings.tags == "lenient"}
-    return Tags(opening_prompt(prompt, settings), system=settings.system_prompt, **made)
+    names = ("think", "answer", "search", "documents")
+    think, answer, search, documents = (Tag(*own[name]) if name in own else None for name in names)
+    lenient, system = settings.tags == "lenient", settings.system_prompt
+    return Tags(opening_prompt(prompt, settings), think, answer, search, documents, lenient, system)
 
 
 def _problem(own: dict[str, Any]) -> str | None:

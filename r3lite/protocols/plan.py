@@ -44,11 +44,7 @@ REFERENCE = re.compile(r"\{(\w+)\}")
 
 
 class InvalidPlan(ValueError):
-    """A plan that cannot be run; `fault` is a name from FAULTS."""
-
-    def __init__(self, fault: str):
-        super().__init__(FAULTS[fault])
-        self.fault = fault
+    """A plan that cannot be run; its text is a name from FAULTS."""
 
 
 @dataclass(frozen=True)

@@ -20,19 +20,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from r3lite.core.episode import Document, Search, Step
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
-from r3lite.protocols.templates import check_placeholders, opening_prompt, prompt_file, read_prompt
+from r3lite.protocols.base import STEP_FAULTS, Protocol, asked_before, one_line
+from r3lite.protocols.templates import check_placeholders, filled, opening_prompt, prompt_file, read_prompt
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
     "no_step_heading": "does not open with `Step k:`",
     "wrong_step_number": "opens with the wrong number",
     "no_analysis": "has no problem analysis, or a blank one",
-    "no_query_or_answer": "has neither a query nor an answer",
-    "query_and_answer": "has both a query and an answer",
-    "blank_query": "has an empty query",
-    "blank_answer": "has an empty answer",
-    "repeated_query": "repeats an earlier query",
     "repeated_heading": "writes a heading twice",
     "query_and_queries": "has both a query and a list of queries",
     "unnumbered_query": "does not number its queries from 1, one a line",
@@ -42,7 +37,7 @@ FAULTS = {
     "text_after_query": "goes on after the query",
     "text_after_answer": "goes on after the answer",
     "wrote_documents": "writes retrieval documents itself",
-    **LAYOUT_FAULTS,
+    **STEP_FAULTS,
 }
 
 
@@ -100,9 +95,7 @@ class R3(Protocol):
         }
         check_placeholders("the opening prompt", init, "question", tuple(notes))
         check_placeholders("the prompt with documents", step, "documents", ("question", "step"))
-        for name, note in notes.items():
-            init = init.replace(f"{{{name}}}", note)
-        return R3(opening_prompt(init, settings), step, settings.system_prompt, most, verifies, headings)
+        return R3(opening_prompt(filled(init, notes), settings), step, settings.system_prompt, most, verifies, headings)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -134,9 +127,7 @@ class R3(Protocol):
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
         documents, number = render_searches(steps[-1].searches), str(len(steps) + 1)
-        filled = {"documents": documents, "question": question, "step": number}
-        # One pass, so that a document that has a placeholder in it stays as it is.
-        return re.sub(r"\{(documents|question|step)\}", lambda m: filled[m[1]], self.step_prompt)
+        return filled(self.step_prompt, {"documents": documents, "question": question, "step": number})
 
     @property
     def answer_heading(self) -> str:
@@ -152,9 +143,6 @@ class R3(Protocol):
     def step_request(self, number: int) -> str:
         return f"Write {self.names.step} {number} now, and nothing else."
 
-    def first_turn(self, reply: str) -> str:
-        return reply.partition(self.names.documents)[0]
-
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         """Reads a turn strictly; whatever is wrong with it is named in `faults`.
 
@@ -168,15 +156,15 @@ class R3(Protocol):
         elif int(opening[1]) != len(earlier) + 1:
             faults.append("wrong_step_number")
         body = text[opening.end() :] if opening else text
-        marks = list(self.heading.finditer(body))
-        if opening and marks and body[: marks[0].start()].strip():
+        before, *parts = self.heading.split(body)
+        headings = parts[::2]
+        if opening and headings and before.strip():
             faults.append("no_analysis")  # text that stands under no heading
         sections: dict[str, str] = {}
-        for mark, following in zip(marks, [*marks[1:], None]):
-            if mark[1] in sections:
-                faults.append("repeated_heading")
-                continue
-            sections[mark[1]] = body[mark.end() : following.start() if following else len(body)].strip()
+        for heading, section in zip(headings, parts[1::2]):
+            sections.setdefault(heading, section.strip())
+        if len(sections) < len(headings):
+            faults.append("repeated_heading")
         if self.names.documents in sections:
             faults.append("wrote_documents")
         if not sections.get(self.names.analysis):
@@ -188,7 +176,7 @@ class R3(Protocol):
         if asks and self.names.answer in sections:
             faults.append("query_and_answer")
             queries, answer = [], None
-        elif sum(mark[1] == self.names.answer for mark in marks) > 1:
+        elif headings.count(self.names.answer) > 1:
             answer = None  # it is not clear which of the two is meant
         elif not asks and self.names.answer not in sections:
             faults.append("no_query_or_answer")
@@ -218,14 +206,12 @@ class R3(Protocol):
 
     def _verification(self, sections: dict[str, str], faults: list[str]) -> str:
         """What a step verifies. Adds to `faults`."""
-        order, checked = list(sections), sections.get(self.names.verification, "")
-        if (
-            self.verifies
-            and self.names.answer in sections
-            and (not checked or order.index(self.names.verification) > order.index(self.names.answer))
-        ):
-            faults.append("no_verification")
-        if self.names.verification in sections and self.names.answer not in sections:
+        checked = sections.get(self.names.verification, "")
+        if self.names.answer in sections:
+            before_answer = list(sections)[: list(sections).index(self.names.answer)]
+            if self.verifies and not (checked and self.names.verification in before_answer):
+                faults.append("no_verification")
+        elif self.names.verification in sections:
             faults.append("idle_verification")
         return checked
 
@@ -246,9 +232,14 @@ def render_searches(searches: Sequence[Search]) -> str:
     """The documents of a step; those of several queries stand under their queries, and are numbered through."""
     if len(searches) == 1:
         return render_documents(searches[0].documents)
+    return render_each([f"{number}. {search.query}" for number, search in enumerate(searches, 1)], searches)
+
+
+def render_each(headings: Sequence[str], searches: Sequence[Search]) -> str:
+    """The documents of each search under its heading, numbered through."""
     parts, first = [], 1
-    for number, search in enumerate(searches, 1):
-        parts.append(f"{number}. {search.query}\n{render_documents(search.documents, first)}")
+    for heading, search in zip(headings, searches, strict=True):
+        parts.append(f"{heading}\n{render_documents(search.documents, first)}")
         first += len(search.documents)
     return "\n".join(parts)
 

@@ -18,9 +18,9 @@ from functools import cached_property
 from r3lite.core.episode import Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols import markup
-from r3lite.protocols.base import LAYOUT_FAULTS, NO_MORE, Protocol, asked_before
+from r3lite.protocols.base import NO_MORE, STEP_FAULTS, Protocol, asked_before
 from r3lite.protocols.markup import Block, Markup, Tag
-from r3lite.protocols.templates import opening_prompt, prompt_file, read_template
+from r3lite.protocols.templates import filled, opening_prompt, prompt_file, read_template, refuse_step_prompt
 from r3lite.settings import ProtocolSettings
 
 FAULTS = {
@@ -28,13 +28,8 @@ FAULTS = {
     "repeated_tag": "has two blocks of one kind",
     "no_think": "has no thinking before its query or answer, or a blank one",
     "late_think": "thinks after its query or answer",
-    "no_query_or_answer": "has neither a query nor an answer",
-    "query_and_answer": "has both a query and an answer",
-    "blank_query": "has an empty query",
-    "blank_answer": "has an empty answer",
-    "repeated_query": "repeats an earlier query",
     "wrote_documents": "writes retrieved documents itself",
-    **LAYOUT_FAULTS,
+    **STEP_FAULTS,
 }
 # Lenient reading counts none of these: they leave no doubt about the query or the answer.
 FORGIVEN = {*markup.FAULTS, "no_think", "late_think"}
@@ -99,21 +94,16 @@ class Tags(Protocol):
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
         """Numbered passages, one a line, as Search-R1 gives them."""
-        lines = [
-            f"Doc {i}(Title: {self.quoted(d.title)}) {self.quoted(d.text)}"
-            for i, d in enumerate(steps[-1].documents, 1)
-        ]
+        found = enumerate(steps[-1].documents, 1)
+        lines = [f"Doc {i}(Title: {self.quoted(d.title)}) {self.quoted(d.text)}" for i, d in found]
         return self._spliced("\n".join(lines) or "(nothing was found)")
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
         return self.parse(self.think.around("-") + self.answer.opening + text, earlier)
 
     def finishing(self, text: str, earlier: Sequence[Step]) -> str | None:
-        opened = [
-            tag.closing
-            for tag in (self.think, self.search)
-            if tag and text.count(tag.opening) > text.count(tag.closing)
-        ]
+        tags = [tag for tag in (self.think, self.search) if tag]
+        opened = [tag.closing for tag in tags if text.count(tag.opening) > text.count(tag.closing)]
         given = super().finishing(text, earlier)
         return given and "".join(opened) + given
 
@@ -132,9 +122,8 @@ class Tags(Protocol):
         an episode can go on and be rewarded for what is right in it. With both, or two of a kind, neither is usable.
         """
         blocks, faults = self.markup.read(text)
-        thoughts, asking, answers = (
-            [b for b in blocks if b.tag == tag] for tag in (self.think, self.search, self.answer)
-        )
+        kinds = (self.think, self.search, self.answer)
+        thoughts, asking, answers = ([block for block in blocks if block.tag == kind] for kind in kinds)
         if max(map(len, (thoughts, asking, answers))) > 1:
             faults.append("repeated_tag")
         if self.information in self.markup.tags_in(text):
@@ -173,13 +162,9 @@ def load_tags(settings: ProtocolSettings) -> Tags:
     own = Markup((THINK, SEARCH, ANSWER), any_case=True)
     for flag, end in zip(("--information-open", "--information-close"), ends):
         if not re.fullmatch(r"</?[A-Za-z][A-Za-z0-9_-]*>", end) or own.tags_in(end):
-            raise R3LiteError(
-                f"{flag} is {end!r}",
-                "A tag is a name in angle brackets, such as <context> or </context>, other than think, search, answer.",
-            )
-    prompt = _init_prompt(settings, ("information_open", "information_close"))
-    for name, end in zip(("{information_open}", "{information_close}"), ends):
-        prompt = prompt.replace(name, end)
+            raise R3LiteError(f"{flag} is {end!r}", "Pass a tag such as <context>, other than think, search, answer.")
+    names = ("information_open", "information_close")
+    prompt = filled(_init_prompt(settings, names), dict(zip(names, ends)))
     lenient, system = settings.tags == "lenient", settings.system_prompt
     return Tags(prompt, information=Tag(*ends), lenient=lenient, system=system)
 
@@ -192,9 +177,5 @@ def load_solution(settings: ProtocolSettings) -> Tags:
 
 
 def _init_prompt(settings: ProtocolSettings, optional: tuple[str, ...] = ()) -> str:
-    if settings.step_prompt is not None:
-        raise R3LiteError(
-            f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have",
-            "Leave it out, or pass --format r3.",
-        )
+    refuse_step_prompt(settings)
     return opening_prompt(read_template(prompt_file(settings, "init_prompt"), "question", optional), settings)

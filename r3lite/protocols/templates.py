@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from r3lite.core.errors import R3LiteError
@@ -35,13 +36,9 @@ def check_placeholders(what: str, text: str, placeholder: str, optional: tuple[s
     """Raises R3LiteError unless a prompt has `placeholder` once and no other but the `optional` ones."""
     found = placeholders(text)
     if found.count(placeholder) != 1 or set(found) - {placeholder, *optional}:
-        allowed = ", ".join(f"{{{other}}}" for other in optional)
-        raise R3LiteError(
-            f"{what} has the placeholders {found or 'none'}",
-            f"It must hold {{{placeholder}}} exactly once"
-            + (f", may hold {allowed}," if allowed else "")
-            + " and no other word in braces.",
-        )
+        allowed = "".join(f", perhaps {{{other}}}" for other in optional)
+        remedy = f"It must hold {{{placeholder}}} exactly once{allowed}, and no other word in braces."
+        raise R3LiteError(f"{what} has the placeholders {found or 'none'}", remedy)
 
 
 def place_of(name: str) -> Path:
@@ -69,10 +66,8 @@ def messages(prompt: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": prompt}]
     roles, texts = parts[::2], [text.strip() for text in parts[1::2]]
     if roles != ["user", *["assistant", "user"] * (len(roles) // 2)] or not all(texts):
-        raise R3LiteError(
-            "the opening prompt has lines [user] or [assistant] that make no chat",
-            "The first is [user], then [assistant] and [user] take turns, and the last is [user].",
-        )
+        remedy = "Let [user] and [assistant] take turns, with [user] first and last."
+        raise R3LiteError("the opening prompt has lines [user] or [assistant] that make no chat", remedy)
     if "{question}" not in texts[-1]:
         raise R3LiteError("the opening prompt has {question} in its example", "Its place is the last message.")
     texts[0] = f"{instructions.strip()}\n\n{texts[0]}".strip()
@@ -85,6 +80,18 @@ def opening_prompt(prompt: str, settings: ProtocolSettings) -> str:
         return prompt
     instructions, *parts = re.split(r"^\[user\]\n", prompt, flags=re.MULTILINE)
     return f"{instructions.strip()}\n\n{parts[-1]}".strip() if parts else prompt
+
+
+def refuse_step_prompt(settings: ProtocolSettings) -> None:
+    """Raises R3LiteError if a format that has no user turn for documents is given a prompt for it."""
+    if settings.step_prompt is not None:
+        cause = f"--step-prompt gives documents in a user turn, which --format {settings.format} does not have"
+        raise R3LiteError(cause, "Leave it out, or pass --format r3.")
+
+
+def filled(prompt: str, values: Mapping[str, str]) -> str:
+    """A prompt with values for some of its placeholders; a placeholder that a value has in it stays as it is."""
+    return re.sub(r"\{(\w+)\}", lambda place: values.get(place[1], place[0]), prompt)
 
 
 def placeholders(text: str) -> list[str]:

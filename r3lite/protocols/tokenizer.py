@@ -128,7 +128,7 @@ class Tokenizer:
         record = read_record(path, REMEDY.format(path.name))
         config = read_record(folder / "tokenizer_config.json", REMEDY.format("tokenizer_config.json"))
         tokens = {name: token for name in SPECIAL if (token := _token_text(config, name)) is not None}
-        source = _chat_template(folder, config)
+        source = chat_template(folder, config)
         if not source:
             raise R3LiteError(f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY)
         on, off = (ChatTemplate(source, str(folder), tokens, wanted) for wanted in (True, False))
@@ -330,7 +330,7 @@ def check_ids(definition: Record, backend: Backend) -> None:
         raise definition.error("two tokens have the same id")
 
 
-def _chat_template(folder: Path, config: Record) -> str:
+def chat_template(folder: Path, config: Record) -> str:
     """The chat template, from where versions 4 and 5 of transformers put it; empty if there is none."""
     if (folder / "chat_template.jinja").exists():
         return read_text(folder / "chat_template.jinja", REMEDY.format("chat_template.jinja"))

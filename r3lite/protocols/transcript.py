@@ -94,9 +94,7 @@ class Layout:
     protocol: base.Protocol
     lengths: LengthSettings
     opening: Opening = Opening()
-    _may_close: dict[int, bool] = field(
-        default_factory=dict, init=False, repr=False
-    )  # by token: see _may_end_stop_string
+    _may_close: dict[int, bool] = field(default_factory=dict, init=False, repr=False)  # see _may_end_stop_string
 
     def __post_init__(self):
         self._thoughts = Thoughts(self.tokenizer, self.protocol.thinks)
@@ -130,11 +128,9 @@ class Layout:
     def check_room(self, question: Question, prompt: Sequence[int]) -> None:
         """Raises R3LiteError if an episode is full before an answer."""
         if len(prompt) + ANSWER_ROOM > self.lengths.max_length:
-            raise R3LiteError(
-                f"question {question.id} and its prompt take {len(prompt)} tokens; "
-                f"--max-length {self.lengths.max_length} leaves no room for an answer",
-                "Raise --max-length, shorten the prompt file, or remove the question.",
-            )
+            limit = f"--max-length {self.lengths.max_length} leaves no room for an answer"
+            remedy = "Raise --max-length, shorten the prompt file, or remove the question."
+            raise R3LiteError(f"question {question.id} and its prompt take {len(prompt)} tokens; {limit}", remedy)
 
     def turn_is_over(self, transcript: Transcript) -> bool:
         """Whether the last token written ends the current turn: by the stop token, a stop string or a limit."""
@@ -228,11 +224,9 @@ class Layout:
         transcript.steps[-1] = step
         if given is None:
             if self.opening.plain:
-                raise R3LiteError(
-                    f"--max-length {self.lengths.max_length} leaves no room for a document before question "
-                    f"{transcript.question.id} and for an answer of --max-new-tokens {self.lengths.max_new_tokens}",
-                    "Raise --max-length, or lower --max-new-tokens.",
-                )
+                what = f"a document before question {transcript.question.id} and for an answer"
+                cause = f"--max-length {self.lengths.max_length} leaves no room for {what}"
+                raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.")
             transcript.step_ends.pop()
             self._force_answer(transcript, transcript.steps.pop())
             return
@@ -264,7 +258,8 @@ class Layout:
         The step keeps its analysis and loses its queries.
         """
         request = self._end(transcript) + self._given(self.protocol.answer_request)
-        self._begin_answer(transcript, _without_query(step), request, self._answer_opening(transcript))
+        step = replace(step, searches=(), faults=(*step.faults, base.ANSWER_WAS_FORCED))
+        self._begin_answer(transcript, step, request, self._answer_opening(transcript))
 
     def _answer_opening(self, transcript: Transcript) -> str:
         return self.protocol.answer_opening(len(transcript.steps) + 1)
@@ -308,9 +303,8 @@ class Layout:
 
     def _cut(self, step: Step, documents: Sequence[Sequence[Document]], max_tokens: int) -> Step:
         """The step with these documents of each of its queries, their texts cut."""
-        return step.with_documents(
-            [[replace(d, text=self.tokenizer.cut(d.text, max_tokens)) for d in found] for found in documents]
-        )
+        cut = [[replace(d, text=self.tokenizer.cut(d.text, max_tokens)) for d in found] for found in documents]
+        return step.with_documents(cut)
 
     def _observation(self, transcript: Transcript, steps: Sequence[Step]) -> list[int]:
         """The tokens of what follows the searches of the last of the steps."""
@@ -344,7 +338,3 @@ class Layout:
 
     def _ended(self, transcript: Transcript) -> bool:
         return transcript.tokens[-1:] == [self.tokenizer.stop_id]
-
-
-def _without_query(step: Step) -> Step:
-    return replace(step, searches=(), faults=(*step.faults, base.ANSWER_WAS_FORCED))

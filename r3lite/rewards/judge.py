@@ -145,10 +145,8 @@ class Judge:
     def _watch(self, reply: Reply) -> None:
         """Raises R3LiteError if a cap is reached or if most calls fail: the run would go on without verdicts."""
         if reply.failure == "capped":
-            raise R3LiteError(
-                f"the judge may not be asked any more: {reply.detail}",
-                "Raise --judge-max-calls or --judge-max-cost and run again; what was judged is in the cache.",
-            )
+            remedy = "Raise --judge-max-calls or --judge-max-cost and run again; what was judged is in the cache."
+            raise R3LiteError(f"the judge may not be asked any more: {reply.detail}", remedy)
         self._has_succeeded |= reply.failure is None
         if reply.cached:
             return
@@ -156,9 +154,8 @@ class Judge:
         self._replies += 1
         self._failed += reply.failure is not None
         failed = [r.failure is not None for r in self._latest]
-        if all(failed[-IN_A_ROW:]) and len(failed) >= IN_A_ROW:
-            raise self._failing()
-        if sum(failed) > len(failed) / 2 and len(failed) >= ENOUGH:
+        all_lately = len(failed) >= IN_A_ROW and all(failed[-IN_A_ROW:])
+        if all_lately or (len(failed) >= ENOUGH and sum(failed) > len(failed) / 2):
             raise self._failing()
 
     def _failing(self) -> R3LiteError:
@@ -166,12 +163,9 @@ class Judge:
         failures = Counter(reply.failure for reply in self._latest if reply.failure)
         reasons = "; ".join(f"{times} times {FAILURES[kind]}" for kind, times in failures.most_common())
         detail = next((reply.detail for reply in reversed(self._latest) if reply.detail), "")
-        return R3LiteError(
-            f"{failures.total()} of the last {len(self._latest)} calls of the judge failed: {reasons}"
-            + (f" ({detail})" if detail else ""),
-            "Look at the reason, lower --judge-rpm or --judge-concurrency, or try again later; "
-            "what was judged is in the cache.",
-        )
+        cause = f"{failures.total()} of the last {len(self._latest)} calls of the judge failed: {reasons}"
+        remedy = "Lower --judge-rpm or --judge-concurrency, or try again later; what was judged is in the cache."
+        return R3LiteError(f"{cause} ({detail})" if detail else cause, remedy)
 
 
 def note_on(judge: Judge | None) -> str:
@@ -182,24 +176,19 @@ def note_on(judge: Judge | None) -> str:
 def build_judge(
     settings: JudgeSettings,
     output: str | Path,
-    reward: RewardSettings | None = None,
-    make_client: "Callable[[JudgeSettings, Path], Client] | None" = None,
+    reward: RewardSettings | None,
+    make_client: "Callable[[JudgeSettings, Path], Client]",
     spans: Spans | None = None,
 ) -> Judge | None:
     """The judge that the settings ask for, or None; its cache is in the run folder `output` unless they name another.
 
     With `reward`: raises R3LiteError if the weights need a judge and the settings name none. `make_client` makes the
-    client of the settings and a cache, by default that of a remote model.
+    client of the settings and a cache.
     """
     if settings.judge == "none":
         if reward and needs_verdict(reward):
-            raise R3LiteError(
-                "--outcome-judge, --process-judge or --rewards pays what a judge says, and there is no judge",
-                "Pass --judge gemini, openai or local, or leave them out.",
-            )
+            cause = "--outcome-judge, --process-judge or --rewards pays what a judge says, and there is no judge"
+            raise R3LiteError(cause, "Pass --judge gemini, openai or local, or leave them out.")
         return None
-    if make_client is None:
-        from r3lite.llm.client import Client as make_client
-
     cache = Path(settings.judge_cache) if settings.judge_cache else Path(output) / "judge-cache"
     return Judge(make_client(settings, cache), spans)

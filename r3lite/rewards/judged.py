@@ -20,10 +20,8 @@ def relevance(
     (arXiv 2505.23794, with 0.6, -0.2 and -0.1)."""
     right = judged_answer(episode, verdict) == 1.0
     factor = trajectory_factor(episode, right, gamma_correct, gamma_incorrect, gamma_fail)
-    return [
-        factor * opinion.relevance if step.searches else 0.0
-        for step, opinion in zip(episode.steps, verdict.steps, strict=True)
-    ]
+    pairs = zip(episode.steps, verdict.steps, strict=True)
+    return [factor * opinion.relevance if step.searches else 0.0 for step, opinion in pairs]
 
 
 def coherence(episode: Episode, verdict: Verdict) -> float:

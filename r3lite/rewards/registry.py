@@ -72,20 +72,16 @@ class NamedReward:
             found = self.function(episode, **given)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[:2][-1]  # the function's own line, if it came so far
-            raise R3LiteError(
-                f"the reward {self.name} failed on question {episode.question.id}: {type(error).__name__}: {error}",
-                f"It happened in {place.filename}, line {place.lineno}. Mend the function or its parameters.",
-            ) from error
+            cause = f"the reward {self.name} failed on question {episode.question.id}: {type(error).__name__}: {error}"
+            raise R3LiteError(cause, f"It happened in {place.filename}, line {place.lineno}. Mend it.") from error
         if found is None:
             return None
         steps = len(episode.steps)
         values = list(found) if isinstance(found, (list, tuple)) else [0.0] * (steps - 1) + [found]
         if len(values) != steps or not all(isinstance(value, Real) and abs(value) <= MOST for value in values):
-            raise R3LiteError(
-                f"the reward {self.name} returned {shown(found)} for an episode of {steps} steps "
-                f"(question {episode.question.id})",
-                f"It must return a number of at most {MOST:.0e}, a list of one per step, or None if it is missing.",
-            )
+            cause = f"the reward {self.name} returned {shown(found)} for an episode of {steps} steps"
+            remedy = f"It must return a number of at most {MOST:.0e}, a list of one per step, or None if it is missing."
+            raise R3LiteError(f"{cause} (question {episode.question.id})", remedy)
         return [self.weight * float(value) for value in values]
 
 
@@ -143,10 +139,8 @@ def _load(name: str) -> RewardFunction:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             where = f"in {os.getcwd()} or among the installed packages"
             raise UsageError(f"the reward {name}: there is no module {error.name} {where}") from None
-        raise R3LiteError(
-            f"{module_name}, which has the reward {name}, cannot be imported: {type(error).__name__}: {error}",
-            "Mend the module.",
-        ) from error
+        cause = f"{module_name}, which has the reward {name}, cannot be imported: {type(error).__name__}: {error}"
+        raise R3LiteError(cause, "Mend the module.") from error
     if not hasattr(module, function):
         raise UsageError(f"{module_name} has no {function}{nearest(function, vars(module))}")
     return getattr(module, function)

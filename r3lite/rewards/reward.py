@@ -4,20 +4,17 @@ Knows the weights and what an episode holds; a judge's opinion is handed in as a
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from r3lite.core.answer_match import answer_scores
-from r3lite.core.episode import Episode, Step
+from r3lite.core.episode import Episode
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.base import REPEATED_QUERY
+from r3lite.rewards.judge import Judge
 from r3lite.rewards.judged import trajectory_factor
 from r3lite.rewards.registry import MOST, named_rewards, needs_verdict
 from r3lite.rewards.searching import is_idle
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import RewardSettings
-
-if TYPE_CHECKING:  # it imports this module
-    from r3lite.rewards.judge import Judge
 
 MANY = 8  # questions; if a reward is missing for all episodes of this many, it is not by chance
 
@@ -38,10 +35,8 @@ class Scored:
     def __post_init__(self):
         for paid in self.steps:
             if not abs(paid) <= MOST:
-                raise R3LiteError(
-                    f"a step is paid {paid}, which nothing can be learned from",
-                    f"Rewards are finite and at most {MOST:.0e}: lower their weights, such as --outcome-em.",
-                )
+                remedy = f"Rewards are finite and at most {MOST:.0e}: lower their weights, such as --outcome-em."
+                raise R3LiteError(f"a step is paid {paid}, which nothing can be learned from", remedy)
 
     @property
     def total(self) -> float:
@@ -97,8 +92,10 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     factor = trajectory_factor(episode, right, settings.gamma_correct, settings.gamma_incorrect, settings.gamma_fail)
     process = [factor * p for p in _process(episode, settings, verdict)]
     outcome = settings.outcome_em * em + settings.outcome_f1 * best_f1 + settings.outcome_judge * correct
-    search = [_search(step, settings) for step in episode.steps]
-    if sum(_asks_anew(step) for step in episode.steps) < settings.least_searches:
+    bonus, penalty = settings.search_bonus, settings.idle_query_penalty
+    search = [-penalty if is_idle(step) else bonus * bool(step.searches) for step in episode.steps]
+    anew = [step for step in episode.steps if step.searches and REPEATED_QUERY not in step.faults]
+    if len(anew) < settings.least_searches:
         outcome = 0.0
     steps = [f + p + s for f, p, s in zip(well_formed, process, search, strict=True)]
     for paid in named.values():
@@ -106,14 +103,14 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     if steps:
         steps[-1] += outcome
     parts = {"format": sum(well_formed), "process": sum(process), "outcome": outcome if steps else 0.0}
-    if settings.search_bonus or settings.idle_query_penalty:
+    if bonus or penalty:
         parts["search"] = sum(search)
     parts |= {name: sum(paid) for name, paid in named.items()}
     parts |= {"em": em, "f1": best_f1, "recall": episode.recall}
     return Scored(steps, parts | ({"judge": float(correct)} if verdict else {}))
 
 
-def score_all(episodes: list[Episode], settings: RewardSettings, judge: "Judge | None") -> list[Scored | None]:
+def score_all(episodes: list[Episode], settings: RewardSettings, judge: Judge | None) -> list[Scored | None]:
     """What each episode is paid, by a judge as well if there is one; None, a missing reward, if it failed."""
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
     scored = [score(e, settings, v) for e, v in zip(episodes, verdicts, strict=True)]
@@ -128,21 +125,8 @@ def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | Non
     pairs = [(e, v) for e, v in zip(episodes, verdicts, strict=True) if not e.failure and (v or not judged)]
     for reward in named_rewards(settings):
         if pairs and all(reward.paid(e, v) is None for e, v in pairs):
-            raise R3LiteError(
-                f"the reward {reward.name} is missing for all {len(pairs)} episodes",
-                "What it needs, such as gold paragraphs, these questions lack: leave it out, or pass other --data.",
-            )
-
-
-def _asks_anew(step: Step) -> bool:
-    return bool(step.searches) and REPEATED_QUERY not in step.faults
-
-
-def _search(step: Step, settings: RewardSettings) -> float:
-    """What a step is paid for its query, if it has one or tried to."""
-    if is_idle(step):
-        return -settings.idle_query_penalty
-    return settings.search_bonus if step.searches else 0.0
+            remedy = "What it needs, such as gold paragraphs, these questions lack: leave it out, or pass other --data."
+            raise R3LiteError(f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy)
 
 
 def _process(episode: Episode, settings: RewardSettings, verdict: Verdict | None) -> list[float]:

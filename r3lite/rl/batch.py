@@ -43,30 +43,11 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Distributions:
-    """What a teacher would have said at the action tokens of some rows of a batch; None: it says nothing of a row."""
-
-    rows: list[TopTokens | None]
-
-    @staticmethod
-    def of(rows: list[TopTokens | None]) -> "Distributions | None":
-        """None if it says nothing of any row."""
-        return Distributions(rows) if any(row is not None for row in rows) else None
-
-    def __getitem__(self, index: list[int]) -> "Distributions | None":
-        return Distributions.of([self.rows[i] for i in index])
-
-    def joined(self) -> TopTokens:
-        """What it says of the tokens of all rows, in row-major order; of each row it says something."""
-        return TopTokens(torch.cat([r.ids for r in self.rows]), torch.cat([r.logprobs for r in self.rows]))
-
-
-@dataclass(frozen=True)
 class Batch:
     """Rollouts padded on the right to [B, T]. Padding is never an action, so no loss and no mean reads it.
 
-    The last fields are filled in while a round is learned from; until then they are None, as are `off_policy` and
-    `teacher` if they tell of no row. Off-policy rows stand behind the others of their group.
+    The last fields are filled in while a round is learned from; until then they are None, as is `off_policy` if it
+    tells of no row. Off-policy rows stand behind the others of their group.
     """
 
     tokens: Tensor  # [B, T] long
@@ -77,8 +58,8 @@ class Batch:
     groups: Tensor  # [B] long
     cut_off: Tensor  # [B] bool
     failed: Tensor  # [B] bool
+    teacher: list[TopTokens | None]  # what it would have said at each row's action tokens; None: nothing
     off_policy: Tensor | None = None  # [B] bool: see Rollout; None: no row is
-    teacher: Distributions | None = None
     rescored: Tensor | None = None  # [B, T] log-probabilities of the trainer before the round's first step, at actions
     reference: Tensor | None = None  # [B, T] log-probabilities under the reference policy, at actions
     advantages: Tensor | None = None  # [B, T] at actions
@@ -113,7 +94,7 @@ class Batch:
             cut_off=torch.tensor([r.cut_off for r in rollouts]),
             failed=torch.tensor([r.failed for r in rollouts]),
             off_policy=torch.tensor([r.off_policy for r in rollouts]) if any(r.off_policy for r in rollouts) else None,
-            teacher=Distributions.of([r.teacher for r in rollouts]),
+            teacher=[r.teacher for r in rollouts],
         )
 
     def __len__(self) -> int:
@@ -122,7 +103,8 @@ class Batch:
     def rows(self, index: list[int]) -> "Batch":
         """The rollouts `index`, with all that is known of them."""
         known = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{name: None if x is None else x[index] for name, x in known.items()})
+        tensors = {name: x[index] for name, x in known.items() if isinstance(x, Tensor)}
+        return Batch(**tensors, teacher=[self.teacher[i] for i in index])
 
     @property
     def old(self) -> Tensor:
@@ -151,8 +133,9 @@ class Batch:
 
     def by_teacher(self) -> list[list[int]]:
         """The rows that a teacher says nothing of, and those that it does, apart if there are both."""
-        guided = [False] * len(self) if self.teacher is None else [row is not None for row in self.teacher.rows]
-        return [rows for kind in (False, True) if (rows := [i for i, it in enumerate(guided) if it is kind])]
+        untaught = [i for i, said in enumerate(self.teacher) if said is None]
+        taught = [i for i, said in enumerate(self.teacher) if said is not None]
+        return [rows for rows in (untaught, taught) if rows]
 
     def at_actions(self, x: Tensor) -> Tensor:
         """The entries [N] of x [B, T] at the action tokens, in row-major order."""

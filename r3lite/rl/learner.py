@@ -132,7 +132,7 @@ class Learner:
         with cast_once(self.model, self.precision.dtype):
             for rows in self.micro_batches(batch):
                 part = batch.rows(rows)
-                loss, more, ratios = self.loss(part) if part.teacher is None else self.guided_loss(part)
+                loss, more, ratios = self.loss(part) if part.teacher[0] is None else self.guided_loss(part)
                 self.precision.backward(loss)
                 measured += more
                 log_ratios.append(ratios)
@@ -175,17 +175,18 @@ class Learner:
     def guided_loss(self, batch: Batch) -> tuple[Tensor, list[Sums], Tensor]:
         """The same of a micro-batch of which a teacher says something, at every action token; no token has a ratio."""
         self._last = batch
-        weights, teacher = batch.at_actions(batch.weights), batch.teacher.joined()
+        weights, teacher = batch.at_actions(batch.weights), torch.cat([said.logprobs for said in batch.teacher])
 
         def distillation_loss(rows: slice, logprobs: Tensor) -> tuple[Tensor, Sums]:
-            weight, said = (x[rows].to(logprobs.device, non_blocking=True) for x in (weights, teacher.logprobs))
+            weight, said = (x[rows].to(logprobs.device, non_blocking=True) for x in (weights, teacher))
             per_token, metrics = self.algorithm.guided_loss(said, logprobs)
             return (per_token * weight).sum(), summed(metrics)
 
         with self.precision.autocast():
             hidden, _ = action_states(self.model, batch)
             head, chunk = self.model.head_weight[: self.vocabulary], self.grant.memory.loss_chunk
-            loss, measured = chosen_loss(hidden, head, teacher.ids, distillation_loss, self.temperature, chunk)
+            ids = torch.cat([said.ids for said in batch.teacher])
+            loss, measured = chosen_loss(hidden, head, ids, distillation_loss, self.temperature, chunk)
         return loss, [*measured, {"loss": loss.detach(), GUIDED + TOKENS: len(weights)}], loss.new_empty(2, 0)
 
     def explain_overflow(self) -> str:

@@ -21,11 +21,8 @@ def summed(metrics: dict[str, Tensor], off_policy: Tensor | None = None) -> Sums
     """Sums over the tokens that a metric is of, without gradients; `off_policy` says which these are, None: none."""
     if off_policy is None:
         return {name: x.detach().sum() for name, x in metrics.items()}
-    on_policy = ~off_policy
-    return {
-        name: (x.detach() * (off_policy if kind(name) == OFF_POLICY else on_policy)).sum()
-        for name, x in metrics.items()
-    }
+    masks = {name: off_policy if kind(name) == OFF_POLICY else ~off_policy for name in metrics}
+    return {name: (x.detach() * masks[name]).sum() for name, x in metrics.items()}
 
 
 def added(parts: list[Sums]) -> Sums:

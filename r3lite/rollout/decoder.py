@@ -30,8 +30,7 @@ class Decoder:
         ids = torch.tensor(tokens).to(self.cache.device, non_blocking=True)[:, None]
         # The base is in the run's dtype anyway; projections.project chooses the dtype of an adapter's products.
         with torch.autocast(ids.device.type, enabled=False):
-            hidden = self.model(ids, context)[:, 0]
-        return hidden
+            return self.model(ids, context)[:, 0]
 
 
 class GraphDecoder(Decoder):

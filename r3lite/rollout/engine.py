@@ -6,9 +6,9 @@ imports no retriever. The weights are those of the model it is given, with whate
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -45,6 +45,11 @@ class Engine:
     value_head: nn.Module | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
     spans: Spans | None = None
+    layouts: Mapping[str, Layout] = field(default_factory=dict)  # of sources whose questions are laid out otherwise
+
+    def layout_of(self, sequence: Sequence) -> Layout:
+        """The layout of the source that a sequence's question is from."""
+        return self.layouts.get(sequence.question.source, self.layout)
 
     def run(
         self,
@@ -63,7 +68,7 @@ class Engine:
         sequences = [Sequence(q, stream=random.Random(seed), place=place) for place, (q, seed) in drawn]
         for sequence, listener in zip(sequences, listeners or [None] * len(sequences), strict=True):
             sequence.listener = listener
-            self.layout.open(sequence)
+            self.layout_of(sequence).open(sequence)
         return self._finished(sequences, retrieve, progress, bool(listeners))
 
     def run_on(self, begun: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
@@ -125,14 +130,15 @@ class Engine:
         self._prefill(scheduler)
         self._decode(scheduler, decoder)
         for sequence in scheduler.at_work:
-            ended = self.layout.turn_is_over(sequence)
+            layout = self.layout_of(sequence)
+            ended = layout.turn_is_over(sequence)
             if sequence.listener:
-                sequence.listener.hear(self.layout.readable(sequence, ended), ended)
+                sequence.listener.hear(layout.readable(sequence, ended), ended)
             if not ended:
                 continue
             if self.spans:
                 sequence.record_turn(self.spans)
-            self.layout.close_turn(sequence)
+            layout.close_turn(sequence)
             if sequence.listener and not (sequence.pending or sequence.held):
                 sequence.listener.step(sequence)
             if sequence.finish is not None:
@@ -145,7 +151,7 @@ class Engine:
 
     def _splice(self, sequence: Sequence, documents: list[list[Document]]) -> None:
         """Gives a sequence the documents of its pending queries, which completes its last step."""
-        self.layout.splice(sequence, documents)
+        self.layout_of(sequence).splice(sequence, documents)
         if sequence.listener:
             sequence.listener.step(sequence)
 
@@ -183,10 +189,8 @@ class Engine:
     def _explain_overflow(self, sequence: Sequence) -> NoReturn:
         tokens = torch.tensor([sequence.tokens], device=self.model.head_weight.device)
         told = explain_overflow(self.model, lambda: self.model(tokens))
-        raise NotFinite(
-            f"question {sequence.question.id}: what the model says is not a number: {told}",
-            "Pass --dtype bf16 or --dtype fp32, whose numbers reach further; or start from a sounder adapter.",
-        )
+        remedy = "Pass --dtype bf16 or --dtype fp32, whose numbers reach further; or start from a sounder adapter."
+        raise NotFinite(f"question {sequence.question.id}: what the model says is not a number: {told}", remedy)
 
     def _sample(self, logits: Tensor, rows: list[Sequence]) -> tuple[Tensor, Tensor]:
         """Tokens [B] and their log-probabilities [B], from logits [B, V]; each row draws from its own stream."""

@@ -5,7 +5,6 @@ another's. An iteration samples one token of every row of every lane that has wo
 weights are loaded, and within a lane it is first come, first served. Knows no requests and no clock.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -31,8 +30,9 @@ class Visitor(Sequence):
     leaving: bool = False
 
     @property
-    def is_full(self) -> bool:
-        return self.most is not None and len(self.logprobs) >= self.most
+    def goes(self) -> bool:
+        """Whether it leaves, or has written all that it may."""
+        return self.leaving or (self.most is not None and len(self.logprobs) >= self.most)
 
 
 class LaneEngine(Engine):
@@ -55,7 +55,7 @@ class Lanes:
 
     def __init__(self, engine: LaneEngine, adapters: list[str | None], rows: int, retrieve: Retrieve):
         engine.model.eval()
-        self.engine, self.retrieve = engine, retrieve
+        self.engine = engine
         self.inside: list[Visitor] = []  # waiting and sampled
         self.held = ExitStack()
         self.held.enter_context(cast_once(engine.model, engine.model.head_weight.dtype))
@@ -75,13 +75,13 @@ class Lanes:
         One that waits for documents leaves when they have come.
         """
         for scheduler, _ in self.lanes.values():
-            self._clear_out(scheduler, lambda sequence: sequence.leaving)
+            self._clear_out(scheduler)
         busy = [name for name, (scheduler, _) in self.lanes.items() if scheduler.unfinished]
         for name in [name for name in busy if not self._only_waits(name)] or busy:
             scheduler, decoder = self.lanes[name]
             with use_adapter(self.engine.model, name), self.engine.autocast():
                 self.engine.iterate(scheduler, decoder, self.fetchers[name], lambda: None)
-            self._clear_out(scheduler, lambda sequence: sequence.is_full)
+            self._clear_out(scheduler)
         ended = [sequence for sequence in self.inside if sequence.finish is not None]
         self.inside = [sequence for sequence in self.inside if sequence.finish is None]
         return ended
@@ -91,12 +91,12 @@ class Lanes:
         scheduler, _ = self.lanes[name]
         return not scheduler.active and not scheduler.todo and self.fetchers[name].is_waiting
 
-    def _clear_out(self, scheduler: Scheduler, goes: Callable[[Visitor], bool]) -> None:
+    def _clear_out(self, scheduler: Scheduler) -> None:
         """Cuts off the sequences of a lane that go, unless they wait for documents."""
-        for sequence in [s for s in scheduler.todo if goes(s)]:
+        for sequence in [s for s in scheduler.todo if s.goes]:
             scheduler.todo.remove(sequence)
             sequence.finish = CUT_OFF
-        for sequence in [s for s in scheduler.at_work if goes(s)]:
+        for sequence in [s for s in scheduler.at_work if s.goes]:
             scheduler.release(sequence)
             sequence.finish = CUT_OFF
 

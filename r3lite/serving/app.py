@@ -19,8 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from r3lite.serving.asks import Answer, Ask
-from r3lite.serving.desk import AUTO, Desk, Refusal
+from r3lite.serving.asks import Answer, Ask, Refusal
+from r3lite.serving.desk import AUTO, Desk
 from r3lite.serving.guard import Guard, Text, client_of, failure
 from r3lite.serving.openai_api import routes_of
 from r3lite.serving.streams import STREAM, Events, answer_of, server_sent
@@ -54,10 +54,8 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
     app = FastAPI(title="r3lite", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Guard, desk=desk, token=token, max_body=limits.max_body_kib << 10)
     if server.cors_origins:
-        headers = ["Authorization", "Content-Type"]
-        app.add_middleware(
-            CORSMiddleware, allow_origins=server.cors_origins, allow_methods=["GET", "POST"], allow_headers=headers
-        )
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["Authorization", "Content-Type"]}
+        app.add_middleware(CORSMiddleware, allow_origins=server.cors_origins, **allowed)
     if server.on_loopback:  # a web page elsewhere could have its own name resolve to this machine
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK)
     add_errors(app)

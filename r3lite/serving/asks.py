@@ -10,6 +10,14 @@ Message = dict[str, str]  # role and content
 Tell = Callable[[dict[str, Any]], None]
 
 
+class Refusal(Exception):
+    """A request that gets no answer: the HTTP status that says so, and what a person can do."""
+
+    def __init__(self, status: int, code: str, message: str, retry_after: float | None = None):
+        super().__init__(message)
+        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
+
+
 @dataclass(frozen=True)
 class Ask:
     """One request: what is asked in which mode of which adapter, after which messages. None: as the server is set."""

@@ -42,9 +42,6 @@ class Conversations:
                 continue
             self.held -= sum(map(_bytes, self._of.pop(oldest)))
 
-    def __len__(self) -> int:
-        return len(self._of)
-
 
 def _bytes(turn: Turn) -> int:
     return sum(len(text.encode("utf-8", "replace")) for text in turn)

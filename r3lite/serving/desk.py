@@ -10,22 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from r3lite.core.errors import R3LiteError
-from r3lite.serving.asks import MODES, Answer, Ask
+from r3lite.serving.asks import MODES, Answer, Ask, Refusal
 from r3lite.serving.conversations import Conversations
 from r3lite.serving.limits import Places, Rate
 from r3lite.serving.routing import route
-from r3lite.serving.worker import Failed, Job, Worker
+from r3lite.serving.worker import Job, Worker
 from r3lite.settings import LimitSettings, ModeSettings
 
 AUTO = "auto"
-
-
-class Refusal(Exception):
-    """A request that gets no answer: the HTTP status that says so, and what a person can do."""
-
-    def __init__(self, status: int, code: str, message: str, retry_after: float | None = None):
-        super().__init__(message)
-        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
 
 
 class Desk:
@@ -57,22 +49,18 @@ class Desk:
 
         Raises Refusal. When it is closed, or ends in any other way, the ask is stopped and its place is free.
         """
-        if full := self.places.take(client):
-            refusals = {
-                "all": Refusal(503, "overloaded", "Too many questions are being answered. Try again soon.", 5),
-                "client": Refusal(429, "too_many_at_once", "Too many of your questions are being answered. Wait.", 5),
-            }
-            raise refusals[full]
+        self.places.take(client)
         job, deadline = Job(ask), self.clock() + self.limits.request_seconds
         try:
             tell = job.put if follows else None
-            job.prepared = await asyncio.get_running_loop().run_in_executor(
-                self.reader, self.worker.answering.prepare, ask, tell
-            )
+            loop, prepare = asyncio.get_running_loop(), self.worker.answering.prepare
+            job.prepared = await loop.run_in_executor(self.reader, prepare, ask, tell)
             self.worker.submit(job)
             yield {"type": "start", "mode": ask.mode, "adapter": ask.adapter}
             while True:
-                event = await asyncio.wait_for(job.next(), max(0.0, deadline - self.clock()))
+                event = await asyncio.wait_for(job.events.get(), max(0.0, deadline - self.clock()))
+                if event is None:
+                    raise Refusal(500, "failed", "Something went wrong here. The server's log says what.")
                 yield event
                 if isinstance(event, Answer):
                     return
@@ -81,8 +69,6 @@ class Desk:
         except TimeoutError as error:
             seconds = f"{self.limits.request_seconds:g}"
             raise Refusal(504, "timeout", f"The answer took longer than {seconds} seconds, and was stopped.") from error
-        except Failed as error:
-            raise Refusal(500, "failed", "Something went wrong here. The server's log says what.") from error
         finally:
             job.stopped = True
             self.places.free(client)

@@ -10,7 +10,8 @@ from pydantic import AfterValidator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from r3lite.serving.desk import Desk, Refusal
+from r3lite.serving.asks import Refusal
+from r3lite.serving.desk import Desk
 
 OPEN_PATHS = ("/", "/api/health")  # without a token: the page asks for it
 BODY_SECONDS = 30.0  # that a client may take to send its body

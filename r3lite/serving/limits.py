@@ -4,6 +4,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from r3lite.serving.asks import Refusal
+
 CLIENTS = 10_000  # that are remembered
 
 
@@ -34,14 +36,13 @@ class Places:
     most_of_client: int
     taken: Counter[str] = field(default_factory=Counter)
 
-    def take(self, client: str) -> str | None:
-        """Takes a place; or says what is full: `all`, or `client`."""
+    def take(self, client: str) -> None:
+        """Takes a place; raises Refusal if there is none."""
         if self.taken.total() >= self.most:
-            return "all"
+            raise Refusal(503, "overloaded", "Too many questions are being answered. Try again soon.", 5)
         if self.taken[client] >= self.most_of_client:
-            return "client"
+            raise Refusal(429, "too_many_at_once", "Too many of your questions are being answered. Wait.", 5)
         self.taken[client] += 1
-        return None
 
     def free(self, client: str) -> None:
         self.taken[client] -= 1

@@ -21,10 +21,8 @@ def token_of(server: ServerSettings) -> str | None:
     """The token of the environment, without which a server that others can reach does not start."""
     token = os.environ.get(TOKEN, "").strip() or None
     if token is None and not server.on_loopback:
-        raise R3LiteError(
-            f"--host {server.host} can be reached by others, and {TOKEN} is not set",
-            f"Set {TOKEN} to a secret of your own, such as the output of: openssl rand -hex 24",
-        )
+        remedy = f"Set {TOKEN} to a secret of your own, such as the output of: openssl rand -hex 24"
+        raise R3LiteError(f"--host {server.host} can be reached by others, and {TOKEN} is not set", remedy)
     if token is not None and len(token) < SHORTEST_TOKEN:
         raise R3LiteError(f"{TOKEN} is too short", f"It takes {SHORTEST_TOKEN} characters at least.")
     return token
@@ -36,7 +34,5 @@ def listen(server: ServerSettings) -> socket.socket:
     try:
         return socket.create_server((server.host, server.port), family=family)
     except OSError as error:
-        raise R3LiteError(
-            f"nothing can listen at {server.host}, port {server.port}: {error.strerror or error}",
-            "Pass another --port or --host; --port 0 takes any that is free.",
-        ) from error
+        cause = f"nothing can listen at {server.host}, port {server.port}: {error.strerror or error}"
+        raise R3LiteError(cause, "Pass another --port or --host; --port 0 takes any that is free.") from error

@@ -18,9 +18,9 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, Field
 
 from r3lite.core.episode import CUT_OFF
-from r3lite.serving.asks import Answer, Ask
+from r3lite.serving.asks import Answer, Ask, Refusal
 from r3lite.serving.asks import Message as Said
-from r3lite.serving.desk import AUTO, Desk, Refusal
+from r3lite.serving.desk import AUTO, Desk
 from r3lite.serving.guard import Text, client_of
 from r3lite.serving.streams import STREAM, Events, answer_of, server_sent
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from fastapi import Request
 
-from r3lite.serving.asks import Answer
-from r3lite.serving.desk import Refusal
+from r3lite.serving.asks import Answer, Refusal
 
 STREAM = "text/event-stream"
 Events = AsyncIterator[dict[str, Any] | Answer]

@@ -36,11 +36,10 @@ class Growing:
         self.turns.append("")
         if self.tell is None:
             return
-        numbers = numbered(d for step in transcript.steps for d in step.documents)
-        step, sources = transcript.steps[-1], sources_of(transcript.episode())
-        found = [asdict(source) for source in sources if numbers_of(step, numbers).count(source.number)]
+        step, episode = transcript.steps[-1], transcript.episode()
+        told = step_record(step, len(transcript.steps), numbered(episode.documents))
+        found = [asdict(source) for source in sources_of(episode) if source.number in told["sources"]]
         failed = bool(transcript.failure and step.searches and not step.documents)
-        told = step_record(step, len(transcript.steps), numbers)
         self.tell({"type": "step", **told, "documents": found, "failed": failed})
 
     def answer(self, why: str) -> Answer:
@@ -80,10 +79,6 @@ def numbered(documents: Iterable[Document]) -> dict[Document, int]:
     return {document: number for number, document in enumerate(dict.fromkeys(documents), 1)}
 
 
-def numbers_of(step: Step, numbers: dict[Document, int]) -> list[int]:
-    return [numbers[document] for document in step.documents]
-
-
 def asked(step: Step) -> str | None:
     """The queries of a step as one text."""
     return "; ".join(step.queries) or None
@@ -92,15 +87,13 @@ def asked(step: Step) -> str | None:
 def step_record(step: Step, number: int, numbers: dict[Document, int]) -> dict[str, Any]:
     """A step as JSON, its passages by their numbers."""
     record = {"number": number, "analysis": step.analysis, "query": asked(step), "answer": step.answer}
-    return record | {"sources": numbers_of(step, numbers), "faults": list(step.faults)}
+    return record | {"sources": [numbers[document] for document in step.documents], "faults": list(step.faults)}
 
 
 def sources_of(episode: Episode, answer: str = "") -> list[Source]:
     """The passages of an episode, each once. Cited are those that hold the answer word for word."""
-    sought = f" {normalize(answer)} "
-    return [
-        Source(
-            number, d.id, d.title, d.text, bool(sought.strip()) and sought in f" {normalize(f'{d.title} {d.text}')} "
-        )
-        for d, number in numbered(episode.documents).items()
-    ]
+    sought, sources = f" {normalize(answer)} ", []
+    for d, number in numbered(episode.documents).items():
+        cited = bool(sought.strip()) and sought in f" {normalize(f'{d.title} {d.text}')} "
+        sources.append(Source(number, d.id, d.title, d.text, cited))
+    return sources

@@ -14,10 +14,6 @@ from typing import Any
 from r3lite.serving.asks import Answer, Answering, Ask
 
 
-class Failed(Exception):
-    """An answer ended in an error of ours; the server's log has it."""
-
-
 class Job:
     """An ask that is answered. Made and awaited on the event loop."""
 
@@ -26,19 +22,13 @@ class Job:
         self.prepared: Any = None
         self.stopped = False  # set on the event loop, read on the thread
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[dict[str, Any] | Answer | None] = asyncio.Queue()
+        # What happens, then the answer; or None if it ended in an error of ours, which the server's log has.
+        self.events: asyncio.Queue[dict[str, Any] | Answer | None] = asyncio.Queue()
 
     def put(self, event: dict[str, Any] | Answer | None) -> None:
-        """Passes an event on, then at last the answer, or None for a failure; from the thread."""
+        """Adds to the events; from the thread."""
         if not self.stopped:
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-    async def next(self) -> dict[str, Any] | Answer:
-        """The next event, the last of which is the answer. Raises Failed."""
-        event = await self._events.get()
-        if event is None:
-            raise Failed
-        return event
+            self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
 
 class Worker:
@@ -69,7 +59,11 @@ class Worker:
             try:
                 ended = self.answering.iterate()
             except Exception:  # whatever it is, the next ones shall be answered
-                self._fail()
+                traceback.print_exc(file=sys.stderr)
+                for job in self._jobs:
+                    job.put(None)
+                self._jobs.clear()
+                self.answering.restart()
                 continue
             for prepared, answer in ended:
                 job = next(job for job in self._jobs if job.prepared is prepared)
@@ -89,10 +83,3 @@ class Worker:
             if not job.stopped:
                 self._jobs.append(job)
                 self.answering.join(job.prepared)
-
-    def _fail(self) -> None:
-        traceback.print_exc(file=sys.stderr)
-        for job in self._jobs:
-            job.put(None)
-        self._jobs.clear()
-        self.answering.restart()

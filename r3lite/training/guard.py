@@ -4,10 +4,11 @@ Decides, and does nothing: what follows an alarm is in `oversight.py`. Knows no 
 reasons for them are in docs/collapse.md.
 """
 
+import copy
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from r3lite.core.records import Record, Source
 from r3lite.settings import GuardSettings
@@ -15,6 +16,9 @@ from r3lite.training.watches import WATCHES, Numbers, right_likelihood, watched
 
 SURE = 2.0  # standard errors, see below
 START_EPISODES = 32  # least of the first rounds, which later ones are compared with
+SEEN = (  # what a checkpoint keeps of a guard, beside the best validation
+    "rounds", "first", "recent", "right_start", "peak", "best_reward", "beyond", "validations", "rollbacks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -213,19 +217,8 @@ class Guard:
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps, as JSON values."""
-        best = self.best and {"step": self.best.step, "each": list(self.best.each), "reward": self.best.reward}
-        return {
-            "rounds": self.rounds,
-            "first": list(self.first),
-            "recent": list(self.recent),
-            "right_start": self.right_start,
-            "peak": self.peak,
-            "best_reward": self.best_reward,
-            "beyond": dict(self.beyond),
-            "best": best,
-            "validations": self.validations,
-            "rollbacks": self.rollbacks,
-        }
+        kept = {name: getattr(self, name) for name in SEEN} | {"best": self.best and asdict(self.best)}
+        return copy.deepcopy(kept)
 
     def load_state_dict(self, state: dict) -> None:
         """Restores `state_dict`; raises R3LiteError if it is none."""

@@ -58,11 +58,10 @@ def _peak_memory_mib_on_windows() -> float | None:
     import ctypes
     from ctypes import wintypes
 
+    sizes = ("peak_resident", "resident", "peak_paged", "paged", "peak_other", "other", "file", "peak_file")
+
     class Counters(ctypes.Structure):  # PROCESS_MEMORY_COUNTERS
-        _fields_ = [("size", wintypes.DWORD), ("faults", wintypes.DWORD)] + [
-            (name, ctypes.c_size_t)
-            for name in ("peak_resident", "resident", "peak_paged", "paged", "peak_other", "other", "file", "peak_file")
-        ]
+        _fields_ = [("size", wintypes.DWORD), ("faults", wintypes.DWORD), *((n, ctypes.c_size_t) for n in sizes)]
 
     counters = Counters(size=ctypes.sizeof(Counters))
     current = ctypes.windll.kernel32.GetCurrentProcess
@@ -93,9 +92,8 @@ def means_by_source(
     """A mean over the tokens of all sources, of which each source adds its share; and as `METRIC/NAME` the mean over
     the tokens of each source that has a name."""
     count, found = sum(tokens.values()), {metric: float(sum(shares.values()))}
-    return found | {
-        f"{metric}/{name}": float(share) * count / tokens[name] for name, share in sorted(shares.items()) if name
-    }
+    named = {name: float(share) for name, share in sorted(shares.items()) if name}
+    return found | {f"{metric}/{name}": share * count / tokens[name] for name, share in named.items()}
 
 
 # How a metric is shown in the progress line, in this order; those that a record lacks are left out.
@@ -111,11 +109,6 @@ SHOWN = {
     "tokens_per_second": "{:.0f} tok/s",
     "peak_memory_mib": "{:.0f} MiB",
 }
-
-
-def progress_line(record: dict) -> str:
-    """The metrics that are shown while a run goes on, as one line."""
-    return "  ".join(form.format(record[k]) for k, form in SHOWN.items() if record.get(k) is not None)
 
 
 class Clock:
@@ -179,7 +172,8 @@ class MetricsLog:
         if not record["step"]:
             self.clock = Clock()  # a validation before the first step is no part of it
         left = self.clock.left(self.total - record["step"]) if record["step"] else None
-        line = progress_line(record) + (f"  ETA {tqdm.format_interval(left)}" if left else "")
+        line = "  ".join(form.format(record[k]) for k, form in SHOWN.items() if record.get(k) is not None)
+        line += f"  ETA {tqdm.format_interval(left)}" if left else ""
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update(1 if record["step"] else 0)
         if self.bar.disable and (record["step"] % self.every == 0 or record["step"] in (1, self.total)):
@@ -208,8 +202,7 @@ def _read(path: Path) -> tuple[list[dict], bytes]:
 
 
 def _is_record(record: dict) -> bool:
-    step = record.get("step")
-    return isinstance(step, int) and not isinstance(step, bool)
+    return type(record.get("step")) is int  # True is an int to isinstance
 
 
 def up_to(path: Path, step: int) -> list[dict]:

@@ -122,9 +122,8 @@ class Oversight:
         if each is None:
             failed = f"the retriever failed at {found['retrieval_failures']} questions of the validation"
             _say(f"warning: step {step}: {failed}; it chooses no checkpoint and raises no alarm")
-        return {f"eval/{name}": value for name, value in found.items()} | {
-            "time/validate": time.perf_counter() - start
-        }, each
+        measured = {f"eval/{name}": value for name, value in found.items()}
+        return measured | {"time/validate": time.perf_counter() - start}, each
 
     def _heed(self, step: int, alarm: Alarm) -> bool:
         """Says in one line what is wrong and what follows, and does it; whether weights have changed."""
@@ -135,16 +134,15 @@ class Oversight:
             _say(f"warning: {wrong}: the run may be collapsing{why}")
             return False
         best = f"step {guard.best.step} (validation F1 {guard.best.f1:.3f})"
-        self._go_back(step)
+        if self.best != step:  # whose checkpoint is yet to be written
+            self.state.go_back(checkpoint.read(self.run.output / f"checkpoint-{self.best}"))
         if guard.rollbacks == s.guard_rollbacks:
             guard.forget()
             _say(f"{wrong}; after {guard.rollbacks} rollbacks the run stops, with the weights of {best}")
-            self.collapse = Collapse(
-                f"the run collapsed again after {guard.rollbacks} rollbacks: {alarm.told}",
-                f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. Start anew from it with --adapter "
-                f"and a lower --learning-rate, a higher --kl-beta or other rewards; or pass {self.run.how_to_go_on} "
-                "--guard off.",
-            )
+            anew = "Start anew from it with --adapter and a lower --learning-rate, a higher --kl-beta or other rewards"
+            remedy = f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. {anew}; or pass "
+            remedy += f"{self.run.how_to_go_on} --guard off."
+            self.collapse = Collapse(f"the run collapsed again after {guard.rollbacks} rollbacks: {alarm.told}", remedy)
             return True
         guard.rolled_back()
         scale = f"the learning rate is multiplied by {guard.rate_scale:g}"
@@ -152,10 +150,6 @@ class Oversight:
             scale += f" and the KL weight by {guard.kl_scale:g}"
         _say(f"{wrong}; back to {best}, {scale} from here on: rollback {guard.rollbacks} of {s.guard_rollbacks}")
         return True
-
-    def _go_back(self, step: int) -> None:
-        if self.best != step:  # whose checkpoint is yet to be written
-            self.state.go_back(checkpoint.read(self.run.output / f"checkpoint-{self.best}"))
 
 
 def _say(line: str) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class RunFolder:
         self.base: str | None = None  # fingerprint of the base model, known once that is loaded
         with contextlib.ExitStack() as held:
             held.enter_context(sole_writer(self.output))
-            self.source = self._checkpoint_to_resume(resume)
+            self.source = _checkpoint_to_resume(resume, came_from)
             self.loaded = checkpoint.read(self.source) if self.source else None
             if self.loaded:
                 self._check_settings(self.loaded.state)
@@ -60,50 +61,22 @@ class RunFolder:
     def __exit__(self, *exception) -> None:
         self._held.close()
 
-    def _checkpoint_to_resume(self, resume: str | None) -> Path | None:
-        if resume is None:
-            return None
-        if resume == "auto":
-            found = checkpoint.newest_sound(self.output)
-            if found is None and checkpoint.all_of(self.output):
-                raise R3LiteError(
-                    f"no checkpoint in {self.output} is sound",
-                    "Delete its checkpoint folders to start afresh there, or pass another --output.",
-                )
-            return found
-        folder = Path(resume)
-        found = folder if _is_checkpoint(folder) else checkpoint.newest_sound(folder)
-        if found is None:
-            raise R3LiteError(
-                f"--resume {resume}: there is no sound checkpoint in it",
-                "Name a run folder or a checkpoint; --resume auto starts afresh if there is none.",
-            )
-        return found
-
     def _check_settings(self, state: dict) -> None:
         if state["command"] != self.command:
-            raise R3LiteError(
-                f"{self.source} is a checkpoint of {state['command']}, not of {self.command}",
-                "To start from its adapter, pass --adapter instead of --resume.",
-            )
+            cause = f"{self.source} is a checkpoint of {state['command']}, not of {self.command}"
+            raise R3LiteError(cause, "To start from its adapter, pass --adapter instead of --resume.")
         if told := changes(state["settings"], self.config):
-            raise R3LiteError(
-                f"{self.source} cannot be resumed with other settings: {told}",
-                f"Pass --config {self.source.parent / CONFIG} for the run's own, or start anew with --adapter.",
-            )
+            remedy = f"Pass --config {self.source.parent / CONFIG} for the run's own, or start anew with --adapter."
+            raise R3LiteError(f"{self.source} cannot be resumed with other settings: {told}", remedy)
 
     def _check_free(self, resume: str | None) -> None:
         """Refuses a fresh start in a folder that holds something else than a run of this one without a checkpoint."""
         names = names_in(self.output)
         if resume == "auto" and CONFIG in names:
             refuse_another_run(self.output / CONFIG, self.command, self.config, self.output)
-        elif resume == "auto" and all(name.endswith(LOGS_OF_SHELLS) for name in names):
-            return
-        elif names:
-            raise R3LiteError(
-                f"{self.output} exists and is not an empty folder: it holds {min(names)}",
-                "Pass --resume auto to go on with the run in it, or another --output.",
-            )
+        elif names and not (resume == "auto" and all(name.endswith(LOGS_OF_SHELLS) for name in names)):
+            remedy = "Pass --resume auto to go on with the run in it, or another --output."
+            raise R3LiteError(f"{self.output} exists and is not an empty folder: it holds {min(names)}", remedy)
 
     @property
     def how_to_go_on(self) -> str:
@@ -136,17 +109,12 @@ class RunFolder:
     def _restore(self, state: TrainState, loaded: checkpoint.Checkpoint) -> None:
         base = loaded.state.get("base")  # None: of a version that did not keep it
         if base is not None and base != self.base:
-            raise R3LiteError(
-                f"the files of the base model {self.settings['model']} are not those that the run was started with",
-                "Restore them, or start anew from the run's adapter with --adapter.",
-            )
+            cause = f"the files of the base model {self.settings['model']} are not those that the run was started with"
+            raise R3LiteError(cause, "Restore them, or start anew from the run's adapter with --adapter.")
         state.restore(loaded)
         if changed := state.differences(loaded.state["kept"]):
-            print(
-                f"warning: the work is divided otherwise than before ({', '.join(changed)}): "
-                "results differ in rounding from those of an uninterrupted run",
-                file=sys.stderr,
-            )
+            message = f"warning: the work is divided otherwise than before ({', '.join(changed)})"
+            print(f"{message}: results differ in rounding from those of an uninterrupted run", file=sys.stderr)
 
     def save(self, state: TrainState, step: int) -> None:
         """Writes the checkpoint of a step, unless it is there."""
@@ -167,7 +135,7 @@ class RunFolder:
         source = self.source.parent / folder.name if self.source else folder
         if not folder.exists() and source.exists():
             with self._writing(f"the checkpoint of step {step}"):
-                checkpoint.replace_folder(folder, lambda new: shutil.copytree(source, new, dirs_exist_ok=True))
+                checkpoint.replace_folder(folder, partial(shutil.copytree, source, dirs_exist_ok=True))
         self.best = step if folder.exists() else None
         return self.best is not None
 
@@ -176,19 +144,15 @@ class RunFolder:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            raise R3LiteError(
-                f"{what} cannot be written in {self.output}: {error}",
-                "Make room or mend the folder, then go on with --resume auto.",
-            ) from error
+            remedy = "Make room or mend the folder, then go on with --resume auto."
+            raise R3LiteError(f"{what} cannot be written in {self.output}: {error}", remedy) from error
 
     def write_adapter(self, state: TrainState, step: int | None) -> None:
         """Writes `adapter/`: that of the checkpoint of a step, or with None that of now."""
-
-        def copy(folder: Path) -> None:
-            shutil.copytree(self.output / f"checkpoint-{step}" / checkpoint.ADAPTER, folder, dirs_exist_ok=True)
-
+        source = self.output / f"checkpoint-{step}" / checkpoint.ADAPTER
+        fill = state.save_adapter if step is None else partial(shutil.copytree, source, dirs_exist_ok=True)
         with self._writing("the adapter"):
-            checkpoint.replace_folder(self.output / "adapter", state.save_adapter if step is None else copy)
+            checkpoint.replace_folder(self.output / "adapter", fill)
 
     def finish(self, state: TrainState, total: int) -> None:
         """Writes `adapter/`, which is the best one if one is kept as that, and `summary.json`."""
@@ -231,3 +195,16 @@ def _folder_to_resume(resume: str | None, output: str | None) -> Path | None:
     if not folder.is_dir():
         raise R3LiteError(f"--resume {resume}: there is no such folder", "Name a run folder or a checkpoint in it.")
     return folder.parent if _is_checkpoint(folder) else folder
+
+
+def _checkpoint_to_resume(resume: str | None, run: Path | None) -> Path | None:
+    """The checkpoint that --resume names, or the newest sound one of the run folder; None: a fresh start."""
+    if run is None:
+        return None
+    if _is_checkpoint(Path(resume)):
+        return Path(resume)
+    found = checkpoint.newest_sound(run)
+    if found is None and (resume != "auto" or checkpoint.all_of(run)):
+        remedy = "Name another run folder or checkpoint, or start afresh in another --output."
+        raise R3LiteError(f"no checkpoint in {run} is sound", remedy)
+    return found

@@ -74,16 +74,11 @@ class TrainState:
         ours, theirs = ({name: tuple(t.shape) for name, t in x.items()} for x in (parameters, weights))
         wrong = {name for name, _ in ours.items() ^ theirs.items()}
         if wrong:
-            raise R3LiteError(
-                f"the checkpoint holds other weights than this run trains: {len(wrong)} differ, such as {min(wrong)}",
-                "Resume with the --model, --adapter and LoRA settings that the run was started with.",
-            )
+            cause = f"the checkpoint holds other weights than this run: {len(wrong)} differ, such as {min(wrong)}"
+            raise R3LiteError(cause, "Resume with the first run's --model, --adapter and LoRA settings.")
         if loaded.state["data"] != self.data:
-            raise R3LiteError(
-                "the data are not those that the run was started with",
-                "Resume with the first run's --data, tokenizer and prompts, or start anew from its adapter with "
-                "--adapter.",
-            )
+            remedy = "Resume with the first run's --data, tokenizer and prompts, or start anew with --adapter."
+            raise R3LiteError("the data are not those that the run was started with", remedy)
         in_files = {name: {"tensors": loaded.tensors[name]} for name in loaded.tensors if name not in GROUPS}
         self._load_parts({name: state | in_files.get(name, {}) for name, state in loaded.state["kept"].items()})
         self.go_back(loaded)

@@ -37,14 +37,7 @@ class ChromeTrace:
         for track in sorted({span.track for span in spans} - self._tracks.keys(), key=_order):
             self._tracks[track] = len(self._tracks) + 1
             events.append(_named("thread_name", self._tracks[track], track))
-        for span in spans:
-            events.append(
-                {
-                    "name": span.name, "cat": SERVICE, "ph": "X", "pid": 1, "tid": self._tracks[span.track],
-                    "ts": span.start / 1000, "dur": (span.end - span.start) / 1000,  # microseconds
-                    "args": {"step": step, **span.attributes},
-                }
-            )  # fmt: skip
+        events += [_for_chrome(step, self._tracks[span.track], span) for span in spans]
         with writing(self.path), open(self.path, "rb+") as file:
             file.seek(-len(CLOSED), os.SEEK_END)
             file.write("".join(",\n" + json.dumps(event) for event in events).encode() + CLOSED.encode())
@@ -122,6 +115,14 @@ def _order(track: str) -> tuple[bool, int, str]:
 
 def _named(what: str, tid: int, name: str) -> dict:
     return {"name": what, "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
+
+
+def _for_chrome(step: int, tid: int, span: Span) -> dict:
+    """The keys of a complete event; times are in microseconds."""
+    return {
+        "name": span.name, "cat": SERVICE, "ph": "X", "pid": 1, "tid": tid, "ts": span.start / 1000,
+        "dur": (span.end - span.start) / 1000, "args": {"step": step, **span.attributes},
+    }  # fmt: skip
 
 
 def _for_opentelemetry(step: int, span: Span) -> dict:

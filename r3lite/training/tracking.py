@@ -29,12 +29,9 @@ def build_tracker(settings: dict, output: Path, done: int) -> Tracker | None:
 
     Raises R3LiteError if the service cannot be reached or refuses.
     """
-    match settings["track"]:
-        case "tensorboard":
-            return _tensorboard(output, done)
-        case "wandb":
-            return _wandb(settings, output, done)
-    return None
+    if settings["track"] == "tensorboard":
+        return _tensorboard(output, done)
+    return _wandb(settings, output, done) if settings["track"] == "wandb" else None
 
 
 def _tensorboard(output: Path, done: int) -> Tracker:

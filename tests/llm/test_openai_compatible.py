@@ -224,7 +224,8 @@ def test_a_judge_judges_by_it(server, tmp_path):
     shares = [(0.9, 0.8, 1), (0, 0.5, 0.7)]
     grades = [{"step": i, "relevance": r, "rationality": q, "coherence": c} for i, (r, q, c) in enumerate(shares, 1)]
     server.says(said(json.dumps({"answer_is_right": True, "steps": grades})))
-    judge = build_judge(JudgeSettings(judge="openai", judge_model="m", judge_base_url=server.url), tmp_path)
+    settings = JudgeSettings(judge="openai", judge_model="m", judge_base_url=server.url)
+    judge = build_judge(settings, tmp_path, None, Client)
     (verdict,) = judge.verdicts([episode])
     assert verdict.correct and [s.coherence for s in verdict.steps] == [1.0, 0.7] and verdict.steps[0].relevance == 0.9
     assert [s.rationality for s in verdict.steps] == [0.8, 0.0]  # of a step that asks nothing it says nothing

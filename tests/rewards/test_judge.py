@@ -6,6 +6,7 @@ from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Episode, Question, 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import Spans
 from r3lite.llm.cache import digest
+from r3lite.llm.client import Client
 from r3lite.rewards.judge import Judge, build_judge, request_for
 from r3lite.rewards.reward import StepVerdict, Verdict, score
 from r3lite.settings import JudgeSettings, RewardSettings
@@ -236,15 +237,15 @@ def test_caches_of_this_version_stay_valid():
 
 
 def test_build_judge(gemini, monkeypatch, tmp_path):
-    assert build_judge(JudgeSettings(), tmp_path) is None
+    assert build_judge(JudgeSettings(), tmp_path, None, Client) is None
     with pytest.raises(R3LiteError, match="there is no judge"):
-        build_judge(JudgeSettings(), tmp_path, RewardSettings(process_judge=0.1))
+        build_judge(JudgeSettings(), tmp_path, RewardSettings(process_judge=0.1), Client)
     with pytest.raises(R3LiteError, match="--rewards pays what a judge says, and there is no judge"):
-        build_judge(JudgeSettings(), tmp_path, RewardSettings(rewards=(RewardEntry("coherence"),)))
-    assert isinstance(build_judge(JudgeSettings(judge="gemini"), tmp_path, RewardSettings()), Judge)
+        build_judge(JudgeSettings(), tmp_path, RewardSettings(rewards=(RewardEntry("coherence"),)), Client)
+    assert isinstance(build_judge(JudgeSettings(judge="gemini"), tmp_path, RewardSettings(), Client), Judge)
     monkeypatch.delenv("GOOGLE_API_KEY")
     with pytest.raises(R3LiteError, match="no key"):
-        build_judge(JudgeSettings(judge="gemini"), tmp_path)
+        build_judge(JudgeSettings(judge="gemini"), tmp_path, None, Client)
 
 
 def test_a_judges_calls_are_one_span(gemini, judge, answers):

@@ -12,7 +12,7 @@ from r3lite.models import lora
 from r3lite.models.logprobs import TopTokens
 from r3lite.models.value_head import ValueHead
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.rl.batch import Batch, Distributions, Rollout
+from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.forward import action_logprobs
 from r3lite.rl.learner import Learner
 from r3lite.settings import LengthSettings, RLSettings
@@ -86,7 +86,7 @@ def taught(batch: Batch, rows, k: int = 5) -> Batch:
         top = logits.log_softmax(-1).topk(k)
         said.append(TopTokens(top.indices.int(), top.values) if i in rows else None)
     failed = torch.tensor([row is not None for row in said])
-    return replace(batch, failed=failed, teacher=Distributions.of(said))
+    return replace(batch, failed=failed, teacher=said)
 
 
 @pytest.fixture

@@ -230,7 +230,7 @@ def dgpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
     for rows in steps:
         losses = []
         for row in rows:
-            said = batch.teacher.rows[row]
+            said = batch.teacher[row]
             if said is None:
                 pair = paid[[row, others(row)]]
                 gain, kl = terms(s, plain, batch, row, scaled(s, (paid[row] - pair.mean()) / (pair.std() + 1e-4)))

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from r3lite.serving.asks import Refusal
 from r3lite.serving.conversations import Conversations
 from r3lite.serving.limits import CLIENTS, Places, Rate
 from r3lite.serving.routing import route
@@ -32,7 +33,7 @@ def test_bytes_are_bounded_whatever_is_said():
     for _ in range(500):
         kept.add(str(rng.randrange(20)), "\u6771" * rng.randrange(60), "x" * rng.randrange(300), rng.random() < 0.2)
         held = sum(len(t.encode()) for id in list(kept._of) for t in texts(kept, id))
-        assert held == kept.held <= 400 and len(kept) <= 9
+        assert held == kept.held <= 400 and len(kept._of) <= 9
     kept.add("long", "x" * 500, "")
     assert kept.held == 0 and texts(kept, "long") == []
     assert Conversations(turns=0, conversations=9, size=400).messages("a") == ()
@@ -60,9 +61,16 @@ def test_a_bucket_fills_up_as_time_passes():
 
 def test_places_are_taken_and_freed():
     places = Places(most=3, most_of_client=2)
-    assert [places.take(c) for c in ("a", "a", "a", "b", "b")] == [None, None, "client", None, "all"]
+    for client, code in (("a", "too_many_at_once"), ("b", "overloaded")):
+        while places.taken[client] < 2 and places.taken.total() < 3:
+            places.take(client)
+        with pytest.raises(Refusal) as refused:
+            places.take(client)
+        assert refused.value.code == code
+    assert places.taken == {"a": 2, "b": 1}
     places.free("a")
-    assert places.take("b") is None
+    places.take("b")
+    assert places.taken == {"a": 1, "b": 2}
     for client in ("a", "b", "b"):
         places.free(client)
     assert places.taken.total() == 0 and not places.taken

@@ -52,9 +52,8 @@ def check(settings: RLSettings, usual: RLSettings, lengths: LengthSettings) -> N
             continue
         if name in some_read - algorithm.own:
             readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own)
-            raise UsageError(
-                f"{flag(name)} is {value}, and {settings.algorithm} has no use for it: it is for {readers}"
-            )
+            wrong = f"{flag(name)} is {value}, and {settings.algorithm} has no use for it"
+            raise UsageError(f"{wrong}: it is for {readers}")
         needed = IDLE_WITHOUT.get(name)
         if needed and not getattr(settings, needed):
             state = "not given" if getattr(settings, needed) is None else 0

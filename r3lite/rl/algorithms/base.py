@@ -11,6 +11,7 @@ from r3lite.rl import losses
 from r3lite.rl.advantages import share_without_variance
 from r3lite.rl.batch import ActionTokens, Batch
 from r3lite.rl.kl import KlFactor
+from r3lite.rl.normalizers import token_mean
 from r3lite.settings import LengthSettings, RLSettings
 
 
@@ -37,21 +38,15 @@ class Algorithm(ABC):
         self.kl = KlFactor(s.kl_target)
         self.estimator = s.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
         if self.has_groups and s.num_generations == 1:
-            raise UsageError(
-                f"--num-generations is 1; {s.algorithm.upper()} compares episodes of one question: pass 2 or more, "
-                "such as 8"
-            )
+            name = s.algorithm.upper()
+            raise UsageError(f"--num-generations is 1; {name} compares episodes of one question: pass 2 or more")
         if s.kl_target and not s.kl_beta:
             raise UsageError("--kl-target adapts --kl-beta, and that is 0, which no factor changes: pass one above 0")
         if s.kl_beta and self.kl_in == "loss" and self.estimator == "k1":
-            raise UsageError(
-                f"--kl-estimator k1 in the loss of {s.algorithm} has a gradient that is 0 in the mean: pass k2 or k3"
-            )
+            wrong = f"--kl-estimator k1 in the loss of {s.algorithm} has a gradient that is 0 in the mean"
+            raise UsageError(f"{wrong}: pass k2 or k3")
         if s.importance_cap is not None and s.old_logprobs == "sampler":
-            raise UsageError(
-                "--importance-cap weighs what the sampler recorded against the trainer's log-probabilities: pass "
-                "--old-logprobs trainer, too"
-            )
+            raise UsageError("--importance-cap needs the trainer's log-probabilities: pass --old-logprobs trainer, too")
 
     @property
     def most_off_policy(self) -> int:
@@ -86,9 +81,10 @@ class Algorithm(ABC):
             return [[i] for i in range(len(batch))]
         return [torch.nonzero(batch.groups == g)[:, 0].tolist() for g in batch.groups.unique()]
 
-    @abstractmethod
     def weights(self, batch: Batch) -> Tensor:
-        """The weight [B, T] of each action token in the loss of a mini-batch: the loss is sum(weight * loss)."""
+        """The weight [B, T] of each action token in the loss of a mini-batch: the loss is sum(weight * loss). By
+        default the mean over its action tokens."""
+        return token_mean(batch.action_mask)
 
     def log_ratios(self, known: ActionTokens, logprobs: Tensor) -> Tensor:
         """The logarithm [n] of the ratio that is clipped, of n action tokens; by default that of each token."""
@@ -102,9 +98,8 @@ class Algorithm(ABC):
         metric `kl` is the k3 estimate whatever --kl-estimator is.
         """
         s = self.settings
-        loss, metrics = losses.clipped_surrogate(
-            self.log_ratios(known, logprobs), known.advantages, s.clip_low, s.clip_high
-        )
+        ratios = self.log_ratios(known, logprobs)
+        loss, metrics = losses.clipped_surrogate(ratios, known.advantages, s.clip_low, s.clip_high)
         if s.importance_cap is not None:
             ratio = (known.old_logprobs - known.sampled_logprobs).exp()
             loss = loss * ratio.clamp(max=s.importance_cap)

@@ -34,10 +34,8 @@ class Dgpo(Grpo):
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
         super().__init__(settings, lengths)
         if (settings.teacher is None) == (settings.teacher_logprobs is None):
-            raise UsageError(
-                f"{settings.algorithm} learns from one teacher: pass --teacher MODEL, which is loaded in turns, or "
-                "--teacher-logprobs FOLDER, which `collect --teacher-logprobs` wrote"
-            )
+            ways = "--teacher MODEL, which is loaded in turns, or --teacher-logprobs FOLDER, which `collect` wrote"
+            raise UsageError(f"{settings.algorithm} learns from one teacher: pass {ways}")
 
     def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         kl = losses.truncated_kl(teacher, logprobs)
@@ -51,6 +49,6 @@ class Dgpo(Grpo):
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Also the shares of episodes that failed, and that learned from the teacher."""
-        guided = 0 if batch.teacher is None else sum(row is not None for row in batch.teacher.rows)
+        guided = sum(said is not None for said in batch.teacher)
         shares = {GUIDED + "failed": float(batch.failed.float().mean()), GUIDED + "guided": guided / len(batch)}
         return super().statistics(batch) | shares

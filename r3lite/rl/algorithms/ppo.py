@@ -15,7 +15,6 @@ from r3lite.rl import losses
 from r3lite.rl.advantages import gae, whiten
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import ActionTokens, Batch
-from r3lite.rl.normalizers import token_mean
 
 
 class Ppo(Algorithm):
@@ -28,9 +27,6 @@ class Ppo(Algorithm):
         advantages, targets = gae(self.paid(batch), batch.values, batch.action_mask, s.gamma, s.gae_lambda)
         return replace(batch, advantages=whiten(advantages, batch.action_mask), value_targets=targets)
 
-    def weights(self, batch: Batch) -> Tensor:
-        return token_mean(batch.action_mask)
-
     def value_loss(self, known: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = losses.value_loss(values, known.old_values, known.value_targets, self.settings.value_clip)
         return loss, {"value_loss": loss}
@@ -39,6 +35,5 @@ class Ppo(Algorithm):
         """Also how much of the targets' variance the critic explained while sampling: 1 - Var(R - V) / Var(R)."""
         error = batch.at_actions(batch.value_targets - batch.values)
         variance = batch.at_actions(batch.value_targets).var(correction=0)
-        return super().statistics(batch) | {
-            "explained_variance": float(1 - error.var(correction=0) / (variance + 1e-8))
-        }
+        explained = 1 - error.var(correction=0) / (variance + 1e-8)
+        return super().statistics(batch) | {"explained_variance": float(explained)}

@@ -12,12 +12,9 @@ long and short episodes did differently well: --refill-limit leaves such groups 
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from r3lite.rl.advantages import group_centered, whiten
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import Batch
-from r3lite.rl.normalizers import token_mean
 
 
 class ReinforceBaseline(Algorithm):
@@ -27,6 +24,3 @@ class ReinforceBaseline(Algorithm):
     def with_advantages(self, batch: Batch) -> Batch:
         centered = group_centered(batch.returns, batch.groups)[:, None] * batch.action_mask
         return replace(batch, advantages=whiten(centered, batch.action_mask))
-
-    def weights(self, batch: Batch) -> Tensor:
-        return token_mean(batch.action_mask)

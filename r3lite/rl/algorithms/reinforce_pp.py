@@ -12,12 +12,9 @@ mean off first, is in `reinforce_baseline.py`.
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from r3lite.rl.advantages import returns_to_go, whiten
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import Batch
-from r3lite.rl.normalizers import token_mean
 
 
 class ReinforcePlusPlus(Algorithm):
@@ -27,6 +24,3 @@ class ReinforcePlusPlus(Algorithm):
     def with_advantages(self, batch: Batch) -> Batch:
         worth = returns_to_go(self.paid(batch), batch.action_mask, self.settings.gamma)
         return replace(batch, advantages=whiten(worth, batch.action_mask))
-
-    def weights(self, batch: Batch) -> Tensor:
-        return token_mean(batch.action_mask)
