@@ -87,7 +87,12 @@ def load_policy(
         check_base(settings, fingerprint)
         if training:
             _check_shape(settings.adapter, training)
-    model, precision = _load_base(folder, settings, memory, plan)
+    device = resolve_device(settings.device)
+    precision = Precision(resolve_dtype(settings.dtype, device), device)
+    announce(plan)
+    enforce(plan, device)
+    warn_of_slow_fp16(precision)
+    model = load_frozen(folder, precision, plan.memory.nf4, memory.nf4_cache)
     if settings.adapter:
         lora.load_adapter(model, POLICY, settings.adapter, trainable=training is not None)
     elif training:
@@ -98,7 +103,7 @@ def load_policy(
     if settings.adapter or training:
         lora.set_adapter(model, POLICY)
     if settings.compile:
-        _compile(model, precision.device, plan.memory.nf4 or is_nf4(folder))
+        _compile(model, device, plan.memory.nf4 or is_nf4(folder))
     if training is None:
         grant = Grant(plan.memory)
         activation_checkpointing.enable(model, grant)
@@ -109,7 +114,7 @@ def load_policy(
         reference = REFERENCE
     groups = _adapter_groups(lora.adapter_parameters(model, POLICY), training.optimizer)
     if training.critic_learning_rate is not None:
-        critic = ValueHead(model.config.hidden_size).to(precision.device)
+        critic = ValueHead(model.config.hidden_size).to(device)
         named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
         groups.append(optim.Group(named, training.critic_learning_rate))
     optimizer = optim.adamw(groups, training.optimizer.weight_decay)
@@ -192,26 +197,14 @@ def _compile(model: Qwen2, device: torch.device, nf4: bool) -> None:
     print(f"compiled in {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
-def _load_base(folder: Path, settings: ModelSettings, memory: MemorySettings, plan: Plan) -> tuple[Qwen2, Precision]:
-    """The frozen model of a folder in the run's dtype and on its device; in NF4 if the plan says so."""
-    device = resolve_device(settings.device)
-    precision = Precision(resolve_dtype(settings.dtype, device), device)
-    announce(plan)
-    enforce(plan, device)
-    warn_of_slow_fp16(precision)
-    return load_frozen(folder, precision, plan.memory.nf4, memory.nf4_cache), precision
-
-
 def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None) -> Qwen2:
-    """The model of a folder, dense or in NF4; see --nf4-cache for `cache`."""
-    return _load_nf4(folder, precision, cache) if nf4 else weights.load_qwen2(folder, precision.dtype, precision.device)
+    """The model of a folder, dense or in NF4.
 
-
-def _load_nf4(folder: Path, precision: Precision, cache: str | None) -> Qwen2:
-    """The model in NF4. The quantized weights are kept in the folder `cache` for the next start with the same files."""
+    Quantized weights are kept in the folder `cache` (--nf4-cache) for the next start with the same files.
+    """
     dtype, device = precision.dtype, precision.device
-    if cache is None or is_nf4(folder):
-        return weights.load_qwen2(folder, dtype, device, quantize=True)
+    if not nf4 or cache is None or is_nf4(folder):
+        return weights.load_qwen2(folder, dtype, device, quantize=nf4)
     kept = Path(cache).expanduser() / f"{folder.resolve().name}-nf4-{_state_of(folder, dtype)}"
     if kept.is_dir():
         return weights.load_qwen2(kept, dtype, device)
