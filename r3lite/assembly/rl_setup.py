@@ -105,16 +105,14 @@ def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layou
 
 def warn_of_start(adapter: str | None) -> None:
     """Warns of a model that does not know the step format, or not well: RL from there tends to collapse."""
-    message = None
     if adapter is None:
         message = "without --adapter, RL starts from a model that was not trained on the step format"
     elif (epochs := sft_epochs(adapter)) is not None and epochs < 1:
-        message = (
-            f"SFT had taken {epochs:.2f} of a pass over its data when it wrote {adapter}: with less than one whole "
-        )
-        message += "pass, RL tends to collapse"
-    if message:
-        print(f"warning: {message}", file=sys.stderr)
+        share = f"{epochs:.2f} of a pass over its data"
+        message = f"SFT had taken {share} when it wrote {adapter}: with less than one whole pass, RL tends to collapse"
+    else:
+        return
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def warn_of_no_reward(config: PpoConfig, guard: Guard, record: dict) -> None:
@@ -126,16 +124,15 @@ def warn_of_no_reward(config: PpoConfig, guard: Guard, record: dict) -> None:
     if most_for_answer(config.reward) and all(numbers["outcome"] == 0 for numbers in rounds):
         lost = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
         message = (
-            f"no answer in {seen} was rewarded, and {lost:.0%} of the episodes are malformed or cut off: there is "
+            f"no answer in {seen} was rewarded, and {lost:.0%} of the episodes are malformed or cut off. If malformed, "
+            "run SFT first, or pass the adapter's own --format and prompts; if cut off, a larger --max-new-tokens or "
+            "--max-length; if wrong, see whether the retriever finds the answers"
         )
-        message += "nothing to learn to answer from. If they are malformed, run SFT first, or pass the adapter's own "
-        message += "--format and prompts; if cut off, a larger --max-new-tokens or --max-length; if wrong, see whether "
-        message += "the retriever finds the answers"
     elif ALGORITHMS[config.rl.algorithm].has_groups and all(numbers["variance"] == 1 for numbers in rounds):
         message = (
             f"in {seen} the rewards of each group are all equal, from which {config.rl.algorithm} learns nothing. "
+            "Raise --num-generations or --temperature, pass --refill-limit, or train on other questions"
         )
-        message += "Raise --num-generations or --temperature, pass --refill-limit, or train on other questions"
     else:
         return
     tqdm.write(f"warning: {message} (episodes.jsonl)", file=sys.stderr)
