@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from r3lite.core import command
 from r3lite.core.episode import Document, Step
 from r3lite.core.errors import R3LiteError
-from r3lite.settings import CheckFormatSettings, Common, ProtocolSettings
+from r3lite.settings import CheckFormatSettings, CommandConfig, ProtocolSettings
 
 if TYPE_CHECKING:
     from r3lite.protocols.base import Protocol
@@ -21,12 +21,11 @@ FOUND = (
 
 
 @dataclass(frozen=True)
-class CheckFormatConfig:
+class CheckFormatConfig(CommandConfig):
     """Shows a sample episode as --format writes it, what of it the model writes and what is given to it, and how each
     turn is read; or, with --turn, how a turn of your own is read and what is wrong with it. Needs no model.
     """
 
-    common: Common = Common()
     check: CheckFormatSettings = CheckFormatSettings()
     protocol: ProtocolSettings = ProtocolSettings()
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import r3lite
 from r3lite.core import command
 from r3lite.core.errors import R3LiteError
-from r3lite.settings import Common, DoctorSettings
+from r3lite.settings import CommandConfig, DoctorSettings
 
 FILE = "~/.cache/r3lite/doctor.json"
 
 
 @dataclass(frozen=True)
-class DoctorConfig:
+class DoctorConfig(CommandConfig):
     """Checks what this machine can do and whether r3lite computes correctly, in about a minute, without a download.
 
     Each check is a line: ok; !! with what to do; -- with the reason why it does not apply here. If any failed, the exit
@@ -25,7 +25,6 @@ class DoctorConfig:
     default ~/.cache/r3lite/doctor.json, for a bug report: it holds no path and no name of yours.
     """
 
-    common: Common = Common()
     doctor: DoctorSettings = DoctorSettings()
 
 

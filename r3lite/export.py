@@ -10,11 +10,11 @@ from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.files import names_in, read_record, sole_writer
 from r3lite.exporting import hub
 from r3lite.exporting.files import FILES, is_export
-from r3lite.settings import Common, ExportSettings, ProtocolSettings
+from r3lite.settings import CommandConfig, ExportSettings, ProtocolSettings
 
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(CommandConfig):
     """Merges an adapter into its base and writes the result for other programs into the folder --output.
 
     python -m r3lite.export --adapter runs/ppo --output my-model
@@ -27,7 +27,6 @@ class ExportConfig:
     with base, settings, scores (--evaluation), prompt and a snippet, and for GGUF a Modelfile for Ollama.
     """
 
-    common: Common = Common()
     export: ExportSettings = ExportSettings()
     protocol: ProtocolSettings = ProtocolSettings()
 

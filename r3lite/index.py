@@ -8,7 +8,7 @@ from pathlib import Path
 from r3lite.core import command
 from r3lite.core.config import UsageError
 from r3lite.core.files import sole_writer
-from r3lite.settings import Common, DocumentSettings, IndexSettings
+from r3lite.settings import CommandConfig, DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
 from r3lite.settings.retrieval import collection_server
 
@@ -16,7 +16,7 @@ UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on 
 
 
 @dataclass(frozen=True)
-class IndexConfig:
+class IndexConfig(CommandConfig):
     """Encodes the passages of --documents or --corpus and writes them, their vectors and a manifest into the folder
     --output. What it left out of --documents is told, and all of it is in skipped.jsonl there. After a kill the same
     command goes on where it was. --add and --delete change an index that is there. With --output
@@ -26,7 +26,6 @@ class IndexConfig:
     only here the encoder may use a GPU.
     """
 
-    common: Common = Common()
     index: IndexSettings = IndexSettings()
     chunking: DocumentSettings = DocumentSettings()
 

@@ -10,20 +10,19 @@ from r3lite.core.files import check_writable, sole_writer, write_json, write_jso
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.hub import files_of, sha256
 from r3lite.datasets.splits import draw, held_out
-from r3lite.settings import Common, PrepareSettings, QuestionSettings
+from r3lite.settings import CommandConfig, PrepareSettings, QuestionSettings
 
 PROCESSED = Path("data/processed")
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class PrepareConfig:
+class PrepareConfig(CommandConfig):
     """Draws train.jsonl, dev.jsonl and test.jsonl from a data set such as hotpotqa, 2wiki or musique, or from a file of
     your own, into data/processed/NAME (or --output): rows as they are in the data set, in its order, no question in two
     of them. manifest.json has the checksums of what they were drawn from. A folder that has it is left as it is.
     """
 
-    common: Common = Common()
     data: QuestionSettings = QuestionSettings()
     prepare: PrepareSettings = PrepareSettings()
 

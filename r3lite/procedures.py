@@ -7,20 +7,19 @@ from r3lite.core import command
 from r3lite.core.config import UsageError
 from r3lite.core.episode import folded
 from r3lite.core.errors import R3LiteError
-from r3lite.settings import Common, ProcedureFileSettings, ProcedureSettings, RetrievalSettings
+from r3lite.settings import CommandConfig, ProcedureFileSettings, ProcedureSettings, RetrievalSettings
 
 NONE = "none fits: nothing would stand before the question"
 
 
 @dataclass(frozen=True)
-class ProceduresConfig:
+class ProceduresConfig(CommandConfig):
     """Checks a JSON file of procedures and lists them: python -m r3lite.procedures --procedures mine.json
 
     With --add, those of another file are written into it; with --match, which of them fits a question, and why. Pass
     the file to ask, serve and evaluate as --procedures.
     """
 
-    common: Common = Common()
     file: ProcedureFileSettings = ProcedureFileSettings()
     procedures: ProcedureSettings = ProcedureSettings()
 

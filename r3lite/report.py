@@ -12,14 +12,14 @@ from r3lite.reports import png
 from r3lite.reports.data import read_data
 from r3lite.reports.page import Report, html
 from r3lite.reports.run import Run, read_runs
-from r3lite.settings import Common, ReportSettings
+from r3lite.settings import CommandConfig, ReportSettings
 
 PAGE = "report.html"
 EVERY = 10  # seconds between two looks at a run that goes on
 
 
 @dataclass(frozen=True)
-class ReportConfig:
+class ReportConfig(CommandConfig):
     """Writes a page of what a run did: python -m r3lite.report runs/ppo
 
     Names of several folders put their runs side by side; a folder that holds runs, such as quickstart's, stands for
@@ -28,7 +28,6 @@ class ReportConfig:
     documents and rewards. It is written to --output, by default report.html in the first folder that is named.
     """
 
-    common: Common = Common()
     report: ReportSettings = ReportSettings()
 
 

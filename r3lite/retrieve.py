@@ -11,7 +11,7 @@ from r3lite.core import command
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Failure, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.settings import Common, DataSettings, RetrievalSettings, RetrieveSettings
+from r3lite.settings import CommandConfig, DataSettings, RetrievalSettings, RetrieveSettings
 
 if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so that --help answers at once
     from r3lite.retrieval.setup import Setup
@@ -20,7 +20,7 @@ SHOWN = 160  # characters of a passage that --query prints
 
 
 @dataclass(frozen=True)
-class RetrieveConfig:
+class RetrieveConfig(CommandConfig):
     """Recall of a retriever at 2, 5, 10 (and --top-k): the share of a question's gold paragraphs among the first so
     many passages that the question's own text brings, averaged over questions. Written to recall.json in --output.
 
@@ -28,7 +28,6 @@ class RetrieveConfig:
     server that answers POST /retrieve as Search-R1's does, and with --rerank POST /rerank.
     """
 
-    common: Common = Common()
     retrieve: RetrieveSettings = RetrieveSettings()
     data: DataSettings = DataSettings()
     retrieval: RetrievalSettings = RetrievalSettings()

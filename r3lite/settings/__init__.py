@@ -21,7 +21,7 @@ from r3lite.settings.commands import (
     ReportSettings,
     RetrieveSettings,
 )
-from r3lite.settings.common import Common
+from r3lite.settings.common import CommandConfig, Common
 from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, TrajectorySettings
 from r3lite.settings.export import ExportSettings
 from r3lite.settings.guard import GuardSettings, ValidationSettings
@@ -43,14 +43,13 @@ from r3lite.settings.tuning import TuningSettings
 
 
 @dataclass(frozen=True)
-class SftConfig:
+class SftConfig(CommandConfig):
     """Fine-tunes a model on trajectories that `collect` wrote: the step format, and quoting documents.
 
     --data also takes conversations (docs/conversations.md): messages, ShareGPT, Alpaca, prompt and completion, Glaive,
     R1. The loss is on what the assistant wrote.
     """
 
-    common: Common = Common()
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
     data: TrajectorySettings = TrajectorySettings()
@@ -75,14 +74,13 @@ class SftConfig:
 
 
 @dataclass(frozen=True)
-class PpoConfig:
+class PpoConfig(CommandConfig):
     """Trains a LoRA adapter by reinforcement learning: the model answers questions step by step with a retriever
     and is rewarded for right answers, for finding the gold paragraphs and for well-formed steps.
 
     Start from an SFT adapter (--adapter): a small model that does not know the step format never gets a reward.
     """
 
-    common: Common = Common()
     schedule: Schedule = Schedule(max_steps=200)
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
@@ -113,7 +111,7 @@ class PpoConfig:
 
 
 @dataclass(frozen=True)
-class CollectConfig:
+class CollectConfig(CommandConfig):
     """Writes trajectories to fine-tune on, one JSON object a line: question, steps with documents, answer.
 
     --source gold needs questions with decompositions or supporting facts (MuSiQue, HotpotQA, 2WikiMultiHopQA) and no
@@ -122,7 +120,6 @@ class CollectConfig:
     --teacher-logprobs writes what --model would have said along trajectories that are there already.
     """
 
-    common: Common = Common()
     data: NewQuestionSettings = NewQuestionSettings()
     collect: CollectSettings = CollectSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
@@ -137,7 +134,7 @@ class CollectConfig:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(CommandConfig):
     """Answers questions step by step with a retriever, greedily by default, and scores the answers.
 
     Writes scores.json (exact match, F1, format adherence, retrieval recall, combined score, mean searches and more,
@@ -146,7 +143,6 @@ class EvaluateConfig:
     a well-formed step. --compare A B only compares two evaluations. docs/evaluation.md has the formulas.
     """
 
-    common: Common = Common()
     evaluate: EvaluateSettings = EvaluateSettings()
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
@@ -161,7 +157,7 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
-class AskConfig:
+class AskConfig(CommandConfig):
     """Asks a trained model: python -m r3lite.ask "Who directed ...?" --adapter runs/ppo --index my-index
 
     Shows its reasoning while it is sampled, the documents that each query brings, and the answer. Ctrl-C at the prompt
@@ -169,7 +165,6 @@ class AskConfig:
     adapter's run: pass the ones that it was trained with.
     """
 
-    common: Common = Common()
     ask: AskSettings = AskSettings()
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
@@ -182,7 +177,7 @@ class AskConfig:
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(CommandConfig):
     """Serves a web page and an HTTP API: python -m r3lite.serve --adapters sft=runs/sft,rl=runs/ppo --index my-index
 
     The page is at http://127.0.0.1:8000. POST /generate takes {"query": ..., "mode": chat, reasoning, search or auto};
@@ -190,7 +185,6 @@ class ServeConfig:
     those that they were trained with. Ctrl-C or SIGTERM ends, after the answers under way.
     """
 
-    common: Common = Common()
     server: ServerSettings = ServerSettings()
     modes: ModeSettings = ModeSettings()
     limits: LimitSettings = LimitSettings()
@@ -205,7 +199,7 @@ class ServeConfig:
 
 
 @dataclass(frozen=True)
-class TunePromptConfig:
+class TunePromptConfig(CommandConfig):
     """Improves a prompt: has a critic say what in it makes the model fail, and write better ones, round after round.
 
     The critic is named by --judge (gemini, openai or local) and limited by --judge-max-calls and --judge-max-cost. Each
@@ -214,7 +208,6 @@ class TunePromptConfig:
     predictions) to --output. The same command again goes on where a run was stopped. docs/tune_prompt.md has more.
     """
 
-    common: Common = Common()
     tuning: TuningSettings = TuningSettings()
     judge: JudgeSettings = JudgeSettings()
     model: ModelSettings = ModelSettings()
@@ -228,7 +221,7 @@ class TunePromptConfig:
 
 
 @dataclass(frozen=True)
-class QuickstartConfig:
+class QuickstartConfig(CommandConfig):
     """Teaches the tiny shipped model to answer multi-hop questions about an invented world.
 
     Runs collect -> index -> SFT -> RL on two CPU cores, evaluates after each stage on questions about entities that

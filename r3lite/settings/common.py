@@ -1,4 +1,4 @@
-"""Settings that every command has."""
+"""Settings that every command has, and how addresses and amounts of memory are read."""
 
 import math
 import re
@@ -26,6 +26,13 @@ class Common(Section):
     """seed of every random stream"""
     dry_run: Free[bool] = False
     """print the resolved settings and exit"""
+
+
+@dataclass(frozen=True)
+class CommandConfig:
+    """What the settings of all commands begin with."""
+
+    common: Common = Common()
 
 
 def problem_of_address(address: str) -> str | None:
