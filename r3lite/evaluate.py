@@ -50,10 +50,8 @@ def check_baseline(config: EvaluateConfig) -> None:
     if opening.searches and config.retrieval.retriever == "none":
         raise R3LiteError(f"--baseline {baseline} retrieves, and --retriever is none", "Choose a retriever.")
     if opening.searches and not protocol.searches:
-        raise R3LiteError(
-            f"--baseline {baseline} searches, and --format {config.protocol.format} has no search",
-            "Choose another baseline or format.",
-        )
+        cause = f"--baseline {baseline} searches, and --format {config.protocol.format} has no search"
+        raise R3LiteError(cause, "Choose another baseline or format.")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -38,9 +38,7 @@ def procedures(config: ProceduresConfig) -> None:
         names = {folded(p.name) for p in found}
         more = read_procedures(given.add)
         if twice := [p.name for p in more if folded(p.name) in names]:
-            raise R3LiteError(
-                f"{path} has a procedure named {twice[0]} already", "Give it another name, or change it in the file."
-            )
+            raise R3LiteError(f"{path} has a procedure named {twice[0]} already", "Rename it, or change the other.")
         found += more
         write_text(path, to_json(found))
         print(f"added {len(more)} to {path}")

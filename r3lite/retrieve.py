@@ -42,9 +42,7 @@ def retrieve(config: RetrieveConfig) -> None:
     elif config.data.data:
         measure_recall(config)
     else:
-        raise UsageError(
-            "--data is missing: a question file of any supported format, or name,subset,split; or --query, or --serve"
-        )
+        raise UsageError("--data is missing: a question file, or name,subset,split; or pass --query or --serve")
 
 
 def answer_queries(config: RetrieveConfig) -> None:
@@ -54,9 +52,7 @@ def answer_queries(config: RetrieveConfig) -> None:
     if config.retrieve.query or config.retrieve.gap_report:
         raise UsageError("--serve answers the queries of others: leave --query and --gap-report out")
     if config.retrieval.context == "question" or config.retrieval.retriever in ("golden", "none"):
-        raise UsageError(
-            "--serve has queries and no questions of --data: leave --context question, golden and none out"
-        )
+        raise UsageError("--serve has no questions of --data: leave --context question, golden and none out")
     serve(read_setup(config, config.retrieval.top_k), config.retrieve.host, config.retrieve.port)
 
 
@@ -101,10 +97,8 @@ def measure_recall(config: RetrieveConfig) -> None:
     setup = read_setup(config, cuts[-1])
     known = [q for q in setup.questions if q.gold]
     if not known:
-        raise R3LiteError(
-            f"no question in {config.data.data} has gold paragraphs, so there is no recall to measure",
-            "Use a HotpotQA, 2WikiMultiHopQA or MuSiQue file.",
-        )
+        remedy = "Use a HotpotQA, 2WikiMultiHopQA or MuSiQue file."
+        raise R3LiteError(f"no question in {config.data.data} has gold paragraphs to measure recall by", remedy)
     recall.measure(setup, known, cuts, output)
     if config.retrieve.gap_report:
         gaps.write_gaps(setup.documents, known, cuts, Path(config.retrieve.gap_report))

@@ -163,12 +163,9 @@ class PromptTuner:
         if capped:
             self.capped = capped[0]
         elif failed and len(failed) == len(replies):
-            detail = f" ({failed[0].detail})" if failed[0].detail else ""
-            raise R3LiteError(
-                f"none of the critic's {len(replies)} replies can be used; the first: "
-                f"{FAILURES[failed[0].failure]}{detail}",
-                f"Look at the reason, and {AGAIN}",
-            )
+            reason = ": ".join(filter(None, (FAILURES[failed[0].failure], failed[0].detail)))
+            cause = f"none of the critic's {len(replies)} replies can be used; the first: {reason}"
+            raise R3LiteError(cause, f"Look at the reason, and {AGAIN}")
         return replies
 
     def add(self, candidate: Candidate, edit: Reply) -> None:
@@ -204,9 +201,8 @@ class PromptTuner:
         run = replace(self.engine, layout=layout).run
         episodes = [sequence.episode() for sequence in run(pool.questions, seeds, pool.retrieve, title)]
         if failed := [episode.failure for episode in episodes if episode.failure]:
-            raise R3LiteError(
-                f"the retriever failed at {len(failed)} questions: {failed[0]}", f"Mend that, and {AGAIN}"
-            )
+            cause = f"the retriever failed at {len(failed)} questions: {failed[0]}"
+            raise R3LiteError(cause, f"Mend that, and {AGAIN}")
         return episodes
 
     def score(self, candidate: Candidate, title: str) -> None:

@@ -151,9 +151,8 @@ class Kind:
             return tuple(dataclasses.replace(self, count=1).convert(name, v) for v in items)
         if self.choices:
             if value not in self.choices:
-                raise UsageError(
-                    f"{name} is {value!r}; choose from {', '.join(self.choices)}{nearest(str(value), self.choices)}"
-                )
+                known = ", ".join(self.choices) + nearest(str(value), self.choices)
+                raise UsageError(f"{name} is {value!r}; choose from {known}")
             return value
         if self.scalar is bool:
             if isinstance(value, bool):

@@ -113,10 +113,8 @@ class RetrievalSettings(Section):
         self._check_sources()
         if self.is_remote:
             if problem := problem_of_address(collection_server(self.retriever) or self.retriever):
-                raise UsageError(
-                    f"the address of --retriever {problem}; pass one such as http://host:8000/retrieve or "
-                    "qdrant://host:6333/collection"
-                )
+                known = "http://host:8000/retrieve or qdrant://host:6333/collection"
+                raise UsageError(f"the address of --retriever {problem}; pass one such as {known}")
             if self.is_collection and self.encoder == "hashing":
                 raise UsageError("--encoder hashing weighs words by the corpus, which is on the server: name a BERT")
         elif self.is_web and self.top_k > self.web_results:

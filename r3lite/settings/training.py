@@ -75,12 +75,7 @@ class OptimizerSettings(Section):
 
     def check(self) -> None:
         if self.learning_rate_schedule == "constant" and self.min_learning_rate != 1:
-            raise UsageError(
-                f"--min-learning-rate is {self.min_learning_rate}, and a constant rate does not fall: leave one of "
-                "--min-learning-rate and --learning-rate-schedule constant out"
-            )
+            least = self.min_learning_rate
+            raise UsageError(f"--min-learning-rate is {least}, and a constant rate does not fall: leave one out")
         if self.learning_rate_schedule == "linear" and self.min_learning_rate == 1:
-            raise UsageError(
-                "--min-learning-rate is 1, and a linear schedule to it does not fall: pass a smaller one, or "
-                "--learning-rate-schedule constant"
-            )
+            raise UsageError("--min-learning-rate is 1, and a linear schedule to it does not fall: pass a smaller one")
