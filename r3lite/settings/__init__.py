@@ -1,4 +1,4 @@
-"""The settings of every command. The sections are in one file per room, and all of them can be imported from here.
+"""The settings of every command. The sections are in files by subject; all of them can be imported from here.
 
 Bounds and traits stand at the setting (see core/config.py): whether a resumed run may change it, whether it pays what
 only a judge can say, whether it must be given. The classes below are the settings of the commands whose work is done in
@@ -20,6 +20,9 @@ from r3lite.settings.commands import (
     QuickstartSettings,
     ReportSettings,
     RetrieveSettings,
+    SftSettings,
+    TeacherCacheSettings,
+    TuningSettings,
 )
 from r3lite.settings.common import CommandConfig, Common
 from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, TrajectorySettings
@@ -35,11 +38,8 @@ from r3lite.settings.rewards import RewardSettings
 from r3lite.settings.rl import RLSettings
 from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings
 from r3lite.settings.serve import LimitSettings, ModeSettings, ServerSettings
-from r3lite.settings.sft import SftSettings
 from r3lite.settings.sources import SourceSettings
-from r3lite.settings.teacher import TeacherCacheSettings
 from r3lite.settings.training import OptimizerSettings, Schedule, TrackSettings
-from r3lite.settings.tuning import TuningSettings
 
 
 @dataclass(frozen=True)

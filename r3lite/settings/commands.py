@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Count, Fraction, Required, Section, Trait, UsageError
+from r3lite.core.config import Bounds, Count, Fraction, Required, Section, Tokens, Trait, UsageError, Whole
 from r3lite.settings.protocol import Format
-from r3lite.settings.rl import Algorithm
+from r3lite.settings.rl import Algorithm, Top
+
+Few = Annotated[int, Bounds(low=1, high=100)]
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,26 @@ class PrepareSettings(Section):
     """questions to choose by while training, as for --eval-data"""
     test_size: Count = 500
     """test questions, for one evaluation at the end"""
+
+
+@dataclass(frozen=True)
+class SftSettings(Section):
+    """Supervised fine-tuning."""
+
+    batch_size: Annotated[int, Bounds(low=1, high=4096)] = 2
+    """most rows of one backward pass, laid end to end"""
+    gradient_accumulation: Annotated[int, Bounds(low=1, high=4096)] = 8
+    """rows of one optimizer step, in units of --batch-size"""
+    max_length: Tokens = 2048
+    """most tokens of a row; longer ones get shorter documents, or are left out if that is not enough"""
+    max_document_tokens: Tokens = 160
+    """most tokens of one document; longer ones are cut"""
+    validation_fraction: Annotated[float, Bounds(low=0, high=0.5)] = 0.05
+    """share of the questions held out for the validation loss; at most half, as the rest is trained on"""
+    validation_rows: Whole = 64
+    """most rows held out; 0: none"""
+    validate_every: Count = 50
+    """steps between validation losses; one more at the end"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +62,7 @@ class CollectSettings(Section):
     hurried_share: Fraction = 0.0
     """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments
     (sub-questions)"""
-    attempts: Annotated[int, Bounds(low=1, high=100)] = 4
+    attempts: Few = 4
     """tries of the teacher at a question; each after the first is asked for another way"""
     without_search: Literal["keep", "drop"] = "keep"
     """trajectories that answer without a search; a teacher that does so is asked again"""
@@ -55,6 +77,18 @@ class CollectSettings(Section):
         if self.demonstrations == "evidence" and (self.insert_gold or self.hurried_share):
             flag = "--insert-gold" if self.insert_gold else "--hurried-share"
             raise UsageError(f"{flag} is for --demonstrations sub-questions: pass that too, or leave it out")
+
+
+@dataclass(frozen=True)
+class TeacherCacheSettings(Section):
+    """Log-probabilities of a teacher."""
+
+    teacher_logprobs: str | None = None
+    """folder to write, for `ppo --algorithm dgpo`: the distributions of --model, with --adapter, along the trajectories
+    of --data; the same command goes on where it was stopped. A trajectory that is longer than --max-length gets shorter
+    documents, or is left out if that is not enough"""
+    teacher_top: Top = 32
+    """how many of the likeliest tokens of a distribution are kept"""
 
 
 # What a reader calls the values of --baseline.
@@ -91,6 +125,33 @@ class EvaluateSettings(Section):
     compare: tuple[str, str] | None = None
     """two evaluation folders or prediction files of the same questions: what differs, with intervals and p values;
     needs no model and no --data"""
+
+
+@dataclass(frozen=True)
+class TuningSettings(Section):
+    """Prompt optimisation."""
+
+    improve: Literal["init_prompt", "step_prompt"] = "init_prompt"
+    """the prompt that is improved, from the file that is named for it or, without one, the format's own"""
+    eval_data: Annotated[
+        str | None, Required("questions that the prompts are scored on, other than those of --data")
+    ] = None
+    """question file, or name,subset,split, on which every prompt is scored"""
+    eval_questions: Count = 100
+    """most questions of --eval-data that a prompt is scored on, drawn with --seed"""
+    metric: Literal["f1", "em"] = "f1"
+    """score by which prompts are chosen"""
+    rounds: Few = 3
+    """rounds of critiques, edits and scores"""
+    beam: Few = 4
+    """best prompts of all so far, which a round goes on from"""
+    branch: Few = 4
+    """new prompts that a round makes of each of them"""
+    sampled_questions: Count = 32
+    """most questions of --data that each prompt of the beam is tried on in a round, to be criticized for; drawn anew in
+    each round"""
+    shown_failures: Few = 4
+    """episodes with a wrong answer, or without one, that one critique is about"""
 
 
 @dataclass(frozen=True)
