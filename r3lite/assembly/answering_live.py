@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from r3lite.assembly import policy
-from r3lite.assembly.answering import warn_of_other_format, why_no_answer
+from r3lite.assembly.answering import why_no_answer
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.core.errors import R3LiteError
@@ -193,7 +193,7 @@ def load_adapters(folder: Path, config: ServeConfig, folders: dict[str, str | No
     for name, adapter in folders.items():
         if adapter is not None:
             policy.check_base(replace(config.model, adapter=adapter), fingerprint)
-            warn_of_other_format(adapter, config.protocol)
+            policy.warn_of_other_format(adapter, config.protocol)
             lora.load_adapter(loaded.model, name, adapter, trainable=False)
     return loaded
 

@@ -25,8 +25,9 @@ from r3lite.models import activation_checkpointing, compiled, lora, weights
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.qwen2_config import is_nf4, read_config
 from r3lite.models.value_head import ValueHead
-from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings
+from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings, ProtocolSettings
 from r3lite.training import optim
+from r3lite.training.earlier_run import settings_of
 from r3lite.training.state import Stateful, TrainState
 
 POLICY, REFERENCE = "policy", "reference"  # names of the adapters
@@ -159,6 +160,18 @@ def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
             f"while --model {settings.model} has {fingerprint}",
             "Pass the --model that it was trained on, or an adapter of this one.",
         )
+
+
+def warn_of_other_format(adapter: str | None, protocol: ProtocolSettings) -> None:
+    """Warns if an adapter was trained on another step format or other prompts, as far as its run folder tells."""
+    if adapter is None:
+        return
+    then = settings_of(adapter)
+    now = {name: "none" if value is None else value for name, value in vars(protocol).items()}  # as in a file
+    other = [f"{flag(name)} {then[name]} (here {now[name]})" for name in now if then.get(name, now[name]) != now[name]]
+    if other:
+        message = f"{adapter} was trained with {', '.join(other)}: what it learned may not show"
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def _check_shape(adapter: str, training: Training) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from tqdm import tqdm
 
 from r3lite.assembly import teacher
-from r3lite.assembly.answering import warn_of_other_format
-from r3lite.assembly.policy import Training, load_policy
+from r3lite.assembly.policy import Training, load_policy, warn_of_other_format
 from r3lite.core import command
 from r3lite.core.episode import Question
 from r3lite.core.spans import Spans
