@@ -4,7 +4,6 @@ itself and filtered.
 Both are given the student's prompts and the documents that their own queries brought, never the answer.
 """
 
-import sys
 import time
 from pathlib import Path
 
@@ -66,4 +65,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,5 @@
 """Answers a question set with retrieval and scores it, in scores.json and predictions.jsonl; or compares two such."""
 
-import sys
 import time
 from pathlib import Path
 
@@ -68,4 +67,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

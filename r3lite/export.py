@@ -1,6 +1,5 @@
 """Exports a trained model: a merged folder for transformers, or a GGUF file for llama.cpp and Ollama, with a card."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,4 +76,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,5 @@
 """Builds a FAISS index of corpora or of a folder of documents, for `--index` of the other commands, and changes one."""
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,4 +87,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -3,7 +3,6 @@
 The trainer is in assembly/reinforcement.py.
 """
 
-import sys
 from collections import Counter
 
 from r3lite.core import command
@@ -50,4 +49,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

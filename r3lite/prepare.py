@@ -1,6 +1,5 @@
 """Draws questions to train on, to choose by and to test on from a data set, once, into files of JSON lines."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,4 +52,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

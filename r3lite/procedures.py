@@ -1,6 +1,5 @@
 """Lists, checks and adds procedures, and shows which one fits a question."""
 
-import sys
 from dataclasses import dataclass
 
 from r3lite.core import command
@@ -74,4 +73,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -3,8 +3,6 @@
 Every stage is the command that a user would run, with the arguments printed; nothing is downloaded.
 """
 
-import sys
-
 from r3lite.core import command
 from r3lite.settings import QuickstartConfig
 
@@ -23,4 +21,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

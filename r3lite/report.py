@@ -1,6 +1,5 @@
 """One self-contained HTML page of a run, or of several side by side."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,4 +90,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,7 +1,6 @@
 """Measures a retriever: recall of the gold paragraphs when the question itself is the query; or shows one query."""
 
 import dataclasses
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,4 +108,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

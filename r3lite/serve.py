@@ -1,6 +1,5 @@
 """Serves a trained model: a web page, an API of its own and OpenAI's, for several people and adapters at once."""
 
-import sys
 import time
 
 from r3lite.core import command
@@ -56,4 +55,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -3,8 +3,6 @@
 The trainer is in assembly/supervised.py.
 """
 
-import sys
-
 from r3lite.core import command
 from r3lite.settings import SftConfig
 
@@ -37,4 +35,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

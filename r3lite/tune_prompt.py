@@ -1,6 +1,5 @@
 """Improves a prompt file by critiques of its results."""
 
-import sys
 import time
 from pathlib import Path
 
@@ -81,4 +80,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
