@@ -57,8 +57,7 @@ class CollectSettings(Section):
     """of gold; evidence: the question itself is searched first, then names that are missing, and analyses write down
     the facts found; sub-questions: the queries are those of the decompositions (dag does so in any case)"""
     insert_gold: bool = False
-    """a gold paragraph that a sub-question does not find is put among its documents; without it, such questions are
-    left out (sub-questions)"""
+    """a gold paragraph that a sub-question misses joins its documents; else the question is dropped (sub-questions)"""
     hurried_share: Fraction = 0.0
     """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments
     (sub-questions)"""
@@ -123,8 +122,7 @@ class EvaluateSettings(Section):
     bert_score: str | None = None
     """also score answers by BERTScore with this encoder: the folder or hub id of a BERT"""
     compare: tuple[str, str] | None = None
-    """two evaluation folders or prediction files of the same questions: what differs, with intervals and p values;
-    needs no model and no --data"""
+    """two evaluation folders or prediction files of the same questions to compare; needs no model and no --data"""
 
 
 @dataclass(frozen=True)
@@ -148,8 +146,7 @@ class TuningSettings(Section):
     branch: Few = 4
     """new prompts that a round makes of each of them"""
     sampled_questions: Count = 32
-    """most questions of --data that each prompt of the beam is tried on in a round, to be criticized for; drawn anew in
-    each round"""
+    """most questions of --data, drawn anew in each round, that each prompt of the beam is tried on to be criticized"""
     shown_failures: Few = 4
     """episodes with a wrong answer, or without one, that one critique is about"""
 
@@ -161,8 +158,7 @@ class AskSettings(Section):
     question: Annotated[str | None, Trait.BARE] = None
     """what is asked, in quotes; without it there is a prompt, and an empty line or Ctrl-D ends"""
     json: bool = False
-    """one line of JSON a question, and nothing else, on stdout: question, final_answer, reasoning_trace,
-    search_queries and documents"""
+    """print only one line of JSON a question: question, final_answer, reasoning_trace, search_queries and documents"""
 
 
 @dataclass(frozen=True)
@@ -236,8 +232,7 @@ class QuickstartSettings(Section):
     """Quickstart."""
 
     algorithm: Algorithm = "reinforce++-baseline"
-    """reinforcement-learning algorithm of the second training stage; by default the one that was best over three seeds
-    (docs/algorithms.md)"""
+    """algorithm of the second training stage; by default the best one over three seeds (docs/algorithms.md)"""
     format: Format = "r3"
     """what the model learns to write (docs/formats.md); solution does without retrieval"""
     quick: bool = False

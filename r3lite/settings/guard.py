@@ -14,8 +14,7 @@ class ValidationSettings(Section):
     """Validation during training."""
 
     eval_data: str | None = None
-    """question file, or name,subset,split, that is answered greedily now and then; the checkpoint that is best by its
-    F1 is kept, and adapter/ is that one's"""
+    """question file, or name,subset,split, answered greedily now and then; adapter/ is the checkpoint of the best F1"""
     eval_every: Count = 10
     """rounds between validations; there is one before the first round and one after the last"""
     eval_questions: Count = 64
@@ -64,8 +63,7 @@ class GuardSettings(Section):
     guard_entropy_fall: Factor | None = 50.0
     """entropy shrunk by this factor since the start"""
     guard_right_likelihood: NonNegative | None = 0.2
-    """mean log-probability per token of episodes with a right answer lower than at the start by more than this, in
-    nats"""
+    """mean log-probability per token of right episodes lower than at the start by more than this, in nats"""
     guard_kl: NonNegative | None = 1.0
     """KL divergence from the reference, in nats per token"""
     guard_variance: Fraction | None = 0.95

@@ -64,8 +64,7 @@ class RetrievalSettings(Section):
     """largest size of --query-cache in MiB; the oldest vectors are deleted first"""
     source_index: tuple[str, ...] | None = None
     """retriever of each kind of source that a plan (--format dag) names, such as News=news-index, with commas between:
-    an index folder, or an address or service as for --retriever; kinds: General, News, Academic; others use
-    --retriever"""
+    an index folder, address or service; kinds: General, News, Academic; others use --retriever"""
     web_results: Annotated[int, Bounds(low=1, high=100)] = 20
     """pages of a web search; their sentences nearest to the query become --top-k passages"""
     web_rpm: Annotated[int, Bounds(low=1, high=100_000)] = 60
@@ -176,8 +175,7 @@ class IndexSettings(Section):
     corpus: tuple[str, ...] | None = None
     """passages (id, title, text) as JSONL, in place of --documents; several files, A.jsonl,B.jsonl, become one index"""
     add: str | None = None
-    """add the passages of a JSONL file, or of a folder of documents, to the index in --output without rebuilding it;
-    passages that it already has are skipped"""
+    """passages, as JSONL or as a folder of documents, to add to the index in --output; those that it has are skipped"""
     delete: tuple[str, ...] | None = None
     """delete the passages with these ids, A,B, from the index in --output, before --add; @FILE has one id a line"""
     index_type: Literal["auto", "flat", "sq8", "hnsw", "ivf-sq8", "opq-ivf-pq"] = "auto"
@@ -193,8 +191,7 @@ class IndexSettings(Section):
     """own: the prompts that the encoder's files name; e5: query/passage prefixes; plain: none; auto: own if there are
     any, else e5 if the encoder's name says so"""
     encoder_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16 halves the memory and is faster on hardware that supports it; vectors differ by some thousandths, so either
-    may search an index of the other"""
+    """bf16 halves the memory and is faster where the hardware has it; either may search an index of the other"""
     batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] = 64
     """passages encoded together"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

@@ -31,8 +31,7 @@ class TrackSettings(Section):
     """Tracking."""
 
     track: Free[Literal["none", "tensorboard", "wandb"]] = "none"
-    """also log to TensorBoard, in the run folder, or to Weights & Biases, with the key in WANDB_API_KEY (extra
-    track)"""
+    """also log to TensorBoard in the run folder, or to Weights & Biases with the key in WANDB_API_KEY (extra track)"""
     track_project: Free[str] = "r3lite"
     """project of Weights & Biases"""
     track_name: Free[str | None] = None
