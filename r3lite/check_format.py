@@ -1,12 +1,11 @@
 """Shows how a format is written and how a turn in it is read: a check for a format of your own."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite.core import command
 from r3lite.core.episode import Document, Step
-from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_text
 from r3lite.settings import CheckFormatSettings, CommandConfig, ProtocolSettings
 
 if TYPE_CHECKING:
@@ -36,11 +35,7 @@ def check(config: CheckFormatConfig) -> None:
     if config.check.turn is None:
         show_sample(protocol)
         return
-    path = Path(config.check.turn)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise R3LiteError(f"--turn {path} cannot be read: {error}", "Name a UTF-8 text file with one turn.") from error
+    text = read_text(config.check.turn, "Name a UTF-8 text file with one turn.").replace("\r\n", "\n")
     earlier = sample(protocol)[: config.check.step - 1]
     show(protocol, protocol.parse(protocol.first_turn(text), earlier))
 

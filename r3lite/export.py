@@ -42,7 +42,9 @@ def export(config: ExportConfig) -> None:
     if settings.yes:
         hub.token()  # before the merge, too
     protocol = build_protocol(config.protocol)
-    scores = read_scores(settings.evaluation)
+    scores = {}
+    if settings.evaluation:
+        scores = read_record(Path(settings.evaluation) / "scores.json", "Name the folder of an evaluation.").values
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
         if settings.push and is_export(output):
@@ -64,11 +66,6 @@ def upload(settings: ExportSettings, folder: Path) -> None:
         print(f"uploaded    {hub.push(folder, settings.push, settings.push_as)}")
     else:
         print("nothing was uploaded: look at the folder, then give the same command with --yes")
-
-
-def read_scores(folder: str | None) -> dict:
-    """What scores.json in an evaluation's folder holds; empty without a folder."""
-    return read_record(Path(folder) / "scores.json", "Name the folder of an evaluation.").values if folder else {}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -39,15 +39,14 @@ def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dic
     written = output / file if file else output
     if merged := settings.form in ("folder", "gguf"):
         lora.merge_adapter(model, "trained")
-    if settings.form == "gguf":
+    if settings.form.startswith("gguf"):
         from r3lite.exporting import gguf  # needs an extra
 
+    if settings.form == "gguf":
         gguf.write(model, folder, written, settings.weights, name)
         gguf.fill(model, written)
         write_text(output / MODELFILE, modelfile(GGUF, protocol))
     elif settings.form == "gguf-adapter":
-        from r3lite.exporting import gguf
-
         gguf.write_adapter(model, "trained", written, settings.weights, name)
         gguf.fill_adapter(model, "trained", written)
     elif settings.form == "adapter":

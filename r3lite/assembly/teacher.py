@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from r3lite.assembly.policy import check_base, check_lengths, load_frozen, load_policy
+from r3lite.assembly.policy import Policy, check_base, check_lengths, load_frozen, load_policy
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint, sole_writer
@@ -36,7 +36,6 @@ from r3lite.memory.workloads import read_workload
 from r3lite.models import activation_checkpointing, lora, weights
 from r3lite.models.logprobs import TopTokens, top_logprobs
 from r3lite.models.packing import groups, states_before
-from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
@@ -47,30 +46,21 @@ from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, RLSettings
 ADAPTER = "teacher"
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Finds what a model would have said, at temperature 1."""
-
-    model: Qwen2
-    precision: Precision
-    grant: Grant
-    vocabulary: int
-    top: int  # tokens of a distribution that are kept
-
-    @torch.no_grad()
-    def read(self, rows: list[Row], most: int | None = None) -> list[TopTokens]:
-        """Its distributions at each token of the rows that has loss; `most` rows go through the model together."""
-        found: list[TopTokens | None] = [None] * len(rows)
-        memory, head = self.grant.memory, self.model.head_weight[: self.vocabulary]
-        for group in groups([row.tokens for row in rows], memory.micro_batch_tokens, most or len(rows)):
-            with self.precision.autocast():
-                tokens, masks = [rows[i].tokens for i in group], [rows[i].loss_mask for i in group]
-                hidden, _ = states_before(self.model, tokens, masks)
-                top = top_logprobs(hidden, head, min(self.top, self.vocabulary), memory.loss_chunk)
-            said = TopTokens(top.ids.cpu(), top.logprobs.cpu())
-            for i, of_row in zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True):
-                found[i] = of_row
-        return found
+@torch.no_grad()
+def read(policy: Policy, vocabulary: int, top: int, rows: list[Row], most: int | None = None) -> list[TopTokens]:
+    """What a model would have said, at temperature 1, at each token of the rows that has loss: its `top` likeliest
+    tokens of `vocabulary`. At most `most` rows go through the model together."""
+    found: list[TopTokens | None] = [None] * len(rows)
+    memory, head = policy.grant.memory, policy.model.head_weight[:vocabulary]
+    for group in groups([row.tokens for row in rows], memory.micro_batch_tokens, most or len(rows)):
+        with policy.precision.autocast():
+            tokens, masks = [rows[i].tokens for i in group], [rows[i].loss_mask for i in group]
+            hidden, _ = states_before(policy.model, tokens, masks)
+            likeliest = top_logprobs(hidden, head, min(top, vocabulary), memory.loss_chunk)
+        said = TopTokens(likeliest.ids.cpu(), likeliest.logprobs.cpu())
+        for i, of_row in zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True):
+            found[i] = of_row
+    return found
 
 
 def fingerprint(folder: Path, adapter: str | None, nf4: bool) -> str:
@@ -101,18 +91,18 @@ class TeacherInTurns:
 
     def read(self, batch: Batch) -> list[TopTokens]:
         """What the teacher would have said at the action tokens of each row."""
-        reader = Reader(self.load(), self.precision, self.grant, self.vocabulary, self.settings.teacher_top)
         pairs = zip(batch.token_rows(), batch.action_mask.tolist(), strict=True)
-        return reader.read([Row(tokens, mask[: len(tokens)]) for tokens, mask in pairs], self.settings.micro_batch_size)
+        rows, s = [Row(tokens, mask[: len(tokens)]) for tokens, mask in pairs], self.settings
+        return read(self.load(), self.vocabulary, s.teacher_top, rows, s.micro_batch_size)
 
-    def load(self) -> Qwen2:
+    def load(self) -> Policy:
         s = self.settings
         model = load_frozen(self.folder, self.precision, s.teacher_quantize == "nf4", self.nf4_cache)
         if s.teacher_adapter:
             lora.load_adapter(model, ADAPTER, s.teacher_adapter, trainable=False)
             lora.set_adapter(model, ADAPTER)
         activation_checkpointing.enable(model, self.grant)
-        return model.eval()
+        return Policy(model.eval(), self.precision, self.grant)
 
 
 @dataclass(frozen=True)
@@ -209,11 +199,10 @@ def write_cache(config: CollectConfig) -> None:
         if done * PART < len(rows):
             policy = load_policy(base, config.model, config.memory, plan)
             policy.model.eval()
-            reader = Reader(policy.model, policy.precision, policy.grant, tokenizer.size, cache.teacher_top)
             bar = tqdm(total=len(rows), initial=done * PART, desc="teacher", unit="trajectory", disable=None)
             for number in range(done, -(-len(rows) // PART)):
                 part = rows[number * PART : (number + 1) * PART]
-                write_part(folder, number, origin, part, reader.read(part))
+                write_part(folder, number, origin, part, read(policy, tokenizer.size, cache.teacher_top, part))
                 bar.update(len(part))
             bar.close()
         finish(folder, origin, questions)

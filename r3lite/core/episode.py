@@ -189,20 +189,16 @@ class Step:
 
     @staticmethod
     def from_json(record: Record) -> "Step":
+        if "query" in record and "searches" in record:
+            raise record.error("it has both 'query' and 'searches'")
+        has_query = record.text("query", None, blank=True) is not None
         return Step(
             analysis=record.text("analysis", "", blank=True),
-            searches=tuple(map(Search.from_json, searches_of(record))),
+            searches=tuple(map(Search.from_json, [record] if has_query else record.records("searches", ()))),
             answer=record.text("answer", None, blank=True),
             faults=record.texts("faults", ()),
             verification=record.text("verification", "", blank=True),
         )
-
-
-def searches_of(step: Record) -> list[Record]:
-    """The searches of a step's record, see `Step.to_json`."""
-    if "query" in step and "searches" in step:
-        raise step.error("it has both 'query' and 'searches'")
-    return [step] if step.text("query", None, blank=True) is not None else list(step.records("searches", ()))
 
 
 @dataclass
