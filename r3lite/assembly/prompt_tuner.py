@@ -222,17 +222,11 @@ class PromptTuner:
         print(f"{name}: {message}", file=sys.stderr)
 
     def close(self, number: int) -> None:
-        """Ends a round, with what it gained."""
-        before = self.history.rounds[-1].best if number else 0
-        gained = self.gain(before, self.history.best.id)
-        self.history.close(
-            Round(number, self.history.best.id, *(gained[key] for key in ("difference", "low", "high", "p")))
-        )
-
-    def gain(self, a: int, b: int) -> dict:
-        """How much better prompt `b` is than prompt `a`, by paired bootstrap; see evaluation.comparisons.compare."""
-        ours, theirs = (self.marks_of(self.history.candidates[id]) for id in (a, b))
-        return compare(ours, theirs, self.config.common.seed)[self.config.tuning.metric]
+        """Ends a round: how much better the best prompt is than the one before it, by paired bootstrap."""
+        before, best = self.history.rounds[-1].best if number else 0, self.history.best.id
+        ours, theirs = (self.marks_of(self.history.candidates[id]) for id in (before, best))
+        gain = compare(ours, theirs, self.config.common.seed)[self.config.tuning.metric]
+        self.history.close(Round(number, best, *(gain[key] for key in ("difference", "low", "high", "p"))))
 
     def marks_of(self, candidate: Candidate) -> list[Marks]:
         remedy = "Begin with another --output."

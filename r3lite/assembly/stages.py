@@ -96,9 +96,8 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         arguments = [*shared, "--data", str(world / "test.jsonl"), *samples, "--output", str(folder)]
         arguments += quick["evaluate"]
         arguments += ["--adapter", str(adapter)] if adapter else []
-        run_stage(
-            f"evaluate the {name} model on questions about entities it never saw", commands, "evaluate", arguments
-        )
+        title = f"evaluate the {name} model on questions about entities it never saw"
+        run_stage(title, commands, "evaluate", arguments)
         return Stage(name, folder, minutes)
 
     def taught(title: str, data: Path, adapter: Path) -> float:
@@ -129,9 +128,8 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]  # of questions that may have one
     arguments += [*samples, "--output", str(out / name), *teacher_of_failures, *quick["ppo"]]
     arguments += SAMPLING if settings.format != "r3" else []
-    minutes = run_stage(
-        f"{name.upper()}: learn from rewards, with questions and answers only", commands, "ppo", arguments
-    )
+    title = f"{name.upper()}: learn from rewards, with questions and answers only"
+    minutes = run_stage(title, commands, "ppo", arguments)
     stages.append(evaluated(name.upper(), out / name, minutes))
     report(stages, teacher(trajectories), out, (time.monotonic() - start) / 60, config)
 

@@ -16,17 +16,8 @@ from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint, sole_writer
 from r3lite.core.grant import Grant
-from r3lite.datasets.teacher_logprobs import (
-    PART,
-    TOKEN_BYTES,
-    Lesson,
-    Origin,
-    finish,
-    parts_done,
-    read_cache,
-    write_part,
-)
-from r3lite.datasets.teacher_logprobs import identity as cache_identity
+from r3lite.datasets import teacher_logprobs
+from r3lite.datasets.teacher_logprobs import PART, Lesson, Origin
 from r3lite.datasets.trajectories import Conversation, Row, Trajectory, encode_row, read_rows
 from r3lite.datasets.trajectories import fingerprint as rows_fingerprint
 from r3lite.devices.live_tensors import MIB
@@ -141,7 +132,7 @@ def build(
     rl = config.rl
     if rl.teacher_logprobs:
         folder = Path(rl.teacher_logprobs)
-        lessons = read_cache(folder, tokenizer.fingerprint, config.lengths.max_length)
+        lessons = teacher_logprobs.read_cache(folder, tokenizer.fingerprint, config.lengths.max_length)
         known = sum(question.id in lessons for question in questions)
         if not known:
             raise R3LiteError(
@@ -167,7 +158,7 @@ def build(
 def identity(rl: RLSettings) -> str:
     """Tells the teachers of two runs apart; empty without one."""
     if rl.teacher_logprobs:
-        return cache_identity(Path(rl.teacher_logprobs))
+        return teacher_logprobs.identity(Path(rl.teacher_logprobs))
     if rl.teacher is None:
         return ""
     return fingerprint(weights.resolve_folder(rl.teacher), rl.teacher_adapter, rl.teacher_quantize == "nf4")
@@ -180,7 +171,7 @@ def plan_cache(config: CollectConfig, rows: int = 1000) -> Plan:
 
 def on_disk(tokens: int, top: int) -> str:
     """The size of a cache of `tokens` tokens with `top` log-probabilities each, for people."""
-    return f"{tokens * top * TOKEN_BYTES / MIB:,.0f} MiB"
+    return f"{tokens * top * teacher_logprobs.TOKEN_BYTES / MIB:,.0f} MiB"
 
 
 def write_cache(config: CollectConfig) -> None:
@@ -194,7 +185,7 @@ def write_cache(config: CollectConfig) -> None:
         plan = plan_cache(config, len(rows))
         teacher = fingerprint(base, config.model.adapter, plan.memory.nf4)
         origin = Origin(teacher, tokenizer.fingerprint, rows_fingerprint(rows), str(cache.teacher_top))
-        done, tokens = parts_done(folder, origin), sum(row.loss_tokens for row in rows)
+        done, tokens = teacher_logprobs.parts_done(folder, origin), sum(row.loss_tokens for row in rows)
         print(f"{len(rows)} trajectories, {tokens:,} tokens: {on_disk(tokens, cache.teacher_top)} on disk")
         if done * PART < len(rows):
             policy = load_policy(base, config.model, config.memory, plan)
@@ -202,10 +193,11 @@ def write_cache(config: CollectConfig) -> None:
             bar = tqdm(total=len(rows), initial=done * PART, desc="teacher", unit="trajectory", disable=None)
             for number in range(done, -(-len(rows) // PART)):
                 part = rows[number * PART : (number + 1) * PART]
-                write_part(folder, number, origin, part, read(policy, tokenizer.size, cache.teacher_top, part))
+                said = read(policy, tokenizer.size, cache.teacher_top, part)
+                teacher_logprobs.write_part(folder, number, origin, part, said)
                 bar.update(len(part))
             bar.close()
-        finish(folder, origin, questions)
+        teacher_logprobs.finish(folder, origin, questions)
     print(f"written to {folder}")
 
 
