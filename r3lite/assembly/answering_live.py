@@ -121,13 +121,8 @@ class LiveAnswers:
         if self.finder:
             question = self.finder.before(question)
         question = replace(question, earlier=self._earlier(ask, kind, question.procedure))
-        sequence = Visitor(
-            question,
-            stream=random.Random(seed),
-            adapter=self._switch(ask.adapter),
-            sampler=sampler,
-            most=ask.max_tokens,
-        )
+        stream, adapter = random.Random(seed), self._switch(ask.adapter)
+        sequence = Visitor(question, stream=stream, adapter=adapter, sampler=sampler, most=ask.max_tokens)
         layout.open(sequence)
         growing = Growing(ask, sequence, layout.protocol, tell)
         sequence.listener = Listener(growing.hear, growing.look)

@@ -138,17 +138,13 @@ def check_lengths(folder: Path, ids: int, longest: int) -> None:
     """Refuses token ids without a row in the embedding, and rows that are longer than the model was made for."""
     config = read_config(folder)
     if ids > config.vocab_size:
-        raise R3LiteError(
-            f"the tokenizer in {folder} has token ids up to {ids - 1}, and the model's embedding {config.vocab_size} "
-            "rows (vocab_size in config.json)",
-            "Copy tokenizer.json and config.json from the same model.",
-        )
-    if longest > config.max_position_embeddings:
-        raise R3LiteError(
-            f"rows of {longest} tokens are asked for, and the model in {folder} was made for "
-            f"{config.max_position_embeddings} (max_position_embeddings in config.json)",
-            f"Pass --max-length {config.max_position_embeddings} or less.",
-        )
+        rows = f"{config.vocab_size} rows (vocab_size in config.json)"
+        cause = f"the tokenizer in {folder} has token ids up to {ids - 1}, and the model's embedding {rows}"
+        raise R3LiteError(cause, "Copy tokenizer.json and config.json from the same model.")
+    if longest > (most := config.max_position_embeddings):
+        made_for = f"{most} (max_position_embeddings in config.json)"
+        cause = f"rows of {longest} tokens are asked for, and the model in {folder} was made for {made_for}"
+        raise R3LiteError(cause, f"Pass --max-length {most} or less.")
 
 
 def check_base(settings: ModelSettings, fingerprint: str | None) -> None:

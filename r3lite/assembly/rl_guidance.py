@@ -32,15 +32,11 @@ def check(config: PpoConfig) -> None:
     if algorithm.has_traces and rl.traces is None:
         raise UsageError(f"--traces is missing: {rl.algorithm} learns from a teacher's traces; pass a file of them")
     if (algorithm.has_traces or algorithm.has_replay) and curriculum.changing_weights(config.reward, 1):
-        raise UsageError(
-            f"{rl.algorithm} learns from episodes that were paid in other rounds, and the weights of --rewards change: "
-            "pass --curriculum-rounds 0, or take another algorithm"
-        )
+        why = f"{rl.algorithm} learns from episodes that were paid in other rounds"
+        raise UsageError(f"{why}, and the weights of --rewards change: pass --curriculum-rounds 0")
     if (algorithm.has_traces or algorithm.has_replay) and not most_for_answer(config.reward):
-        raise UsageError(
-            f"{rl.algorithm} learns from right answers, and no reward is given for one: pass --outcome-em, "
-            "--outcome-f1 or --outcome-judge above 0"
-        )
+        why = f"{rl.algorithm} learns from right answers, and no reward is given for one"
+        raise UsageError(f"{why}: pass --outcome-em, --outcome-f1 or --outcome-judge above 0")
 
 
 def read(config: PpoConfig) -> list[Trajectory]:

@@ -57,14 +57,9 @@ def build(
     layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}
     plan = plan_memory(config, shared_by_prompts(questions, layouts), len(questions))
     algorithm = ALGORITHMS[rl.algorithm](rl, config.lengths)
-    training = Training(
-        config.lora,
-        command.usual("ppo", config).lora,
-        config.optimizer,
-        config.common.seed,
-        keep_reference=rl.kl_beta > 0,
-        critic_learning_rate=rl.value_learning_rate if algorithm.has_critic else None,
-    )
+    usual = command.usual("ppo", config).lora
+    critic_rate = rl.value_learning_rate if algorithm.has_critic else None
+    training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.kl_beta > 0, critic_rate)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
     known = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]

@@ -116,10 +116,8 @@ def replaced(rollout: Rollout, lesson: Lesson, question: str) -> Rollout:
     """A trajectory as the rollout of its question; R3LiteError if it does not open with the same prompt."""
     row, prompt = lesson.row, rollout.action_mask.index(True)
     if row.tokens[:prompt] != rollout.tokens[:prompt] or any(row.loss_mask[:prompt]):
-        raise R3LiteError(
-            f"the cached trajectory of the question {question} begins with another prompt than its episodes",
-            "Collect the log-probabilities with this run's --format, prompt files and questions.",
-        )
+        cause = f"the cached trajectory of the question {question} begins with another prompt than its episodes"
+        raise R3LiteError(cause, "Collect the log-probabilities with this run's --format, prompt files and questions.")
     paid = sum(amount for _, amount in rollout.rewards)
     made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, paid, rollout.group)
     return replace(made, failed=True, teacher=lesson.teacher)
@@ -135,20 +133,16 @@ def build(
         lessons = teacher_logprobs.read_cache(folder, tokenizer.fingerprint, config.lengths.max_length)
         known = sum(question.id in lessons for question in questions)
         if not known:
-            raise R3LiteError(
-                f"{folder} has a trajectory of none of the {len(questions)} questions",
-                "Collect log-probabilities along trajectories of the questions of --data.",
-            )
+            cause = f"{folder} has a trajectory of none of the {len(questions)} questions"
+            raise R3LiteError(cause, "Collect log-probabilities along trajectories of the questions of --data.")
         print(f"teacher: {folder} has trajectories of {known} of {len(questions)} questions", file=sys.stderr)
         return CachedTeacher(lessons)
     if rl.teacher is None:
         return None
     folder = weights.resolve_folder(rl.teacher)
     if Tokenizer.load(folder).fingerprint != tokenizer.fingerprint:
-        raise R3LiteError(
-            f"the teacher {rl.teacher} has other tokens than the policy {config.model.model}",
-            "A teacher's distribution is over its own tokens: choose a teacher of the policy's family.",
-        )
+        cause = f"the teacher {rl.teacher} has other tokens than the policy {config.model.model}"
+        raise R3LiteError(cause, "Choose a teacher of the policy's family, which has the same tokens.")
     check_lengths(folder, tokenizer.size, config.lengths.max_length)
     if rl.teacher_adapter:
         check_base(ModelSettings(model=rl.teacher, adapter=rl.teacher_adapter), weights.fingerprint(folder))

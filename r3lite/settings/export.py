@@ -43,10 +43,8 @@ class ExportSettings(Section):
     """upload; without it, --push prints what would be uploaded"""
 
     def check(self) -> None:
-        if self.form == "folder" and self.weights == "q8_0":
-            raise UsageError("--weights q8_0 is for --form gguf; a folder has fp32, bf16, fp16 or nf4")
-        if self.form.endswith("adapter") and self.weights == "q8_0":
-            raise UsageError("--weights q8_0 is for --form gguf; the ranks of an adapter are too small for its blocks")
+        if self.form != "gguf" and self.weights == "q8_0":
+            raise UsageError("--weights q8_0 is for --form gguf; others have fp32, bf16, fp16, and a folder nf4")
         if self.form != "folder" and self.weights == "nf4":
             raise UsageError("--weights nf4 is for --form folder; others have fp32, bf16, fp16, and gguf q8_0")
         if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
