@@ -60,9 +60,7 @@ def write_trajectories(config: CollectConfig) -> None:
         raise R3LiteError("no trajectory was kept", "The table above says why.")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("collect", CollectConfig(), run, argv, plan)
-
+main = command.entry("collect", CollectConfig(), run, plan)
 
 if __name__ == "__main__":
     raise SystemExit(main())

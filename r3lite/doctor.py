@@ -85,9 +85,7 @@ def listing(config: DoctorConfig) -> str:
     return "\n".join(["\nChecks", *(f"  {name:<19} {about}" for name, about in lines)])
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("doctor", DoctorConfig(), examine, argv, listing)
-
+main = command.entry("doctor", DoctorConfig(), examine, listing)
 
 if __name__ == "__main__":
     raise SystemExit(main())

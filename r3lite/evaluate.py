@@ -53,18 +53,17 @@ def check_baseline(config: EvaluateConfig) -> None:
         raise R3LiteError(cause, "Choose another baseline or format.")
 
 
-def main(argv: list[str] | None = None) -> int:
-    def plan(config: EvaluateConfig) -> str:
-        from r3lite.assembly.answering import MANY, plan_memory
+def plan(config: EvaluateConfig) -> str:
+    from r3lite.assembly.answering import MANY, plan_memory
 
-        if config.evaluate.compare:
-            return ""
-        check_baseline(config)
-        told = plan_memory(config, config.data.limit or MANY, config.judge)
-        return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told.table()}"
+    if config.evaluate.compare:
+        return ""
+    check_baseline(config)
+    told = plan_memory(config, config.data.limit or MANY, config.judge)
+    return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told.table()}"
 
-    return command.run("evaluate", EvaluateConfig(), evaluate, argv, plan)
 
+main = command.entry("evaluate", EvaluateConfig(), evaluate, plan)
 
 if __name__ == "__main__":
     raise SystemExit(main())

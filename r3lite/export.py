@@ -68,9 +68,7 @@ def upload(settings: ExportSettings, folder: Path) -> None:
         print("nothing was uploaded: look at the folder, then give the same command with --yes")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("export", ExportConfig(), export, argv)
-
+main = command.entry("export", ExportConfig(), export)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -82,9 +82,7 @@ def plan(config: IndexConfig) -> str:
     return f"Estimate\n  {chosen.told()}{assumed}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("index", IndexConfig(), work, argv, plan)
-
+main = command.entry("index", IndexConfig(), work, plan)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -44,9 +44,7 @@ def told_of_sources(config: PpoConfig) -> str:
     return f"\n\n{told}\n{len(questions)} questions; {rounds} rounds of {size}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("ppo", PpoConfig(), train, argv, plan)
-
+main = command.entry("ppo", PpoConfig(), train, plan)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -47,9 +47,7 @@ def prepare(config: PrepareConfig) -> None:
     print(f"next: python -m r3lite.collect --data {output / 'train.jsonl'}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("prepare", PrepareConfig(), prepare, argv)
-
+main = command.entry("prepare", PrepareConfig(), prepare)
 
 if __name__ == "__main__":
     raise SystemExit(main())

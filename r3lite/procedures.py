@@ -68,9 +68,7 @@ def show_match(config: ProceduresConfig) -> None:
     print(f"\n{found.told() if found else NONE}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("procedures", ProceduresConfig(), procedures, argv)
-
+main = command.entry("procedures", ProceduresConfig(), procedures)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -16,9 +16,7 @@ def run_all_stages(config: QuickstartConfig) -> None:
     stages.run_all_stages(config, commands)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("quickstart", QuickstartConfig(), run_all_stages, argv)
-
+main = command.entry("quickstart", QuickstartConfig(), run_all_stages)
 
 if __name__ == "__main__":
     raise SystemExit(main())

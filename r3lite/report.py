@@ -85,9 +85,7 @@ def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
     return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("report", ReportConfig(), report, argv)
-
+main = command.entry("report", ReportConfig(), report)
 
 if __name__ == "__main__":
     raise SystemExit(main())

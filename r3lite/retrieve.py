@@ -103,9 +103,7 @@ def measure_recall(config: RetrieveConfig) -> None:
         gaps.write_gaps(setup.documents, known, cuts, Path(config.retrieve.gap_report))
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("retrieve", RetrieveConfig(), retrieve, argv)
-
+main = command.entry("retrieve", RetrieveConfig(), retrieve)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -75,9 +75,7 @@ def plan(config: TunePromptConfig) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("tune_prompt", TunePromptConfig(), tune, argv, plan)
-
+main = command.entry("tune_prompt", TunePromptConfig(), tune, plan)
 
 if __name__ == "__main__":
     raise SystemExit(main())
