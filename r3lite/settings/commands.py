@@ -15,8 +15,7 @@ class PrepareSettings(Section):
     """Preparing."""
 
     held_out: str | None = None
-    """what --dev-size and --test-size are drawn from, named like --data; by default the validation split of a data set
-    known by name, and of anything else --data itself"""
+    """source of --dev-size and --test-size; by default the validation split of a known data set, else --data itself"""
     train_size: Count | None = None
     """questions to train on, drawn by --seed; none: all that there are"""
     dev_size: Count = 300

@@ -7,6 +7,9 @@ from typing import ClassVar, Literal
 from r3lite.core.config import Count, Fraction, Free, NonNegative, Positive, Section, UsageError, Whole
 from r3lite.core.errors import R3LiteError
 
+# Where each schedule of the learning rate ends, as a fraction of its peak.
+ENDS = {"cosine": 0.1, "linear": 0.0, "constant": 1.0}
+
 
 @dataclass(frozen=True)
 class Schedule(Section):
@@ -49,13 +52,7 @@ class TrackSettings(Section):
 class OptimizerSettings(Section):
     """Optimizer."""
 
-    implied: ClassVar = {
-        "learning_rate_schedule": {
-            "cosine": {"min_learning_rate": 0.1},
-            "linear": {"min_learning_rate": 0.0},
-            "constant": {"min_learning_rate": 1.0},
-        }
-    }
+    implied: ClassVar = {"learning_rate_schedule": {name: {"min_learning_rate": end} for name, end in ENDS.items()}}
 
     learning_rate: Positive = 2e-4
     """peak learning rate of AdamW on the adapter"""
