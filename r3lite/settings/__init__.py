@@ -15,8 +15,10 @@ from r3lite.settings.commands import (
     CollectSettings,
     DoctorSettings,
     EvaluateSettings,
+    ExportSettings,
     PlanSettings,
     PrepareSettings,
+    ProcedureFileSettings,
     QuickstartSettings,
     ReportSettings,
     RetrieveSettings,
@@ -26,20 +28,17 @@ from r3lite.settings.commands import (
 )
 from r3lite.settings.common import CommandConfig, Common
 from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, TrajectorySettings
-from r3lite.settings.export import ExportSettings
-from r3lite.settings.guard import GuardSettings, ValidationSettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.memory import MemorySettings
 from r3lite.settings.model import LoraSettings, ModelSettings
-from r3lite.settings.procedures import ProcedureFileSettings, ProcedureSettings
 from r3lite.settings.protocol import ProtocolSettings
-from r3lite.settings.retrieval import DocumentSettings, IndexSettings, RetrievalSettings
+from r3lite.settings.retrieval import DocumentSettings, IndexSettings, ProcedureSettings, RetrievalSettings
 from r3lite.settings.rewards import RewardSettings
 from r3lite.settings.rl import RLSettings
 from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings
 from r3lite.settings.serve import LimitSettings, ModeSettings, ServerSettings
 from r3lite.settings.sources import SourceSettings
-from r3lite.settings.training import OptimizerSettings, Schedule, TrackSettings
+from r3lite.settings.training import GuardSettings, OptimizerSettings, Schedule, TrackSettings, ValidationSettings
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Sections that only one command has."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Count, Fraction, Required, Section, Tokens, Trait, UsageError, Whole
+from r3lite.core.config import ANY, Bounds, Count, Fraction, Required, Section, Tokens, Trait, UsageError, Whole
+from r3lite.settings.common import budget_bytes
 from r3lite.settings.protocol import Format
 from r3lite.settings.rl import Algorithm, Top
 
@@ -58,8 +60,7 @@ class CollectSettings(Section):
     insert_gold: bool = False
     """a gold paragraph that a sub-question misses joins its documents; else the question is dropped (sub-questions)"""
     hurried_share: Fraction = 0.0
-    """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments
-    (sub-questions)"""
+    """share of gold trajectories that answer one hop early, like a hasty teacher; for experiments (sub-questions)"""
     attempts: Few = 4
     """tries of the teacher at a question; each after the first is asked for another way"""
     without_search: Literal["keep", "drop"] = "keep"
@@ -83,8 +84,7 @@ class TeacherCacheSettings(Section):
 
     teacher_logprobs: str | None = None
     """folder to write, for `ppo --algorithm dgpo`: the distributions of --model, with --adapter, along the trajectories
-    of --data; the same command goes on where it was stopped. A trajectory that is longer than --max-length gets shorter
-    documents, or is left out if that is not enough"""
+    of --data; too long ones get shorter documents or are left out; the same command goes on where it stopped"""
     teacher_top: Top = 32
     """how many of the likeliest tokens of a distribution are kept"""
 
@@ -198,6 +198,66 @@ class CheckFormatSettings(Section):
     """text file with one turn of the model, to be read; without it a sample episode is written and read"""
     step: Annotated[int, Bounds(low=1, high=3)] = 1
     """which step --turn is; those before it are the sample's"""
+
+
+@dataclass(frozen=True)
+class ExportSettings(Section):
+    """Export."""
+
+    implied: ClassVar = {"adapter": {ANY: {"worked_example": False}}}
+
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """the base: folder, hub id, or tiny"""
+    adapter: Annotated[str | None, Required("a run folder or its adapter/; it is merged into --model")] = None
+    """LoRA adapter that is merged into the base: a run folder or its adapter/"""
+    form: Literal["folder", "gguf", "adapter", "gguf-adapter"] = "folder"
+    """folder: as transformers and vLLM read it; gguf: as llama.cpp and Ollama read it (extra gguf); adapter: the
+    adapter alone, as PEFT reads it; gguf-adapter: the same for llama.cpp's --lora (extra gguf)"""
+    weights: Literal["fp32", "bf16", "fp16", "q8_0", "nf4"] = "bf16"
+    """numbers of the weights; q8_0 in a gguf file only, nf4 in a folder for r3lite only"""
+    max_shard_size: str = "5GB"
+    """most of one file of a folder, such as 5GB or 900MiB; beyond it there are several and an index (not in nf4)"""
+    questions: str | None = None
+    """question file whose prompts are compared before and after; default: the sample world's test questions"""
+    prompts: Whole = 200
+    """prompts of the comparison, which takes two passes over each; 0: none"""
+    evaluation: str | None = None
+    """folder of an evaluation, whose scores go into the model card"""
+    license: str | None = None
+    """licence of the result for the model card; the base's holds, too"""
+
+    push: str | None = None
+    """repository of the Hugging Face hub, OWNER/NAME, that --output is uploaded to, with the token in HF_TOKEN; a
+    folder that was exported before is uploaded as it is"""
+    push_as: Literal["private", "pull-request"] = "private"
+    """private: a private repository, made if there is none; pull-request: one to a repository that is there"""
+    yes: bool = False
+    """upload; without it, --push prints what would be uploaded"""
+
+    def check(self) -> None:
+        if self.form != "gguf" and self.weights == "q8_0":
+            raise UsageError("--weights q8_0 is for --form gguf; others have fp32, bf16, fp16, and a folder nf4")
+        if self.form != "folder" and self.weights == "nf4":
+            raise UsageError("--weights nf4 is for --form folder; others have fp32, bf16, fp16, and gguf q8_0")
+        if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
+            raise UsageError(f"--push {self.push} is not the name of a repository: write it as OWNER/NAME")
+        if self.yes and self.push is None:
+            raise UsageError("--yes uploads, and --push is missing: the repository")
+        budget_bytes(self.max_shard_size, "--max-shard-size")
+
+
+@dataclass(frozen=True)
+class ProcedureFileSettings(Section):
+    """The file of procedures."""
+
+    add: str | None = None
+    """JSON file of further procedures, a list or a single one, that are written into --procedures"""
+    match: str | None = None
+    """show how well each procedure fits this question, and which one would stand before it"""
+    encoder: str = "intfloat/e5-base-v2"
+    """encoder of --match, as for --retriever semantic"""
+    encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
+    """its prompts, as for --retriever semantic"""
 
 
 @dataclass(frozen=True)

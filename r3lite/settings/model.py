@@ -23,9 +23,8 @@ class ModelSettings(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda if there is one, else mps, else cpu"""
     compile: bool = False
-    """layers by torch.compile in passes without gradients (decoding, scoring, validation), and on a card NF4 weights'
-    dequantization in all passes; takes up to minutes at the start. The rest of passes with gradients is not compiled.
-    On a CPU it helps if one episode is sampled at a time in bf16"""
+    """torch.compile for layers in passes without gradients (decoding, scoring, validation), and on a card for NF4
+    weights in all passes; takes up to minutes at the start; on a CPU it helps in bf16 with one episode at a time"""
 
 
 @dataclass(frozen=True)

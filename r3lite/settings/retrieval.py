@@ -1,4 +1,4 @@
-"""Settings of the retriever, and of building an index for it."""
+"""Settings of the retriever, of procedures, and of building an index."""
 
 import re
 from dataclasses import dataclass, replace
@@ -48,8 +48,7 @@ class RetrievalSettings(Section):
     top_k: Annotated[int, Bounds(low=1, high=1000)] = 5
     """passages per query; golden returns all gold paragraphs"""
     fusion: Literal["rrf", "weighted"] = "rrf"
-    """how the first 100 of both lists are combined; rrf: reciprocal ranks, k = 60; weighted: scores, scaled to 0..1 in
-    each list (hybrid)"""
+    """fuses the first 100 of both; rrf: reciprocal ranks, k = 60; weighted: scores, scaled to 0..1 in each (hybrid)"""
     lexical_weight: Fraction = 0.5
     """weight of the lexical score; the semantic one has the rest (hybrid, weighted)"""
     rerank: str | None = None
@@ -164,6 +163,19 @@ class RetrievalSettings(Section):
                 raise UsageError("--source-index chooses where to search; leave out what does not search a corpus")
             for settings in self.of_sources.values():
                 settings.check()
+
+
+@dataclass(frozen=True)
+class ProcedureSettings(Section):
+    """Procedures."""
+
+    procedures: str | None = None
+    """JSON file of procedures (name, description, trigger, category, priority, steps); that which fits a question best
+    stands before it, and where none fits, nothing does"""
+    procedures_by: Literal["both", "triggers"] = "both"
+    """what makes one fit: its trigger words in the question; both: these, or else a near description by --encoder"""
+    procedures_floor: Annotated[float, Bounds(low=-1.0, high=1.0)] = 0.85
+    """least cosine of a question with a description that is near; encoders differ: the command procedures shows them"""
 
 
 @dataclass(frozen=True)
