@@ -58,18 +58,16 @@ def examine(config: DoctorConfig) -> None:
     report.make(BESIDE[0], beside_tensors, precision, driver, report.measured)
     seconds = time.perf_counter() - start
     facts = {key: hide(value) if isinstance(value, str) else value for key, value in asdict(here).items()}
-    write_json(
-        path,
-        {
-            "r3lite": r3lite.__version__,
-            "ok": not report.failed,
-            "seconds": round(seconds, 1),
-            "dtype": dtype_name(precision.dtype),
-            "machine": facts,
-            "speeds": asdict(speeds[0]) if speeds else None,
-            "checks": report.checks,
-        },
-    )
+    found = {
+        "r3lite": r3lite.__version__,
+        "ok": not report.failed,
+        "seconds": round(seconds, 1),
+        "dtype": dtype_name(precision.dtype),
+        "machine": facts,
+        "speeds": asdict(speeds[0]) if speeds else None,
+        "checks": report.checks,
+    }
+    write_json(path, found)
     print(f"\n{seconds:.0f} s; written to {path}, without a path or name of yours: send it with a bug report")
     if report.failed:
         message = f"{len(report.failed)} of {len(report.checks)} checks failed: {', '.join(report.failed)}"

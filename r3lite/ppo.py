@@ -21,9 +21,8 @@ def plan(config: PpoConfig) -> str:
     from r3lite.assembly.rl_setup import plan_memory
 
     check(config)
-    told, held_out = plan_memory(config).table(), config.validation
-    told += told_of_sources(config)
-    if held_out.eval_data:
+    told = plan_memory(config).table() + told_of_sources(config)
+    if (held_out := config.validation).eval_data:
         told += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
         told += f"first round, every {held_out.eval_every} and after the last"
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told}"

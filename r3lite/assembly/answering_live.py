@@ -100,9 +100,8 @@ class LiveAnswers:
         tokenizer = Tokenizer.load(folder)
         loaded = load_adapters(folder, config, folders, plan)
         self.config, self.layouts = config, layouts_of(config, tokenizer, protocol)
-        self.engine = LaneEngine(
-            loaded.model, self.layouts, Sampler(), loaded.grant, autocast=loaded.precision.autocast
-        )
+        autocast = loaded.precision.autocast
+        self.engine = LaneEngine(loaded.model, self.layouts, Sampler(), loaded.grant, autocast=autocast)
         self.retrieve, self.finder = tolerant(retrieve), finder
         self.rows = max(1, loaded.grant.memory.rollout_batch_size // len(folders))
         self.asked = itertools.count()
@@ -196,7 +195,7 @@ def load_adapters(folder: Path, config: ServeConfig, folders: dict[str, str | No
 def tolerant(retrieve: Retrieve) -> Retrieve:
     """The same retriever, but an error that would end a run, such as a hundred failures in a row, fails its queries."""
     if isinstance(retrieve, Routes):
-        return retrieve.each(tolerant)
+        return Routes(tolerant(retrieve.default), {name: tolerant(own) for name, own in retrieve.of_source.items()})
 
     def found(pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
         try:

@@ -151,11 +151,9 @@ def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
     """Refuses the adapter of another base. One whose base is not recorded is taken: only its shapes tell then."""
     name, trained_on = lora.read_base(settings.adapter)
     if fingerprint and trained_on and trained_on != fingerprint:
-        raise R3LiteError(
-            f"the adapter {settings.adapter} was trained on another base: {name} with the fingerprint {trained_on}, "
-            f"while --model {settings.model} has {fingerprint}",
-            "Pass the --model that it was trained on, or an adapter of this one.",
-        )
+        cause = f"the adapter {settings.adapter} was trained on another base: {name} with the fingerprint {trained_on}"
+        remedy = "Pass the --model that it was trained on, or an adapter of this one."
+        raise R3LiteError(f"{cause}, while --model {settings.model} has {fingerprint}", remedy)
 
 
 def warn_of_other_format(adapter: str | None, protocol: ProtocolSettings) -> None:
@@ -178,10 +176,8 @@ def _check_shape(adapter: str, training: Training) -> None:
         asked, usual = getattr(training.fresh, name), getattr(training.usual, name)
         same = set(asked) == set(value) if name == "lora_targets" else asked == value
         if asked != usual and not same:
-            raise R3LiteError(
-                f"{flag(name)} is {asked}, and the adapter {adapter} has {value}",
-                "Leave that setting out, as an adapter keeps its shape; or leave --adapter out to train a fresh one.",
-            )
+            remedy = "Leave that setting out, as an adapter keeps its shape; or leave --adapter out for a fresh one."
+            raise R3LiteError(f"{flag(name)} is {asked}, and the adapter {adapter} has {value}", remedy)
 
 
 def _compile(model: Qwen2, device: torch.device, nf4: bool) -> None:

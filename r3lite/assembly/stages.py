@@ -1,6 +1,5 @@
 """The stages of the quickstart with their arguments, and the table of what they bring about; used by quickstart."""
 
-import json
 import shlex
 import time
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from types import ModuleType
 from r3lite.core import command
 from r3lite.core.answer_match import exact_match, f1
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_jsonl, shipped, write_json
+from r3lite.core.files import read_jsonl, read_record, shipped, write_json
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.scores import Marks
 from r3lite.rl.algorithms import ALGORITHMS
@@ -46,7 +45,7 @@ class Stage:
 
     @property
     def scores(self) -> dict:
-        return json.loads((self.folder / "scores.json").read_text(encoding="utf-8"))
+        return read_record(self.folder / "scores.json", "").values
 
     @property
     def marks(self) -> list[Marks]:

@@ -38,7 +38,7 @@ ADAPTER = "teacher"
 
 
 @torch.no_grad()
-def read(policy: Policy, vocabulary: int, top: int, rows: list[Row], most: int | None = None) -> list[TopTokens]:
+def top_tokens(policy: Policy, vocabulary: int, top: int, rows: list[Row], most: int | None = None) -> list[TopTokens]:
     """What a model would have said, at temperature 1, at each token of the rows that has loss: its `top` likeliest
     tokens of `vocabulary`. At most `most` rows go through the model together."""
     found: list[TopTokens | None] = [None] * len(rows)
@@ -82,18 +82,16 @@ class TeacherInTurns:
 
     def read(self, batch: Batch) -> list[TopTokens]:
         """What the teacher would have said at the action tokens of each row."""
-        pairs = zip(batch.token_rows(), batch.action_mask.tolist(), strict=True)
-        rows, s = [Row(tokens, mask[: len(tokens)]) for tokens, mask in pairs], self.settings
-        return read(self.load(), self.vocabulary, s.teacher_top, rows, s.micro_batch_size)
-
-    def load(self) -> Policy:
         s = self.settings
         model = load_frozen(self.folder, self.precision, s.teacher_quantize == "nf4", self.nf4_cache)
         if s.teacher_adapter:
             lora.load_adapter(model, ADAPTER, s.teacher_adapter, trainable=False)
             lora.set_adapter(model, ADAPTER)
         activation_checkpointing.enable(model, self.grant)
-        return Policy(model.eval(), self.precision, self.grant)
+        pairs = zip(batch.token_rows(), batch.action_mask.tolist(), strict=True)
+        rows = [Row(tokens, mask[: len(tokens)]) for tokens, mask in pairs]
+        teacher = Policy(model.eval(), self.precision, self.grant)
+        return top_tokens(teacher, self.vocabulary, s.teacher_top, rows, s.micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,7 @@ def write_cache(config: CollectConfig) -> None:
             bar = tqdm(total=len(rows), initial=done * PART, desc="teacher", unit="trajectory", disable=None)
             for number in range(done, -(-len(rows) // PART)):
                 part = rows[number * PART : (number + 1) * PART]
-                said = read(policy, tokenizer.size, cache.teacher_top, part)
+                said = top_tokens(policy, tokenizer.size, cache.teacher_top, part)
                 teacher_logprobs.write_part(folder, number, origin, part, said)
                 bar.update(len(part))
             bar.close()

@@ -172,9 +172,7 @@ def run(
         return 143
 
 
-def entry(
-    command: str, default: Any, work: Callable[[Any], None], plan: Callable[[Any], str] | None = None
-) -> Callable[..., int]:
+def entry(command: str, default: Any, work: Callable, plan: Callable | None = None) -> Callable[..., int]:
     """The `main` of a command, which runs it with the arguments that it is given, by default the command line's."""
 
     def main(argv: list[str] | None = None) -> int:

@@ -288,10 +288,6 @@ class Routes:
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
         return self.default(pairs)
 
-    def each(self, change: Callable[[Retrieve], Retrieve]) -> "Routes":
-        """The same with every retriever changed."""
-        return Routes(change(self.default), {name: change(retrieve) for name, retrieve in self.of_source.items()})
-
 
 def retrieve_all(retrieve: Retrieve, asked: Sequence[tuple[Question, Search]]) -> list[list[Document] | Failure]:
     """What each search brings; those that the same retriever answers are one call of it, in the order of `asked`."""

@@ -27,17 +27,15 @@ from r3lite.settings.commands import (
     TuningSettings,
 )
 from r3lite.settings.common import CommandConfig, Common
-from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, TrajectorySettings
+from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, SourceSettings, TrajectorySettings
 from r3lite.settings.judge import JudgeSettings
-from r3lite.settings.memory import MemorySettings
-from r3lite.settings.model import LoraSettings, ModelSettings
+from r3lite.settings.model import LoraSettings, MemorySettings, ModelSettings
 from r3lite.settings.protocol import ProtocolSettings
 from r3lite.settings.retrieval import DocumentSettings, IndexSettings, ProcedureSettings, RetrievalSettings
 from r3lite.settings.rewards import RewardSettings
 from r3lite.settings.rl import RLSettings
 from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings
 from r3lite.settings.serve import LimitSettings, ModeSettings, ServerSettings
-from r3lite.settings.sources import SourceSettings
 from r3lite.settings.training import GuardSettings, OptimizerSettings, Schedule, TrackSettings, ValidationSettings
 
 

@@ -48,7 +48,7 @@ class RetrievalSettings(Section):
     top_k: Annotated[int, Bounds(low=1, high=1000)] = 5
     """passages per query; golden returns all gold paragraphs"""
     fusion: Literal["rrf", "weighted"] = "rrf"
-    """fuses the first 100 of both; rrf: reciprocal ranks, k = 60; weighted: scores, scaled to 0..1 in each (hybrid)"""
+    """how the first 100 of both lists are fused; rrf: reciprocal ranks, k = 60; weighted: scores in 0..1 (hybrid)"""
     lexical_weight: Fraction = 0.5
     """weight of the lexical score; the semantic one has the rest (hybrid, weighted)"""
     rerank: str | None = None
