@@ -56,16 +56,11 @@ def export(config: ExportConfig) -> None:
 
             exporter.write(settings, config.protocol.format, protocol, scores, output)
         if settings.push:
-            upload(settings, output)
-
-
-def upload(settings: ExportSettings, folder: Path) -> None:
-    """Prints what --push would upload, and uploads it if --yes was given."""
-    print(hub.summary(folder, settings.push, settings.push_as))
-    if settings.yes:
-        print(f"uploaded    {hub.push(folder, settings.push, settings.push_as)}")
-    else:
-        print("nothing was uploaded: look at the folder, then give the same command with --yes")
+            print(hub.summary(output, settings.push, settings.push_as))
+            if settings.yes:
+                print(f"uploaded    {hub.push(output, settings.push, settings.push_as)}")
+            else:
+                print("nothing was uploaded: look at the folder, then give the same command with --yes")
 
 
 main = command.entry("export", ExportConfig(), export)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
+from r3lite.core.config import UsageError, flag
 from r3lite.core.files import sole_writer
 from r3lite.settings import CommandConfig, DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
@@ -57,8 +57,7 @@ def check(config: IndexConfig) -> None:
     """Raises UsageError if settings of cutting are given with passages that are cut already."""
     cuts = config.index.documents or (config.index.add and Path(config.index.add).is_dir())
     if not cuts and (given := [n for n, v in vars(config.chunking).items() if v != vars(DocumentSettings())[n]]):
-        name = given[0].replace("_", "-")
-        raise UsageError(f"--{name} is about --documents; passages of JSONL files are taken as they are: leave it out")
+        raise UsageError(f"{flag(given[0])} is about --documents; JSONL files' passages stay as they are: leave it out")
 
 
 def plan(config: IndexConfig) -> str:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.command import refuse_another_run
 from r3lite.core.files import check_writable, sole_writer, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.hub import files_of, sha256
@@ -32,7 +31,7 @@ def prepare(config: PrepareConfig) -> None:
     check_writable(output)
     with sole_writer(output):
         if (output / MANIFEST).exists():
-            refuse_another_run(output / "config.toml", "prepare", config, output)
+            command.refuse_another_run(output / "config.toml", "prepare", config, output)
             print(f"{output} is prepared already")
         else:
             other = held_out(data, config.prepare.held_out)

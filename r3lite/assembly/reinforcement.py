@@ -117,8 +117,7 @@ def train(config: PpoConfig) -> None:
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
         if loop.train(run, trainer, oversight, spans):
-            message = f"done: {run.output / 'adapter'}{oversight.note()}; answers: {file}"
-            print(message + note_on(judge))
+            print(f"done: {run.output / 'adapter'}{oversight.note()}; answers: {file}{note_on(judge)}")
 
 
 def check(config: PpoConfig) -> None:

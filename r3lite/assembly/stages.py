@@ -99,6 +99,10 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         run_stage(title, commands, "evaluate", arguments)
         return Stage(name, folder, minutes)
 
+    def collected(title: str, output: Path, *more: str) -> None:
+        arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(output)]
+        run_stage(title, commands, "collect", [*arguments, "--limit", str(TRAJECTORIES), *more, *quick["collect"]])
+
     def taught(title: str, data: Path, adapter: Path) -> float:
         arguments = [*shared, *spoken, "--data", str(data), "--output", str(adapter)]
         return run_stage(title, commands, "sft", [*arguments, *LESSONS.get(settings.format, []), *quick["sft"]])
@@ -107,19 +111,15 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         passages = ["--corpus", str(world / "corpus.jsonl")]
         run_stage("index the encyclopedia", commands, "index", [*shared, *passages, "--output", str(out / "index")])
     trajectories = out / "trajectories.jsonl"
-    arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(trajectories)]
-    arguments += ["--limit", str(TRAJECTORIES), "--hurried-share", str(HURRIED), *quick["collect"]]
     title = f"collect trajectories for the cold start; {HURRIED:.0%} of them, on purpose, answer one hop too early"
-    run_stage(title, commands, "collect", arguments)
+    collected(title, trajectories, "--hurried-share", str(HURRIED))
     stages = [evaluated("base", None, 0.0)]
     minutes = taught("SFT: learn the step format and to copy what was read", trajectories, out / "sft")
     stages.append(evaluated("SFT", out / "sft", minutes))
     name, teacher_of_failures = settings.algorithm, []
     if ALGORITHMS[name].has_teacher:
         flawless, adapter = out / "flawless.jsonl", out / "teacher"
-        arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(flawless)]
-        arguments += ["--limit", str(TRAJECTORIES), *quick["collect"]]
-        run_stage("collect flawless trajectories for a teacher", commands, "collect", arguments)
+        collected("collect flawless trajectories for a teacher", flawless)
         taught("SFT of the teacher, another adapter of the same model", flawless, adapter)
         teacher_of_failures = ["--teacher", "tiny", "--teacher-adapter", str(adapter), "--teacher-quantize", "none"]
     arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]

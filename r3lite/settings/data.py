@@ -74,12 +74,9 @@ class SourceEntry(dict):
             raise UsageError(f"a source has no file: {given}")
         name = given.get("name", re.sub(r"[^\w-]+", "-", Path(file).stem).strip("-")[:64] or "data")
         super().__init__({"file": file, "weight": 1.0} | given | {"name": name})
-        self._check()
-
-    def _check(self) -> None:
-        name, weight, kind = self["name"], self["weight"], self.get("type")
+        weight, kind = self["weight"], self.get("type")
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,64}", name):
-            raise UsageError(f"the source of {self['file']} is named {name!r}; a name is of letters, digits, - and _")
+            raise UsageError(f"the source of {file} is named {name!r}; a name is of letters, digits, - and _")
         if type(weight) not in (int, float) or not 0 < weight <= MOST:
             raise UsageError(f"the source {name} has the weight {weight!r}; it must be a number above 0")
         for key, choices in (("type", TYPES), ("format", FORMATS)):
