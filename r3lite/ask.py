@@ -64,14 +64,13 @@ def lines(as_json: bool) -> Iterator[str]:
         yield line
 
 
-def main(argv: list[str] | None = None) -> int:
-    def plan(config: AskConfig) -> str:
-        from r3lite.assembly.answering import plan_memory
+def plan(config: AskConfig) -> str:
+    from r3lite.assembly.answering import plan_memory
 
-        return f"\nMemory, for an episode of {config.lengths.max_length} tokens\n{plan_memory(config, 1).table()}"
+    return f"\nMemory, for an episode of {config.lengths.max_length} tokens\n{plan_memory(config, 1).table()}"
 
-    return command.run("ask", AskConfig(), ask, argv, plan)
 
+main = command.entry("ask", AskConfig(), ask, plan)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

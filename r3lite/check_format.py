@@ -1,17 +1,12 @@
 """Shows how a format is written and how a turn in it is read: a check for a format of your own."""
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from r3lite.core import command
 from r3lite.core.episode import Document, Step
-from r3lite.core.errors import R3LiteError
-from r3lite.settings import CheckFormatSettings, Common, ProtocolSettings
-
-if TYPE_CHECKING:
-    from r3lite.protocols.base import Protocol
+from r3lite.core.files import read_text
+from r3lite.protocols.base import Protocol
+from r3lite.settings import CheckFormatSettings, CommandConfig, ProtocolSettings
 
 QUESTION = "Where was the director of Brenn born?"
 FOUND = (
@@ -21,12 +16,11 @@ FOUND = (
 
 
 @dataclass(frozen=True)
-class CheckFormatConfig:
+class CheckFormatConfig(CommandConfig):
     """Shows a sample episode as --format writes it, what of it the model writes and what is given to it, and how each
     turn is read; or, with --turn, how a turn of your own is read and what is wrong with it. Needs no model.
     """
 
-    common: Common = Common()
     check: CheckFormatSettings = CheckFormatSettings()
     protocol: ProtocolSettings = ProtocolSettings()
 
@@ -38,21 +32,17 @@ def check(config: CheckFormatConfig) -> None:
     if config.check.turn is None:
         show_sample(protocol)
         return
-    path = Path(config.check.turn)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise R3LiteError(f"--turn {path} cannot be read: {error}", "Name a UTF-8 text file with one turn.") from error
+    text = read_text(config.check.turn, "Name a UTF-8 text file with one turn.").replace("\r\n", "\n")
     earlier = sample(protocol)[: config.check.step - 1]
     show(protocol, protocol.parse(protocol.first_turn(text), earlier))
 
 
-def sample(protocol: "Protocol") -> list[Step]:
+def sample(protocol: Protocol) -> list[Step]:
     """The steps of the format's example, with documents."""
     return [step.with_documents([FOUND] * len(step.searches)) for step in protocol.example()]
 
 
-def show_sample(protocol: "Protocol") -> None:
+def show_sample(protocol: Protocol) -> None:
     """Prints the sample episode, each part under who writes it, and how each turn is read."""
     for shot in protocol.shots:
         print(f"-- the worked example, {shot['role']}\n{shot['content']}\n")
@@ -68,7 +58,7 @@ def show_sample(protocol: "Protocol") -> None:
     print(f"\n-- a turn ends at\n{' or '.join(map(repr, protocol.stop_strings))} or the end of the chat's turn")
 
 
-def show(protocol: "Protocol", step: Step) -> None:
+def show(protocol: Protocol, step: Step) -> None:
     """Prints what a step was understood to be, and its faults."""
     print(f"analysis: {step.analysis}")
     for search in step.searches:
@@ -83,9 +73,7 @@ def show(protocol: "Protocol", step: Step) -> None:
         print(f"fault {fault}: it {protocol.faults.get(fault, fault)}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("check_format", CheckFormatConfig(), check, argv)
-
+main = command.entry("check_format", CheckFormatConfig(), check)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

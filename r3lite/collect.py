@@ -4,7 +4,6 @@ itself and filtered.
 Both are given the student's prompts and the documents that their own queries brought, never the answer.
 """
 
-import sys
 import time
 from pathlib import Path
 
@@ -61,9 +60,7 @@ def write_trajectories(config: CollectConfig) -> None:
         raise R3LiteError("no trajectory was kept", "The table above says why.")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("collect", CollectConfig(), run, argv, plan)
-
+main = command.entry("collect", CollectConfig(), run, plan)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,13 +10,13 @@ from pathlib import Path
 import r3lite
 from r3lite.core import command
 from r3lite.core.errors import R3LiteError
-from r3lite.settings import Common, DoctorSettings
+from r3lite.settings import CommandConfig, DoctorSettings
 
 FILE = "~/.cache/r3lite/doctor.json"
 
 
 @dataclass(frozen=True)
-class DoctorConfig:
+class DoctorConfig(CommandConfig):
     """Checks what this machine can do and whether r3lite computes correctly, in about a minute, without a download.
 
     Each check is a line: ok; !! with what to do; -- with the reason why it does not apply here. If any failed, the exit
@@ -25,7 +24,6 @@ class DoctorConfig:
     default ~/.cache/r3lite/doctor.json, for a bug report: it holds no path and no name of yours.
     """
 
-    common: Common = Common()
     doctor: DoctorSettings = DoctorSettings()
 
 
@@ -60,18 +58,16 @@ def examine(config: DoctorConfig) -> None:
     report.make(BESIDE[0], beside_tensors, precision, driver, report.measured)
     seconds = time.perf_counter() - start
     facts = {key: hide(value) if isinstance(value, str) else value for key, value in asdict(here).items()}
-    write_json(
-        path,
-        {
-            "r3lite": r3lite.__version__,
-            "ok": not report.failed,
-            "seconds": round(seconds, 1),
-            "dtype": dtype_name(precision.dtype),
-            "machine": facts,
-            "speeds": asdict(speeds[0]) if speeds else None,
-            "checks": report.checks,
-        },
-    )
+    found = {
+        "r3lite": r3lite.__version__,
+        "ok": not report.failed,
+        "seconds": round(seconds, 1),
+        "dtype": dtype_name(precision.dtype),
+        "machine": facts,
+        "speeds": asdict(speeds[0]) if speeds else None,
+        "checks": report.checks,
+    }
+    write_json(path, found)
     print(f"\n{seconds:.0f} s; written to {path}, without a path or name of yours: send it with a bug report")
     if report.failed:
         message = f"{len(report.failed)} of {len(report.checks)} checks failed: {', '.join(report.failed)}"
@@ -87,9 +83,7 @@ def listing(config: DoctorConfig) -> str:
     return "\n".join(["\nChecks", *(f"  {name:<19} {about}" for name, about in lines)])
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("doctor", DoctorConfig(), examine, argv, listing)
-
+main = command.entry("doctor", DoctorConfig(), examine, listing)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

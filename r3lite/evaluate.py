@@ -1,6 +1,5 @@
 """Answers a question set with retrieval and scores it, in scores.json and predictions.jsonl; or compares two such."""
 
-import sys
 import time
 from pathlib import Path
 
@@ -50,24 +49,21 @@ def check_baseline(config: EvaluateConfig) -> None:
     if opening.searches and config.retrieval.retriever == "none":
         raise R3LiteError(f"--baseline {baseline} retrieves, and --retriever is none", "Choose a retriever.")
     if opening.searches and not protocol.searches:
-        raise R3LiteError(
-            f"--baseline {baseline} searches, and --format {config.protocol.format} has no search",
-            "Choose another baseline or format.",
-        )
+        cause = f"--baseline {baseline} searches, and --format {config.protocol.format} has no search"
+        raise R3LiteError(cause, "Choose another baseline or format.")
 
 
-def main(argv: list[str] | None = None) -> int:
-    def plan(config: EvaluateConfig) -> str:
-        from r3lite.assembly.answering import MANY, plan_memory
+def plan(config: EvaluateConfig) -> str:
+    from r3lite.assembly.answering import MANY, plan_memory
 
-        if config.evaluate.compare:
-            return ""
-        check_baseline(config)
-        told = plan_memory(config, config.data.limit or MANY, config.judge)
-        return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told.table()}"
+    if config.evaluate.compare:
+        return ""
+    check_baseline(config)
+    told = plan_memory(config, config.data.limit or MANY, config.judge)
+    return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told.table()}"
 
-    return command.run("evaluate", EvaluateConfig(), evaluate, argv, plan)
 
+main = command.entry("evaluate", EvaluateConfig(), evaluate, plan)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,5 @@
 """Exports a trained model: a merged folder for transformers, or a GGUF file for llama.cpp and Ollama, with a card."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +9,11 @@ from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.files import names_in, read_record, sole_writer
 from r3lite.exporting import hub
 from r3lite.exporting.files import FILES, is_export
-from r3lite.settings import Common, ExportSettings, ProtocolSettings
+from r3lite.settings import CommandConfig, ExportSettings, ProtocolSettings
 
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(CommandConfig):
     """Merges an adapter into its base and writes the result for other programs into the folder --output.
 
     python -m r3lite.export --adapter runs/ppo --output my-model
@@ -27,7 +26,6 @@ class ExportConfig:
     with base, settings, scores (--evaluation), prompt and a snippet, and for GGUF a Modelfile for Ollama.
     """
 
-    common: Common = Common()
     export: ExportSettings = ExportSettings()
     protocol: ProtocolSettings = ProtocolSettings()
 
@@ -44,7 +42,9 @@ def export(config: ExportConfig) -> None:
     if settings.yes:
         hub.token()  # before the merge, too
     protocol = build_protocol(config.protocol)
-    scores = read_scores(settings.evaluation)
+    scores = {}
+    if settings.evaluation:
+        scores = read_record(Path(settings.evaluation) / "scores.json", "Name the folder of an evaluation.").values
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
         if settings.push and is_export(output):
@@ -56,26 +56,14 @@ def export(config: ExportConfig) -> None:
 
             exporter.write(settings, config.protocol.format, protocol, scores, output)
         if settings.push:
-            upload(settings, output)
+            print(hub.summary(output, settings.push, settings.push_as))
+            if settings.yes:
+                print(f"uploaded    {hub.push(output, settings.push, settings.push_as)}")
+            else:
+                print("nothing was uploaded: look at the folder, then give the same command with --yes")
 
 
-def upload(settings: ExportSettings, folder: Path) -> None:
-    """Prints what --push would upload, and uploads it if --yes was given."""
-    print(hub.summary(folder, settings.push, settings.push_as))
-    if settings.yes:
-        print(f"uploaded    {hub.push(folder, settings.push, settings.push_as)}")
-    else:
-        print("nothing was uploaded: look at the folder, then give the same command with --yes")
-
-
-def read_scores(folder: str | None) -> dict:
-    """What scores.json in an evaluation's folder holds; empty without a folder."""
-    return read_record(Path(folder) / "scores.json", "Name the folder of an evaluation.").values if folder else {}
-
-
-def main(argv: list[str] | None = None) -> int:
-    return command.run("export", ExportConfig(), export, argv)
-
+main = command.entry("export", ExportConfig(), export)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,14 +1,13 @@
 """Builds a FAISS index of corpora or of a folder of documents, for `--index` of the other commands, and changes one."""
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
+from r3lite.core.config import UsageError, flag
 from r3lite.core.files import sole_writer
-from r3lite.settings import Common, DocumentSettings, IndexSettings
+from r3lite.settings import CommandConfig, DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
 from r3lite.settings.retrieval import collection_server
 
@@ -16,7 +15,7 @@ UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on 
 
 
 @dataclass(frozen=True)
-class IndexConfig:
+class IndexConfig(CommandConfig):
     """Encodes the passages of --documents or --corpus and writes them, their vectors and a manifest into the folder
     --output. What it left out of --documents is told, and all of it is in skipped.jsonl there. After a kill the same
     command goes on where it was. --add and --delete change an index that is there. With --output
@@ -26,7 +25,6 @@ class IndexConfig:
     only here the encoder may use a GPU.
     """
 
-    common: Common = Common()
     index: IndexSettings = IndexSettings()
     chunking: DocumentSettings = DocumentSettings()
 
@@ -59,8 +57,7 @@ def check(config: IndexConfig) -> None:
     """Raises UsageError if settings of cutting are given with passages that are cut already."""
     cuts = config.index.documents or (config.index.add and Path(config.index.add).is_dir())
     if not cuts and (given := [n for n, v in vars(config.chunking).items() if v != vars(DocumentSettings())[n]]):
-        name = given[0].replace("_", "-")
-        raise UsageError(f"--{name} is about --documents; passages of JSONL files are taken as they are: leave it out")
+        raise UsageError(f"{flag(given[0])} is about --documents; JSONL files' passages stay as they are: leave it out")
 
 
 def plan(config: IndexConfig) -> str:
@@ -84,9 +81,7 @@ def plan(config: IndexConfig) -> str:
     return f"Estimate\n  {chosen.told()}{assumed}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("index", IndexConfig(), work, argv, plan)
-
+main = command.entry("index", IndexConfig(), work, plan)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

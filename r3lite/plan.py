@@ -55,9 +55,7 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
         workload = round_workload(config)
     if config.elsewhere.card:
         if config.model.device not in ("auto", "cuda"):
-            raise UsageError(
-                f"--card plans for a CUDA card, and --device is {config.model.device}: leave one of them out"
-            )
+            raise UsageError(f"--card plans for a CUDA card, and --device is {config.model.device}: leave one out")
         return plan_for_card(config.elsewhere.card, workload, config.model.dtype, config.memory, sampling)
     return make_plan(workload, config.memory, sampling)
 
@@ -100,4 +98,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -3,7 +3,6 @@
 The trainer is in assembly/reinforcement.py.
 """
 
-import sys
 from collections import Counter
 
 from r3lite.core import command
@@ -22,9 +21,8 @@ def plan(config: PpoConfig) -> str:
     from r3lite.assembly.rl_setup import plan_memory
 
     check(config)
-    told, held_out = plan_memory(config).table(), config.validation
-    told += told_of_sources(config)
-    if held_out.eval_data:
+    told = plan_memory(config).table() + told_of_sources(config)
+    if (held_out := config.validation).eval_data:
         told += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
         told += f"first round, every {held_out.eval_every} and after the last"
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told}"
@@ -45,9 +43,7 @@ def told_of_sources(config: PpoConfig) -> str:
     return f"\n\n{told}\n{len(questions)} questions; {rounds} rounds of {size}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("ppo", PpoConfig(), train, argv, plan)
-
+main = command.entry("ppo", PpoConfig(), train, plan)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,29 +1,26 @@
 """Draws questions to train on, to choose by and to test on from a data set, once, into files of JSON lines."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.command import refuse_another_run
 from r3lite.core.files import check_writable, sole_writer, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.hub import files_of, sha256
 from r3lite.datasets.splits import draw, held_out
-from r3lite.settings import Common, PrepareSettings, QuestionSettings
+from r3lite.settings import CommandConfig, PrepareSettings, QuestionSettings
 
 PROCESSED = Path("data/processed")
 MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class PrepareConfig:
+class PrepareConfig(CommandConfig):
     """Draws train.jsonl, dev.jsonl and test.jsonl from a data set such as hotpotqa, 2wiki or musique, or from a file of
     your own, into data/processed/NAME (or --output): rows as they are in the data set, in its order, no question in two
     of them. manifest.json has the checksums of what they were drawn from. A folder that has it is left as it is.
     """
 
-    common: Common = Common()
     data: QuestionSettings = QuestionSettings()
     prepare: PrepareSettings = PrepareSettings()
 
@@ -34,7 +31,7 @@ def prepare(config: PrepareConfig) -> None:
     check_writable(output)
     with sole_writer(output):
         if (output / MANIFEST).exists():
-            refuse_another_run(output / "config.toml", "prepare", config, output)
+            command.refuse_another_run(output / "config.toml", "prepare", config, output)
             print(f"{output} is prepared already")
         else:
             other = held_out(data, config.prepare.held_out)
@@ -49,9 +46,7 @@ def prepare(config: PrepareConfig) -> None:
     print(f"next: python -m r3lite.collect --data {output / 'train.jsonl'}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("prepare", PrepareConfig(), prepare, argv)
-
+main = command.entry("prepare", PrepareConfig(), prepare)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,26 +1,24 @@
 """Lists, checks and adds procedures, and shows which one fits a question."""
 
-import sys
 from dataclasses import dataclass
 
 from r3lite.core import command
 from r3lite.core.config import UsageError
 from r3lite.core.episode import folded
 from r3lite.core.errors import R3LiteError
-from r3lite.settings import Common, ProcedureFileSettings, ProcedureSettings, RetrievalSettings
+from r3lite.settings import CommandConfig, ProcedureFileSettings, ProcedureSettings, RetrievalSettings
 
 NONE = "none fits: nothing would stand before the question"
 
 
 @dataclass(frozen=True)
-class ProceduresConfig:
+class ProceduresConfig(CommandConfig):
     """Checks a JSON file of procedures and lists them: python -m r3lite.procedures --procedures mine.json
 
     With --add, those of another file are written into it; with --match, which of them fits a question, and why. Pass
     the file to ask, serve and evaluate as --procedures.
     """
 
-    common: Common = Common()
     file: ProcedureFileSettings = ProcedureFileSettings()
     procedures: ProcedureSettings = ProcedureSettings()
 
@@ -39,9 +37,7 @@ def procedures(config: ProceduresConfig) -> None:
         names = {folded(p.name) for p in found}
         more = read_procedures(given.add)
         if twice := [p.name for p in more if folded(p.name) in names]:
-            raise R3LiteError(
-                f"{path} has a procedure named {twice[0]} already", "Give it another name, or change it in the file."
-            )
+            raise R3LiteError(f"{path} has a procedure named {twice[0]} already", "Rename it, or change the other.")
         found += more
         write_text(path, to_json(found))
         print(f"added {len(more)} to {path}")
@@ -72,9 +68,7 @@ def show_match(config: ProceduresConfig) -> None:
     print(f"\n{found.told() if found else NONE}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("procedures", ProceduresConfig(), procedures, argv)
-
+main = command.entry("procedures", ProceduresConfig(), procedures)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -3,8 +3,6 @@
 Every stage is the command that a user would run, with the arguments printed; nothing is downloaded.
 """
 
-import sys
-
 from r3lite.core import command
 from r3lite.settings import QuickstartConfig
 
@@ -18,9 +16,7 @@ def run_all_stages(config: QuickstartConfig) -> None:
     stages.run_all_stages(config, commands)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("quickstart", QuickstartConfig(), run_all_stages, argv)
-
+main = command.entry("quickstart", QuickstartConfig(), run_all_stages)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,5 @@
 """One self-contained HTML page of a run, or of several side by side."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +11,14 @@ from r3lite.reports import png
 from r3lite.reports.data import read_data
 from r3lite.reports.page import Report, html
 from r3lite.reports.run import Run, read_runs
-from r3lite.settings import Common, ReportSettings
+from r3lite.settings import CommandConfig, ReportSettings
 
 PAGE = "report.html"
 EVERY = 10  # seconds between two looks at a run that goes on
 
 
 @dataclass(frozen=True)
-class ReportConfig:
+class ReportConfig(CommandConfig):
     """Writes a page of what a run did: python -m r3lite.report runs/ppo
 
     Names of several folders put their runs side by side; a folder that holds runs, such as quickstart's, stands for
@@ -28,7 +27,6 @@ class ReportConfig:
     documents and rewards. It is written to --output, by default report.html in the first folder that is named.
     """
 
-    common: Common = Common()
     report: ReportSettings = ReportSettings()
 
 
@@ -87,9 +85,7 @@ def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
     return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("report", ReportConfig(), report, argv)
-
+main = command.entry("report", ReportConfig(), report)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,7 +1,6 @@
 """Measures a retriever: recall of the gold paragraphs when the question itself is the query; or shows one query."""
 
 import dataclasses
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from r3lite.core import command
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Failure, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.settings import Common, DataSettings, RetrievalSettings, RetrieveSettings
+from r3lite.settings import CommandConfig, DataSettings, RetrievalSettings, RetrieveSettings
 
 if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so that --help answers at once
     from r3lite.retrieval.setup import Setup
@@ -20,7 +19,7 @@ SHOWN = 160  # characters of a passage that --query prints
 
 
 @dataclass(frozen=True)
-class RetrieveConfig:
+class RetrieveConfig(CommandConfig):
     """Recall of a retriever at 2, 5, 10 (and --top-k): the share of a question's gold paragraphs among the first so
     many passages that the question's own text brings, averaged over questions. Written to recall.json in --output.
 
@@ -28,7 +27,6 @@ class RetrieveConfig:
     server that answers POST /retrieve as Search-R1's does, and with --rerank POST /rerank.
     """
 
-    common: Common = Common()
     retrieve: RetrieveSettings = RetrieveSettings()
     data: DataSettings = DataSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
@@ -43,9 +41,7 @@ def retrieve(config: RetrieveConfig) -> None:
     elif config.data.data:
         measure_recall(config)
     else:
-        raise UsageError(
-            "--data is missing: a question file of any supported format, or name,subset,split; or --query, or --serve"
-        )
+        raise UsageError("--data is missing: a question file, or name,subset,split; or pass --query or --serve")
 
 
 def answer_queries(config: RetrieveConfig) -> None:
@@ -55,9 +51,7 @@ def answer_queries(config: RetrieveConfig) -> None:
     if config.retrieve.query or config.retrieve.gap_report:
         raise UsageError("--serve answers the queries of others: leave --query and --gap-report out")
     if config.retrieval.context == "question" or config.retrieval.retriever in ("golden", "none"):
-        raise UsageError(
-            "--serve has queries and no questions of --data: leave --context question, golden and none out"
-        )
+        raise UsageError("--serve has no questions of --data: leave --context question, golden and none out")
     serve(read_setup(config, config.retrieval.top_k), config.retrieve.host, config.retrieve.port)
 
 
@@ -102,18 +96,14 @@ def measure_recall(config: RetrieveConfig) -> None:
     setup = read_setup(config, cuts[-1])
     known = [q for q in setup.questions if q.gold]
     if not known:
-        raise R3LiteError(
-            f"no question in {config.data.data} has gold paragraphs, so there is no recall to measure",
-            "Use a HotpotQA, 2WikiMultiHopQA or MuSiQue file.",
-        )
+        remedy = "Use a HotpotQA, 2WikiMultiHopQA or MuSiQue file."
+        raise R3LiteError(f"no question in {config.data.data} has gold paragraphs to measure recall by", remedy)
     recall.measure(setup, known, cuts, output)
     if config.retrieve.gap_report:
         gaps.write_gaps(setup.documents, known, cuts, Path(config.retrieve.gap_report))
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("retrieve", RetrieveConfig(), retrieve, argv)
-
+main = command.entry("retrieve", RetrieveConfig(), retrieve)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,5 @@
 """Serves a trained model: a web page, an API of its own and OpenAI's, for several people and adapters at once."""
 
-import sys
 import time
 
 from r3lite.core import command
@@ -46,14 +45,13 @@ def serve(config: ServeConfig) -> None:
         uvicorn.Server(settings).run(sockets=[listening])
 
 
-def main(argv: list[str] | None = None) -> int:
-    def plan(config: ServeConfig) -> str:
-        from r3lite.assembly.answering_live import plan_lanes
+def plan(config: ServeConfig) -> str:
+    from r3lite.assembly.answering_live import plan_lanes
 
-        return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_lanes(config).table()}"
+    return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_lanes(config).table()}"
 
-    return command.run("serve", ServeConfig(), serve, argv, plan)
 
+main = command.entry("serve", ServeConfig(), serve, plan)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

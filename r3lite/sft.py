@@ -3,8 +3,6 @@
 The trainer is in assembly/supervised.py.
 """
 
-import sys
-
 from r3lite.core import command
 from r3lite.settings import SftConfig
 
@@ -32,9 +30,7 @@ def plan(config: SftConfig) -> str:
     return message + f"{count} rows, {held_out} more held out; {steps}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("sft", SftConfig(), train, argv, plan)
-
+main = command.entry("sft", SftConfig(), train, plan)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

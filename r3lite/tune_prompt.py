@@ -1,6 +1,5 @@
 """Improves a prompt file by critiques of its results."""
 
-import sys
 import time
 from pathlib import Path
 
@@ -76,9 +75,7 @@ def plan(config: TunePromptConfig) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("tune_prompt", TunePromptConfig(), tune, argv, plan)
-
+main = command.entry("tune_prompt", TunePromptConfig(), tune, plan)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

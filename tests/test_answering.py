@@ -3,7 +3,7 @@
 import pytest
 
 from r3lite.ask import AskConfig
-from r3lite.assembly.answering import warn_of_other_format
+from r3lite.assembly.policy import warn_of_other_format
 from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve, to_toml
 from r3lite.settings import SftConfig

@@ -183,7 +183,7 @@ def test_usual_settings_are_those_of_the_preset():
 
 def loads(base, cache):
     """The folders of NF4 weights that the cache holds after a start."""
-    made = policy._load_nf4(base, Precision(torch.float32, torch.device("cpu")), str(cache))
+    made = policy.load_frozen(base, Precision(torch.float32, torch.device("cpu")), True, str(cache))
     assert made.config.rope_theta == json.loads((base / "config.json").read_text())["rope_theta"]
     return sorted(path.name for path in cache.iterdir())
 

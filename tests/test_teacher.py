@@ -78,13 +78,16 @@ def test_a_cache_that_was_stopped_goes_on_and_is_the_same_to_the_bit(trajectorie
             raise KeyboardInterrupt
         write(folder, number, *rest)
 
-    monkeypatch.setattr(teacher, "write_part", stops)
+    monkeypatch.setattr(teacher_logprobs, "write_part", stops)
     assert collected(trajectories, tmp_path / "parts") == 130
     with pytest.raises(R3LiteError, match="no complete cache of log-probabilities: it has no manifest"):
         lessons(tmp_path / "parts")
-    monkeypatch.setattr(
-        teacher, "write_part", lambda folder, number, *rest: written.append(number) or write(folder, number, *rest)
-    )
+
+    def counted(folder, number, *rest):
+        written.append(number)
+        write(folder, number, *rest)
+
+    monkeypatch.setattr(teacher_logprobs, "write_part", counted)
     assert collected(trajectories, tmp_path / "parts") == 0
     assert written == [1, 2]
     assert collected(trajectories, tmp_path / "parts") == 0 and written == [1, 2]  # nothing is left to do

@@ -1,38 +1,35 @@
 """Sets up the engine that answers questions with a trained model, its memory plan and its retriever; used by evaluate,
 ask, serve and collect."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from r3lite.core.config import UsageError, flag
+from r3lite.assembly.policy import load_policy, warn_of_other_format
+from r3lite.core.config import UsageError
 from r3lite.core.episode import Episode, Retrieve
-from r3lite.settings import AnsweringConfig, JudgeSettings, ProtocolSettings, SamplingConfig
-
-if TYPE_CHECKING:  # torch is loaded after the arguments are read, so that --help answers at once
-    from r3lite.memory.plan import Plan
-    from r3lite.retrieval.procedures import Finder
-    from r3lite.rollout.engine import Engine
+from r3lite.memory.plan import Plan, make_plan
+from r3lite.memory.workloads import evaluate_workload
+from r3lite.models.weights import resolve_folder
+from r3lite.protocols.registry import build_protocol
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.transcript import OPENINGS, Layout
+from r3lite.retrieval.procedures import Finder, open_finder
+from r3lite.retrieval.retriever import build_retriever
+from r3lite.retrieval.setup import Setup
+from r3lite.rollout.engine import Engine
+from r3lite.rollout.sampling import Sampler
+from r3lite.settings import AnsweringConfig, JudgeSettings, SamplingConfig
 
 MANY = 1000  # questions of a dry run without --limit, which does not count them
 
 
 def build_engine(
     config: SamplingConfig, questions: int, baseline: str = "none", judge: JudgeSettings | None = None
-) -> "Engine":
+) -> Engine:
     """The engine of the settings' model and adapter, its memory planned for `questions` questions.
 
     The plan includes a `judge` that is loaded beside the model.
     """
-    from r3lite.assembly.policy import load_policy
-    from r3lite.models.weights import resolve_folder
-    from r3lite.protocols.registry import build_protocol
-    from r3lite.protocols.tokenizer import Tokenizer
-    from r3lite.protocols.transcript import OPENINGS, Layout
-    from r3lite.rollout.engine import Engine
-    from r3lite.rollout.sampling import Sampler
-
     # Prompts and plan come first: what is wrong with them is told before a model is downloaded.
     opening, plan = OPENINGS[baseline], plan_memory(config, questions, judge)
     protocol = build_protocol(config.protocol, opening)
@@ -45,36 +42,14 @@ def build_engine(
     return Engine(policy.model, layout, sampler, policy.grant, autocast=policy.precision.autocast)
 
 
-def plan_memory(config: SamplingConfig, questions: int, judge: JudgeSettings | None = None) -> "Plan":
+def plan_memory(config: SamplingConfig, questions: int, judge: JudgeSettings | None = None) -> Plan:
     """The memory plan of answering `questions` questions, and of a judge that is loaded beside the model."""
-    from r3lite.memory.plan import make_plan
-    from r3lite.memory.workloads import evaluate_workload
-
     workload = evaluate_workload(config.model, config.lengths, config.retrieval, questions, judge)
     return make_plan(workload, config.memory, config.sampling)
 
 
-def warn_of_other_format(adapter: str | None, protocol: ProtocolSettings) -> None:
-    """Warns if an adapter was trained on another step format or other prompts, as far as its run folder tells."""
-    from r3lite.training.earlier_run import settings_of
-
-    if adapter is None:
-        return
-    then = settings_of(adapter)
-    now = {name: "none" if value is None else value for name, value in vars(protocol).items()}  # as in a file
-    other = [f"{flag(name)} {then[name]} (here {now[name]})" for name in now if then.get(name, now[name]) != now[name]]
-    if other:
-        message = f"{adapter} was trained with {', '.join(other)}: what it learned may not show"
-        print(f"warning: {message}", file=sys.stderr)
-
-
-def open_retriever(config: AnsweringConfig) -> tuple[Retrieve, "Finder | None"]:
+def open_retriever(config: AnsweringConfig) -> tuple[Retrieve, Finder | None]:
     """The retriever of the settings, which must do without questions of a data set, and what finds procedures."""
-    from r3lite.protocols.registry import build_protocol
-    from r3lite.retrieval.procedures import open_finder
-    from r3lite.retrieval.retriever import build_retriever
-    from r3lite.retrieval.setup import Setup
-
     settings, protocol = config.retrieval, build_protocol(config.protocol)
     settings.check_sources(protocol.plans)
     if not protocol.searches:

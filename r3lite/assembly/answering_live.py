@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from r3lite.assembly import policy
-from r3lite.assembly.answering import warn_of_other_format, why_no_answer
+from r3lite.assembly.answering import why_no_answer
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.core.errors import R3LiteError
@@ -119,13 +119,8 @@ class LiveAnswers:
         if self.finder:
             question = self.finder.before(question)
         question = replace(question, earlier=self._earlier(ask, kind, question.procedure))
-        sequence = Visitor(
-            question,
-            stream=random.Random(seed),
-            adapter=self._switch(ask.adapter),
-            sampler=sampler,
-            most=ask.max_tokens,
-        )
+        stream, adapter = random.Random(seed), self._switch(ask.adapter)
+        sequence = Visitor(question, stream=stream, adapter=adapter, sampler=sampler, most=ask.max_tokens)
         layout.open(sequence)
         growing = Growing(ask, sequence, layout.protocol, tell)
         sequence.listener = Listener(growing.hear, growing.look)
@@ -191,7 +186,7 @@ def load_adapters(folder: Path, config: ServeConfig, folders: dict[str, str | No
     for name, adapter in folders.items():
         if adapter is not None:
             policy.check_base(replace(config.model, adapter=adapter), fingerprint)
-            warn_of_other_format(adapter, config.protocol)
+            policy.warn_of_other_format(adapter, config.protocol)
             lora.load_adapter(loaded.model, name, adapter, trainable=False)
     return loaded
 
@@ -199,7 +194,7 @@ def load_adapters(folder: Path, config: ServeConfig, folders: dict[str, str | No
 def tolerant(retrieve: Retrieve) -> Retrieve:
     """The same retriever, but an error that would end a run, such as a hundred failures in a row, fails its queries."""
     if isinstance(retrieve, Routes):
-        return retrieve.each(tolerant)
+        return Routes(tolerant(retrieve.default), {name: tolerant(own) for name, own in retrieve.of_source.items()})
 
     def found(pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
         try:

@@ -30,7 +30,8 @@ def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dic
     tokenizer, prompts = Tokenizer.load(folder), None
     if settings.prompts:
         layout = Layout(tokenizer, protocol, LengthSettings())
-        prompts = [layout.prompt(question) for question in questions(settings)]
+        path = settings.questions or str(shipped("data", "world", "test.jsonl"))
+        prompts = [layout.prompt(question.text) for question in islice(read_questions(path), settings.prompts)]
     model = weights.load_qwen2(folder, torch.float32, "cpu")
     lora.load_adapter(model, "trained", settings.adapter, trainable=False)
     lora.set_adapter(model, "trained")
@@ -39,15 +40,14 @@ def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dic
     written = output / file if file else output
     if merged := settings.form in ("folder", "gguf"):
         lora.merge_adapter(model, "trained")
-    if settings.form == "gguf":
+    if settings.form.startswith("gguf"):
         from r3lite.exporting import gguf  # needs an extra
 
+    if settings.form == "gguf":
         gguf.write(model, folder, written, settings.weights, name)
         gguf.fill(model, written)
         write_text(output / MODELFILE, modelfile(GGUF, protocol))
     elif settings.form == "gguf-adapter":
-        from r3lite.exporting import gguf
-
         gguf.write_adapter(model, "trained", written, settings.weights, name)
         gguf.fill_adapter(model, "trained", written)
     elif settings.form == "adapter":
@@ -79,9 +79,3 @@ def in_folder(model: Qwen2, source: Path, output: Path, settings: ExportSettings
         quantized = weights.load_qwen2(dense, torch.float32, "cpu", quantize=True)
         weights.save_nf4(quantized, dense, output)
     return weights.load_qwen2(output, torch.float32, "cpu")
-
-
-def questions(settings: ExportSettings) -> list[str]:
-    """The first --prompts questions."""
-    path = settings.questions or str(shipped("data", "world", "test.jsonl"))
-    return [question.text for question in islice(read_questions(path), settings.prompts)]

@@ -140,19 +140,15 @@ class LocalClient:
             return Listener(lambda text: None, lambda sequence: take(key, self._reply(sequence, request)))
 
         longest = max(request.max_output_tokens for request in requests.values())
-        engine = self._load(LengthSettings(max_new_tokens=longest, max_length=self.work.row_tokens))
+        lengths = LengthSettings(max_new_tokens=longest, max_length=self.work.row_tokens)
+        grant, sampler = Grant(self.work.memory), Sampler(self.settings.judge_temperature or 0.0)
+        model = load_frozen(self.folder, self.precision, self.work.memory.nf4, self.nf4_cache).eval()
+        activation_checkpointing.enable(model, grant)
+        layout = Layout(self.tokenizer, Chat(), lengths)
+        engine = Engine(model, layout, sampler, grant, autocast=self.precision.autocast)
         listeners = [listener(key, request) for key, request in requests.items()]
         questions = [as_question(request) for request in requests.values()]
         engine.run(questions, list(requests), lambda pairs: [[] for _ in pairs], listeners=listeners)
-
-    def _load(self, lengths: LengthSettings) -> Engine:
-        model = load_frozen(self.folder, self.precision, self.work.memory.nf4, self.nf4_cache)
-        grant = Grant(self.work.memory)
-        activation_checkpointing.enable(model, grant)
-        sampler = Sampler(self.settings.judge_temperature or 0.0)
-        return Engine(
-            model.eval(), Layout(self.tokenizer, Chat(), lengths), sampler, grant, autocast=self.precision.autocast
-        )
 
     def _reply(self, sequence: Sequence, request: Request) -> Reply:
         """The reply that a finished sequence is. What it may write is its own limit, whatever others may."""

@@ -25,8 +25,9 @@ from r3lite.models import activation_checkpointing, compiled, lora, weights
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.qwen2_config import is_nf4, read_config
 from r3lite.models.value_head import ValueHead
-from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings
+from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings, ProtocolSettings
 from r3lite.training import optim
+from r3lite.training.earlier_run import settings_of
 from r3lite.training.state import Stateful, TrainState
 
 POLICY, REFERENCE = "policy", "reference"  # names of the adapters
@@ -87,7 +88,12 @@ def load_policy(
         check_base(settings, fingerprint)
         if training:
             _check_shape(settings.adapter, training)
-    model, precision = _load_base(folder, settings, memory, plan)
+    device = resolve_device(settings.device)
+    precision = Precision(resolve_dtype(settings.dtype, device), device)
+    announce(plan)
+    enforce(plan, device)
+    warn_of_slow_fp16(precision)
+    model = load_frozen(folder, precision, plan.memory.nf4, memory.nf4_cache)
     if settings.adapter:
         lora.load_adapter(model, POLICY, settings.adapter, trainable=training is not None)
     elif training:
@@ -98,7 +104,7 @@ def load_policy(
     if settings.adapter or training:
         lora.set_adapter(model, POLICY)
     if settings.compile:
-        _compile(model, precision.device, plan.memory.nf4 or is_nf4(folder))
+        _compile(model, device, plan.memory.nf4 or is_nf4(folder))
     if training is None:
         grant = Grant(plan.memory)
         activation_checkpointing.enable(model, grant)
@@ -109,7 +115,7 @@ def load_policy(
         reference = REFERENCE
     groups = _adapter_groups(lora.adapter_parameters(model, POLICY), training.optimizer)
     if training.critic_learning_rate is not None:
-        critic = ValueHead(model.config.hidden_size).to(precision.device)
+        critic = ValueHead(model.config.hidden_size).to(device)
         named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
         groups.append(optim.Group(named, training.critic_learning_rate))
     optimizer = optim.adamw(groups, training.optimizer.weight_decay)
@@ -132,28 +138,34 @@ def check_lengths(folder: Path, ids: int, longest: int) -> None:
     """Refuses token ids without a row in the embedding, and rows that are longer than the model was made for."""
     config = read_config(folder)
     if ids > config.vocab_size:
-        raise R3LiteError(
-            f"the tokenizer in {folder} has token ids up to {ids - 1}, and the model's embedding {config.vocab_size} "
-            "rows (vocab_size in config.json)",
-            "Copy tokenizer.json and config.json from the same model.",
-        )
-    if longest > config.max_position_embeddings:
-        raise R3LiteError(
-            f"rows of {longest} tokens are asked for, and the model in {folder} was made for "
-            f"{config.max_position_embeddings} (max_position_embeddings in config.json)",
-            f"Pass --max-length {config.max_position_embeddings} or less.",
-        )
+        rows = f"{config.vocab_size} rows (vocab_size in config.json)"
+        cause = f"the tokenizer in {folder} has token ids up to {ids - 1}, and the model's embedding {rows}"
+        raise R3LiteError(cause, "Copy tokenizer.json and config.json from the same model.")
+    if longest > (most := config.max_position_embeddings):
+        made_for = f"{most} (max_position_embeddings in config.json)"
+        cause = f"rows of {longest} tokens are asked for, and the model in {folder} was made for {made_for}"
+        raise R3LiteError(cause, f"Pass --max-length {most} or less.")
 
 
 def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
     """Refuses the adapter of another base. One whose base is not recorded is taken: only its shapes tell then."""
     name, trained_on = lora.read_base(settings.adapter)
     if fingerprint and trained_on and trained_on != fingerprint:
-        raise R3LiteError(
-            f"the adapter {settings.adapter} was trained on another base: {name} with the fingerprint {trained_on}, "
-            f"while --model {settings.model} has {fingerprint}",
-            "Pass the --model that it was trained on, or an adapter of this one.",
-        )
+        cause = f"the adapter {settings.adapter} was trained on another base: {name} with the fingerprint {trained_on}"
+        remedy = "Pass the --model that it was trained on, or an adapter of this one."
+        raise R3LiteError(f"{cause}, while --model {settings.model} has {fingerprint}", remedy)
+
+
+def warn_of_other_format(adapter: str | None, protocol: ProtocolSettings) -> None:
+    """Warns if an adapter was trained on another step format or other prompts, as far as its run folder tells."""
+    if adapter is None:
+        return
+    then = settings_of(adapter)
+    now = {name: "none" if value is None else value for name, value in vars(protocol).items()}  # as in a file
+    other = [f"{flag(name)} {then[name]} (here {now[name]})" for name in now if then.get(name, now[name]) != now[name]]
+    if other:
+        message = f"{adapter} was trained with {', '.join(other)}: what it learned may not show"
+        print(f"warning: {message}", file=sys.stderr)
 
 
 def _check_shape(adapter: str, training: Training) -> None:
@@ -164,10 +176,8 @@ def _check_shape(adapter: str, training: Training) -> None:
         asked, usual = getattr(training.fresh, name), getattr(training.usual, name)
         same = set(asked) == set(value) if name == "lora_targets" else asked == value
         if asked != usual and not same:
-            raise R3LiteError(
-                f"{flag(name)} is {asked}, and the adapter {adapter} has {value}",
-                "Leave that setting out, as an adapter keeps its shape; or leave --adapter out to train a fresh one.",
-            )
+            remedy = "Leave that setting out, as an adapter keeps its shape; or leave --adapter out for a fresh one."
+            raise R3LiteError(f"{flag(name)} is {asked}, and the adapter {adapter} has {value}", remedy)
 
 
 def _compile(model: Qwen2, device: torch.device, nf4: bool) -> None:
@@ -192,26 +202,14 @@ def _compile(model: Qwen2, device: torch.device, nf4: bool) -> None:
     print(f"compiled in {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
-def _load_base(folder: Path, settings: ModelSettings, memory: MemorySettings, plan: Plan) -> tuple[Qwen2, Precision]:
-    """The frozen model of a folder in the run's dtype and on its device; in NF4 if the plan says so."""
-    device = resolve_device(settings.device)
-    precision = Precision(resolve_dtype(settings.dtype, device), device)
-    announce(plan)
-    enforce(plan, device)
-    warn_of_slow_fp16(precision)
-    return load_frozen(folder, precision, plan.memory.nf4, memory.nf4_cache), precision
-
-
 def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None) -> Qwen2:
-    """The model of a folder, dense or in NF4; see --nf4-cache for `cache`."""
-    return _load_nf4(folder, precision, cache) if nf4 else weights.load_qwen2(folder, precision.dtype, precision.device)
+    """The model of a folder, dense or in NF4.
 
-
-def _load_nf4(folder: Path, precision: Precision, cache: str | None) -> Qwen2:
-    """The model in NF4. The quantized weights are kept in the folder `cache` for the next start with the same files."""
+    Quantized weights are kept in the folder `cache` (--nf4-cache) for the next start with the same files.
+    """
     dtype, device = precision.dtype, precision.device
-    if cache is None or is_nf4(folder):
-        return weights.load_qwen2(folder, dtype, device, quantize=True)
+    if not nf4 or cache is None or is_nf4(folder):
+        return weights.load_qwen2(folder, dtype, device, quantize=nf4)
     kept = Path(cache).expanduser() / f"{folder.resolve().name}-nf4-{_state_of(folder, dtype)}"
     if kept.is_dir():
         return weights.load_qwen2(kept, dtype, device)

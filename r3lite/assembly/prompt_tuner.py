@@ -163,12 +163,9 @@ class PromptTuner:
         if capped:
             self.capped = capped[0]
         elif failed and len(failed) == len(replies):
-            detail = f" ({failed[0].detail})" if failed[0].detail else ""
-            raise R3LiteError(
-                f"none of the critic's {len(replies)} replies can be used; the first: "
-                f"{FAILURES[failed[0].failure]}{detail}",
-                f"Look at the reason, and {AGAIN}",
-            )
+            reason = ": ".join(filter(None, (FAILURES[failed[0].failure], failed[0].detail)))
+            cause = f"none of the critic's {len(replies)} replies can be used; the first: {reason}"
+            raise R3LiteError(cause, f"Look at the reason, and {AGAIN}")
         return replies
 
     def add(self, candidate: Candidate, edit: Reply) -> None:
@@ -204,9 +201,8 @@ class PromptTuner:
         run = replace(self.engine, layout=layout).run
         episodes = [sequence.episode() for sequence in run(pool.questions, seeds, pool.retrieve, title)]
         if failed := [episode.failure for episode in episodes if episode.failure]:
-            raise R3LiteError(
-                f"the retriever failed at {len(failed)} questions: {failed[0]}", f"Mend that, and {AGAIN}"
-            )
+            cause = f"the retriever failed at {len(failed)} questions: {failed[0]}"
+            raise R3LiteError(cause, f"Mend that, and {AGAIN}")
         return episodes
 
     def score(self, candidate: Candidate, title: str) -> None:
@@ -226,17 +222,11 @@ class PromptTuner:
         print(f"{name}: {message}", file=sys.stderr)
 
     def close(self, number: int) -> None:
-        """Ends a round, with what it gained."""
-        before = self.history.rounds[-1].best if number else 0
-        gained = self.gain(before, self.history.best.id)
-        self.history.close(
-            Round(number, self.history.best.id, *(gained[key] for key in ("difference", "low", "high", "p")))
-        )
-
-    def gain(self, a: int, b: int) -> dict:
-        """How much better prompt `b` is than prompt `a`, by paired bootstrap; see evaluation.comparisons.compare."""
-        ours, theirs = (self.marks_of(self.history.candidates[id]) for id in (a, b))
-        return compare(ours, theirs, self.config.common.seed)[self.config.tuning.metric]
+        """Ends a round: how much better the best prompt is than the one before it, by paired bootstrap."""
+        before, best = self.history.rounds[-1].best if number else 0, self.history.best.id
+        ours, theirs = (self.marks_of(self.history.candidates[id]) for id in (before, best))
+        gain = compare(ours, theirs, self.config.common.seed)[self.config.tuning.metric]
+        self.history.close(Round(number, best, *(gain[key] for key in ("difference", "low", "high", "p"))))
 
     def marks_of(self, candidate: Candidate) -> list[Marks]:
         remedy = "Begin with another --output."

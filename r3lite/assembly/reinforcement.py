@@ -92,10 +92,8 @@ def train(config: PpoConfig) -> None:
     with RunFolder("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,)) as run:
         questions = read_questions_of(config.data, config.mixture)
         if config.rl.expand_limit and not any(question.gold for question in questions):
-            raise R3LiteError(
-                "no question of --data or [[sources]] has gold paragraphs, and --expand-limit goes on from these",
-                "Leave --expand-limit out, or train on questions whose supporting paragraphs are marked.",
-            )
+            cause = "no question of --data or [[sources]] has gold paragraphs, and --expand-limit goes on from these"
+            raise R3LiteError(cause, "Leave it out, or train on questions whose supporting paragraphs are marked.")
         protocols = protocols_of(config.protocol, config.mixture)
         config.retrieval.check_sources(any(protocol.plans for protocol in protocols.values()))
         asking = [question for question in questions if protocols[question.source].searches] or questions
@@ -119,8 +117,7 @@ def train(config: PpoConfig) -> None:
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
         if loop.train(run, trainer, oversight, spans):
-            message = f"done: {run.output / 'adapter'}{oversight.note()}; answers: {file}"
-            print(message + note_on(judge))
+            print(f"done: {run.output / 'adapter'}{oversight.note()}; answers: {file}{note_on(judge)}")
 
 
 def check(config: PpoConfig) -> None:

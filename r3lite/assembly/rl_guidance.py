@@ -30,20 +30,13 @@ def check(config: PpoConfig) -> None:
     rl = config.rl
     algorithm = ALGORITHMS[rl.algorithm]
     if algorithm.has_traces and rl.traces is None:
-        raise UsageError(
-            f"--traces is missing: {rl.algorithm} learns from a teacher's traces; pass a file of trajectories, as "
-            "`python -m r3lite.collect` writes them"
-        )
+        raise UsageError(f"--traces is missing: {rl.algorithm} learns from a teacher's traces; pass a file of them")
     if (algorithm.has_traces or algorithm.has_replay) and curriculum.changing_weights(config.reward, 1):
-        raise UsageError(
-            f"{rl.algorithm} learns from episodes that were paid in other rounds, and the weights of --rewards change: "
-            "pass --curriculum-rounds 0, or take an algorithm without traces and replays"
-        )
+        why = f"{rl.algorithm} learns from episodes that were paid in other rounds"
+        raise UsageError(f"{why}, and the weights of --rewards change: pass --curriculum-rounds 0")
     if (algorithm.has_traces or algorithm.has_replay) and not most_for_answer(config.reward):
-        raise UsageError(
-            f"{rl.algorithm} learns from right answers, and no reward is given for one: pass --outcome-em, "
-            "--outcome-f1 or --outcome-judge above 0"
-        )
+        why = f"{rl.algorithm} learns from right answers, and no reward is given for one"
+        raise UsageError(f"{why}: pass --outcome-em, --outcome-f1 or --outcome-judge above 0")
 
 
 def read(config: PpoConfig) -> list[Trajectory]:
@@ -95,9 +88,8 @@ def usable(
     message = f"{len(found)} of {len(questions)} questions have a usable trace, of {len(traces)} traces"
     message += "".join(f"; {count} {why}" for why, count in reasons.items() if count)
     if not found:
-        raise R3LiteError(
-            f"--traces {rl.traces}: {message}", "Pass traces of the questions in --data that answer right."
-        )
+        remedy = "Pass traces of the questions in --data that answer right."
+        raise R3LiteError(f"--traces {rl.traces}: {message}", remedy)
     print(message, file=sys.stderr)
     return found
 

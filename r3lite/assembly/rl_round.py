@@ -95,17 +95,13 @@ class Round:
 
         One whose judge failed is left out: a missing reward is not a zero, and teaches nothing.
         """
-        return [
-            (
-                Rollout(
-                    s.tokens, s.action_mask, s.logprobs, s.values, list(zip(s.step_ends, paid.steps)),
-                    group=group, cut_off=s.finish == CUT_OFF,
-                ),
-                paid,
-            )
-            for s, paid, group in zip(self.sequences, self.scored, self.groups, strict=True)
-            if paid is not None and (self.kept is None or group in self.kept)
-        ]  # fmt: skip
+        found = []
+        for s, scored, group in zip(self.sequences, self.scored, self.groups, strict=True):
+            if scored is not None and (self.kept is None or group in self.kept):
+                rewards, cut_off = list(zip(s.step_ends, scored.steps)), s.finish == CUT_OFF
+                rollout = Rollout(s.tokens, s.action_mask, s.logprobs, s.values, rewards, group, cut_off)
+                found.append((rollout, scored))
+        return found
 
 
 @dataclass

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from tqdm import tqdm
 
 from r3lite.assembly import teacher
-from r3lite.assembly.answering import warn_of_other_format
-from r3lite.assembly.policy import Training, load_policy
+from r3lite.assembly.policy import Training, load_policy, warn_of_other_format
 from r3lite.core import command
 from r3lite.core.episode import Question
 from r3lite.core.spans import Spans
@@ -57,14 +56,9 @@ def build(
     layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}
     plan = plan_memory(config, shared_by_prompts(questions, layouts), len(questions))
     algorithm = ALGORITHMS[rl.algorithm](rl, config.lengths)
-    training = Training(
-        config.lora,
-        command.usual("ppo", config).lora,
-        config.optimizer,
-        config.common.seed,
-        keep_reference=rl.kl_beta > 0,
-        critic_learning_rate=rl.value_learning_rate if algorithm.has_critic else None,
-    )
+    usual = command.usual("ppo", config).lora
+    critic_rate = rl.value_learning_rate if algorithm.has_critic else None
+    training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.kl_beta > 0, critic_rate)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
     known = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]
@@ -104,16 +98,14 @@ def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layou
 
 def warn_of_start(adapter: str | None) -> None:
     """Warns of a model that does not know the step format, or not well: RL from there tends to collapse."""
-    message = None
     if adapter is None:
         message = "without --adapter, RL starts from a model that was not trained on the step format"
     elif (epochs := sft_epochs(adapter)) is not None and epochs < 1:
-        message = (
-            f"SFT had taken {epochs:.2f} of a pass over its data when it wrote {adapter}: with less than one whole "
-        )
-        message += "pass, RL tends to collapse"
-    if message:
-        print(f"warning: {message}", file=sys.stderr)
+        share = f"{epochs:.2f} of a pass over its data"
+        message = f"SFT had taken {share} when it wrote {adapter}: with less than one whole pass, RL tends to collapse"
+    else:
+        return
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def warn_of_no_reward(config: PpoConfig, guard: Guard, record: dict) -> None:
@@ -125,16 +117,15 @@ def warn_of_no_reward(config: PpoConfig, guard: Guard, record: dict) -> None:
     if most_for_answer(config.reward) and all(numbers["outcome"] == 0 for numbers in rounds):
         lost = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
         message = (
-            f"no answer in {seen} was rewarded, and {lost:.0%} of the episodes are malformed or cut off: there is "
+            f"no answer in {seen} was rewarded, and {lost:.0%} of the episodes are malformed or cut off. If malformed, "
+            "run SFT first, or pass the adapter's own --format and prompts; if cut off, a larger --max-new-tokens or "
+            "--max-length; if wrong, see whether the retriever finds the answers"
         )
-        message += "nothing to learn to answer from. If they are malformed, run SFT first, or pass the adapter's own "
-        message += "--format and prompts; if cut off, a larger --max-new-tokens or --max-length; if wrong, see whether "
-        message += "the retriever finds the answers"
     elif ALGORITHMS[config.rl.algorithm].has_groups and all(numbers["variance"] == 1 for numbers in rounds):
         message = (
             f"in {seen} the rewards of each group are all equal, from which {config.rl.algorithm} learns nothing. "
+            "Raise --num-generations or --temperature, pass --refill-limit, or train on other questions"
         )
-        message += "Raise --num-generations or --temperature, pass --refill-limit, or train on other questions"
     else:
         return
     tqdm.write(f"warning: {message} (episodes.jsonl)", file=sys.stderr)

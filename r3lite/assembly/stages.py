@@ -1,6 +1,5 @@
 """The stages of the quickstart with their arguments, and the table of what they bring about; used by quickstart."""
 
-import json
 import shlex
 import time
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from types import ModuleType
 from r3lite.core import command
 from r3lite.core.answer_match import exact_match, f1
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_jsonl, shipped, write_json
+from r3lite.core.files import read_jsonl, read_record, shipped, write_json
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.scores import Marks
 from r3lite.rl.algorithms import ALGORITHMS
@@ -46,7 +45,7 @@ class Stage:
 
     @property
     def scores(self) -> dict:
-        return json.loads((self.folder / "scores.json").read_text(encoding="utf-8"))
+        return read_record(self.folder / "scores.json", "").values
 
     @property
     def marks(self) -> list[Marks]:
@@ -96,10 +95,13 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         arguments = [*shared, "--data", str(world / "test.jsonl"), *samples, "--output", str(folder)]
         arguments += quick["evaluate"]
         arguments += ["--adapter", str(adapter)] if adapter else []
-        run_stage(
-            f"evaluate the {name} model on questions about entities it never saw", commands, "evaluate", arguments
-        )
+        title = f"evaluate the {name} model on questions about entities it never saw"
+        run_stage(title, commands, "evaluate", arguments)
         return Stage(name, folder, minutes)
+
+    def collected(title: str, output: Path, *more: str) -> None:
+        arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(output)]
+        run_stage(title, commands, "collect", [*arguments, "--limit", str(TRAJECTORIES), *more, *quick["collect"]])
 
     def taught(title: str, data: Path, adapter: Path) -> float:
         arguments = [*shared, *spoken, "--data", str(data), "--output", str(adapter)]
@@ -109,19 +111,15 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         passages = ["--corpus", str(world / "corpus.jsonl")]
         run_stage("index the encyclopedia", commands, "index", [*shared, *passages, "--output", str(out / "index")])
     trajectories = out / "trajectories.jsonl"
-    arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(trajectories)]
-    arguments += ["--limit", str(TRAJECTORIES), "--hurried-share", str(HURRIED), *quick["collect"]]
     title = f"collect trajectories for the cold start; {HURRIED:.0%} of them, on purpose, answer one hop too early"
-    run_stage(title, commands, "collect", arguments)
+    collected(title, trajectories, "--hurried-share", str(HURRIED))
     stages = [evaluated("base", None, 0.0)]
     minutes = taught("SFT: learn the step format and to copy what was read", trajectories, out / "sft")
     stages.append(evaluated("SFT", out / "sft", minutes))
     name, teacher_of_failures = settings.algorithm, []
     if ALGORITHMS[name].has_teacher:
         flawless, adapter = out / "flawless.jsonl", out / "teacher"
-        arguments = [*shared, "--data", str(world / "train.jsonl"), *search, "--output", str(flawless)]
-        arguments += ["--limit", str(TRAJECTORIES), *quick["collect"]]
-        run_stage("collect flawless trajectories for a teacher", commands, "collect", arguments)
+        collected("collect flawless trajectories for a teacher", flawless)
         taught("SFT of the teacher, another adapter of the same model", flawless, adapter)
         teacher_of_failures = ["--teacher", "tiny", "--teacher-adapter", str(adapter), "--teacher-quantize", "none"]
     arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
@@ -129,9 +127,8 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]  # of questions that may have one
     arguments += [*samples, "--output", str(out / name), *teacher_of_failures, *quick["ppo"]]
     arguments += SAMPLING if settings.format != "r3" else []
-    minutes = run_stage(
-        f"{name.upper()}: learn from rewards, with questions and answers only", commands, "ppo", arguments
-    )
+    title = f"{name.upper()}: learn from rewards, with questions and answers only"
+    minutes = run_stage(title, commands, "ppo", arguments)
     stages.append(evaluated(name.upper(), out / name, minutes))
     report(stages, teacher(trajectories), out, (time.monotonic() - start) / 60, config)
 

@@ -11,22 +11,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from r3lite.assembly.policy import check_base, check_lengths, load_frozen, load_policy
+from r3lite.assembly.policy import Policy, check_base, check_lengths, load_frozen, load_policy
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint, sole_writer
 from r3lite.core.grant import Grant
-from r3lite.datasets.teacher_logprobs import (
-    PART,
-    TOKEN_BYTES,
-    Lesson,
-    Origin,
-    finish,
-    parts_done,
-    read_cache,
-    write_part,
-)
-from r3lite.datasets.teacher_logprobs import identity as cache_identity
+from r3lite.datasets import teacher_logprobs
+from r3lite.datasets.teacher_logprobs import PART, Lesson, Origin
 from r3lite.datasets.trajectories import Conversation, Row, Trajectory, encode_row, read_rows
 from r3lite.datasets.trajectories import fingerprint as rows_fingerprint
 from r3lite.devices.live_tensors import MIB
@@ -36,7 +27,6 @@ from r3lite.memory.workloads import read_workload
 from r3lite.models import activation_checkpointing, lora, weights
 from r3lite.models.logprobs import TopTokens, top_logprobs
 from r3lite.models.packing import groups, states_before
-from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
@@ -47,30 +37,21 @@ from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, RLSettings
 ADAPTER = "teacher"
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Finds what a model would have said, at temperature 1."""
-
-    model: Qwen2
-    precision: Precision
-    grant: Grant
-    vocabulary: int
-    top: int  # tokens of a distribution that are kept
-
-    @torch.no_grad()
-    def read(self, rows: list[Row], most: int | None = None) -> list[TopTokens]:
-        """Its distributions at each token of the rows that has loss; `most` rows go through the model together."""
-        found: list[TopTokens | None] = [None] * len(rows)
-        memory, head = self.grant.memory, self.model.head_weight[: self.vocabulary]
-        for group in groups([row.tokens for row in rows], memory.micro_batch_tokens, most or len(rows)):
-            with self.precision.autocast():
-                tokens, masks = [rows[i].tokens for i in group], [rows[i].loss_mask for i in group]
-                hidden, _ = states_before(self.model, tokens, masks)
-                top = top_logprobs(hidden, head, min(self.top, self.vocabulary), memory.loss_chunk)
-            said = TopTokens(top.ids.cpu(), top.logprobs.cpu())
-            for i, of_row in zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True):
-                found[i] = of_row
-        return found
+@torch.no_grad()
+def top_tokens(policy: Policy, vocabulary: int, top: int, rows: list[Row], most: int | None = None) -> list[TopTokens]:
+    """What a model would have said, at temperature 1, at each token of the rows that has loss: its `top` likeliest
+    tokens of `vocabulary`. At most `most` rows go through the model together."""
+    found: list[TopTokens | None] = [None] * len(rows)
+    memory, head = policy.grant.memory, policy.model.head_weight[:vocabulary]
+    for group in groups([row.tokens for row in rows], memory.micro_batch_tokens, most or len(rows)):
+        with policy.precision.autocast():
+            tokens, masks = [rows[i].tokens for i in group], [rows[i].loss_mask for i in group]
+            hidden, _ = states_before(policy.model, tokens, masks)
+            likeliest = top_logprobs(hidden, head, min(top, vocabulary), memory.loss_chunk)
+        said = TopTokens(likeliest.ids.cpu(), likeliest.logprobs.cpu())
+        for i, of_row in zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True):
+            found[i] = of_row
+    return found
 
 
 def fingerprint(folder: Path, adapter: str | None, nf4: bool) -> str:
@@ -101,18 +82,16 @@ class TeacherInTurns:
 
     def read(self, batch: Batch) -> list[TopTokens]:
         """What the teacher would have said at the action tokens of each row."""
-        reader = Reader(self.load(), self.precision, self.grant, self.vocabulary, self.settings.teacher_top)
-        pairs = zip(batch.token_rows(), batch.action_mask.tolist(), strict=True)
-        return reader.read([Row(tokens, mask[: len(tokens)]) for tokens, mask in pairs], self.settings.micro_batch_size)
-
-    def load(self) -> Qwen2:
         s = self.settings
         model = load_frozen(self.folder, self.precision, s.teacher_quantize == "nf4", self.nf4_cache)
         if s.teacher_adapter:
             lora.load_adapter(model, ADAPTER, s.teacher_adapter, trainable=False)
             lora.set_adapter(model, ADAPTER)
         activation_checkpointing.enable(model, self.grant)
-        return model.eval()
+        pairs = zip(batch.token_rows(), batch.action_mask.tolist(), strict=True)
+        rows = [Row(tokens, mask[: len(tokens)]) for tokens, mask in pairs]
+        teacher = Policy(model.eval(), self.precision, self.grant)
+        return top_tokens(teacher, self.vocabulary, s.teacher_top, rows, s.micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -135,10 +114,8 @@ def replaced(rollout: Rollout, lesson: Lesson, question: str) -> Rollout:
     """A trajectory as the rollout of its question; R3LiteError if it does not open with the same prompt."""
     row, prompt = lesson.row, rollout.action_mask.index(True)
     if row.tokens[:prompt] != rollout.tokens[:prompt] or any(row.loss_mask[:prompt]):
-        raise R3LiteError(
-            f"the cached trajectory of the question {question} begins with another prompt than its episodes",
-            "Collect the log-probabilities with this run's --format, prompt files and questions.",
-        )
+        cause = f"the cached trajectory of the question {question} begins with another prompt than its episodes"
+        raise R3LiteError(cause, "Collect the log-probabilities with this run's --format, prompt files and questions.")
     paid = sum(amount for _, amount in rollout.rewards)
     made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, paid, rollout.group)
     return replace(made, failed=True, teacher=lesson.teacher)
@@ -151,23 +128,19 @@ def build(
     rl = config.rl
     if rl.teacher_logprobs:
         folder = Path(rl.teacher_logprobs)
-        lessons = read_cache(folder, tokenizer.fingerprint, config.lengths.max_length)
+        lessons = teacher_logprobs.read_cache(folder, tokenizer.fingerprint, config.lengths.max_length)
         known = sum(question.id in lessons for question in questions)
         if not known:
-            raise R3LiteError(
-                f"{folder} has a trajectory of none of the {len(questions)} questions",
-                "Collect log-probabilities along trajectories of the questions of --data.",
-            )
+            cause = f"{folder} has a trajectory of none of the {len(questions)} questions"
+            raise R3LiteError(cause, "Collect log-probabilities along trajectories of the questions of --data.")
         print(f"teacher: {folder} has trajectories of {known} of {len(questions)} questions", file=sys.stderr)
         return CachedTeacher(lessons)
     if rl.teacher is None:
         return None
     folder = weights.resolve_folder(rl.teacher)
     if Tokenizer.load(folder).fingerprint != tokenizer.fingerprint:
-        raise R3LiteError(
-            f"the teacher {rl.teacher} has other tokens than the policy {config.model.model}",
-            "A teacher's distribution is over its own tokens: choose a teacher of the policy's family.",
-        )
+        cause = f"the teacher {rl.teacher} has other tokens than the policy {config.model.model}"
+        raise R3LiteError(cause, "Choose a teacher of the policy's family, which has the same tokens.")
     check_lengths(folder, tokenizer.size, config.lengths.max_length)
     if rl.teacher_adapter:
         check_base(ModelSettings(model=rl.teacher, adapter=rl.teacher_adapter), weights.fingerprint(folder))
@@ -177,7 +150,7 @@ def build(
 def identity(rl: RLSettings) -> str:
     """Tells the teachers of two runs apart; empty without one."""
     if rl.teacher_logprobs:
-        return cache_identity(Path(rl.teacher_logprobs))
+        return teacher_logprobs.identity(Path(rl.teacher_logprobs))
     if rl.teacher is None:
         return ""
     return fingerprint(weights.resolve_folder(rl.teacher), rl.teacher_adapter, rl.teacher_quantize == "nf4")
@@ -190,7 +163,7 @@ def plan_cache(config: CollectConfig, rows: int = 1000) -> Plan:
 
 def on_disk(tokens: int, top: int) -> str:
     """The size of a cache of `tokens` tokens with `top` log-probabilities each, for people."""
-    return f"{tokens * top * TOKEN_BYTES / MIB:,.0f} MiB"
+    return f"{tokens * top * teacher_logprobs.TOKEN_BYTES / MIB:,.0f} MiB"
 
 
 def write_cache(config: CollectConfig) -> None:
@@ -204,19 +177,19 @@ def write_cache(config: CollectConfig) -> None:
         plan = plan_cache(config, len(rows))
         teacher = fingerprint(base, config.model.adapter, plan.memory.nf4)
         origin = Origin(teacher, tokenizer.fingerprint, rows_fingerprint(rows), str(cache.teacher_top))
-        done, tokens = parts_done(folder, origin), sum(row.loss_tokens for row in rows)
+        done, tokens = teacher_logprobs.parts_done(folder, origin), sum(row.loss_tokens for row in rows)
         print(f"{len(rows)} trajectories, {tokens:,} tokens: {on_disk(tokens, cache.teacher_top)} on disk")
         if done * PART < len(rows):
             policy = load_policy(base, config.model, config.memory, plan)
             policy.model.eval()
-            reader = Reader(policy.model, policy.precision, policy.grant, tokenizer.size, cache.teacher_top)
             bar = tqdm(total=len(rows), initial=done * PART, desc="teacher", unit="trajectory", disable=None)
             for number in range(done, -(-len(rows) // PART)):
                 part = rows[number * PART : (number + 1) * PART]
-                write_part(folder, number, origin, part, reader.read(part))
+                said = top_tokens(policy, tokenizer.size, cache.teacher_top, part)
+                teacher_logprobs.write_part(folder, number, origin, part, said)
                 bar.update(len(part))
             bar.close()
-        finish(folder, origin, questions)
+        teacher_logprobs.finish(folder, origin, questions)
     print(f"written to {folder}")
 
 

@@ -18,13 +18,7 @@ from r3lite.rollout.sampling import Sampler
 from r3lite.settings import PpoConfig
 
 # Names of the metrics, which are logged as `eval/<name>`, and of the scores that they are.
-METRICS = {
-    "em": "em",
-    "f1": "f1",
-    "format_adherence": "format_adherence",
-    "retrieval_recall": "retrieval_recall",
-    "searches": "mean_searches",
-}
+METRICS = {name: name for name in ("em", "f1", "format_adherence", "retrieval_recall")} | {"searches": "mean_searches"}
 
 
 class Validation:

@@ -172,6 +172,15 @@ def run(
         return 143
 
 
+def entry(command: str, default: Any, work: Callable, plan: Callable | None = None) -> Callable[..., int]:
+    """The `main` of a command, which runs it with the arguments that it is given, by default the command line's."""
+
+    def main(argv: list[str] | None = None) -> int:
+        return run(command, default, work, argv, plan)
+
+    return main
+
+
 def _stopped(command: str, error: R3LiteError) -> int:
     print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
     return 1

@@ -72,6 +72,7 @@ Positive = Annotated[float, Bounds(above=0, high=MOST)]
 NonNegative = Annotated[float, Bounds(low=0, high=MOST)]
 Fraction = Annotated[float, Bounds(low=0, high=1)]
 ANY = "any value"  # in Section.implied
+WANTED = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
 
 
 class Section:
@@ -151,25 +152,20 @@ class Kind:
             return tuple(dataclasses.replace(self, count=1).convert(name, v) for v in items)
         if self.choices:
             if value not in self.choices:
-                raise UsageError(
-                    f"{name} is {value!r}; choose from {', '.join(self.choices)}{nearest(str(value), self.choices)}"
-                )
+                known = ", ".join(self.choices) + nearest(str(value), self.choices)
+                raise UsageError(f"{name} is {value!r}; choose from {known}")
             return value
-        if self.scalar is bool:
-            if isinstance(value, bool):
-                return value
-            raise UsageError(f"{name} is {value!r}; it must be true or false")
-        if self.scalar is str and not isinstance(value, str):
-            raise UsageError(f"{name} is {value!r}; it must be text")
         try:
-            if isinstance(value, bool) or (self.scalar is int and isinstance(value, float)):
+            if isinstance(value, bool) != (self.scalar is bool):
+                raise ValueError
+            if (self.scalar is str and not isinstance(value, str)) or (self.scalar is int and isinstance(value, float)):
                 raise ValueError
             value = self.scalar(value)
             if self.scalar is float and not math.isfinite(value):
                 raise ValueError  # nan passes every comparison with a bound
         except (TypeError, ValueError, OverflowError):
             # A type of settings says in its docstring what its values must be.
-            wanted = {int: "a whole number", float: "a number"}.get(self.scalar) or self.scalar.__doc__.splitlines()[0]
+            wanted = WANTED.get(self.scalar) or self.scalar.__doc__.splitlines()[0]
             raise UsageError(f"{name} is {value!r}; it must be {wanted}") from None
         if self.bounds:
             self.bounds.check(name, value)

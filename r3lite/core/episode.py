@@ -96,13 +96,9 @@ class Question:
         """Which gold paragraph `document` is (perhaps cut at its end, or a window of it), or None."""
         for i, gold in enumerate(self.gold):
             if folded(gold.title) == folded(document.title):
-                ours, theirs = folded(gold.text), folded(document.text)
-                if (
-                    self.gold_by == "title"
-                    or ours == theirs
-                    or (theirs and theirs in ours)
-                    or (ours and ours in theirs)
-                ):
+                shorter, longer = sorted((folded(gold.text), folded(document.text)), key=len)
+                is_part = shorter in longer if shorter else not longer
+                if self.gold_by == "title" or is_part:
                     return i
         return None
 
@@ -189,20 +185,16 @@ class Step:
 
     @staticmethod
     def from_json(record: Record) -> "Step":
+        if "query" in record and "searches" in record:
+            raise record.error("it has both 'query' and 'searches'")
+        has_query = record.text("query", None, blank=True) is not None
         return Step(
             analysis=record.text("analysis", "", blank=True),
-            searches=tuple(map(Search.from_json, searches_of(record))),
+            searches=tuple(map(Search.from_json, [record] if has_query else record.records("searches", ()))),
             answer=record.text("answer", None, blank=True),
             faults=record.texts("faults", ()),
             verification=record.text("verification", "", blank=True),
         )
-
-
-def searches_of(step: Record) -> list[Record]:
-    """The searches of a step's record, see `Step.to_json`."""
-    if "query" in step and "searches" in step:
-        raise step.error("it has both 'query' and 'searches'")
-    return [step] if step.text("query", None, blank=True) is not None else list(step.records("searches", ()))
 
 
 @dataclass
@@ -295,10 +287,6 @@ class Routes:
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
         return self.default(pairs)
-
-    def each(self, change: Callable[[Retrieve], Retrieve]) -> "Routes":
-        """The same with every retriever changed."""
-        return Routes(change(self.default), {name: change(retrieve) for name, retrieve in self.of_source.items()})
 
 
 def retrieve_all(retrieve: Retrieve, asked: Sequence[tuple[Question, Search]]) -> list[list[Document] | Failure]:

@@ -34,7 +34,5 @@ def extra(name: str, what: str, instead: str = "") -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise R3LiteError(
-            f"{what} needs the package {error.name}, which is not installed",
-            f"Install it with: pip install 'r3lite[{name}]'. {instead}".strip(),
-        ) from error
+        cause = f"{what} needs the package {error.name}, which is not installed"
+        raise R3LiteError(cause, f"Install it with: pip install 'r3lite[{name}]'. {instead}".strip()) from error

@@ -123,10 +123,9 @@ def _open_locked(lock: Path, output: str | Path) -> int:
         except (BlockingIOError, PermissionError):
             holder = os.read(descriptor, 20).decode(errors="replace").strip()
             os.close(descriptor)
-            raise R3LiteError(
-                f"another process{f' (pid {holder})' if holder else ''} writes to {output}",
-                "Wait for it, or name another --output.",
-            ) from None
+            pid = f" (pid {holder})" if holder else ""
+            cause = f"another process{pid} writes to {output}"
+            raise R3LiteError(cause, "Wait for it, or name another --output.") from None
         except OSError as error:  # a file system without locks, such as some network drives
             print(f"warning: {output} cannot be locked ({error}): see that nothing else writes there", file=sys.stderr)
         try:

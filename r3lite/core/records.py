@@ -147,16 +147,21 @@ class Record:
         """The first of several spellings of a key that is there; if none is, the first spelling."""
         return next((key for key in keys if self.values.get(key) is not None), keys[0])
 
-    def text(self, key: str, default: Any = REQUIRED, blank: bool = False) -> str:
-        """A text that is not blank, unless `blank` allows that."""
+    def _field(self, key: str, default: Any, kind: type, wanted: str) -> Any:
+        """A field of a type, or if it is absent or null the default."""
         value = self.values.get(key)
-        if isinstance(value, str):
-            if not blank and not value.strip():
-                raise self.error(f"{self.path}{key} is blank")
-            return value
         if value is None and default is not REQUIRED:
             return default
-        raise self.wrong(key, "text")
+        if not isinstance(value, kind):
+            raise self.wrong(key, wanted)
+        return value
+
+    def text(self, key: str, default: Any = REQUIRED, blank: bool = False) -> str:
+        """A text that is not blank, unless `blank` allows that."""
+        value = self._field(key, default, str, "text")
+        if not blank and key in self and not value.strip():
+            raise self.error(f"{self.path}{key} is blank")
+        return value
 
     def identifier(self, key: str, default: Any = REQUIRED) -> str:
         """A name: text that is not blank, or a whole number."""
@@ -168,12 +173,7 @@ class Record:
         raise self.wrong(key, "text or a whole number")
 
     def flag(self, key: str, default: Any = REQUIRED) -> bool:
-        value = self.values.get(key)
-        if value is True or value is False:
-            return value
-        if value is None and default is not REQUIRED:
-            return default
-        raise self.wrong(key, "true or false")
+        return self._field(key, default, bool, "true or false")
 
     def whole(self, key: str, default: Any = REQUIRED, low: int = 0, high: int = WHOLE) -> int:
         value = self.values.get(key)
@@ -202,30 +202,22 @@ class Record:
         return found
 
     def choice(self, key: str, among: Iterable[str], default: Any = REQUIRED) -> str:
-        value = self.values.get(key)
-        if value is None and default is not REQUIRED:
-            return default
-        if not isinstance(value, str) or value not in among:
-            raise self.wrong(key, f"one of {', '.join(among)}")
+        wanted = f"one of {', '.join(among)}"
+        value = self._field(key, default, str, wanted)
+        if key in self and value not in among:
+            raise self.wrong(key, wanted)
         return value
 
     def items(self, key: str, default: Any = REQUIRED) -> list:
         """A list of anything."""
-        value = self.values.get(key)
-        if value is None and default is not REQUIRED:
-            return default
-        if not isinstance(value, list):
-            raise self.wrong(key, "a list")
-        return value
+        return self._field(key, default, list, "a list")
 
     def texts(self, key: str, default: Any = REQUIRED) -> tuple[str, ...]:
         """A list of texts; one text is not taken for a list of its letters."""
-        value = self.values.get(key)
-        if value is None and default is not REQUIRED:
-            return default
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        texts = self._field(key, default, list, "a list of texts")
+        if not all(isinstance(item, str) for item in texts):
             raise self.wrong(key, "a list of texts")
-        return tuple(value)
+        return tuple(texts)
 
     def record(self, key: str) -> "Record":
         """An object in this one; an absent one is empty."""

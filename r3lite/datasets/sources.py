@@ -25,7 +25,7 @@ from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Layout
 from r3lite.settings import DataSettings, NewQuestionSettings, ProtocolSettings, SftConfig, SourceSettings
-from r3lite.settings.sources import SourceEntry
+from r3lite.settings.data import SourceEntry
 
 CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
 R1 = ("question", "reasoning", "answer")

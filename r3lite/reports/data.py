@@ -66,11 +66,11 @@ def _sizes(row: Record, length: Callable[[str], int]) -> dict[str, int]:
 
 def charts(files: Sequence[DataFile]) -> dict[str, list[Chart]]:
     """Histograms of each part, the files side by side."""
-    made = [
-        _histogram(part, title, {file.name: file.lengths.get(part, []) for file in files}, files[0].unit)
-        for part, title in PARTS.items()
-        if any(file.lengths.get(part) for file in files)
-    ]
+    made = []
+    for part, title in PARTS.items():
+        sizes = {file.name: file.lengths.get(part, []) for file in files}
+        if any(sizes.values()):
+            made.append(_histogram(part, title, sizes, files[0].unit))
     return {"Data": made}
 
 

@@ -29,9 +29,8 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     for key, title in GROUPS.items():
         groups = sorted({group for run in runs for group in run.scores.get(key, {})})
         if len(groups) > 1:
-            by_run = {
-                run.name: [_bar(run.scores[key].get(g, {}), "em") for g in groups] for run in runs if key in run.scores
-            }
+            grouped = [run for run in runs if key in run.scores]
+            by_run = {run.name: [_bar(run.scores[key].get(g, {}), "em") for g in groups] for run in grouped}
             found.append(Bars(key.replace("_", "-"), f"Exact match by {title}", "", groups, by_run))
     return found
 

@@ -59,10 +59,8 @@ class Report:
     @property
     def charts(self) -> dict[str, list[Chart]]:
         """All charts, by section."""
-        scores = {"Scores": evaluations.charts(self.runs)}
-        return {
-            name: some for name, some in (scores | learning.charts(self.runs) | data.charts(self.data)).items() if some
-        }
+        found = {"Scores": evaluations.charts(self.runs)} | learning.charts(self.runs) | data.charts(self.data)
+        return {name: some for name, some in found.items() if some}
 
 
 def html(report: Report, written: str, again_after: int | None = None) -> str:
@@ -119,9 +117,8 @@ def _scores(report: Report) -> str:
     told = _table(evaluations.table(report.runs))
     rows = evaluations.difference_rows(report.differences)
     if len(rows) > 1:
-        told += "<h3>Differences <span>on the same questions, paired bootstrap, 95 % intervals</span></h3>" + _table(
-            rows
-        )
+        told += "<h3>Differences <span>on the same questions, paired bootstrap, 95 % intervals</span></h3>"
+        told += _table(rows)
     return told
 
 

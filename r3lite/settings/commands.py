@@ -1,11 +1,15 @@
 """Sections that only one command has."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Count, Fraction, Required, Section, Trait, UsageError
+from r3lite.core.config import ANY, Bounds, Count, Fraction, Required, Section, Tokens, Trait, UsageError, Whole
+from r3lite.settings.common import budget_bytes
 from r3lite.settings.protocol import Format
-from r3lite.settings.rl import Algorithm
+from r3lite.settings.rl import Algorithm, Top
+
+Few = Annotated[int, Bounds(low=1, high=100)]
 
 
 @dataclass(frozen=True)
@@ -13,14 +17,33 @@ class PrepareSettings(Section):
     """Preparing."""
 
     held_out: str | None = None
-    """what --dev-size and --test-size are drawn from, named like --data; by default the validation split of a data set
-    known by name, and of anything else --data itself"""
+    """source of --dev-size and --test-size; by default the validation split of a known data set, else --data itself"""
     train_size: Count | None = None
     """questions to train on, drawn by --seed; none: all that there are"""
     dev_size: Count = 300
     """questions to choose by while training, as for --eval-data"""
     test_size: Count = 500
     """test questions, for one evaluation at the end"""
+
+
+@dataclass(frozen=True)
+class SftSettings(Section):
+    """Supervised fine-tuning."""
+
+    batch_size: Annotated[int, Bounds(low=1, high=4096)] = 2
+    """most rows of one backward pass, laid end to end"""
+    gradient_accumulation: Annotated[int, Bounds(low=1, high=4096)] = 8
+    """rows of one optimizer step, in units of --batch-size"""
+    max_length: Tokens = 2048
+    """most tokens of a row; longer ones get shorter documents, or are left out if that is not enough"""
+    max_document_tokens: Tokens = 160
+    """most tokens of one document; longer ones are cut"""
+    validation_fraction: Annotated[float, Bounds(low=0, high=0.5)] = 0.05
+    """share of the questions held out for the validation loss; at most half, as the rest is trained on"""
+    validation_rows: Whole = 64
+    """most rows held out; 0: none"""
+    validate_every: Count = 50
+    """steps between validation losses; one more at the end"""
 
 
 @dataclass(frozen=True)
@@ -35,12 +58,10 @@ class CollectSettings(Section):
     """of gold; evidence: the question itself is searched first, then names that are missing, and analyses write down
     the facts found; sub-questions: the queries are those of the decompositions (dag does so in any case)"""
     insert_gold: bool = False
-    """a gold paragraph that a sub-question does not find is put among its documents; without it, such questions are
-    left out (sub-questions)"""
+    """a gold paragraph that a sub-question misses joins its documents; else the question is dropped (sub-questions)"""
     hurried_share: Fraction = 0.0
-    """share of gold trajectories that answer one hop too early, as a hasty teacher's would: for experiments
-    (sub-questions)"""
-    attempts: Annotated[int, Bounds(low=1, high=100)] = 4
+    """share of gold trajectories that answer one hop early, like a hasty teacher; for experiments (sub-questions)"""
+    attempts: Few = 4
     """tries of the teacher at a question; each after the first is asked for another way"""
     without_search: Literal["keep", "drop"] = "keep"
     """trajectories that answer without a search; a teacher that does so is asked again"""
@@ -55,6 +76,17 @@ class CollectSettings(Section):
         if self.demonstrations == "evidence" and (self.insert_gold or self.hurried_share):
             flag = "--insert-gold" if self.insert_gold else "--hurried-share"
             raise UsageError(f"{flag} is for --demonstrations sub-questions: pass that too, or leave it out")
+
+
+@dataclass(frozen=True)
+class TeacherCacheSettings(Section):
+    """Log-probabilities of a teacher."""
+
+    teacher_logprobs: str | None = None
+    """folder to write, for `ppo --algorithm dgpo`: the distributions of --model, with --adapter, along the trajectories
+    of --data; too long ones get shorter documents or are left out; the same command goes on where it stopped"""
+    teacher_top: Top = 32
+    """how many of the likeliest tokens of a distribution are kept"""
 
 
 # What a reader calls the values of --baseline.
@@ -89,8 +121,33 @@ class EvaluateSettings(Section):
     bert_score: str | None = None
     """also score answers by BERTScore with this encoder: the folder or hub id of a BERT"""
     compare: tuple[str, str] | None = None
-    """two evaluation folders or prediction files of the same questions: what differs, with intervals and p values;
-    needs no model and no --data"""
+    """two evaluation folders or prediction files of the same questions to compare; needs no model and no --data"""
+
+
+@dataclass(frozen=True)
+class TuningSettings(Section):
+    """Prompt optimisation."""
+
+    improve: Literal["init_prompt", "step_prompt"] = "init_prompt"
+    """the prompt that is improved, from the file that is named for it or, without one, the format's own"""
+    eval_data: Annotated[
+        str | None, Required("questions that the prompts are scored on, other than those of --data")
+    ] = None
+    """question file, or name,subset,split, on which every prompt is scored"""
+    eval_questions: Count = 100
+    """most questions of --eval-data that a prompt is scored on, drawn with --seed"""
+    metric: Literal["f1", "em"] = "f1"
+    """score by which prompts are chosen"""
+    rounds: Few = 3
+    """rounds of critiques, edits and scores"""
+    beam: Few = 4
+    """best prompts of all so far, which a round goes on from"""
+    branch: Few = 4
+    """new prompts that a round makes of each of them"""
+    sampled_questions: Count = 32
+    """most questions of --data, drawn anew in each round, that each prompt of the beam is tried on to be criticized"""
+    shown_failures: Few = 4
+    """episodes with a wrong answer, or without one, that one critique is about"""
 
 
 @dataclass(frozen=True)
@@ -100,8 +157,7 @@ class AskSettings(Section):
     question: Annotated[str | None, Trait.BARE] = None
     """what is asked, in quotes; without it there is a prompt, and an empty line or Ctrl-D ends"""
     json: bool = False
-    """one line of JSON a question, and nothing else, on stdout: question, final_answer, reasoning_trace,
-    search_queries and documents"""
+    """print only one line of JSON a question: question, final_answer, reasoning_trace, search_queries and documents"""
 
 
 @dataclass(frozen=True)
@@ -145,6 +201,66 @@ class CheckFormatSettings(Section):
 
 
 @dataclass(frozen=True)
+class ExportSettings(Section):
+    """Export."""
+
+    implied: ClassVar = {"adapter": {ANY: {"worked_example": False}}}
+
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """the base: folder, hub id, or tiny"""
+    adapter: Annotated[str | None, Required("a run folder or its adapter/; it is merged into --model")] = None
+    """LoRA adapter that is merged into the base: a run folder or its adapter/"""
+    form: Literal["folder", "gguf", "adapter", "gguf-adapter"] = "folder"
+    """folder: as transformers and vLLM read it; gguf: as llama.cpp and Ollama read it (extra gguf); adapter: the
+    adapter alone, as PEFT reads it; gguf-adapter: the same for llama.cpp's --lora (extra gguf)"""
+    weights: Literal["fp32", "bf16", "fp16", "q8_0", "nf4"] = "bf16"
+    """numbers of the weights; q8_0 in a gguf file only, nf4 in a folder for r3lite only"""
+    max_shard_size: str = "5GB"
+    """most of one file of a folder, such as 5GB or 900MiB; beyond it there are several and an index (not in nf4)"""
+    questions: str | None = None
+    """question file whose prompts are compared before and after; default: the sample world's test questions"""
+    prompts: Whole = 200
+    """prompts of the comparison, which takes two passes over each; 0: none"""
+    evaluation: str | None = None
+    """folder of an evaluation, whose scores go into the model card"""
+    license: str | None = None
+    """licence of the result for the model card; the base's holds, too"""
+
+    push: str | None = None
+    """repository of the Hugging Face hub, OWNER/NAME, that --output is uploaded to, with the token in HF_TOKEN; a
+    folder that was exported before is uploaded as it is"""
+    push_as: Literal["private", "pull-request"] = "private"
+    """private: a private repository, made if there is none; pull-request: one to a repository that is there"""
+    yes: bool = False
+    """upload; without it, --push prints what would be uploaded"""
+
+    def check(self) -> None:
+        if self.form != "gguf" and self.weights == "q8_0":
+            raise UsageError("--weights q8_0 is for --form gguf; others have fp32, bf16, fp16, and a folder nf4")
+        if self.form != "folder" and self.weights == "nf4":
+            raise UsageError("--weights nf4 is for --form folder; others have fp32, bf16, fp16, and gguf q8_0")
+        if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
+            raise UsageError(f"--push {self.push} is not the name of a repository: write it as OWNER/NAME")
+        if self.yes and self.push is None:
+            raise UsageError("--yes uploads, and --push is missing: the repository")
+        budget_bytes(self.max_shard_size, "--max-shard-size")
+
+
+@dataclass(frozen=True)
+class ProcedureFileSettings(Section):
+    """The file of procedures."""
+
+    add: str | None = None
+    """JSON file of further procedures, a list or a single one, that are written into --procedures"""
+    match: str | None = None
+    """show how well each procedure fits this question, and which one would stand before it"""
+    encoder: str = "intfloat/e5-base-v2"
+    """encoder of --match, as for --retriever semantic"""
+    encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
+    """its prompts, as for --retriever semantic"""
+
+
+@dataclass(frozen=True)
 class PlanSettings(Section):
     """Plan."""
 
@@ -175,8 +291,7 @@ class QuickstartSettings(Section):
     """Quickstart."""
 
     algorithm: Algorithm = "reinforce++-baseline"
-    """reinforcement-learning algorithm of the second training stage; by default the one that was best over three seeds
-    (docs/algorithms.md)"""
+    """algorithm of the second training stage; by default the best one over three seeds (docs/algorithms.md)"""
     format: Format = "r3"
     """what the model learns to write (docs/formats.md); solution does without retrieval"""
     quick: bool = False

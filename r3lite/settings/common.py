@@ -1,11 +1,14 @@
-"""Settings that every command has."""
+"""Settings that every command has, and how addresses and amounts of memory are read."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from r3lite.core.config import Bounds, Free, Section, UsageError
+
+UNITS = {"GIB": 1 << 30, "MIB": 1 << 20, "GB": 10**9, "MB": 10**6}
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,13 @@ class Common(Section):
     """seed of every random stream"""
     dry_run: Free[bool] = False
     """print the resolved settings and exit"""
+
+
+@dataclass(frozen=True)
+class CommandConfig:
+    """What the settings of all commands begin with."""
+
+    common: Common = Common()
 
 
 def problem_of_address(address: str) -> str | None:
@@ -43,14 +53,8 @@ def problem_of_address(address: str) -> str | None:
 
 def budget_bytes(text: str, setting: str = "--vram-budget") -> int:
     """Bytes of a budget such as 4GiB, 1300MiB or 3.5 GB."""
-    units = {"GIB": 1 << 30, "MIB": 1 << 20, "GB": 10**9, "MB": 10**6}
-    for unit, size in units.items():
-        number = text.upper().replace(" ", "").removesuffix(unit)
-        if number != text.upper().replace(" ", ""):
-            try:
-                value = float(number) * size
-            except ValueError:
-                break
-            if 0 < value < float("inf"):
-                return int(value)
-    raise UsageError(f"{setting} {text} is not an amount of memory: write it as 4GiB or 1300MiB")
+    amount = re.fullmatch(r"(\d+\.?\d*|\.\d+)(GIB|MIB|GB|MB)", text.upper().replace(" ", ""))
+    size = float(amount[1]) * UNITS[amount[2]] if amount else 0.0
+    if not 0 < size < math.inf:
+        raise UsageError(f"{setting} {text} is not an amount of memory: write it as 4GiB or 1300MiB")
+    return int(size)

@@ -1,9 +1,17 @@
-"""Settings of the data that a command reads."""
+"""Settings of the data that a command reads, from one file or from several sources."""
 
+import re
+from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
-from r3lite.core.config import Count, Required, Section
+from r3lite.core.config import MOST, Count, Required, Section, UsageError
+from r3lite.core.errors import nearest
+from r3lite.settings.protocol import FORMATS
+
+TYPES = ("qa", "chat", "coding", "function_calling", "r1")
+KEYS = ("file", "weight", "name", "type", "format")
 
 
 @dataclass(frozen=True)
@@ -44,3 +52,55 @@ class TrajectorySettings(DataSettings):
     data: Annotated[
         str | None, Required("a file of trajectories (see `python -m r3lite.collect`) or conversations", ("sources",))
     ] = None
+
+
+class SourceEntry(dict):
+    """FILE=WEIGHT, or a table of file, weight, name, type and format
+
+    Has `file`, `weight` (1 unless given) and `name` (that of the file unless given), and `type` and `format` if they
+    are given: a dict, as files keep settings as JSON and TOML.
+    """
+
+    def __init__(self, given: Any):
+        if isinstance(given, str):
+            file, equals, weight = given.rpartition("=")
+            given = {"file": file.strip(), "weight": float(weight)} if equals else {"file": given}
+        given = dict(given)
+        if unknown := [key for key in given if key not in KEYS]:
+            told = given.get("name") or given.get("file") or "without a file"
+            raise UsageError(f"the source {told} has no key {unknown[0]!r}{nearest(unknown[0], KEYS)}")
+        file = given.get("file")
+        if not isinstance(file, str) or not file.strip() or "\0" in file:
+            raise UsageError(f"a source has no file: {given}")
+        name = given.get("name", re.sub(r"[^\w-]+", "-", Path(file).stem).strip("-")[:64] or "data")
+        super().__init__({"file": file, "weight": 1.0} | given | {"name": name})
+        weight, kind = self["weight"], self.get("type")
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,64}", name):
+            raise UsageError(f"the source of {file} is named {name!r}; a name is of letters, digits, - and _")
+        if type(weight) not in (int, float) or not 0 < weight <= MOST:
+            raise UsageError(f"the source {name} has the weight {weight!r}; it must be a number above 0")
+        for key, choices in (("type", TYPES), ("format", FORMATS)):
+            value = self.get(key, choices[0])
+            if value not in choices:
+                known = f"choose from {', '.join(choices)}{nearest(str(value), choices)}"
+                raise UsageError(f"the source {name} has the {key} {value!r}; {known}")
+        if "format" in self and kind not in (None, "qa"):
+            raise UsageError(f"the source {name} is of type {kind}, which has no steps: leave its format out")
+
+    def __repr__(self) -> str:
+        parts = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
+        return f"{self['name']}={self['weight']:g} ({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class SourceSettings(Section):
+    """Sources."""
+
+    sources: tuple[SourceEntry, ...] | None = None
+    """several files in place of --data, drawn from by weight: FILE=WEIGHT,...; in a file a [[sources]] table each of
+    file, weight, name, type and format (docs/sources.md)"""
+
+    def __post_init__(self):
+        for name, times in Counter(entry["name"] for entry in self.sources or ()).items():
+            if times > 1:
+                raise UsageError(f"{times} sources are named {name}: give each a name of its own")

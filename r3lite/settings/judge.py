@@ -21,8 +21,7 @@ class JudgeSettings(Section):
     judge_model: str = GEMINI
     """name of the judging model; required for openai; for local a folder, a hub id or tiny, by default --model"""
     judge_base_url: str | None = None
-    """address of a compatible server, https://... or http://...; the key, if any, is sent to it; for openai it ends in
-    /v1"""
+    """address of a compatible server, http(s)://..., which gets the key if there is one; for openai it ends in /v1"""
     judge_rpm: Free[Count] = 60
     """most requests a minute"""
     judge_concurrency: Free[Count] = 4

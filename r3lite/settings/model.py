@@ -1,9 +1,9 @@
-"""Settings of the base model and of the LoRA adapter."""
+"""Settings of the base model, of the LoRA adapter, and of the memory that they may take."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, get_args
 
-from r3lite.core.config import ANY, Bounds, Fraction, Positive, Section
+from r3lite.core.config import ANY, Bounds, Count, Fraction, Free, Positive, Section, Whole
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -26,9 +26,8 @@ class ModelSettings(Section):
     """thoughts in <think> before each turn, of a model whose chat template can switch them (Qwen3); auto: off. They are
     part of --max-new-tokens, and of no step"""
     compile: bool = False
-    """layers by torch.compile in passes without gradients (decoding, scoring, validation), and on a card NF4 weights'
-    dequantization in all passes; takes up to minutes at the start. The rest of passes with gradients is not compiled.
-    On a CPU it helps if one episode is sampled at a time in bf16"""
+    """torch.compile for layers in passes without gradients (decoding, scoring, validation), and on a card for NF4
+    weights in all passes; takes up to minutes at the start; on a CPU it helps in bf16 with one episode at a time"""
 
 
 @dataclass(frozen=True)
@@ -45,3 +44,27 @@ class LoraSettings(Section):
     """projections that get an adapter"""
     rslora: bool = False
     """scale by alpha / sqrt(r) instead (arXiv 2312.03732)"""
+
+
+@dataclass(frozen=True)
+class MemorySettings(Section):
+    """Memory. Sizes that are not given are chosen automatically: the fastest that fit."""
+
+    # Three are free, as a checkpoint holds how the work is divided and whether the base is in NF4; see
+    # memory/shrinking.py.
+    vram_budget: Free[str | None] = None
+    """most memory, such as 4GiB or 1300MiB; by default 4GiB, or what is free on the device, less a margin"""
+    quantize: Free[Literal["auto", "none", "nf4"]] = "auto"
+    """4-bit base (QLoRA, arXiv 2305.14314); auto: only if the run does not fit without"""
+    nf4_cache: Free[str | None] = "~/.cache/r3lite"
+    """folder that keeps NF4 weights for the next start; none: weights are quantized at every start"""
+    recompute_layers: Whole | None = None
+    """layers whose activations are recomputed in the backward pass: less memory; for all layers, a third more time"""
+    micro_batch_tokens: Count | None = None
+    """most tokens of one pass; a longer row forms its own"""
+    loss_chunk: Count | None = None
+    """rows of logits in memory at a time"""
+    mlp_tile: Count | None = None
+    """tokens whose MLP activations are in memory at a time, if they are not kept"""
+    offload: Literal["auto", "on", "off"] = "auto"
+    """keep layer inputs in the host's memory until the backward pass needs them (CUDA)"""

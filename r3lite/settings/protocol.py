@@ -25,8 +25,7 @@ class ProtocolSettings(Section):
     """file that gives the documents of a query, with {documents} [as shipped prompts/step_prompt.txt, or
     prompts/dag/step_prompt.txt] (r3, dag)"""
     worked_example: bool = True
-    """give the model the worked example of the opening prompt, which an untrained model needs to write well-formed
-    steps; off in sft and with an adapter"""
+    """show the opening prompt's worked example, which untrained models need; off in sft and with an adapter"""
     queries_per_step: Annotated[int, Bounds(low=1, high=16)] = 1
     """most queries that a step may ask at once, under `The retrieval queries:` (r3)"""
     verification: bool = False

@@ -1,4 +1,4 @@
-"""Settings of the retriever, and of building an index for it."""
+"""Settings of the retriever, of procedures, and of building an index."""
 
 import re
 from dataclasses import dataclass, replace
@@ -48,8 +48,7 @@ class RetrievalSettings(Section):
     top_k: Annotated[int, Bounds(low=1, high=1000)] = 5
     """passages per query; golden returns all gold paragraphs"""
     fusion: Literal["rrf", "weighted"] = "rrf"
-    """how the first 100 of both lists are combined; rrf: reciprocal ranks, k = 60; weighted: scores, scaled to 0..1 in
-    each list (hybrid)"""
+    """how the first 100 of both lists are fused; rrf: reciprocal ranks, k = 60; weighted: scores in 0..1 (hybrid)"""
     lexical_weight: Fraction = 0.5
     """weight of the lexical score; the semantic one has the rest (hybrid, weighted)"""
     rerank: str | None = None
@@ -64,8 +63,7 @@ class RetrievalSettings(Section):
     """largest size of --query-cache in MiB; the oldest vectors are deleted first"""
     source_index: tuple[str, ...] | None = None
     """retriever of each kind of source that a plan (--format dag) names, such as News=news-index, with commas between:
-    an index folder, or an address or service as for --retriever; kinds: General, News, Academic; others use
-    --retriever"""
+    an index folder, address or service; kinds: General, News, Academic; others use --retriever"""
     web_results: Annotated[int, Bounds(low=1, high=100)] = 20
     """pages of a web search; their sentences nearest to the query become --top-k passages"""
     web_rpm: Annotated[int, Bounds(low=1, high=100_000)] = 60
@@ -113,10 +111,8 @@ class RetrievalSettings(Section):
         self._check_sources()
         if self.is_remote:
             if problem := problem_of_address(collection_server(self.retriever) or self.retriever):
-                raise UsageError(
-                    f"the address of --retriever {problem}; pass one such as http://host:8000/retrieve or "
-                    "qdrant://host:6333/collection"
-                )
+                known = "http://host:8000/retrieve or qdrant://host:6333/collection"
+                raise UsageError(f"the address of --retriever {problem}; pass one such as {known}")
             if self.is_collection and self.encoder == "hashing":
                 raise UsageError("--encoder hashing weighs words by the corpus, which is on the server: name a BERT")
         elif self.is_web and self.top_k > self.web_results:
@@ -170,6 +166,19 @@ class RetrievalSettings(Section):
 
 
 @dataclass(frozen=True)
+class ProcedureSettings(Section):
+    """Procedures."""
+
+    procedures: str | None = None
+    """JSON file of procedures (name, description, trigger, category, priority, steps); that which fits a question best
+    stands before it, and where none fits, nothing does"""
+    procedures_by: Literal["both", "triggers"] = "both"
+    """what makes one fit: its trigger words in the question; both: these, or else a near description by --encoder"""
+    procedures_floor: Annotated[float, Bounds(low=-1.0, high=1.0)] = 0.85
+    """least cosine of a question with a description that is near; encoders differ: the command procedures shows them"""
+
+
+@dataclass(frozen=True)
 class IndexSettings(Section):
     """Index."""
 
@@ -178,8 +187,7 @@ class IndexSettings(Section):
     corpus: tuple[str, ...] | None = None
     """passages (id, title, text) as JSONL, in place of --documents; several files, A.jsonl,B.jsonl, become one index"""
     add: str | None = None
-    """add the passages of a JSONL file, or of a folder of documents, to the index in --output without rebuilding it;
-    passages that it already has are skipped"""
+    """passages, as JSONL or as a folder of documents, to add to the index in --output; those that it has are skipped"""
     delete: tuple[str, ...] | None = None
     """delete the passages with these ids, A,B, from the index in --output, before --add; @FILE has one id a line"""
     index_type: Literal["auto", "flat", "sq8", "hnsw", "ivf-sq8", "opq-ivf-pq"] = "auto"
@@ -195,8 +203,7 @@ class IndexSettings(Section):
     """own: the prompts that the encoder's files name; e5: query/passage prefixes; plain: none; auto: own if there are
     any, else e5 if the encoder's name says so"""
     encoder_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16 halves the memory and is faster on hardware that supports it; vectors differ by some thousandths, so either
-    may search an index of the other"""
+    """bf16 halves the memory and is faster where the hardware has it; either may search an index of the other"""
     batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] = 64
     """passages encoded together"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"

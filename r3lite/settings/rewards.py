@@ -71,9 +71,8 @@ class RewardSettings(Section):
     idle_query_penalty: NonNegative = 0.0
     """penalty at each step with a blank or repeated query (--end-at-idle-query ends the episode there)"""
     rewards: tuple[RewardEntry, ...] | None = None
-    """further rewards: NAME=WEIGHT,... of docs/rewards.md, or package.module:function=WEIGHT, which
-    imports your own code from this folder; weights may be negative; in a file a table of name, weight and parameters
-    each, and perhaps first_weight"""
+    """further rewards: NAME=WEIGHT,... of docs/rewards.md, or package.module:function=WEIGHT, imported from this
+    folder; weights may be negative; in a file a table of name, weight and parameters each, and perhaps first_weight"""
     curriculum_rounds: Annotated[int, Bounds(low=0, high=1 << 30)] = 30
     """how many rounds the first_weight of rewards lasts that have one; 0: it is not used"""
     curriculum_switch: Literal["hard", "linear"] = "hard"

@@ -73,9 +73,8 @@ class RLSettings(Section):
     """weigh each token's policy loss with pi of the trainer / pi of the sampler, at most this (truncated importance
     sampling); needs --old-logprobs trainer"""
     expand_limit: Whole = 0
-    """most episodes of a round that are sampled again from a later step (arXiv 2601.21699): failed episodes that found
-    gold paragraphs restart after the last step that found a new one and join their group; 0: off (algorithms that
-    compare the episodes of a question)"""
+    """most failed episodes of a round that found gold paragraphs and are sampled again after the last step that found a
+    new one, in their group (arXiv 2601.21699); 0: off (algorithms that compare the episodes of a question)"""
     refill_limit: Whole = 0
     """how often in a round groups with equal rewards are replaced by those of other questions; 0: such groups stay
     (grpo, dr-grpo, dapo, gspo, rloo, reinforce++-baseline)"""
@@ -86,11 +85,9 @@ class RLSettings(Section):
     overlong_cache: Annotated[float, Bounds(above=0, high=1)] = 0.2
     """the penalty rises over this last share of the tokens that an episode may sample (dapo)"""
     length_constant: Count | None = None
-    """divisor of the sum of an episode's token losses (dr-grpo); by default the most tokens that an episode may
-    sample"""
+    """divisor of an episode's summed token losses (dr-grpo); by default the most tokens that it may sample"""
     traces: str | None = None
-    """file of a teacher's traces: trajectories as `collect` writes them, or rows of question, reasoning and answer
-    (luffy, hybrid)"""
+    """a teacher's traces: a file of trajectories, or of rows of question, reasoning and answer (luffy, hybrid)"""
     trace_share: Fraction = 0.5
     """most of a round's questions that a trace joins, as a share of them, rounded up (luffy, hybrid)"""
     trace_min_outcome: Fraction = 0.5
@@ -98,11 +95,9 @@ class RLSettings(Section):
     replay_size: Count = 10_000
     """most episodes that are kept for replay; the oldest are dropped (exgrpo, hybrid)"""
     replay_share: Fraction = 0.3
-    """share of a round's questions that are repeated from earlier rounds, each with an earlier success in its group;
-    rounded up (exgrpo, hybrid)"""
+    """share of a round's questions, rounded up, that return with an earlier success in the group (exgrpo, hybrid)"""
     replay_min_outcome: Fraction = 0.6
-    """an episode is a success if its answer's reward is at least this share of the highest possible (exgrpo,
-    hybrid)"""
+    """an episode is a success if its answer has at least this share of the highest reward (exgrpo, hybrid)"""
     replay_start: Fraction = 0.1
     """replay starts after the first round with this share of successes (exgrpo, hybrid)"""
     shaping_gamma: Positive = 0.1

@@ -22,7 +22,7 @@ from r3lite.datasets.sources import (
 from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.rewards.tasks import combined
 from r3lite.settings import DataSettings, NewQuestionSettings, ProtocolSettings, SftConfig, SourceSettings
-from r3lite.settings.sources import SourceEntry
+from r3lite.settings.data import SourceEntry
 
 GLAIVE = {
     "system": 'SYSTEM: You may call: {"name": "rate", "parameters": {}}',
