@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer of a GGUF file as `tokenizer.json`, and how texts are split by the names of llama.cpp."""
+"""The byte-level BPE tokenizer of a GGUF file as `tokenizer.json`, and llama.cpp's names of how texts are split."""
 
 from typing import Any
 
@@ -7,9 +7,7 @@ from r3lite.core.records import Record, shown
 from r3lite.models.gguf_files import Header
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
-QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # By llama.cpp's name, the parts of a pre-tokenizer: its type, and the setting that matters.
 SPLITS = {
     "qwen2": (("Split", QWEN), ("ByteLevel", False)),
