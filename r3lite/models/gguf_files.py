@@ -161,8 +161,7 @@ class Header:
             return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
         except (ValueError, KeyError):
             raise R3LiteError(
-                f"{self.path}: {name} is of a type that the package gguf does not know ({kind})",
-                TYPES,
+                f"{self.path}: {name} is of a type that the package gguf does not know ({kind})", TYPES
             ) from None
 
     def rows(self, name: str, order: np.ndarray | slice = slice(None)) -> Tensor:
@@ -209,7 +208,7 @@ def _places(path: Path, size: int, changed: int) -> tuple[Header, dict[str, tupl
     heads = header.size_of("attention.head_count", 1)
     kv_heads = header.size_of("attention.head_count_kv", heads)
     found = {}
-    for name in header.tensors.keys() - {ROPE}:
+    for name in header.tensors:
         ours = published_name(name)
         turned = heads_of(ours, architecture, heads, kv_heads)
         uneven = turned and header.tensors[name].shape[0] % (2 * turned)  # refused with what config.json asks for
@@ -218,6 +217,7 @@ def _places(path: Path, size: int, changed: int) -> tuple[Header, dict[str, tupl
         finer = max((EMBEDDING, HEAD), key=lambda name: header.tensors[name].size)
         del found[published_name(HEAD)]
         found[published_name(EMBEDDING)] = finer, 0
+    found.pop(ROPE, None)  # config.json has it
     header.keys = {}  # a vocabulary takes more memory than a layer
     return header, found
 
