@@ -74,12 +74,12 @@ def write_tokenizer(folder: Path, split: str = "qwen2", first: bool = False, bos
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def write_model(folder: Path, kind: str, split: str | None = None, **sizes) -> Path:
+def write_model(folder: Path, kind: str, split: str | None = None, **changes) -> Path:
     """A model of random weights by transformers, with a tokenizer."""
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**{**SIZES, **sizes, **KINDS[kind]})
+    config = transformers.AutoConfig.for_model(**{**SIZES, **KINDS[kind], **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():  # norms and biases begin as ones and zeros
         parameter.data.add_((0.3 if parameter.dim() == 1 else 0.05) * torch.randn_like(parameter))
