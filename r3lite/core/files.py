@@ -20,6 +20,7 @@ from r3lite.core.records import InvalidRecord, Record, Source, parse
 MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
 PART = ".part"  # suffix of what is being written; a leftover of a kill is swept at the next start
 LOCK = ".lock"
+GGUF_POINTER = "gguf.json"  # in the folder made of a GGUF file: where that is
 PIECE, PIECES = 1 << 16, 256  # bytes, and how many of them tell weights apart
 MEND_LINE = "Mend or remove the line, or pass --skip-bad-rows."
 
@@ -172,12 +173,18 @@ def names_in(folder: Path) -> set[str]:
     return {name for name in found if name != LOCK and not (name.startswith(".") and name.endswith(PART))}
 
 
+def gguf_of(folder: Path) -> list[Path]:
+    """The GGUF file that a model folder was made of, if it was."""
+    pointer = folder / GGUF_POINTER
+    return [Path(read_record(pointer, "Remove the folder: it is made anew.").text("file"))] if pointer.exists() else []
+
+
 def folder_fingerprint(folder: Path) -> str:
-    """CRC-32 of a model folder: of each safetensors file the name, the size and up to PIECES pieces of the content,
+    """CRC-32 of a model folder: of each file of weights the name, the size and up to PIECES pieces of the content,
     evenly spaced, and of config.json and tokenizer.json all. Tells weights that were changed in place, in moments."""
     value = 0
-    names = [path.name for path in sorted(folder.glob("*.safetensors"))] + ["config.json", "tokenizer.json"]
-    for path in (folder / name for name in names):
+    weights = [*sorted(folder.glob("*.safetensors")), *gguf_of(folder)]
+    for path in (*weights, folder / "config.json", folder / "tokenizer.json"):
         if not path.exists():
             continue
         size = path.stat().st_size

@@ -1,7 +1,8 @@
 """A model as one GGUF file, with tokenizer and chat template: what llama.cpp and Ollama read. By the package `gguf`
 (extra gguf), which this file imports.
 
-Names and keys are those that llama.cpp's own converter writes for Qwen2. Norms and biases stay in fp32, as there.
+Names and keys are those that llama.cpp's own converter writes for Qwen2, Qwen3 and Llama (Mistral is a Llama there).
+Norms and biases stay in fp32, as there.
 """
 
 import contextlib
@@ -11,30 +12,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
-from r3lite.core.errors import R3LiteError
 from r3lite.core.files import PART, read_record
 from r3lite.core.records import Record
 from r3lite.models import lora
-from r3lite.models.qwen2 import Qwen2
+from r3lite.models.gguf_files import ROPE, Header, gguf_name, heads_of, row_order
+from r3lite.models.gguf_tokenizer import SPLITS, split_of
+from r3lite.models.qwen2 import Qwen2, Qwen2Config, stretched
 from r3lite.models.weights import checkpoint_tensors
 from r3lite.protocols.tokenizer import chat_template
 
-# The pre-tokenizer that llama.cpp calls qwen2.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-REMEDY = "Use a Qwen2 tokenizer, or --form folder."
+REMEDY = "Use --form folder."
 ENDINGS = {"lora_A": "lora_a", "lora_B": "lora_b"}  # PEFT's and GGUF's
 TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
 
 
 def write(model: Qwen2, folder: Path, path: Path, weights: str, name: str) -> None:
     """Writes a model without adapters, with the tokenizer of `folder`; the file appears whole or not at all."""
-    with _writer(path) as writer:
+    with _writer(path, model) as writer:
         _add_sizes(writer, model, name)
         _add_tokenizer(writer, folder, model.config.vocab_size)
         _add_tensors(writer, model, gguf.GGMLQuantizationType[TYPES[weights]])
@@ -46,33 +45,51 @@ def write_adapter(model: Qwen2, adapter: str, path: Path, weights: str, name: st
     llama.cpp multiplies by alpha / r: that of rank-stabilized LoRA, which divides by the root of r, is scaled to this.
     """
     kind, config = gguf.GGMLQuantizationType[TYPES[weights]], lora.switch_of(model).configs[adapter]
-    with _writer(path) as writer:
+    with _writer(path, model) as writer:
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, config.scale * config.r)
         writer.add_name(name)
-        for ours, parameter in _adapter_names(model, adapter).items():
-            numbers = gguf.quants.quantize(parameter.detach().float().numpy(), kind)
-            writer.add_tensor(ours, numbers, raw_dtype=kind)
+        for ours, parameter in lora.adapter_parameters(model, adapter).items():
+            numbers = gguf.quants.quantize(_to_file(model, ours, parameter.detach()), kind)
+            writer.add_tensor(_adapter_name(ours), numbers, raw_dtype=kind)
 
 
-def _adapter_names(model: Qwen2, adapter: str) -> dict[str, nn.Parameter]:
-    """The parameters of an adapter under GGUF's names."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
-    found = {}
-    for name, parameter in lora.adapter_parameters(model, adapter).items():
-        path, side, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
-        found[f"{names.get_name(path)}.weight.{ENDINGS[side]}"] = parameter
-    return found
+def _adapter_name(name: str) -> str:
+    """GGUF's name of a parameter of an adapter."""
+    path, side, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
+    return f"{gguf_name(path)}.weight.{ENDINGS[side]}"
+
+
+def _architecture(config: Qwen2Config) -> str:
+    return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
+
+
+def _row_order(model: Qwen2, name: str, rows: int) -> np.ndarray | None:
+    """Which row of a file each row of a checkpoint's tensor is; None if they are the same. Of an adapter B has rows."""
+    config = model.config
+    heads = heads_of(name, _architecture(config), config.num_attention_heads, config.num_key_value_heads)
+    return row_order(rows, heads) if heads and "lora_A" not in name else None
+
+
+def _to_file(model: Qwen2, name: str, tensor: Tensor) -> np.ndarray:
+    order = _row_order(model, name, len(tensor))
+    numbers = tensor.float().numpy()
+    return numbers if order is None else numbers[np.argsort(order)]
+
+
+def _from_file(model: Qwen2, name: str, numbers: Tensor) -> Tensor:
+    order = _row_order(model, name, len(numbers))
+    return numbers if order is None else numbers[order]
 
 
 @contextlib.contextmanager
-def _writer(path: Path) -> Iterator[gguf.GGUFWriter]:
+def _writer(path: Path, model: Qwen2) -> Iterator[gguf.GGUFWriter]:
     """What a GGUF file is added to, which is written at the end of the block."""
     folder_of_all = path.parent.absolute()  # made last, so that a failure leaves nothing
     temporary = folder_of_all.with_name(f".{folder_of_all.name}.{os.getpid()}{PART}")
     temporary.parent.mkdir(parents=True, exist_ok=True)
-    writer = gguf.GGUFWriter(temporary, "qwen2")
+    writer = gguf.GGUFWriter(temporary, _architecture(model.config))
     try:
         yield writer
         writer.write_header_to_file()
@@ -96,24 +113,34 @@ def _add_sizes(writer, model: Qwen2, name: str) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    if (architecture := _architecture(config)) != "qwen2":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if architecture == "llama":
+        writer.add_vocab_size(config.vocab_size)
+        writer.add_rope_dimension_count(config.head_dim)
 
 
 def _add_tensors(writer, model: Qwen2, wanted) -> None:
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
+    config = model.config
+    if config.rope_scaling:
+        divisors = config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
+        writer.add_tensor(ROPE, (stretched(divisors, config.rope_scaling) / divisors).numpy())
     for name, tensor in tqdm(checkpoint_tensors(model).items(), desc="converting", unit="tensor", disable=None):
         kind = wanted if tensor.dim() == 2 else gguf.GGMLQuantizationType.F32
-        numbers = gguf.quants.quantize(tensor.float().numpy(), kind)
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), numbers, raw_dtype=kind)
+        numbers = gguf.quants.quantize(_to_file(model, name, tensor), kind)
+        writer.add_tensor(gguf_name(name), numbers, raw_dtype=kind)
 
 
 def _add_tokenizer(writer, folder: Path, rows: int) -> None:
     """The byte-level BPE of `tokenizer.json`; ids up to the embedding's `rows` that it lacks are padding."""
-    path = folder / "tokenizer.json"
-    record = read_record(path, REMEDY)
-    _check_split(record)
-    model = record.record("model")
-    if model.text("type") != "BPE":
-        raise record.error(f"the tokenizer is of type {model.text('type')}, not BPE")
+    record = read_record(folder / "tokenizer.json", REMEDY)
+    model, split = record.record("model"), split_of(record)
+    if model.text("type") != "BPE" or split is None:
+        sentencepiece = model.flag("byte_fallback", False) or model.text("type") == "Unigram"
+        what = "the tokenizer is a SentencePiece one" if sentencepiece else "texts are split in another way"
+        raise record.error(f"{what}; byte-level BPE that llama.cpp knows as {', '.join(SPLITS)} can be written")
     tokens = [f"[PAD{i}]" for i in range(rows)]
     types = [gguf.TokenType.UNUSED] * rows
     for token, id in model.record("vocab").values.items():
@@ -124,43 +151,39 @@ def _add_tokenizer(writer, folder: Path, rows: int) -> None:
         types[id] = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.items("merges")]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(merges)
-    writer.add_add_bos_token(False)
     settings = read_record(folder / "tokenizer_config.json", REMEDY)
-    for key, add in (("eos_token", writer.add_eos_token_id), ("pad_token", writer.add_pad_token_id)):
-        if key in settings and isinstance(settings.values[key], str):
-            add(tokens.index(settings.text(key)))
+    ids = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = settings.values.get(key)
+        value = value.get("content") if isinstance(value, dict) else value  # as versions before 5 of transformers
+        if value in tokens:
+            ids[key] = tokens.index(value)
+            getattr(writer, f"add_{key}_id")(ids[key])
+    writer.add_add_bos_token("bos_token" in ids and _begins_with_bos(record, settings, tokens[ids["bos_token"]]))
     writer.add_chat_template(chat_template(folder, settings))
 
 
-def _check_split(record: Record) -> None:
-    """Raises R3LiteError unless texts are split as llama.cpp does for Qwen2: else it would see other tokens."""
-    parts = json.dumps(record.values.get("pre_tokenizer"))
-    if json.dumps(SPLIT) not in parts or "ByteLevel" not in parts:
-        raise R3LiteError(f"{record.source.where}: texts are not split as Qwen2's tokenizer does", REMEDY)
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, in fp32, by GGUF's names."""
-    tensors = gguf.GGUFReader(path).tensors
-    return {t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type).copy()) for t in tensors}
+def _begins_with_bos(definition: Record, settings: Record, bos: str) -> bool:
+    """Whether a tokenizer puts `bos` before a text."""
+    processor = json.dumps(definition.values.get("post_processor"))
+    return settings.flag("add_bos_token", "TemplateProcessing" in processor and json.dumps(bos) in processor)
 
 
 @torch.no_grad()
 def fill(model: Qwen2, path: Path) -> None:
     """Puts the weights of a file into a model of the same sizes."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.config.num_hidden_layers)
-    found = read_tensors(path)
+    found = Header(path)
     for name, tensor in checkpoint_tensors(model).items():
-        tensor.copy_(found[names.get_name(name, (".weight", ".bias"))].view(tensor.shape))
+        tensor.copy_(_from_file(model, name, found.rows(gguf_name(name))))
 
 
 @torch.no_grad()
 def fill_adapter(model: Qwen2, adapter: str, path: Path) -> None:
     """Puts the weights of a file of `write_adapter` into an adapter of the same shape."""
-    found = read_tensors(path)
-    for name, parameter in _adapter_names(model, adapter).items():
-        parameter.copy_(found[name].view(parameter.shape))
+    found = Header(path)
+    for name, parameter in lora.adapter_parameters(model, adapter).items():
+        parameter.copy_(_from_file(model, name, found.rows(_adapter_name(name))))

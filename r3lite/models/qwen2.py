@@ -76,11 +76,11 @@ def _rotary_divisors(config: Qwen2Config, device: torch.device) -> Tensor:
     """What a position is divided by to get the angles of a head [D]: the first half of them negated."""
     powers = config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)  # [D/2]
     if config.rope_scaling:
-        powers = _stretched(powers, config.rope_scaling)
+        powers = stretched(powers, config.rope_scaling)
     return torch.cat((-powers, powers)).to(device, non_blocking=True)
 
 
-def _stretched(divisors: Tensor, scaling: RopeScaling) -> Tensor:
+def stretched(divisors: Tensor, scaling: RopeScaling) -> Tensor:
     """Divisors [D/2] as Llama 3.1 stretches them (arXiv 2407.21783, section 3.4.2; `rope_type` llama3).
 
     A pair of numbers that turns more than `high_freq_factor` times within the original length stays as it is, one

@@ -13,15 +13,19 @@ from torch import Tensor
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import PART, check_regular
 from r3lite.core.records import parse
+from r3lite.models.gguf_files import GgufTensors
 
 REMEDY = "The download may be incomplete: fetch the file again."
 
 
 @contextlib.contextmanager
-def opened(path: str | Path, remedy: str = REMEDY) -> Iterator[safe_open]:
+def opened(path: str | Path, remedy: str = REMEDY) -> Iterator[safe_open | GgufTensors]:
     """A file whose tensors are read one by one within the `with` block; R3LiteError if that fails."""
     check_regular(path, remedy)  # safetensors would wait for a pipe for ever
     try:
+        if Path(path).suffix == ".gguf":
+            yield GgufTensors(Path(path))
+            return
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (OSError, SafetensorError) as error:

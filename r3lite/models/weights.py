@@ -18,9 +18,9 @@ from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import PART, read_record, shipped, write_json
+from r3lite.core.files import PART, gguf_of, read_record, shipped, write_json
 from r3lite.core.records import shown
-from r3lite.models import nf4
+from r3lite.models import gguf_folder, nf4
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.qwen2 import Qwen2
 from r3lite.models.qwen2_config import SIZES, config_record, is_nf4, read_config
@@ -42,7 +42,7 @@ MISMATCH = "config.json and the weights are not of the same model."
 
 
 def resolve_folder(model: str) -> Path:
-    """The folder of a model: `tiny` (the shipped checkpoint), a folder, or a hub id, downloaded unless it is cached."""
+    """The folder of a model: of `tiny` (the shipped checkpoint), a folder, a GGUF file, or a hub id (downloaded)."""
     if model == "tiny":
         return shipped("checkpoints", "tiny")
     try:
@@ -51,6 +51,8 @@ def resolve_folder(model: str) -> Path:
         folder = Path(model)
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf":
+        return gguf_folder.of(folder)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
         raise R3LiteError(
             f"there is no model folder {model}", "Name a folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or tiny."
@@ -216,7 +218,9 @@ def _tensor_places(folder: Path) -> dict[str, Path]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The safetensors files that a folder's weights are in."""
+    """The files that a folder's weights are in."""
+    if found := gguf_of(folder):
+        return found
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():

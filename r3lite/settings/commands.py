@@ -207,7 +207,7 @@ class ExportSettings(Section):
     implied: ClassVar = {"adapter": {ANY: {"worked_example": False}}}
 
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """the base: folder, hub id, or tiny"""
+    """the base: folder, GGUF file, hub id, or tiny"""
     adapter: Annotated[str | None, Required("a run folder or its adapter/; it is merged into --model")] = None
     """LoRA adapter that is merged into the base: a run folder or its adapter/"""
     form: Literal["folder", "gguf", "adapter", "gguf-adapter"] = "folder"

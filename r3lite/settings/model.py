@@ -15,7 +15,7 @@ class ModelSettings(Section):
     implied: ClassVar = {"adapter": {ANY: {"worked_example": False}}}
 
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """folder, hub id, or tiny (the shipped checkpoint)"""
+    """folder, GGUF file (extra gguf), hub id, or tiny (the shipped checkpoint)"""
     adapter: str | None = None
     """LoRA adapter to start from: a run folder or its adapter/"""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

@@ -1,0 +1,130 @@
+"""The byte-level BPE tokenizer of a GGUF file as `tokenizer.json`, and llama.cpp's names of how texts are split."""
+
+from typing import Any
+
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import Record, shown
+from r3lite.models.gguf_files import Header
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# By llama.cpp's name, the parts of a pre-tokenizer: its type, and the setting that matters.
+SPLITS = {
+    "qwen2": (("Split", QWEN), ("ByteLevel", False)),
+    "llama-bpe": (("Split", QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")), ("ByteLevel", False)),
+    "smollm": (("Digits", True), ("ByteLevel", True)),
+    "gpt-2": (("ByteLevel", True),),
+}
+ALIASES = {"deepseek-r1-qwen": "qwen2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+WHOLE_FIRST = "llama-bpe"  # a piece that is a token is not merged from its bytes: ignore_merges
+FOLDER = "Use the model's folder with safetensors files and tokenizer.json."
+
+
+def split_of(definition: Record) -> str | None:
+    """llama.cpp's name of how a `tokenizer.json` splits texts; None if it has none of SPLITS."""
+    part = definition.record("pre_tokenizer")
+    parts = part.records("pretokenizers") if part.values.get("type") == "Sequence" else [part]
+    found = tuple(_essence(part.values) for part in parts)
+    name = next((name for name, known in SPLITS.items() if known == found), None)
+    whole = definition.record("model").flag("ignore_merges", False)
+    return name if whole == (name == WHOLE_FIRST) else None
+
+
+def _essence(part: dict[str, Any]) -> tuple[str, Any]:
+    if part.get("type") == "Split" and part.get("behavior") == "Isolated" and not part.get("invert"):
+        return "Split", (part.get("pattern") or {}).get("Regex")
+    if part.get("type") == "ByteLevel" and not part.get("add_prefix_space"):
+        return "ByteLevel", part.get("use_regex", True)
+    return part.get("type", ""), part.get("individual_digits")
+
+
+def _part(kind: str, setting: Any) -> dict[str, Any]:
+    if kind == "Split":
+        return {"type": kind, "pattern": {"Regex": setting}, "behavior": "Isolated", "invert": False}
+    if kind == "Digits":
+        return {"type": kind, "individual_digits": setting}
+    return {"type": kind, "add_prefix_space": False, "trim_offsets": True, "use_regex": setting}
+
+
+def ends(header: Header) -> dict[str, Any]:
+    """The ids that begin and end a text, as `config.json` and `generation_config.json` have them."""
+    ids = {kind: header.keys.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos", "eot")}
+    last = [id for id in dict.fromkeys((ids["eos"], ids["eot"])) if id is not None]
+    found = {"bos_token_id": ids["bos"], "eos_token_id": last[0] if len(last) == 1 else last or None}
+    return {name: id for name, id in found.items() if id is not None}
+
+
+def files(header: Header) -> dict[str, dict[str, Any]]:
+    """The files of the tokenizer, by name; R3LiteError names one that is not byte-level BPE of SPLITS."""
+    keys = {name.removeprefix("tokenizer.ggml."): value for name, value in header.keys.items()}
+    split = ALIASES.get(keys.get("pre"), keys.get("pre"))
+    if keys.get("model") != "gpt2" or split not in SPLITS:
+        what = f"{shown(keys.get('model'))} (tokenizer.ggml.model)"
+        what = f"split as {shown(keys.get('pre'))} (tokenizer.ggml.pre)" if keys.get("model") == "gpt2" else what
+        known = ", ".join([*SPLITS, *ALIASES])
+        raise R3LiteError(f"{header.path}: the tokenizer is {what}; byte-level BPE of {known} is read", FOLDER)
+    tokens, kinds, merges = (keys.get(name) for name in ("tokens", "token_type", "merges"))
+    if not (tokens and merges and isinstance(kinds, list) and len(kinds) == len(tokens)):
+        raise R3LiteError(f"{header.path} lacks its tokens, their types or their merges", FOLDER)
+
+    def token(kind: str) -> str | None:
+        id = keys.get(f"{kind}_token_id")
+        return tokens[id] if isinstance(id, int) and id < len(tokens) else None
+
+    bos = keys.get("add_bos_token", split == "llama-bpe") and token("bos")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": header.size_of("context_length"),
+        "bos_token": token("bos"),
+        "eos_token": token("eos"),
+        "unk_token": token("unknown"),
+        "pad_token": token("padding"),
+        "add_bos_token": bool(bos),
+        "clean_up_tokenization_spaces": False,
+        "chat_template": header.keys.get("tokenizer.chat_template"),
+    }
+    definition = _definition(tokens, kinds, merges, split)
+    if keys["pre"] == "qwen2":
+        definition["normalizer"] = {"type": "NFC"}
+    if bos:
+        definition["post_processor"] = _begun_by(bos, tokens.index(bos))
+    return {"tokenizer.json": definition, "tokenizer_config.json": settings, "generation_config.json": ends(header)}
+
+
+def _definition(tokens: list[str], kinds: list[int], merges: list[str], split: str) -> dict[str, Any]:
+    """`tokenizer.json`. Tokens that text is not merged to are added ones; those of no use are left out."""
+    used = {id: token for id, token in enumerate(tokens) if kinds[id] != UNUSED and token != f"[PAD{id}]"}
+    added = [id for id in used if kinds[id] in (CONTROL, USER_DEFINED)]
+    vocabulary = {token: id for id, token in used.items() if kinds[id] not in (CONTROL, USER_DEFINED)}
+    # The tokenizers library numbers added tokens on from the vocabulary; one with another number must be in it.
+    if added != list(range(len(vocabulary), len(used))):
+        vocabulary = {token: id for id, token in used.items()}
+    parts = [_part(*part) for part in SPLITS[split]]
+    bare = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": id, "content": used[id], **bare, "special": kinds[id] == CONTROL} for id in added],
+        "normalizer": None,
+        "pre_tokenizer": parts[0] if len(parts) == 1 else {"type": "Sequence", "pretokenizers": parts},
+        "post_processor": None,
+        "decoder": _part("ByteLevel", True),
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "ignore_merges": split == WHOLE_FIRST, "vocab": vocabulary, "merges": [m.split(" ", 1) for m in merges],
+        },
+    }  # fmt: skip
+
+
+def _begun_by(bos: str, id: int) -> dict[str, Any]:
+    """A post-processor that puts a token before each text."""
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")]
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, texts[0]],
+        "pair": [first, texts[0], {"SpecialToken": {"id": bos, "type_id": 1}}, texts[1]],
+        "special_tokens": {bos: {"id": bos, "ids": [id], "tokens": [bos]}},
+    }

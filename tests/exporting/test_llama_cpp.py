@@ -1,0 +1,131 @@
+"""Exported GGUF files in llama.cpp itself, by the package xllamacpp: greedy text is that of r3lite.
+
+Models are random, with the real tokenizer of Qwen2.5, or SmolLM2-135M-Instruct, whose folder or GGUF file the
+environment variable R3LITE_SMOLLM2 names (`shared/tools/real_weights.py` makes one).
+"""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+
+from r3lite.core.files import shipped
+from r3lite.datasets.qa import read_questions
+from r3lite.exporting import gguf as exporting
+from r3lite.models import gguf_folder, lora
+from r3lite.models.kv_cache import KVCache, Prefill
+from r3lite.models.weights import load_qwen2, resolve_folder
+from tests.gguf_models import LLAMA3, TEXTS, write_gguf, write_model, write_tokenizer
+
+llama = pytest.importorskip("xllamacpp", reason="needs the package xllamacpp (extra bench)")
+pytest.importorskip("gguf", reason="needs the extra gguf")
+pytestmark = pytest.mark.slow  # llama.cpp reads a file for seconds
+TOKENS = 16
+
+
+def prompts() -> list[str]:
+    """30 prompts: chats, and texts that tokenizers split in different ways."""
+    questions = [question.text for question in read_questions(str(shipped("data", "world", "test.jsonl")))][:26]
+    chats = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in questions]
+    return chats + [text.replace("e\u0301", "é") for text in TEXTS]  # llama.cpp does not compose letters
+
+
+def served(path: Path, adapter: Path | None = None):
+    """llama.cpp with a file, in fp32."""
+    params = llama.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 1024, 1, 0, -1
+    params.warmup = False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if adapter:
+        params.lora_adapters = [llama.CommonAdapterLoraInfo(str(adapter), 1.0)]
+    return llama.Server(params)
+
+
+@torch.no_grad()
+def greedy(model, ids: list[int], ends: set[int]) -> list[int]:
+    cache = KVCache.of(model, 1)
+    context, said = Prefill(cache, [(0, ids)]), []
+    hidden = model(context.tokens, context)
+    while len(said) < TOKENS:
+        said.append(model.logits(hidden[0, -1]).argmax().item())
+        if said[-1] in ends:
+            break
+        hidden = model(torch.tensor([said[-1:]]), cache.decode(1))
+    return said
+
+
+def check(model, folder: Path, server, texts: list[str]) -> None:
+    """llama.cpp sees the tokens that the tokenizer gives, and writes after each text what r3lite does."""
+    tokenizer = Backend.from_file(str(folder / "tokenizer.json"))
+    ends = {tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")}
+    for text in texts:
+        reply = server.handle_completions(
+            {"prompt": text, "n_predict": TOKENS, "temperature": 0, "cache_prompt": False}
+        )
+        ids = tokenizer.encode(text).ids
+        assert reply["usage"]["prompt_tokens"] == len(ids), text
+        assert reply["choices"][0]["text"] == tokenizer.decode(greedy(model, ids, ends)), text
+
+
+@pytest.fixture
+def real_vocabulary(shared, tmp_path):
+    def make(kind: str) -> Path:
+        folder = write_model(tmp_path / "source", kind, vocab_size=151_936)
+        packed = (shared / "tokenizers/qwen2.5/tokenizer.json.gz").read_bytes()
+        (folder / "tokenizer.json").write_bytes(gzip.decompress(packed))
+        settings = (shared / "tokenizers/qwen2.5/tokenizer_config.json").read_text(encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(settings, encoding="utf-8")
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2-untied", "qwen3"])
+def test_the_real_vocabulary_of_qwen(real_vocabulary, tmp_path, kind):
+    folder = real_vocabulary(kind)
+    path = write_gguf(folder, tmp_path / "out" / "model.gguf")
+    check(load_qwen2(folder, torch.float32, "cpu"), folder, served(path), prompts())
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "bos"),
+    [("llama", "smollm", False), ("llama3", "llama-bpe", True), ("mistral", "gpt-2", False), ("qwen3", "qwen2", False)],
+)
+def test_families_and_splits(tmp_path, kind, split, bos):
+    """Llama's rope is scaled from a short length on: with the published one the prompts are too short to show it."""
+    scaled = {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}} if kind == "llama3" else {}
+    folder = write_model(tmp_path / "source", kind, **scaled)
+    write_tokenizer(folder, split, bos=bos)
+    path = write_gguf(folder, tmp_path / "out" / "model.gguf")
+    texts = [*prompts(), " ".join(prompts()[:4])]
+    check(load_qwen2(folder, torch.float32, "cpu"), folder, served(path), texts)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama3"])
+def test_an_adapter_alone(tmp_path, kind):
+    folder = write_model(tmp_path / "source", kind, "smollm" if kind == "llama3" else "qwen2")
+    path = write_gguf(folder, tmp_path / "out" / "model.gguf")
+    model = load_qwen2(folder, torch.float32, "cpu")
+    lora.add_adapter(model, "a", 4, 8.0)
+    for parameter in lora.adapter_parameters(model, "a").values():
+        parameter.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
+    exporting.write_adapter(model, "a", tmp_path / "adapter" / "adapter.gguf", "fp32", "test")
+    lora.set_adapter(model, "a")
+    check(model, folder, served(path, tmp_path / "adapter" / "adapter.gguf"), prompts())
+
+
+def test_smollm2(tmp_path, monkeypatch):
+    if not (named := os.environ.get("R3LITE_SMOLLM2")):
+        pytest.skip("needs SmolLM2-135M-Instruct: R3LITE_SMOLLM2 names its folder or GGUF file")
+    monkeypatch.setattr(gguf_folder, "CACHE", str(tmp_path / "cache"))
+    folder = resolve_folder(named)
+    assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "llama"
+    path = write_gguf(folder, tmp_path / "out" / "model.gguf")
+    check(load_qwen2(folder, torch.float32, "cpu"), folder, served(path), prompts())

@@ -1,0 +1,313 @@
+"""GGUF files as models: numbers, names and tokens are those of the folder they were made of, and others are refused."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+
+from r3lite import export, sft
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import folder_fingerprint
+from r3lite.models import gguf_files, gguf_folder, lora
+from r3lite.models.gguf_files import gguf_name, published_name
+from r3lite.models.qwen2_config import read_config
+from r3lite.models.tensor_files import opened
+from r3lite.models.weights import checkpoint_tensors, fingerprint, load_qwen2, resolve_folder
+from r3lite.protocols.tokenizer import Tokenizer
+from tests.gguf_models import KINDS, TEXTS, write_gguf, write_model, write_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="needs the extra gguf")
+pytest.importorskip("transformers")
+Q = gguf.GGMLQuantizationType
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache") / "r3lite"
+    monkeypatch.setattr(gguf_folder, "CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder and its GGUF file of each kind, made once."""
+    made = {}
+
+    def make(kind: str, weights: str = "fp32"):
+        if (kind, weights) not in made:
+            parent = tmp_path_factory.mktemp(kind)
+            source = write_model(parent / "source", kind, "smollm" if kind.startswith("llama") else "qwen2")
+            made[kind, weights] = source, write_gguf(source, parent / "out" / "model.gguf", weights)
+        return made[kind, weights]
+
+    return make
+
+
+def rewrite(path, out, changes=None, tensors=None, architecture=None):
+    """A copy of a file with other keys (None: without it) and other tensors."""
+    reader = gguf.GGUFReader(path)
+    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    writer = gguf.GGUFWriter(out, architecture or fields["general.architecture"].contents())
+    for name, value in (changes or {}).items():
+        fields.pop(name, None)
+        if value is not None:
+            kind = gguf.GGUFValueType.get_type(value) if not isinstance(value, float) else gguf.GGUFValueType.FLOAT32
+            writer.add_key_value(name, value, kind, gguf.GGUFValueType.INT32 if isinstance(value, list) else None)
+    for name, field in fields.items():
+        if name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
+    held = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors} | (tensors or {})
+    for name, held_tensor in held.items():
+        if held_tensor is not None:
+            writer.add_tensor(name, held_tensor[0], raw_dtype=held_tensor[1])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_file_is_the_folder_it_was_exported_of(models, kind):
+    source, path = models(kind)
+    folder = resolve_folder(str(path))
+    assert resolve_folder(str(path)) == folder  # from the cache
+    ours, theirs = read_config(folder), read_config(source)
+    assert ours == theirs
+    written, read = load_qwen2(source, torch.float32, "cpu"), load_qwen2(folder, torch.float32, "cpu")
+    for name, tensor in checkpoint_tensors(written).items():
+        assert torch.equal(checkpoint_tensors(read)[name], tensor), name
+    same_family = KINDS[kind]["model_type"] != "mistral"
+    assert fingerprint(folder) == fingerprint(source) and same_family == (
+        json.loads((folder / "config.json").read_text())["model_type"] == KINDS[kind]["model_type"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@torch.no_grad()
+def test_a_file_says_what_it_says_in_transformers(models, kind):
+    """Whose reader has the order of rows from llama.cpp."""
+    from transformers import AutoModelForCausalLM
+
+    path = models(kind)[1]
+    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    model, ids = load_qwen2(resolve_folder(str(path)), torch.float32, "cpu"), torch.arange(40)[None]
+    assert (model.logits(model(ids)) - theirs(ids).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0",
+                                  "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])  # fmt: skip
+@np.errstate(all="ignore")  # of random numbers some are none
+def test_numbers_are_those_of_the_package(tmp_path, monkeypatch, kind):
+    """Also a part of the rows, in any order, and in tiles."""
+    block, size = gguf.GGML_QUANT_SIZES[Q[kind]]
+    data = np.random.default_rng(0).integers(0, 255, (24, 512 // block * size), np.uint8)
+    if kind in ("F32", "F16"):
+        data = data.view(np.float32 if kind == "F32" else np.float16)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_head_count(3)
+    writer.add_tensor("blk.0.attn_q.weight", data, raw_dtype=Q[kind])
+    writer.add_tensor("blk.0.ffn_up.weight", data, raw_dtype=Q[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    expected = torch.tensor(gguf.quants.dequantize(data, Q[kind]).astype(np.float32))
+    halves = expected.reshape(3, 4, 2, 512).swapaxes(1, 2).reshape(24, 512)
+    monkeypatch.setattr(gguf_files, "TILE", 5 * 512)
+    with opened(tmp_path / "x.gguf") as file:
+        for name, wanted in (("mlp.up_proj", expected), ("self_attn.q_proj", halves)):
+            name = f"model.layers.0.{name}.weight"
+            same = {"rtol": 0, "atol": 0, "equal_nan": True}
+            torch.testing.assert_close(file.get_tensor(name), wanted, **same)
+            torch.testing.assert_close(file.get_slice(name)[:4], wanted[:4], **same)
+            assert file.get_slice(name).get_shape() == [24, 512]
+
+
+def test_names_are_those_of_the_package():
+    for architecture in (gguf.MODEL_ARCH.QWEN2, gguf.MODEL_ARCH.QWEN3, gguf.MODEL_ARCH.LLAMA):
+        known = gguf.get_tensor_name_map(architecture, 12)
+        for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
+                     *(f"model.layers.11.{part}.weight" for part in gguf_files.NAMES.values() if "." in part),
+                     "model.layers.11.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight",
+                     "model.layers.3.self_attn.q_proj.bias"):  # fmt: skip
+            theirs = known.get_name(name, (".weight", ".bias"))
+            assert theirs in (None, gguf_name(name)) and published_name(gguf_name(name)) == name
+    assert published_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
+
+
+def test_nf4_is_quantized_from_the_numbers_of_the_file(models):
+    source, path = models("llama", "q8_0")
+    packed = load_qwen2(resolve_folder(str(path)), torch.float32, "cpu", quantize=True)
+    dense = load_qwen2(resolve_folder(str(path)), torch.float32, "cpu")
+    again = load_qwen2(source, torch.float32, "cpu", quantize=True)
+    assert packed.state_dict().keys() == again.state_dict().keys()
+    one, other = (checkpoint_tensors(m)["model.layers.1.mlp.up_proj.weight"] for m in (packed, dense))
+    assert 0 < (one - other).norm() < 0.15 * other.norm()
+
+
+def quantized(weight: torch.Tensor, kind: str):
+    return gguf.quants.quantize(weight.numpy(), Q[kind]), Q[kind]
+
+
+def test_two_precisions_of_one_matrix_are_a_tied_model(models, tmp_path):
+    """Quantizers write the head of a tied model beside its embedding, in more bits."""
+    source, path = models("qwen2")
+    weight = checkpoint_tensors(load_qwen2(source, torch.float32, "cpu"))["model.embed_tokens.weight"]
+    both = {"token_embd.weight": quantized(weight, "Q4_0"), "output.weight": quantized(weight, "Q8_0")}
+    folder = resolve_folder(str(rewrite(path, tmp_path / "both.gguf", tensors=both)))
+    model = load_qwen2(folder, torch.float32, "cpu")
+    assert model.config.tie_word_embeddings
+    assert torch.equal(model.head_weight, torch.tensor(gguf.quants.dequantize(*both["output.weight"])))
+    own = both | {"output.weight": quantized(weight.roll(1, 0), "Q8_0")}
+    assert not read_config(resolve_folder(str(rewrite(path, tmp_path / "own.gguf", tensors=own)))).tie_word_embeddings
+    near = {"token_embd.weight": quantized(weight, "F32"), "output.weight": quantized(weight + 1e-3, "F32")}
+    assert not read_config(resolve_folder(str(rewrite(path, tmp_path / "near.gguf", tensors=near)))).tie_word_embeddings
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
+@pytest.mark.parametrize(("split", "bos"), [("qwen2", False), ("llama-bpe", True), ("smollm", False), ("gpt-2", False)])
+def test_the_tokenizer_gives_the_same_tokens(tmp_path, split, bos, first):
+    source = write_model(tmp_path / "source", "llama")
+    write_tokenizer(source, split, first, bos)
+    path = write_gguf(source, tmp_path / "out" / "x.gguf")
+    folder = resolve_folder(str(path))
+    ours, theirs = (Backend.from_file(str(where / "tokenizer.json")) for where in (folder, source))
+    assert ours.get_vocab() == theirs.get_vocab()
+    for text in [*TEXTS, __doc__]:
+        for special in (False, True):
+            assert (
+                ours.encode(text, add_special_tokens=special).ids == theirs.encode(text, add_special_tokens=special).ids
+            )
+        assert ours.decode(theirs.encode(text).ids) == theirs.decode(theirs.encode(text).ids)
+    one, other = Tokenizer.load(folder), Tokenizer.load(source)
+    assert (one.fingerprint, one.stop_id, one.pad_id) == (other.fingerprint, other.stop_id, other.pad_id)
+    assert {p.name for p in folder.iterdir()} >= {"generation_config.json", "tokenizer_config.json"}
+
+
+def test_the_tokenizer_of_qwen_gives_the_same_tokens(shared, tmp_path):
+    import gzip
+
+    published = json.loads(gzip.decompress((shared / "tokenizers/qwen2.5/tokenizer.json.gz").read_bytes()))
+    source = write_model(tmp_path / "source", "qwen2", vocab_size=151_936, hidden_size=16, num_hidden_layers=1)
+    (source / "tokenizer.json").write_text(json.dumps(published), encoding="utf-8")
+    settings = (shared / "tokenizers/qwen2.5/tokenizer_config.json").read_text(encoding="utf-8")
+    (source / "tokenizer_config.json").write_text(settings, encoding="utf-8")
+    folder = resolve_folder(str(write_gguf(source, tmp_path / "out" / "x.gguf", "bf16")))
+    made = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    assert made["added_tokens"] == published["added_tokens"] and made["normalizer"] == published["normalizer"]
+    assert made["pre_tokenizer"] == published["pre_tokenizer"]
+    assert made["model"]["vocab"] == published["model"]["vocab"]
+    assert made["model"]["merges"] == published["model"]["merges"]
+    assert Tokenizer.load(folder).fingerprint == Tokenizer.load(source).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"general.architecture": "gemma3"}, "architecture 'gemma3'"),
+        ({"llama.expert_count": 8}, "llama.expert_count is 8"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
+        ({"llama.attention.sliding_window": 4096}, "llama.attention.sliding_window is 4096"),
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is not the size of a head, 16"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "head_count_kv differs from layer to layer"),
+        ({"split.count": 3}, "one of several files"),
+        ({"tokenizer.ggml.model": "llama"}, "the tokenizer is 'llama'"),
+        ({"tokenizer.ggml.pre": "tekken"}, "split as 'tekken'"),
+        ({"tokenizer.ggml.merges": None}, "lacks its tokens"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(models, tmp_path, cache, changes, named):
+    changes = dict(changes)
+    path = rewrite(
+        models("llama")[1], tmp_path / "x.gguf", changes, architecture=changes.pop("general.architecture", None)
+    )
+    with pytest.raises(R3LiteError) as error:
+        resolve_folder(str(path))
+    assert named in str(error.value) and not cache.exists()
+
+
+def test_tensors_that_no_such_model_has_are_refused(models, tmp_path):
+    path, number = models("llama3")[1], np.ones(16, np.float32)
+    more = rewrite(path, tmp_path / "more.gguf", tensors={"blk.0.attn_q.bias": (number, Q.F32)})
+    with pytest.raises(R3LiteError, match=r"unexpected tensor model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load_qwen2(resolve_folder(str(more)), torch.float32, "cpu")
+    less = rewrite(path, tmp_path / "less.gguf", tensors={"blk.1.ffn_up.weight": None})
+    with pytest.raises(R3LiteError, match=r"missing tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_qwen2(resolve_folder(str(less)), torch.float32, "cpu")
+    other = rewrite(path, tmp_path / "other.gguf", tensors={"rope_freqs.weight": (number * 2, Q.F32)})
+    with pytest.raises(R3LiteError, match=r"rope_freqs\.weight is not that of Llama 3\.1"):
+        resolve_folder(str(other))
+
+
+def test_a_damaged_file_is_an_error_that_names_it(models, tmp_path, cache):
+    """A file that ends early, or says that a list is longer than the file, neither hangs nor takes memory."""
+    content = models("qwen3")[1].read_bytes()
+    path = tmp_path / "x.gguf"
+    for end in [*range(0, 2000, 97), *range(2000, len(content), len(content) // 40), len(content) - 1]:
+        path.write_bytes(content[:end])
+        with pytest.raises(R3LiteError, match=r"x\.gguf (is damaged or truncated|is not a GGUF file)"):
+            resolve_folder(str(path))
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        at = int(generator.integers(4, 1500))
+        path.write_bytes(content[:at] + generator.bytes(4) + content[at + 4 :])
+        try:
+            load_qwen2(resolve_folder(str(path)), torch.float32, "cpu")
+        except R3LiteError as error:
+            assert "x" in str(error)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60))
+    with pytest.raises(R3LiteError, match="damaged"):
+        resolve_folder(str(path))
+    path.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 1, 1))
+    with pytest.raises(R3LiteError, match="version 50331648"):
+        resolve_folder(str(path))
+    with pytest.raises(R3LiteError, match=r"nowhere\.gguf cannot be read"):
+        resolve_folder(str(tmp_path / "some" / "nowhere.gguf"))
+
+
+def test_another_file_of_the_same_name_is_another_model(models, tmp_path):
+    """A run goes on with its own base only, though config and tokenizer are the same."""
+    path = tmp_path / "x.gguf"
+    path.write_bytes(models("llama", "fp32")[1].read_bytes())
+    one, value = resolve_folder(str(path)), folder_fingerprint(resolve_folder(str(path)))
+    path.write_bytes(models("llama", "bf16")[1].read_bytes())
+    other = resolve_folder(str(path))
+    assert one != other and folder_fingerprint(other) != value
+    assert fingerprint(other) != fingerprint(resolve_folder(str(models("llama", "fp32")[1])))
+
+
+def test_commands_take_a_file_as_model(tmp_path, capsys):
+    tiny = resolve_folder("tiny")
+    path = write_gguf(tiny, tmp_path / "tiny" / "tiny.gguf")
+    model = load_qwen2(tiny, torch.float32, "cpu")
+    assert fingerprint(resolve_folder(str(path))) == fingerprint(tiny)
+    lora.add_adapter(model, "policy", 4, 8)
+    lora.save_adapter(model, "policy", tmp_path / "adapter", str(path), fingerprint(tiny))
+    assert sft.main(["--preset", "tiny", "--model", str(path), "--dry-run", "--output", str(tmp_path / "run")]) == 0
+    flags = ["--model", str(path), "--adapter", str(tmp_path / "adapter"), "--prompts", "2", "--weights", "fp32"]
+    assert export.main([*flags, "--output", str(tmp_path / "merged")]) == 0
+    assert "2 of them" in capsys.readouterr().out
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(tmp_path / "merged")(TEXTS[1], add_special_tokens=False)["input_ids"]
+    assert ids == Tokenizer.load(tiny).encode(TEXTS[1])
+    with torch.no_grad():
+        ours = model.logits(model(torch.tensor([ids])))
+        assert (theirs(torch.tensor([ids])).logits - ours).abs().max() < 1e-4
+
+
+def test_a_sentencepiece_tokenizer_is_not_written(tmp_path):
+    """That of Llama 2, TinyLlama and Mistral."""
+    source = write_model(tmp_path / "source", "mistral", "gpt-2")
+    content = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    content["model"]["byte_fallback"], content["pre_tokenizer"] = True, {"type": "Metaspace", "replacement": "_"}
+    (source / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(R3LiteError, match="the tokenizer is a SentencePiece one"):
+        write_gguf(source, tmp_path / "out" / "x.gguf")
+    assert not (tmp_path / "out").exists()
