@@ -60,6 +60,14 @@ class Nf4Weight:
         return self.codes.device
 
 
+@dataclass(frozen=True)
+class Packed:
+    """In what the layers of a folder in NF4 differ from those that `quantize` makes."""
+
+    dense: int = 0  # weights of those that are not in NF4
+    wide: int = 0  # blocks of the others whose absmax is in fp32
+
+
 @torch.no_grad()
 def quantize(weight: Tensor) -> Nf4Weight:
     """The NF4 form of a weight [out, in] of any float dtype: for each weight the code point nearest to weight / absmax.

@@ -84,7 +84,7 @@ def fingerprint(folder: str | Path) -> str | None:
         with opened(folder / SINGLE) as file:
             return (file.metadata() or {}).get(FINGERPRINT)
     by_file = defaultdict(list)
-    for name, path in _tensor_places(folder).items():
+    for name, path in tensor_places(folder).items():
         if not _is_surplus(name, config.tie_word_embeddings):
             by_file[path].append(name)
     rows = {}
@@ -109,7 +109,7 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     naming a tensor that is missing, unexpected or of the wrong shape or type.
     """
     folder = Path(folder)
-    config, places = read_config(folder), _tensor_places(folder)
+    config, places = read_config(folder), tensor_places(folder)
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     _refuse_names(folder, "missing", [name for name in [last] if name not in places])  # a thousand layers take a while
     with torch.device("meta"):
@@ -198,7 +198,7 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, expected: Tensor) -> No
         raise R3LiteError(f"{path}: {name} is of type {tensor.dtype}", "Use the model's unquantized checkpoint.")
 
 
-def _tensor_places(folder: Path) -> dict[str, Path]:
+def tensor_places(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor of a folder."""
     places = {}
     for path in _shards(folder):
