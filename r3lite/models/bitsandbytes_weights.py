@@ -51,7 +51,7 @@ def unpack(file: Path, path: str, shape: tuple[int, int], read: Callable[[str], 
     """
     numbers = shape[0] * shape[1]
     blocks = numbers // BLOCK
-    text = bytes(read(f"{path}{STATE}").tolist()).decode(errors="replace")
+    text = bytes(read(f"{path}{STATE}").to(torch.uint8).flatten().tolist()).decode(errors="replace")
     where = f"{file}: {path}{STATE}"
     state = Record(within(where, REMEDY, text), Source(where, REMEDY))
     nested = "nested_blocksize" in state

@@ -305,6 +305,8 @@ def save_nf4(model: Qwen2, source_folder: str | Path, out_folder: str | Path) ->
     Adapters are left out. The folder has the same files as that of `save_merged`, and appears in the same way.
     """
     assert not _layer_linears(model), "a layer has dense linears"
+    packed = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    assert all(module.absmax.dtype == torch.int8 for module in packed), "a folder of bitsandbytes is kept as it is"
     extra, base = {"quantization_config": nf4.LAYOUT}, fingerprint(source_folder)
     metadata = {FINGERPRINT: base} if base else {}
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from r3lite.core.errors import R3LiteError
 from r3lite.models.lora import adapter_parameters, add_adapter, merge_adapter, set_adapter
 from r3lite.models.qwen2_config import is_nf4, read_config
-from r3lite.models.weights import checkpoint_tensors, fingerprint, load_qwen2, save_merged
+from r3lite.models.weights import checkpoint_tensors, fingerprint, load_qwen2, save_merged, save_nf4
 from tests.packed_folders import CONFIG, STATE, write_packed
 
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6}  # blocks do not fill their last group
@@ -42,6 +42,8 @@ def test_numbers_are_those_of_the_formula_to_the_bit(folders, double, dense):
         kinds = {n.rsplit(".", 1)[0] for n, _ in model.named_buffers()}
         assert len(kinds) == 21 - len(dense) and not kinds & set(dense)
     assert is_nf4(packed) and read_config(packed) == read_config(plain)
+    with pytest.raises(AssertionError):
+        save_nf4(model, packed, packed / "again")
 
 
 def test_gradients_and_stacks_are_those_of_the_dense_model(folders):
@@ -126,6 +128,7 @@ def restated(tensor: torch.Tensor, **changes) -> torch.Tensor:
         (f".{STATE}", lambda t: restated(t, nested_offset="x"), "nested_offset is 'x'"),
         (f".{STATE}", lambda t: t[:-1], "not JSON"),
         (f".{STATE}", lambda t: t + 128, "not JSON"),
+        (f".{STATE}", lambda t: t * 1.5, "not JSON"),
         ("", lambda t: t[:-1], f"{UP} has 30719 numbers of type torch.uint8, not 30720 of torch.uint8"),
         ("", lambda t: t.bfloat16(), "torch.bfloat16"),
         (".absmax", lambda t: t.float(), f"{UP}.absmax has 960 numbers of type torch.float32"),
