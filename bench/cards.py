@@ -19,7 +19,7 @@ from r3lite.devices.cards import CARDS, GIB, LAUNCH, Speeds, card
 from r3lite.memory import duration
 from r3lite.memory.duration import in_words
 from r3lite.memory.plan import Plan
-from r3lite.memory.planner import Workload
+from r3lite.memory.work import Workload
 
 CLASSES = {
     "2 GB": "MX450",

@@ -14,8 +14,8 @@ from r3lite.core.files import read_record
 from r3lite.exporting.card import modelfile
 from r3lite.exporting.parity import compare
 from r3lite.models import lora
-from r3lite.models.tensor_files import shards_of
-from r3lite.models.weights import load_qwen2, resolve_folder
+from r3lite.models.tensor_files import read_tensors, shards_of
+from r3lite.models.weights import checkpoint_tensors, load_qwen2, resolve_folder
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import ProtocolSettings
@@ -178,6 +178,18 @@ def test_nf4_is_read_back_by_r3lite(exported, expected):
     with torch.no_grad():
         logits = model.logits(model(rows()))
     assert 0.01 < (logits - expected).abs().mean() < 0.5
+
+
+def test_layers_of_an_nf4_base_without_an_adapter_are_written_dense_and_rounded_once(exported, tmp_path):
+    """They were written in fp32, from an absmax that had been rounded to bf16."""
+    base = exported("folder", "nf4")
+    model = load_qwen2(base, torch.float32, "cpu")
+    lora.add_adapter(model, "policy", 4, 8, targets=["v_proj"])
+    lora.save_adapter(model, "policy", tmp_path / "adapter", str(base))
+    flags = ["--preset", "tiny", "--model", str(base), "--adapter", str(tmp_path / "adapter"), "--prompts", "0"]
+    assert export.main([*flags, "--weights", "bf16", "--output", str(tmp_path / "out")]) == 0
+    written, wanted = read_tensors(tmp_path / "out" / "model.safetensors"), checkpoint_tensors(model)
+    assert written.keys() == wanted.keys() and all(torch.equal(written[n], wanted[n].bfloat16()) for n in written)
 
 
 @pytest.mark.parametrize(("weights", "most"), [("fp32", 1e-4), ("fp16", 0.02), ("bf16", 0.5), ("q8_0", 0.5)])

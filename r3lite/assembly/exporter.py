@@ -14,6 +14,7 @@ from r3lite.exporting import parity
 from r3lite.exporting.card import Facts, card, modelfile
 from r3lite.exporting.files import CARD, FILES, GGUF, MODELFILE
 from r3lite.models import lora, weights
+from r3lite.models.projections import Nf4Linear
 from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
@@ -71,6 +72,9 @@ def in_folder(model: Qwen2, source: Path, output: Path, settings: ExportSettings
     kind = settings.weights
     if kind != "nf4":
         most = budget_bytes(settings.max_shard_size, "--max-shard-size")
+        for path, layer in list(model.named_modules()):
+            if isinstance(layer, Nf4Linear):  # one without an adapter; `to` would round its absmax, too
+                model.set_submodule(path, layer.dense())
         weights.save_merged(model.to(DTYPES[kind]), source, output, most)
         return weights.load_qwen2(output, DTYPES[kind], "cpu")
     with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as parent:

@@ -2,7 +2,7 @@
 `llm.client.Client`; used by evaluate, ppo and tune_prompt.
 
 It is loaded whenever there is something to ask, beside the run's own model, and dropped then, as the memory plan of the
-run counts it (`memory.planner.JudgeWork`). So its weights cost memory only while it replies, and loading them costs
+run counts it (`memory.work.JudgeWork`). So its weights cost memory only while it replies, and loading them costs
 some seconds each time.
 """
 

@@ -104,7 +104,7 @@ def load_policy(
     if settings.adapter or training:
         lora.set_adapter(model, POLICY)
     if settings.compile:
-        _compile(model, device, plan.memory.nf4 or is_nf4(folder))
+        _compile(model, device, plan.memory.nf4)
     if training is None:
         grant = Grant(plan.memory)
         activation_checkpointing.enable(model, grant)

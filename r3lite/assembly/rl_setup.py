@@ -17,7 +17,7 @@ from r3lite.core.spans import Spans
 from r3lite.datasets.sources import protocols_of
 from r3lite.datasets.trajectories import Trajectory
 from r3lite.memory.plan import Plan, make_plan
-from r3lite.memory.planner import Workload
+from r3lite.memory.work import Workload
 from r3lite.memory.workloads import rl_workload
 from r3lite.models.packing import common_prefix
 from r3lite.models.weights import resolve_folder

@@ -7,7 +7,8 @@ from r3lite.core.config import flag
 from r3lite.core.errors import R3LiteError
 from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
-from r3lite.memory.planner import Workload, peak
+from r3lite.memory.planner import peak
+from r3lite.memory.work import Workload
 from r3lite.models import logprobs
 from r3lite.models.qwen2 import Qwen2Config
 
@@ -74,7 +75,7 @@ def _remedies(
             found.append(f"--max-length {tokens}")
             break
     for name, model in models:
-        if model.hidden_size < w.model.hidden_size and fits(replace(w, model=model), fixed):
+        if model.hidden_size < w.model.hidden_size and fits(replace(w, model=model, packed=None), fixed):
             found.append(f"--model {name}")
             break
     needed = least / (1 - SLACK)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import BESIDE_OTHERS, MEASURED, Speeds
-from r3lite.memory.planner import Workload, adapter_bytes, as_teacher, linears
+from r3lite.memory.planner import adapter_bytes, as_teacher, linears
+from r3lite.memory.work import Workload
 
 # Kernels: of a layer, forward, and backward; more for casts of adapters and their gradients in half precision, and for
 # the weights of a layer in NF4; of all else in a pass; of the loss of a chunk of logits; of clipping and AdamW for each

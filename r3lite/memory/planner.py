@@ -6,89 +6,18 @@ a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.p
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from r3lite.core.grant import Memory
-from r3lite.devices.cards import Speeds
 from r3lite.devices.live_tensors import GRAIN
-from r3lite.memory.cuda_parts import LAPTOP, NOT_TENSORS, Beside, beside_tensors
+from r3lite.memory.cuda_parts import NOT_TENSORS, beside_tensors
+from r3lite.memory.work import JudgeWork, TeacherWork, Workload
 from r3lite.models import logprobs, nf4
 from r3lite.models.kv_cache import BLOCK
 from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.stacks import stacks
 
 Parts = dict[str, int]
-
-
-@dataclass(frozen=True)
-class TeacherWork:
-    """A second model that reads a round's episodes, without gradients, and is there for as long as that takes."""
-
-    model: Qwen2Config
-    nf4: bool
-    top: int  # tokens of a distribution that are kept
-    adapters: int = 0
-    lora_r: int = 8
-    targets: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class JudgeWork:
-    """A second model that replies to what it is asked, and is there for as long as that takes."""
-
-    model: Qwen2Config
-    vocabulary: int
-    memory: Memory  # its figures are its own: `rollout_batch_size` requests are answered together
-    row_tokens: int  # of a request and its reply at most
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What a run computes, whatever memory it is given."""
-
-    model: Qwen2Config
-    vocabulary: int  # rows of the head that are used: ids of the tokenizer
-    element: int  # bytes of a weight and of an activation: 2 or 4
-    row_tokens: int  # of the longest row or episode
-    trains: bool = True
-    lora_r: int = 8
-    targets: tuple[str, ...] = ()
-    rows: int = 1  # of one backward pass at most
-    step_rows: int = 1  # of one optimizer step: from its second pass on, all gradients are there
-    scored_rows: int = 1  # of one pass under the reference policy at most
-    shared: int = 0  # tokens that all rows begin with, as far as is known: read once in a pass
-    # Reinforcement learning and evaluation only.
-    episodes: int = 0  # sampled in a round; 0: nothing is sampled
-    reads: int = 0  # tokens given to a row at once at most: a prompt, or documents
-    retrieves: bool = False  # documents are read when the cache is nearly full; a prompt, when it is empty
-    off_policy: int = 0  # episodes of others that a round learns from at most
-    scores: float = 0  # passes over a round's episodes without gradients, such as under the reference
-    adapters: int = 1  # the policy's, and the reference's if it has one of its own
-    critic: bool = False
-    guided: bool = False  # a teacher may speak of any of the episodes, which then go through the model apart
-    teacher: TeacherWork | None = None  # loaded for each round
-    judge: JudgeWork | None = None  # loaded whenever it is asked
-    on_cuda: bool = False
-    beside: Beside = LAPTOP  # tensors, on CUDA
-    # What only the time depends on; see duration.py.
-    dtype: str = "fp32"  # of products
-    mean_tokens: float = 0  # of a row, or of an episode at most; 0: row_tokens
-    writes: float = 0  # of these, sampled or trained on; 0: all
-    epochs: int = 1  # passes over the episodes of a round
-    ratios_first: bool = False  # the head is applied once more before a loss, for the ratios of whole episodes
-    expanded: int = 0  # episodes of a round that get another end at most
-    expanded_writes: float = 0  # tokens sampled for one of these
-    refills: int = 0  # that a round may take; their number is not known beforehand
-    held_out: int = 0  # questions of a validation; 0: there is none
-    validate_every: int = 1  # rounds
-    steps: int | None = None  # optimizer steps or rounds of the run; None: not known
-    device: str | None = None  # of this machine, whose speeds are measured; None: it is elsewhere
-    speeds: Speeds | None = None  # of the device, if they are known without
-
-    @property
-    def joining(self) -> int:
-        """Episodes that a round learns from at most beside those that it samples from their prompts on."""
-        return self.off_policy + self.expanded
 
 
 def rounded(size: float) -> int:
@@ -113,7 +42,14 @@ def weight_bytes(w: Workload, quantized: bool) -> int:
         weights = [shapes[name][0] * shapes[name][1] for name in stack]
         layer += _nf4_bytes(weights) if quantized else rounded(sum(weights) * e)
     tables = 1 if m.tie_word_embeddings else 2
-    return m.num_hidden_layers * layer + tables * rounded(m.vocab_size * C * e) + rounded(C * e)
+    most = m.num_hidden_layers * layer + tables * rounded(m.vocab_size * C * e) + rounded(C * e)
+    return most + (_beyond(w.packed, e) if quantized and w.packed else 0)
+
+
+def _beyond(packed: nf4.Packed, element: int) -> int:
+    """Bytes that the layers of a folder in NF4 take beyond what they would if r3lite had quantized them all."""
+    per_weight = 1 / 2 + (1 + 8 / nf4.GROUP) / nf4.BLOCK
+    return int(packed.dense * (element - per_weight)) + 3 * packed.wide
 
 
 def _nf4_bytes(weights: list[int]) -> int:
@@ -242,7 +178,8 @@ def _score(w: Workload, memory: Memory) -> Parts:
 
 def as_teacher(w: Workload, memory: Memory, teacher: TeacherWork) -> tuple[Workload, Memory]:
     """The teacher's reading as a workload of its own."""
-    own = replace(w, model=teacher.model, lora_r=teacher.lora_r, targets=teacher.targets, teacher=None)
+    of_adapter = {"lora_r": teacher.lora_r, "targets": teacher.targets}
+    own = replace(w, model=teacher.model, packed=teacher.packed, **of_adapter, teacher=None)
     return own, replace(memory, nf4=teacher.nf4)
 
 
@@ -260,7 +197,7 @@ def _teach(w: Workload, memory: Memory, teacher: TeacherWork) -> Parts:
 def as_judge(w: Workload, judge: JudgeWork) -> Workload:
     """The judge's replies as a workload of its own."""
     sizes = {"row_tokens": judge.row_tokens, "reads": judge.row_tokens, "episodes": judge.memory.rollout_batch_size}
-    return replace(w, model=judge.model, vocabulary=judge.vocabulary, judge=None, **sizes)
+    return replace(w, model=judge.model, vocabulary=judge.vocabulary, packed=judge.packed, judge=None, **sizes)
 
 
 def _judge(w: Workload, judge: JudgeWork) -> Parts:

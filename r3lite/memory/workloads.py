@@ -11,11 +11,14 @@ from r3lite.core.grant import Memory
 from r3lite.devices.cards import CARDS, card
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
 from r3lite.memory.cuda_parts import LAPTOP, of_this_card
-from r3lite.memory.planner import JudgeWork, TeacherWork, Workload
+from r3lite.memory.planner import linears
+from r3lite.memory.work import JudgeWork, TeacherWork, Workload
+from r3lite.models import bitsandbytes_weights, nf4
 from r3lite.models.lora import read_adapter_config
+from r3lite.models.nf4 import Packed
 from r3lite.models.qwen2 import Qwen2Config
-from r3lite.models.qwen2_config import is_nf4, read_config
-from r3lite.models.weights import resolve_folder
+from r3lite.models.qwen2_config import is_nf4, quant_method, read_config
+from r3lite.models.weights import resolve_folder, tensor_places
 from r3lite.protocols.tokenizer import vocabulary_of
 from r3lite.settings import (
     JudgeSettings,
@@ -41,13 +44,24 @@ KNOWN = {
 }
 
 
-def shape_of(model: str) -> tuple[Qwen2Config, int]:
-    """Sizes of a model and of its vocabulary, without its weights; those of Qwen2.5 are known offline."""
+def shape_of(model: str) -> tuple[Qwen2Config, int, Packed | None]:
+    """Sizes of a model and of its vocabulary, and how its weights are packed; those of Qwen2.5 are known offline."""
     known = {name.lower(): sizes for name, sizes in KNOWN.items()}  # the hub does not mind capitals
     if model.lower() in known and not Path(model).is_dir():
-        return known[model.lower()], QWEN_TOKENS
+        return known[model.lower()], QWEN_TOKENS, None
     folder = resolve_folder(model)
-    return read_config(folder), vocabulary_of(folder)
+    return read_config(folder), vocabulary_of(folder), _packed(folder)
+
+
+def _packed(folder: Path) -> Packed | None:
+    """How the layers of a folder are packed, from the names of its tensors; None if it is not in NF4."""
+    if quant_method(folder) != bitsandbytes_weights.METHOD:
+        return Packed() if is_nf4(folder) else None
+    config = read_config(folder)
+    weights = {name: out * into for name, (out, into) in linears(config).items()}
+    paths = bitsandbytes_weights.packed_layers(tensor_places(folder))
+    packed = sum(weights.get(path.rpartition(".")[2], 0) for path in paths)
+    return Packed(dense=config.num_hidden_layers * sum(weights.values()) - packed, wide=packed // nf4.BLOCK)
 
 
 def sft_workload(config: SftConfig, longest: int | None = None, **known: float | None) -> Workload:
@@ -116,10 +130,10 @@ def rl_workload(
 
 
 def _teacher(rl: RLSettings) -> TeacherWork:
-    sizes, vocabulary = shape_of(rl.teacher)
-    nf4 = rl.teacher_quantize == "nf4" or (Path(rl.teacher).is_dir() and is_nf4(rl.teacher))
+    sizes, vocabulary, packed = shape_of(rl.teacher)
+    quantized = rl.teacher_quantize == "nf4" or packed is not None
     adapter = _adapter(ModelSettings(adapter=rl.teacher_adapter), LoraSettings()) if rl.teacher_adapter else {}
-    return TeacherWork(sizes, nf4, min(rl.teacher_top, vocabulary), adapters=bool(adapter), **adapter)
+    return TeacherWork(sizes, quantized, min(rl.teacher_top, vocabulary), bool(adapter), **adapter, packed=packed)
 
 
 def judge_work(judge: JudgeSettings, model: ModelSettings) -> JudgeWork | None:
@@ -127,10 +141,10 @@ def judge_work(judge: JudgeSettings, model: ModelSettings) -> JudgeWork | None:
     if judge.judge != "local":
         return None
     name = judge.local_model or model.model
-    sizes, vocabulary = shape_of(name)
-    quantized = judge.judge_quantize == "nf4" or (Path(name).is_dir() and is_nf4(name))
+    sizes, vocabulary, packed = shape_of(name)
+    quantized = judge.judge_quantize == "nf4" or packed is not None
     memory = Memory(nf4=quantized, micro_batch_tokens=JUDGE_PREFILL, rollout_batch_size=judge.judge_concurrency)
-    return JudgeWork(sizes, vocabulary, memory, min(judge.judge_max_length, sizes.max_position_embeddings))
+    return JudgeWork(sizes, vocabulary, memory, min(judge.judge_max_length, sizes.max_position_embeddings), packed)
 
 
 def read_workload(model: ModelSettings, longest: int, rows: int) -> Workload:
@@ -166,7 +180,7 @@ def on_card(workload: Workload, name: str, dtype: str) -> Workload:
 
 
 def _base(model: ModelSettings) -> dict:
-    sizes, vocabulary = shape_of(model.model)
+    sizes, vocabulary, packed = shape_of(model.model)
     here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     kind = model.device if model.device != "auto" else next(name for name, found in here.items() if found)
     # A device that is not in this machine can be planned for: it has 16-bit numbers, whichever they are.
@@ -175,6 +189,7 @@ def _base(model: ModelSettings) -> dict:
     return {
         "model": sizes,
         "vocabulary": vocabulary,
+        "packed": packed,
         "element": dtype.itemsize,
         "on_cuda": kind == "cuda",
         "beside": of_this_card(),

@@ -34,7 +34,8 @@ POINTS = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 BLOCK, GROUP = 64, 256  # weights of one absmax; absmax values of one scale
-LAYOUT = {"quant_method": "r3lite_nf4", "block_size": BLOCK, "double_block_size": GROUP}
+METHOD = "r3lite_nf4"
+LAYOUT = {"quant_method": METHOD, "block_size": BLOCK, "double_block_size": GROUP}
 TILE = 2**19  # weights converted at once: 5 to 7 MiB of temporaries. Smaller tiles are slower, larger ones no faster.
 
 
@@ -43,7 +44,9 @@ class Nf4Weight:
     """A weight [out, in] in NF4."""
 
     codes: Tensor  # uint8 [out, in / 2]; the first weight of a pair is in the high four bits
-    absmax: Tensor  # int8 [groups, 256]: of the blocks row by row, the last group filled up with zeros
+    # int8 [groups, 256]: of the blocks row by row, the last group filled up with zeros. In fp32, with scales of 1 and a
+    # mean of 0, if the weight is of another program's file (bitsandbytes_weights.py).
+    absmax: Tensor
     absmax_scale: Tensor  # fp32 [groups]
     absmax_mean: Tensor  # fp32 [groups], the same number for all, so that weights of several means can be stacked
 
@@ -55,6 +58,14 @@ class Nf4Weight:
     @property
     def device(self) -> torch.device:
         return self.codes.device
+
+
+@dataclass(frozen=True)
+class Packed:
+    """In what the layers of a folder in NF4 differ from those that `quantize` makes."""
+
+    dense: int = 0  # weights of those that are not in NF4
+    wide: int = 0  # blocks of the others whose absmax is in fp32
 
 
 @torch.no_grad()
@@ -86,14 +97,14 @@ def quantize(weight: Tensor) -> Nf4Weight:
     return Nf4Weight(codes, steps.round().to(torch.int8), scale, mean.expand_as(scale).clone())
 
 
-def unfilled(weight: Tensor) -> Nf4Weight:
+def unfilled(weight: Tensor, absmax: torch.dtype = torch.int8) -> Nf4Weight:
     """Tensors of the NF4 form of a weight [out, in], of its shapes and types, on its device, with no values yet."""
     rows, columns = weight.shape
     _check_columns(columns)
     groups = -(-rows * columns // (BLOCK * GROUP))
     return Nf4Weight(
         torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device),
-        torch.empty(groups, GROUP, dtype=torch.int8, device=weight.device),
+        torch.empty(groups, GROUP, dtype=absmax, device=weight.device),
         torch.empty(groups, device=weight.device),
         torch.empty(groups, device=weight.device),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.files import read_record
 from r3lite.core.records import Record, shown
-from r3lite.models import nf4
+from r3lite.models import bitsandbytes_weights, nf4
 from r3lite.models.qwen2 import Qwen2Config, RopeScaling
 
 # The most of each size: far beyond any published model, and yet a model of it can be laid out without delay.
@@ -92,6 +92,9 @@ def config_record(folder: str | Path) -> Record:
 def _check_supported(record: Record, model_type: str, rope: list[Record]) -> None:
     """Raises R3LiteError if a config asks for something that the network does not compute."""
     quantization = record.record("quantization_config").values
+    quantized = None if quantization in ({}, nf4.LAYOUT) else bitsandbytes_weights.unsupported(quantization)
+    if quantized and quantization.get("quant_method") == nf4.METHOD:
+        quantized = f"quantization_config is {shown(quantization)}"
     sliding = record.flag("use_sliding_window", False) or "sliding_attention" in record.texts("layer_types", ())
     if model_type == "mistral":  # whose window, of all families, needs no switch
         sliding = sliding or "sliding_window" in record
@@ -100,10 +103,10 @@ def _check_supported(record: Record, model_type: str, rope: list[Record]) -> Non
     biased = next((k for k in ("attention_bias", "mlp_bias") if model_type != "qwen2" and record.flag(k, False)), None)
     for wrong, what, remedy in (
         (
-            quantization not in ({}, nf4.LAYOUT),
-            f"quantization_config is {shown(quantization)}",
-            "Use the model's unquantized checkpoint, with --quantize nf4 if it is to be in NF4 as by bitsandbytes; of "
-            "quantized ones only those are read that r3lite writes.",
+            quantized is not None,
+            quantized,
+            f"{bitsandbytes_weights.REMEDY} Of quantized ones those are read that are in NF4 by bitsandbytes "
+            "(*-bnb-4bit) or by r3lite.",
         ),
         (
             sliding,
@@ -124,6 +127,11 @@ def _check_supported(record: Record, model_type: str, rope: list[Record]) -> Non
             raise R3LiteError(f"{record.source.where}: {what}", remedy)
 
 
+def quant_method(folder: str | Path) -> str | None:
+    """Whose NF4 a folder is in: that of `nf4.LAYOUT` or `bitsandbytes_weights.METHOD`; None if it is dense."""
+    return config_record(folder).record("quantization_config").text("quant_method", None)
+
+
 def is_nf4(folder: str | Path) -> bool:
-    """Whether a folder was written by `save_nf4`."""
-    return bool(config_record(folder).record("quantization_config").values)
+    """Whether a folder is in NF4, or most layers of it."""
+    return quant_method(folder) is not None

@@ -4,10 +4,11 @@ The weights of linear layers that read the same x are such tensors: each keeps i
 multiplied by x at once. Knows nothing of what the tensors are for.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read the same x
 
@@ -46,3 +47,32 @@ def stacked(shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.d
     """New tensors without values, of shapes [n, ...] that differ in n alone, which lie one after another in memory."""
     rows = [shape[0] for shape in shapes]
     return list(torch.empty(sum(rows), *shapes[0][1:], dtype=dtype, device=device).split(rows))
+
+
+class StackMemory:
+    """Memory for the tensors of a model, by name; those of one of STACKS lie one after another.
+
+    It is allocated when it is first asked for, so that never much more is held than what has been read.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device):
+        self.tensors, self.dtype, self.device = tensors, dtype, device
+        self.found: dict[str, Tensor] = {}
+        self.beside: dict[str, list[str]] = {}  # the names of one stack, by each of them
+        kinds = defaultdict(list)
+        for name in tensors:
+            path, _, kind = name.rpartition(".")
+            kinds[kind].append(path)
+        for kind, paths in kinds.items():
+            for stack in stacks(paths):
+                names = [f"{path}.{kind}" for path in stack]
+                self.beside |= dict.fromkeys(names, names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.found:
+            names = self.beside[name]
+            like = self.tensors[name]
+            dtype = self.dtype if isinstance(like, nn.Parameter) else like.dtype
+            together = stacked([self.tensors[n].shape for n in names], dtype, self.device)
+            self.found |= dict(zip(names, together, strict=True))
+        return self.found[name]

@@ -4,15 +4,17 @@ Owns the names and spellings of published checkpoints. All it knows of adapters 
 a checkpoint.
 """
 
+import functools
 import hashlib
 import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -20,11 +22,11 @@ from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import PART, gguf_of, read_record, shipped, write_json
 from r3lite.core.records import shown
-from r3lite.models import gguf_folder, nf4
+from r3lite.models import bitsandbytes_weights, gguf_folder, nf4
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.qwen2 import Qwen2
-from r3lite.models.qwen2_config import SIZES, config_record, is_nf4, read_config
-from r3lite.models.stacks import stacked, stacks
+from r3lite.models.qwen2_config import SIZES, config_record, quant_method, read_config
+from r3lite.models.stacks import StackMemory
 from r3lite.models.tensor_files import opened, shards_of, write_tensors
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
@@ -75,16 +77,16 @@ def fingerprint(folder: str | Path) -> str | None:
     """A digest of a base: of its sizes and of the first rows of every tensor as fp32 numbers, read from its folder.
 
     It does not depend on the precision that a run loads the base in, and a copy of the same numbers in a wider type
-    has the same. A merged or rounded copy is another base. A folder of `save_nf4` has that of its source, or None if
-    it was written before fingerprints were.
+    has the same. A merged or rounded copy is another base, and so is a folder of bitsandbytes, of which the stored
+    numbers are read. A folder of `save_nf4` has that of its source, or None if it was written before fingerprints were.
     """
     folder = Path(folder)
     config = read_config(folder)
-    if is_nf4(folder):
+    if quant_method(folder) == nf4.METHOD:
         with opened(folder / SINGLE) as file:
             return (file.metadata() or {}).get(FINGERPRINT)
     by_file = defaultdict(list)
-    for name, path in _tensor_places(folder).items():
+    for name, path in tensor_places(folder).items():
         if not _is_surplus(name, config.tie_word_embeddings):
             by_file[path].append(name)
     rows = {}
@@ -103,25 +105,27 @@ def fingerprint(folder: str | Path) -> str | None:
 def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.device, quantize: bool = False) -> Qwen2:
     """The model of a folder, frozen and in evaluation mode, in `dtype` on `device`.
 
-    With `quantize` the linears of the layers are in NF4; those of a folder of `save_nf4` are so anyway. Tensors are
-    read, and quantized, one by one into a model that has no memory of its own yet, so that beside the finished weights
-    only one tensor is in memory at a time. Raises R3LiteError naming a tensor that is missing, unexpected or of the
-    wrong shape or type.
+    With `quantize` the linears of the layers are in NF4; those of a folder of `save_nf4` are so anyway, and of one of
+    bitsandbytes those that it has in NF4. Tensors are read, and quantized, one by one into a model that has no memory
+    of its own yet, so that beside the finished weights only one tensor is in memory at a time. Raises R3LiteError
+    naming a tensor that is missing, unexpected or of the wrong shape or type.
     """
     folder = Path(folder)
-    config, places = read_config(folder), _tensor_places(folder)
+    config, places = read_config(folder), tensor_places(folder)
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     _refuse_names(folder, "missing", [name for name in [last] if name not in places])  # a thousand layers take a while
     with torch.device("meta"):
         model = Qwen2(config)
-    dense, packed = model.state_dict(keep_vars=True), is_nf4(folder)
-    if packed or quantize:
-        for path, linear in _layer_linears(model).items():
-            model.set_submodule(path, Nf4Linear(nf4.unfilled(linear.weight), linear.bias, dtype))
+    dense, linears, method = model.state_dict(keep_vars=True), _layer_linears(model), quant_method(folder)
+    theirs = _packed_by_bitsandbytes(folder, linears, places)
+    for path in theirs if method == bitsandbytes_weights.METHOD else linears if method or quantize else ():
+        unfilled = nf4.unfilled(linears[path].weight, torch.float32 if path in theirs else torch.int8)
+        model.set_submodule(path, Nf4Linear(unfilled, linears[path].bias, dtype))
     filled = model.state_dict(keep_vars=True)
-    expected = filled if packed else dense  # of the folder
-    _check_names(folder, expected.keys(), places.keys(), model.config.tie_word_embeddings)
-    memory = _Memory(filled, dtype, torch.device(device))
+    expected = filled if method == nf4.METHOD else dense  # of the folder
+    found = [name for name in places if name.partition(".weight.")[0] not in theirs]
+    _check_names(folder, expected.keys(), found, model.config.tie_word_embeddings)
+    memory = StackMemory(filled, dtype, torch.device(device))
     by_file = defaultdict(list)
     for name in expected:
         by_file[places[name]].append(name)
@@ -129,56 +133,47 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     for path, names in by_file.items():
         with opened(path) as file:
             for name in names:
-                tensor = file.get_tensor(name)
-                _check_tensor(path, name, tensor, expected[name])
-                # Copied, because a view of the mapped file would change, or crash, with the file.
-                if name in filled:
-                    _fill(model, name, memory, tensor)
+                layer = name.removesuffix(".weight")
+                if layer in theirs:
+                    read = functools.partial(_read_beside, folder, places, path, file)
+                    weight = bitsandbytes_weights.unpack(path, layer, tuple(expected[name].shape), read)
                 else:
-                    for part, value in vars(nf4.quantize(tensor.to(device))).items():
-                        _fill(model, f"{name.removesuffix('.weight')}.{part}", memory, value)
-                del tensor
+                    weight = file.get_tensor(name)
+                    _check_tensor(path, name, weight, expected[name])
+                    weight = weight if name in filled else nf4.quantize(weight.to(device))
+                # Copied, because a view of the mapped file would change, or crash, with the file.
+                parts = {name: weight} if name in filled else {f"{layer}.{k}": v for k, v in vars(weight).items()}
+                while parts:
+                    _fill(model, *parts.popitem(), memory)
+                del weight
                 bar.update()
     bar.close()
     return model.eval()
 
 
-class _Memory:
-    """Memory for the tensors of a model, by name; those of one of `stacks.STACKS` lie one after another.
-
-    It is allocated when it is first asked for, so that never much more is held than what has been read.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device):
-        self.tensors, self.dtype, self.device = tensors, dtype, device
-        self.found: dict[str, Tensor] = {}
-        self.beside: dict[str, list[str]] = {}  # the names of one stack, by each of them
-        kinds = defaultdict(list)
-        for name in tensors:
-            path, _, kind = name.rpartition(".")
-            kinds[kind].append(path)
-        for kind, paths in kinds.items():
-            for stack in stacks(paths):
-                names = [f"{path}.{kind}" for path in stack]
-                self.beside |= dict.fromkeys(names, names)
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.found:
-            names = self.beside[name]
-            like = self.tensors[name]
-            dtype = self.dtype if isinstance(like, nn.Parameter) else like.dtype
-            together = stacked([self.tensors[n].shape for n in names], dtype, self.device)
-            self.found |= dict(zip(names, together, strict=True))
-        return self.found[name]
-
-
-def _fill(model: nn.Module, name: str, memory: _Memory, value: Tensor) -> None:
+def _fill(model: nn.Module, name: str, value: Tensor, memory: StackMemory) -> None:
     """Gives the model a tensor that is in its place in memory."""
     tensor = memory[name].copy_(value)
     if isinstance(memory.tensors[name], nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=False)
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, tensor)
+
+
+def _read_beside(folder: Path, places: dict[str, Path], path: Path, file: safe_open, name: str) -> Tensor:
+    """A tensor of a folder, of the open file at `path` or of another that it is in."""
+    _refuse_names(folder, "missing", [name] if name not in places else [])
+    if places[name] == path:
+        return file.get_tensor(name)
+    with opened(places[name]) as other:
+        return other.get_tensor(name)
+
+
+def _packed_by_bitsandbytes(folder: Path, linears: dict[str, nn.Linear], names: Iterable[str]) -> set[str]:
+    """The paths of a folder's layers that are in bitsandbytes' NF4."""
+    if quant_method(folder) != bitsandbytes_weights.METHOD:
+        return set()
+    return bitsandbytes_weights.packed_layers(names) & linears.keys()
 
 
 def _layer_linears(model: nn.Module) -> dict[str, nn.Linear]:
@@ -205,7 +200,7 @@ def _check_tensor(path: Path, name: str, tensor: Tensor, expected: Tensor) -> No
         raise R3LiteError(f"{path}: {name} is of type {tensor.dtype}", "Use the model's unquantized checkpoint.")
 
 
-def _tensor_places(folder: Path) -> dict[str, Path]:
+def tensor_places(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor of a folder."""
     places = {}
     for path in _shards(folder):
@@ -314,6 +309,8 @@ def save_nf4(model: Qwen2, source_folder: str | Path, out_folder: str | Path) ->
     Adapters are left out. The folder has the same files as that of `save_merged`, and appears in the same way.
     """
     assert not _layer_linears(model), "a layer has dense linears"
+    packed = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    assert all(module.absmax.dtype == torch.int8 for module in packed), "a folder of bitsandbytes is kept as it is"
     extra, base = {"quantization_config": nf4.LAYOUT}, fingerprint(source_folder)
     metadata = {FINGERPRINT: base} if base else {}
 

@@ -9,7 +9,7 @@ from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
 from r3lite.memory import choice, planner
 from r3lite.memory.cuda_parts import HOPPER, LAPTOP, NOT_TENSORS, beside_tensors
-from r3lite.memory.planner import Workload
+from r3lite.memory.work import Workload
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS, on_card, sft_workload
 from r3lite.settings import LoraSettings, ModelSettings, SftConfig
 

@@ -9,7 +9,8 @@ from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds, card
 from r3lite.memory import duration
 from r3lite.memory.duration import CARD, Cost, Efficiency, in_words, predict
-from r3lite.memory.planner import Workload, adapter_bytes
+from r3lite.memory.planner import adapter_bytes
+from r3lite.memory.work import Workload
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.settings import LoraSettings
 

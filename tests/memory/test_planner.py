@@ -21,25 +21,28 @@ from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.memory import planner
 from r3lite.memory.choice import choose
 from r3lite.memory.cuda_parts import THREADS
-from r3lite.memory.planner import Workload, peak
+from r3lite.memory.planner import peak
+from r3lite.memory.work import Workload
 from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.models import lora
 from r3lite.models.kv_cache import KVCache
-from r3lite.models.weights import load_qwen2, resolve_folder
+from r3lite.models.weights import load_qwen2, resolve_folder, save_nf4
 from r3lite.protocols.transcript import Layout
 from r3lite.settings import LoraSettings
 from r3lite.settings.common import budget_bytes
+from tests.packed_folders import write_packed
 
 TARGETS = LoraSettings().lora_targets
 LAYERS = 6
+SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 6000}
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 @pytest.fixture
 def folder(tmp_path, small_model, write_folder):
     """A model folder large enough that what the formulas leave out weighs little, with the tiny tokenizer."""
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 6000}
-    made = write_folder(small_model(**sizes), tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    made = write_folder(small_model(**SIZES), tmp_path / "model")
+    for name in TOKENIZER:
         shutil.copy(resolve_folder("tiny") / name, made / name)
     return made
 
@@ -102,6 +105,26 @@ def test_sft_of_other_families_takes_what_was_planned(
     given = ["--recompute-layers", str(recomputed), "--dtype", "bf16", "--quantize", "none"]
     measured = sft_peak(folder, tmp_path, 1024, *given)
     assert plans[0].peak == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["own", "all", "mixed"])
+def test_what_a_folder_in_nf4_takes_is_planned_without_a_flag(folder, small_model, write_folder, tmp_path, plans, kind):
+    """It was planned as a dense one."""
+    base = tmp_path / "packed"
+    if kind == "own":
+        save_nf4(load_qwen2(folder, torch.float32, "cpu", quantize=True), folder, base)
+    else:
+        dense = [f"model.layers.{layer}.mlp.{name}_proj" for layer in (0, 3) for name in ("up", "down")]
+        write_packed(write_folder, small_model(**SIZES), base, dense=tuple(dense if kind == "mixed" else ()))
+        for name in TOKENIZER:
+            shutil.copy(folder / name, base / name)
+    measured = sft_peak(base, tmp_path, 1024, "--dtype", "bf16", "--recompute-layers", str(LAYERS))
+    assert plans[0].memory.nf4 and plans[0].peak == pytest.approx(measured, rel=0.03)
+    w = plans[0].workload
+    model = load_qwen2(base, torch.bfloat16, "cpu")
+    weights = held([*model.parameters(), *model.buffers()])
+    assert planner.weight_bytes(w, True) == pytest.approx(weights, rel=0.01)
+    assert (w.packed.dense, w.packed.wide > 0) == (4 * 256 * 1024 * (kind == "mixed"), kind != "own")
 
 
 def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plans):

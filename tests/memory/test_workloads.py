@@ -1,11 +1,15 @@
 """Workloads: what the planner is told of a command's settings and of the adapter it starts from."""
 
+import shutil
 from dataclasses import replace
 
+from r3lite.core.grant import Memory
 from r3lite.memory import planner, workloads
 from r3lite.memory.workloads import QWEN_TOKENS
 from r3lite.models import lora, nf4
+from r3lite.models.weights import resolve_folder
 from r3lite.settings import (
+    JudgeSettings,
     LengthSettings,
     LoraSettings,
     ModelSettings,
@@ -15,6 +19,7 @@ from r3lite.settings import (
     SftConfig,
     SftSettings,
 )
+from tests.packed_folders import write_packed
 
 
 def test_workloads_follow_the_settings():
@@ -62,3 +67,20 @@ def test_expanded_episodes_are_in_the_passes_that_are_planned():
     config = replace(config, rl=replace(rl, expand_limit=99, mini_batch_size=4))
     few = workloads.rl_workload(config, critic=False)
     assert (few.expanded, few.rows, few.step_rows, few.scored_rows) == (8, 4, 4, 16)
+
+
+def test_a_judge_and_a_teacher_in_a_folder_in_nf4_are_planned_as_that(small_model, write_folder, tmp_path):
+    """A judge of the hub was planned as dense, and what bitsandbytes' takes more than ours was not counted."""
+    dense = ("model.layers.1.mlp.up_proj",)
+    model = small_model(hidden_size=128, intermediate_size=320)
+    folder = str(write_packed(write_folder, model, tmp_path / "packed", dense=dense))
+    shutil.copy(resolve_folder("tiny") / "tokenizer.json", folder)
+    settings = ModelSettings(dtype="bf16", device="cpu")
+    rl = RLSettings(algorithm="dgpo", teacher=folder, teacher_quantize="none")
+    judge = JudgeSettings(judge="local", judge_model=folder, judge_quantize="none")
+    w = workloads.rl_workload(PpoConfig(model=settings, rl=rl, judge=judge), critic=False)
+    assert w.packed is None and w.teacher.nf4 and w.judge.memory.nf4
+    numbers = sum(layer.weight.numel() for name, layer in model.named_modules() if name.endswith("_proj"))
+    assert w.teacher.packed == w.judge.packed == nf4.Packed(320 * 128, (numbers - 320 * 128) // 64)
+    works = planner.as_judge(w, w.judge), planner.as_teacher(w, Memory(), w.teacher)[0]
+    assert [work.packed for work in works] == [w.judge.packed] * 2

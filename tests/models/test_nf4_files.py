@@ -82,6 +82,6 @@ def test_broken_files_are_explained(small_model, write_folder, tmp_path, change,
 @pytest.mark.parametrize("change", [{"block_size": 32}, {"quant_method": "bitsandbytes"}, {"new": 1}])
 def test_other_layouts_are_refused(small_model, write_folder, tmp_path, change):
     folder = write_folder(small_model(), tmp_path, quantization_config=nf4.LAYOUT | change)
-    with pytest.raises(R3LiteError, match="quantization_config is") as refused:
+    with pytest.raises(R3LiteError, match="quantization_config") as refused:
         load_qwen2(folder, torch.float32, "cpu", quantize=True)
     assert "--quantize nf4" in refused.value.remedy
