@@ -19,7 +19,7 @@ from bench.simulation.counts import Counts
 from r3lite.devices.cards import CARDS, Speeds
 from r3lite.devices.precision import Precision
 from r3lite.memory.duration import CARD, Cost
-from r3lite.models.qwen2 import Qwen2Config
+from r3lite.models.causal_lm import ModelConfig
 
 ROOM = 64 * GIB  # of the simulated card: nothing here is about what fits
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm")  # operators that multiply matrices
@@ -34,7 +34,7 @@ class Split:
 
 
 def split(
-    work: Callable[[SimulatedCuda, str, Precision], Done], shape: Qwen2Config, tokens: int, dtype: torch.dtype
+    work: Callable[[SimulatedCuda, str, Precision], Done], shape: ModelConfig, tokens: int, dtype: torch.dtype
 ) -> dict[Work, Split]:
     """What each piece of work costs a model of this shape, whose tokenizer has so many tokens."""
     one, two = (_done(work, replace(shape, num_hidden_layers=layers), tokens, dtype) for layers in (1, 2))
@@ -42,7 +42,7 @@ def split(
     return {piece: Split(layers[piece], counts - layers[piece]) for piece, counts in one.items()}
 
 
-def _done(work: Callable[..., Done], shape: Qwen2Config, tokens: int, dtype: torch.dtype) -> Done:
+def _done(work: Callable[..., Done], shape: ModelConfig, tokens: int, dtype: torch.dtype) -> Done:
     with tempfile.TemporaryDirectory() as where:
         folder = write_folder(Path(where) / "model", shape, tokens)
         with SimulatedCuda(ROOM, ROOM, bf16=True) as card:

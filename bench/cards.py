@@ -6,16 +6,13 @@ Nothing is run: every figure is one of `python -m r3lite.plan --card`, or of the
 long as trajectories of HotpotQA are. A test holds the page to what this prints.
 """
 
-import math
-from dataclasses import replace
-
 from bench import records
 from bench.options import HUB
 from r3lite import plan
 from r3lite.core.command import COMMANDS
 from r3lite.core.errors import R3LiteError
 from r3lite.core.invocation import resolve
-from r3lite.devices.cards import CARDS, GIB, LAUNCH, Speeds, card
+from r3lite.devices.cards import GIB, LAUNCH, Speeds, card
 from r3lite.memory import duration
 from r3lite.memory.duration import in_words
 from r3lite.memory.plan import Plan
@@ -30,11 +27,7 @@ CLASSES = {
 }
 SFT = {tokens: ["--max-length", str(tokens)] for tokens in (1024, 2048)}
 ROUND = ["--algorithm", "ppo", "--adapter", "runs/sft"]
-# The trajectories of 100 training questions of HotpotQA, by `collect --encoder hashing`, in tokens of Qwen2.5: the
-# mean of a row, how many of them the model writes, and with how many all rows begin.
-TYPICAL = {"mean_tokens": 1522, "writes": 213, "shared": 144}
-# A whole run: 2,000 trajectories, 64 of them held out, once; 200 rounds; an evaluation.
-TRAJECTORIES, QUESTIONS = 2000 - 64, 500
+SIZES = ("0.5B", "1.5B")
 UNFIT = "does not fit"
 PAGE = """\
 # Cards
@@ -44,7 +37,8 @@ page predicts times on five classes of cards, each represented by one card, from
 sustains those, so every time is a best case. On your card, the first command that reports a time measures the speeds in
 a few seconds, and predictions use those from then on.
 
-`python -m r3lite.plan --card "GTX 1650"` plans one run for a card; `python -m bench.cards` prints this page.
+`python -m r3lite.plan --card "GTX 1650"` plans one run for a card; `python -m bench.cards` prints this page. The cards'
+figures and their sources are in `r3lite/devices/cards.py`. [models.md](models.md) has other models.
 
 ## Method
 
@@ -70,22 +64,6 @@ all reach 4,096 tokens, 1,536 of them sampled, so real rounds take no longer. GR
 - "NF4": the 4-bit base, chosen only if nothing else fits.
 - "recomputed": layers that run again in the backward pass.
 - "at a time": episodes sampled together.
-
-## A whole run on HotpotQA
-
-SFT on 2,000 trajectories + 200 rounds of PPO + an evaluation of 500 questions, with rows and episodes as long as
-trajectories of HotpotQA: {mean_tokens:,} tokens on average, {writes} of them written by the model (100 training
-questions, three steps each, by `collect --encoder hashing`). A policy that searches more often takes longer, up to the
-rounds above.
-
-{recipes}
-
-## The table of cards
-
-`--card` uses these figures: memory, memory bandwidth, and TFLOPS of matrix products that accumulate in fp32.
-`r3lite/devices/cards.py` marks the assumed ones and the power limits of laptop cards.
-
-{cards}
 """
 
 
@@ -149,49 +127,11 @@ def fits(size: str) -> list[dict]:
     return rows
 
 
-def recipe(known: Speeds, size: str) -> str:
-    """A cell: the times of SFT, of PPO and of the evaluation."""
-    tuned, learned = planned(known, size, SFT[2048]), planned(known, size, ROUND)
-    if tuned is None or learned is None or not learned.workload.steps:
-        return UNFIT
-    step = replace(tuned.workload, **TYPICAL)
-    one = replace(learned.workload, **TYPICAL)
-    asked = replace(one, episodes=QUESTIONS, trains=False, scores=False)
-    stages = [
-        seconds(tuned, step) * math.ceil(TRAJECTORIES / step.step_rows),
-        seconds(learned, one) * learned.workload.steps,
-        seconds(learned, asked),
-    ]
-    return " + ".join(map(in_words, stages))
-
-
-def recipes() -> list[dict]:
-    found = []
-    for kind, name in CLASSES.items():
-        known = card(name)
-        assert known
-        found.append({"card": f"{kind}: {name}"} | {size: recipe(known, size) for size in HUB})
-    return found
-
-
-def figures(known: Speeds) -> dict:
-    """A row of the table of cards."""
-    assert known.memory
-    tera = {dtype: round(flops / 1e12, 2) for dtype, flops in known.flops.items()}
-    return {"card": known.name, "GiB": known.memory // GIB, "GB/s": f"{known.bandwidth / 1e9:g}"} | {
-        **{dtype: tera.get(dtype, "") for dtype in ("fp32", "fp16", "bf16")},
-        "source": f"<{known.source}>",
-    }
-
-
 def page() -> str:
-    tables = [f"### {size}\n\n{records.table(fits(size))}" for size in HUB]
+    tables = [f"### {size}\n\n{records.table(fits(size))}" for size in SIZES]
     return PAGE.format(
         launch=LAUNCH * 1e6,
         tables="\n\n".join(tables),
-        recipes=records.table(recipes()),
-        cards=records.table([figures(known) for known in CARDS]),
-        **TYPICAL,
     )
 
 

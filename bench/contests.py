@@ -40,7 +40,7 @@ class Ours:
         self.folder, self.precision, self.device = folder, precision, precision.device
         where = weights.resolve_folder(folder)
         self.tokenizer = Tokenizer.load(where)
-        self.model = weights.load_qwen2(where, precision.dtype, self.device, quantize=nf4)
+        self.model = weights.load_model(where, precision.dtype, self.device, quantize=nf4)
         lora.add_adapter(self.model, "policy", 8, 16)
         lora.set_adapter(self.model, "policy")
 

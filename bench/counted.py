@@ -24,9 +24,9 @@ from r3lite.core.command import COMMANDS
 from r3lite.core.invocation import resolve
 from r3lite.datasets.sources import read_data
 from r3lite.devices.precision import Precision, dtype_name
+from r3lite.models.config_file import read_config
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lora import cast_once
-from r3lite.models.qwen2_config import read_config
 from r3lite.rollout.decoder import Decoder
 from r3lite.settings import SftConfig
 

@@ -26,11 +26,11 @@ from bench.options import RESULTS
 from bench.shapes import SHAPES
 from r3lite.core.files import write_text
 from r3lite.devices.precision import DTYPES, Precision
+from r3lite.memory.known_models import QWEN_TOKENS
 from r3lite.memory.planner import linears
-from r3lite.memory.workloads import QWEN_TOKENS
+from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.compiled import missing_compiler
 from r3lite.models.nf4 import code_points, dense_blocks, quantize
-from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.stacks import stacks
 
 BATCHES, PROMPT, ROW, LONG_ROW = (1, 8, 32), 512, 512, 2048
@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[Callable, tuple[str, ...]]] = {  # what counts the work, 
 MB = 1e6
 
 
-def weights_of(shape: Qwen2Config) -> int:
+def weights_of(shape: ModelConfig) -> int:
     """Weights of a layer that can be in NF4: those of its linear layers."""
     return sum(out * into for out, into in linears(shape).values())
 
@@ -90,12 +90,12 @@ def measure(kind: str, size: str, dtype: torch.dtype) -> list[dict]:
     return rows
 
 
-def bytes_a_weight(nf4: Split, dense: Split, shape: Qwen2Config, dtype: torch.dtype) -> float:
+def bytes_a_weight(nf4: Split, dense: Split, shape: ModelConfig, dtype: torch.dtype) -> float:
     """Bytes moved for each weight of a layer and product: what NF4 adds, and the weight that the product reads."""
     return (moved(nf4.layer) - moved(dense.layer)) / weights_of(shape) + dtype.itemsize
 
 
-def compiled_bytes_a_weight(shape: Qwen2Config, dtype: torch.dtype) -> float:
+def compiled_bytes_a_weight(shape: ModelConfig, dtype: torch.dtype) -> float:
     """The same with --compile: what the kernels that make the weights dense move, and the weight that a product reads.
 
     As Inductor, which writes these kernels, counts what each of them reads and writes. They are compiled for the CPU,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 
 from r3lite.devices.precision import Precision
+from r3lite.models.causal_lm import CausalLM
 from r3lite.models.linear import linear
 from r3lite.models.lora import LoraLinear
-from r3lite.models.qwen2 import Qwen2
 
 
 def products(operations: int, precision: Precision) -> Callable[[], float]:
@@ -41,7 +41,7 @@ def training_flops(base: int, head: int, adapters: int, layers: int, width: int,
     return tokens * (4 * (base + head) + 6 * adapters) + 6 * layers * width * tokens**2
 
 
-def sft_flops(model: Qwen2, vocabulary: int, tokens: int) -> int:
+def sft_flops(model: CausalLM, vocabulary: int, tokens: int) -> int:
     """`training_flops` of a model with an adapter and a head of `vocabulary` rows."""
     config = model.config
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch.profiler import record_function
 
-from r3lite.models import functions, logprobs, projections, qwen2
+from r3lite.models import causal_lm, functions, logprobs, projections
 from r3lite.models.kv_cache import Decode, KVCache, Prefill
 from r3lite.models.packing import Pack
 from r3lite.models.stacks import STACKS
@@ -43,21 +43,21 @@ RANGES = [
     (projections, ("_frozen", "_weight"), FROZEN),
     (projections, ("_without_gradients", "_add_adapters"), ADAPTERS),
     (projections._Projected, ("forward", "backward"), ADAPTERS),
-    (qwen2.Attention, ("forward",), ATTENTION),
+    (causal_lm.Attention, ("forward",), ATTENTION),
     (KVCache, ("reserve", "copy", "swap"), ATTENTION),
     (Prefill, ("__init__",), ATTENTION),
     (Decode, ("__init__",), ATTENTION),
     (Pack, ("of",), ATTENTION),
-    (qwen2.RMSNorm, ("forward",), ELEMENTWISE),
-    (qwen2, ("swiglu", "rotate_", "rotary_angles"), ELEMENTWISE),
-    (qwen2.Layer, ("attend", "feed_forward"), ELEMENTWISE),
+    (causal_lm.RMSNorm, ("forward",), ELEMENTWISE),
+    (causal_lm, ("swiglu", "rotate_", "rotary_angles"), ELEMENTWISE),
+    (causal_lm.Layer, ("attend", "feed_forward"), ELEMENTWISE),
     (functions._RMSNorm, ("backward",), ELEMENTWISE),
     (functions._SwiGLU, ("backward",), ELEMENTWISE),
     (functions._Rotated, ("backward",), ELEMENTWISE),
     (logprobs._TokenLoss, ("forward", "backward"), HEAD),
     (logprobs._TokenLogprobs, ("forward", "backward"), HEAD),
     (Engine, ("_decode",), HEAD),  # what is left of it after the model and the sampler
-    (qwen2.Qwen2, ("forward",), OTHER),
+    (causal_lm.CausalLM, ("forward",), OTHER),
     (Sampler, ("__call__",), SAMPLING),
     (torch.nn.utils, ("clip_grad_norm_",), OPTIMIZER),
 ]

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import save_file
 
 from bench.options import HUB
-from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
-from r3lite.models.qwen2 import Qwen2, Qwen2Config
+from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
+from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.weights import resolve_folder
 
-SHAPES = {size: KNOWN[HUB[size]] for size in HUB}
+SHAPES = {size: QWEN25[HUB[size]] for size in HUB}
 
 
-def write_folder(where: Path, shape: Qwen2Config, tokens: int = QWEN_TOKENS) -> str:
+def write_folder(where: Path, shape: ModelConfig, tokens: int = QWEN_TOKENS) -> str:
     """Makes a model folder in bf16 with a tokenizer of so many tokens, and returns its name.
 
     The tokenizer is the tiny model's, filled up with tokens that no text has.
@@ -33,7 +33,7 @@ def write_folder(where: Path, shape: Qwen2Config, tokens: int = QWEN_TOKENS) -> 
         token["id"] = i
     (where / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
     with torch.device("meta"):
-        named = dict(Qwen2(shape).named_parameters())
+        named = dict(CausalLM(shape).named_parameters())
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.empty(p.shape, dtype=torch.bfloat16).normal_("norm" in name, 0.02, generator=generator)

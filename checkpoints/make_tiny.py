@@ -24,7 +24,7 @@ sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[1] / "data"))
 from make_world import World
 from tiny_text import END, PHRASES, SAID, SIZES, SPECIAL, STOP, chain_between, lesson, planning, sample
 
-from r3lite.models.qwen2 import Qwen2, Qwen2Config
+from r3lite.models.causal_lm import CausalLM, ModelConfig
 
 CHAT = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -102,7 +102,7 @@ def batches(rng: random.Random, tokenizer: Tokenizer, total: int, budget: int):
             yield collate(group), used
 
 
-def logits_and_targets(model: Qwen2, ids: torch.Tensor, weights: torch.Tensor):
+def logits_and_targets(model: CausalLM, ids: torch.Tensor, weights: torch.Tensor):
     """Logits [N, V], target ids [N] and weights [N] of the tokens that have a weight."""
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model(ids[:, :-1])
@@ -110,7 +110,7 @@ def logits_and_targets(model: Qwen2, ids: torch.Tensor, weights: torch.Tensor):
         return F.linear(hidden[keep], model.head_weight).float(), ids[:, 1:][keep], weights[:, 1:][keep]
 
 
-def initialize(model: Qwen2, generator: torch.Generator) -> None:
+def initialize(model: CausalLM, generator: torch.Generator) -> None:
     """Normal weights, small where a branch joins the residual stream; and a pair of heads that starts out copying.
 
     Copying a name takes two heads that only pay together: one that carries what stood before a token, and one that
@@ -145,7 +145,7 @@ def initialize(model: Qwen2, generator: torch.Generator) -> None:
     lookup.o_proj.weight.data[:, :D] = 0.2 * token.T
 
 
-def train(model: Qwen2, tokenizer: Tokenizer, options: argparse.Namespace, save) -> None:
+def train(model: CausalLM, tokenizer: Tokenizer, options: argparse.Namespace, save) -> None:
     """Muon on the layers' matrices, AdamW on the rest; warm-up, constant, linear decay over the last 70 % of tokens.
 
     At 3 M tokens AdamW alone copied 28 % of the words that Muon copied 69 % of (second halves of names in a question).
@@ -184,7 +184,7 @@ def train(model: Qwen2, tokenizer: Tokenizer, options: argparse.Namespace, save)
 
 
 @torch.no_grad()
-def measure(model: Qwen2, tokenizer: Tokenizer, seed: int, count: int) -> dict[str, float]:
+def measure(model: CausalLM, tokenizer: Tokenizer, seed: int, count: int) -> dict[str, float]:
     """Exact match of whole answers on worlds kept from training, by layout: what greedy decoding would write."""
     tasks = {"copy_1": lambda w, r: lesson(w, r, 1), "copy_3": lambda w, r: lesson(w, r, 3)}
     for hops in (2, 3, 4):
@@ -213,7 +213,7 @@ def measure(model: Qwen2, tokenizer: Tokenizer, seed: int, count: int) -> dict[s
     return figures
 
 
-def write_checkpoint(folder: pathlib.Path, model: Qwen2, tokenizer: Tokenizer) -> None:
+def write_checkpoint(folder: pathlib.Path, model: CausalLM, tokenizer: Tokenizer) -> None:
     """The files of a published Qwen2 checkpoint, weights in fp16; a reader never meets half a weights file."""
     folder.mkdir(parents=True, exist_ok=True)
     c, ids = model.config, {token: tokenizer.token_to_id(token) for token in SPECIAL}
@@ -303,7 +303,9 @@ LABELS = {
 }
 
 
-def write_readme(folder: pathlib.Path, model: Qwen2, seed: int, tokens: float, minutes: float, figures: dict) -> None:
+def write_readme(
+    folder: pathlib.Path, model: CausalLM, seed: int, tokens: float, minutes: float, figures: dict
+) -> None:
     text = README.format(
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
         vocabulary=model.config.vocab_size,
@@ -335,7 +337,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     began = time.time()
     tokenizer = train_tokenizer(random.Random(f"{options.seed}-tokenizer"), 1024)
-    model = Qwen2(Qwen2Config(1024, *options.size, rope_theta=1e6, max_position_embeddings=4096))
+    model = CausalLM(ModelConfig(1024, *options.size, rope_theta=1e6, max_position_embeddings=4096))
     initialize(model, torch.Generator().manual_seed(options.seed))
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
     train(model, tokenizer, options, lambda: write_checkpoint(options.output, model, tokenizer))

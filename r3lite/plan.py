@@ -22,8 +22,8 @@ class PlanSftConfig(SftConfig):
     """Plans the memory and the time of a run before it runs: nothing is downloaded, no weights are loaded.
 
     Give it the flags of the run: those of `sft`, or with --algorithm ppo or another of its choices those of `ppo`. The
-    sizes of Qwen2.5 up to 3B are known offline; --card plans for a card that is elsewhere. --output FOLDER writes
-    plan.json, too.
+    sizes of the models in docs/models.md are known offline; --card plans for a card that is elsewhere. With --output
+    FOLDER, plan.json is written, too.
     """
 
     data: DataSettings = DataSettings()  # a plan needs no data

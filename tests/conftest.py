@@ -20,8 +20,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from r3lite.devices.cards import MEASURED, Speeds
+from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.compiled import missing_compiler
-from r3lite.models.qwen2 import Qwen2, Qwen2Config
 from r3lite.protocols.chat_template import ChatTemplate
 from r3lite.protocols.tokenizer import Tokenizer
 
@@ -98,12 +98,12 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def small_model():
-    """Makes a Qwen2 of 3 layers with every kind of weight random: biases and norms too, unlike a fresh model's."""
+    """Makes a model of 3 layers with every kind of weight random: biases and norms too, unlike a fresh model's."""
 
-    def make(seed: int = 0, **changes) -> Qwen2:
+    def make(seed: int = 0, **changes) -> CausalLM:
         sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 10_000.0}
-        model = Qwen2(Qwen2Config(**(sizes | heads | changes))).requires_grad_(False).eval()
+        model = CausalLM(ModelConfig(**(sizes | heads | changes))).requires_grad_(False).eval()
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.15, generator=generator)
@@ -116,7 +116,7 @@ def small_model():
 def write_folder():
     """Writes a model's config.json (with `changes`; None removes a key) and model.safetensors into a folder."""
 
-    def write(model: Qwen2, folder: Path, **changes) -> Path:
+    def write(model: CausalLM, folder: Path, **changes) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         config = dict(vars(model.config), model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_act="silu")
         config |= {"torch_dtype": "float32"} | changes

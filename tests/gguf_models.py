@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
 
+from r3lite.models.config_file import read_config
 from r3lite.models.gguf_tokenizer import SPLITS
-from r3lite.models.qwen2_config import read_config
-from r3lite.models.weights import load_qwen2
+from r3lite.models.weights import load_model
 
 SIZES = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}  # fmt: skip
@@ -92,7 +92,7 @@ def write_model(folder: Path, kind: str, split: str | None = None, **changes) ->
 def write_gguf(source: Path, path: Path, weights: str = "fp32") -> Path:
     from r3lite.exporting import gguf
 
-    model = load_qwen2(source, torch.float32, "cpu")
+    model = load_model(source, torch.float32, "cpu")
     assert model.config == read_config(source)
     gguf.write(model, source, path, weights, "test")
     return path

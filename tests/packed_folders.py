@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from r3lite.models import nf4
-from r3lite.models.qwen2 import Qwen2
+from r3lite.models.causal_lm import CausalLM
 
 CONFIG = {
     "quant_method": "bitsandbytes", "_load_in_4bit": True, "_load_in_8bit": False, "load_in_4bit": True,
@@ -49,7 +49,7 @@ def pack(shape: tuple[int, int], seed: int, double: bool) -> tuple[dict[str, tor
     return tensors, torch.from_numpy(weight).view(shape)
 
 
-def write_packed(write_folder, model: Qwen2, folder: Path, double: bool = True, dense: tuple[str, ...] = ()) -> Path:
+def write_packed(write_folder, model: CausalLM, folder: Path, double: bool = True, dense: tuple[str, ...] = ()) -> Path:
     """A folder of the model's sizes whose layers are packed, but for those in `dense`; the model gets its numbers."""
     stored, plain = {}, {}
     for seed, (name, parameter) in enumerate(model.named_parameters()):

@@ -15,7 +15,7 @@ from r3lite.exporting.card import modelfile
 from r3lite.exporting.parity import compare
 from r3lite.models import lora
 from r3lite.models.tensor_files import read_tensors, shards_of
-from r3lite.models.weights import checkpoint_tensors, load_qwen2, resolve_folder
+from r3lite.models.weights import checkpoint_tensors, load_model, resolve_folder
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import ProtocolSettings
@@ -32,7 +32,7 @@ TINY = ["--preset", "tiny", "--model", "tiny"]
 def run(tmp_path_factory):
     """A run's folder with an adapter that changes what the tiny model says."""
     folder = tmp_path_factory.mktemp("runs") / "sft"
-    model = load_qwen2(resolve_folder("tiny"), torch.float32, "cpu")
+    model = load_model(resolve_folder("tiny"), torch.float32, "cpu")
     torch.manual_seed(0)
     lora.add_adapter(model, "policy", 8, 16)
     for name, parameter in lora.adapter_parameters(model, "policy").items():
@@ -96,7 +96,7 @@ def test_shards_are_read_by_transformers(run, expected, tmp_path):
     assert len(files) > 2 and {f.name for f in files} == set(index["weight_map"].values())
     assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     assert all(f.stat().st_size < 2e6 + 1e4 for f in files)  # and a header
-    one = load_qwen2(tmp_path / "x", torch.float32, "cpu")
+    one = load_model(tmp_path / "x", torch.float32, "cpu")
     assert index["metadata"]["total_size"] == sum(p.nbytes for p in one.parameters())
     assert (by_transformers(tmp_path / "x") - expected).abs().max() <= 1e-4
 
@@ -174,7 +174,7 @@ def test_the_adapter_alone_says_in_peft_what_it_said(run, expected, tmp_path, ca
 
 
 def test_nf4_is_read_back_by_r3lite(exported, expected):
-    model = load_qwen2(exported("folder", "nf4"), torch.float32, "cpu")
+    model = load_model(exported("folder", "nf4"), torch.float32, "cpu")
     with torch.no_grad():
         logits = model.logits(model(rows()))
     assert 0.01 < (logits - expected).abs().mean() < 0.5
@@ -183,7 +183,7 @@ def test_nf4_is_read_back_by_r3lite(exported, expected):
 def test_layers_of_an_nf4_base_without_an_adapter_are_written_dense_and_rounded_once(exported, tmp_path):
     """They were written in fp32, from an absmax that had been rounded to bf16."""
     base = exported("folder", "nf4")
-    model = load_qwen2(base, torch.float32, "cpu")
+    model = load_model(base, torch.float32, "cpu")
     lora.add_adapter(model, "policy", 4, 8, targets=["v_proj"])
     lora.save_adapter(model, "policy", tmp_path / "adapter", str(base))
     flags = ["--preset", "tiny", "--model", str(base), "--adapter", str(tmp_path / "adapter"), "--prompts", "0"]
@@ -271,10 +271,10 @@ def test_scores_and_licence_are_in_the_card(run, tmp_path):
 
 def test_the_modelfile_is_the_prompt_of_an_episode():
     protocol = build_protocol(ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", system_prompt="Be brief."))
-    told = modelfile("model.gguf", protocol)
+    tokenizer = Tokenizer.load(resolve_folder("tiny"))
+    told = modelfile("model.gguf", protocol, tokenizer)
     template = re.search(r'TEMPLATE """(.*?)"""', told, re.DOTALL)[1]
     filled = template.replace("{{ .Prompt }}", "Who?").replace("{{ .Response }}", "")
-    tokenizer = Tokenizer.load(resolve_folder("tiny"))
     from tokenizers import Tokenizer as Plain
 
     ids = Plain.from_file(str(resolve_folder("tiny") / "tokenizer.json")).encode(filled, add_special_tokens=False).ids
@@ -308,7 +308,7 @@ def test_what_is_refused_writes_nothing(run, tmp_path, monkeypatch, capsys, flag
 
 def test_the_adapter_of_another_base_is_refused(run, tmp_path, capsys):
     """Merged into other weights it would say nothing of what it learned."""
-    model, folder = load_qwen2(resolve_folder("tiny"), torch.float32, "cpu"), tmp_path / "adapter"
+    model, folder = load_model(resolve_folder("tiny"), torch.float32, "cpu"), tmp_path / "adapter"
     lora.load_adapter(model, "policy", run, trainable=False)
     lora.save_adapter(model, "policy", folder, "other", "0123456789abcdef")
     assert export.main([*TINY, "--adapter", str(folder), "--prompts", "0", "--output", str(tmp_path / "x")]) == 1

@@ -222,7 +222,7 @@ def test_the_memory_that_it_takes_is_planned(tmp_path, small_model, write_folder
     settings = JudgeSettings(judge="local", judge_model=str(folder), judge_max_length=2048, judge_quantize=quantize)
     requests = [Request("word " * 400 + str(i), max_output_tokens=24) for i in range(8)]
     with LiveTensors() as counter:
-        held = weights.load_qwen2(TINY, torch.float32, "cpu")
+        held = weights.load_model(TINY, torch.float32, "cpu")
         LocalClient(settings, None, CPU, MemorySettings(nf4_cache=None)).generate_all(requests)
         gc.collect()
         assert counter.live < 1.1 * counter.peak and held is not None

@@ -15,7 +15,7 @@ from r3lite.core.files import shipped
 from r3lite.core.invocation import with_values
 from r3lite.devices.precision import Precision
 from r3lite.models import lora, weights
-from r3lite.models.qwen2_config import is_nf4
+from r3lite.models.config_file import is_nf4
 from r3lite.settings import OptimizerSettings, SftConfig
 from r3lite.training import optim
 
@@ -95,7 +95,7 @@ def refused(capsys, command, *more) -> str:
 
 
 def write_adapter(base, folder, **shape):
-    model = weights.load_qwen2(base, torch.float32, "cpu")
+    model = weights.load_model(base, torch.float32, "cpu")
     lora.add_adapter(model, "a", **({"r": 4, "alpha": 8.0} | shape))
     lora.save_adapter(model, "a", folder, "the/first-base", weights.fingerprint(base))
     return str(folder)

@@ -32,7 +32,7 @@ def adapters(tmp_path_factory):
     """Two adapters of the tiny base with random weights, as `--adapters` takes them."""
     folder, named = tmp_path_factory.mktemp("adapters"), []
     for seed, name in enumerate(("sft", "rl")):
-        model = weights.load_qwen2(resolve_folder("tiny"), torch.float32, torch.device("cpu"))
+        model = weights.load_model(resolve_folder("tiny"), torch.float32, torch.device("cpu"))
         lora.add_adapter(model, name, 4, 8, seed=seed)
         generator = torch.Generator().manual_seed(seed)
         for path, weight in lora.adapter_parameters(model, name).items():

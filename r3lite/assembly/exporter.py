@@ -14,8 +14,8 @@ from r3lite.exporting import parity
 from r3lite.exporting.card import Facts, card, modelfile
 from r3lite.exporting.files import CARD, FILES, GGUF, MODELFILE
 from r3lite.models import lora, weights
+from r3lite.models.causal_lm import CausalLM
 from r3lite.models.projections import Nf4Linear
-from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
@@ -33,7 +33,7 @@ def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dic
         layout = Layout(tokenizer, protocol, LengthSettings())
         path = settings.questions or str(shipped("data", "world", "test.jsonl"))
         prompts = [layout.prompt(question.text) for question in islice(read_questions(path), settings.prompts)]
-    model = weights.load_qwen2(folder, torch.float32, "cpu")
+    model = weights.load_model(folder, torch.float32, "cpu")
     lora.load_adapter(model, "trained", settings.adapter, trainable=False)
     lora.set_adapter(model, "trained")
     before = parity.next_logits(model, prompts, tokenizer.size, "before") if prompts else None
@@ -47,7 +47,7 @@ def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dic
     if settings.form == "gguf":
         gguf.write(model, folder, written, settings.weights, name)
         gguf.fill(model, written)
-        write_text(output / MODELFILE, modelfile(GGUF, protocol))
+        write_text(output / MODELFILE, modelfile(GGUF, protocol, tokenizer))
     elif settings.form == "gguf-adapter":
         gguf.write_adapter(model, "trained", written, settings.weights, name)
         gguf.fill_adapter(model, "trained", written)
@@ -67,7 +67,7 @@ def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dic
         print(parity.compare(before, parity.next_logits(model, prompts, tokenizer.size, "after")).told())
 
 
-def in_folder(model: Qwen2, source: Path, output: Path, settings: ExportSettings) -> Qwen2:
+def in_folder(model: CausalLM, source: Path, output: Path, settings: ExportSettings) -> CausalLM:
     """Writes the model as a folder and returns it as it is read back."""
     kind = settings.weights
     if kind != "nf4":
@@ -76,10 +76,10 @@ def in_folder(model: Qwen2, source: Path, output: Path, settings: ExportSettings
             if isinstance(layer, Nf4Linear):  # one without an adapter; `to` would round its absmax, too
                 model.set_submodule(path, layer.dense())
         weights.save_merged(model.to(DTYPES[kind]), source, output, most)
-        return weights.load_qwen2(output, DTYPES[kind], "cpu")
+        return weights.load_model(output, DTYPES[kind], "cpu")
     with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as parent:
         dense = Path(parent) / "dense"  # as weights are quantized while they are read
         weights.save_merged(model, source, dense)
-        quantized = weights.load_qwen2(dense, torch.float32, "cpu", quantize=True)
+        quantized = weights.load_model(dense, torch.float32, "cpu", quantize=True)
         weights.save_nf4(quantized, dense, output)
-    return weights.load_qwen2(output, torch.float32, "cpu")
+    return weights.load_model(output, torch.float32, "cpu")

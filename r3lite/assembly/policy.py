@@ -22,8 +22,8 @@ from r3lite.devices.speed import warn_of_slow_fp16
 from r3lite.memory.plan import Plan, announce, enforce
 from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.models import activation_checkpointing, compiled, lora, weights
-from r3lite.models.qwen2 import Qwen2
-from r3lite.models.qwen2_config import is_nf4, read_config
+from r3lite.models.causal_lm import CausalLM
+from r3lite.models.config_file import is_nf4, read_config
 from r3lite.models.value_head import ValueHead
 from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings, ProtocolSettings
 from r3lite.training import optim
@@ -49,7 +49,7 @@ class Training:
 class Policy:
     """A model with its adapter switched on, the memory granted to the run and, if it is trained, what that takes."""
 
-    model: Qwen2
+    model: CausalLM
     precision: Precision
     grant: Grant
     optimizer: torch.optim.AdamW | None = None
@@ -180,7 +180,7 @@ def _check_shape(adapter: str, training: Training) -> None:
             raise R3LiteError(f"{flag(name)} is {asked}, and the adapter {adapter} has {value}", remedy)
 
 
-def _compile(model: Qwen2, device: torch.device, nf4: bool) -> None:
+def _compile(model: CausalLM, device: torch.device, nf4: bool) -> None:
     """Compiles what models/compiled.py says and tells how long it took; if that cannot be, why the run goes on so."""
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
 
@@ -202,18 +202,18 @@ def _compile(model: Qwen2, device: torch.device, nf4: bool) -> None:
     print(f"compiled in {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
-def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None) -> Qwen2:
+def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None) -> CausalLM:
     """The model of a folder, dense or in NF4.
 
     Quantized weights are kept in the folder `cache` (--nf4-cache) for the next start with the same files.
     """
     dtype, device = precision.dtype, precision.device
     if not nf4 or cache is None or is_nf4(folder):
-        return weights.load_qwen2(folder, dtype, device, quantize=nf4)
+        return weights.load_model(folder, dtype, device, quantize=nf4)
     kept = Path(cache).expanduser() / f"{folder.resolve().name}-nf4-{_state_of(folder, dtype)}"
     if kept.is_dir():
-        return weights.load_qwen2(kept, dtype, device)
-    model = weights.load_qwen2(folder, dtype, device, quantize=True)
+        return weights.load_model(kept, dtype, device)
+    model = weights.load_model(folder, dtype, device, quantize=True)
     try:
         weights.save_nf4(model, folder, kept)
         print(f"the quantized weights are kept in {kept}", file=sys.stderr)

@@ -13,8 +13,8 @@ from r3lite.core.files import shipped
 from r3lite.datasets.qa import read_questions
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.models import lora
-from r3lite.models.qwen2 import Qwen2
-from r3lite.models.weights import load_qwen2, resolve_folder
+from r3lite.models.causal_lm import CausalLM
+from r3lite.models.weights import load_model, resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 
 # Bounds of the mean difference between log-probabilities that should be equal. A CPU was off by 1e-6 in fp32, by 0.002
@@ -62,9 +62,9 @@ def largest(values: Iterable[float]) -> float:
     return float(torch.tensor(list(values)).max())
 
 
-def tiny(precision: Precision, adapted: bool = False) -> Qwen2:
+def tiny(precision: Precision, adapted: bool = False) -> CausalLM:
     """The shipped model in a precision and on its device; if `adapted`, with an adapter on that changes its output."""
-    model = load_qwen2(resolve_folder("tiny"), precision.dtype, precision.device)
+    model = load_model(resolve_folder("tiny"), precision.dtype, precision.device)
     if adapted:
         lora.add_adapter(model, "policy", r=4, alpha=8)
         lora.set_adapter(model, "policy")
@@ -101,7 +101,7 @@ def predicted(logits: Tensor, row: list[int]) -> Tensor:
 
 
 @torch.no_grad()
-def logprobs(model: Qwen2, rows: list[list[int]], precision: Precision) -> Tensor:
+def logprobs(model: CausalLM, rows: list[list[int]], precision: Precision) -> Tensor:
     """Log-probabilities of all tokens of rows but their first ones, end to end, on the host."""
     with precision.autocast():
         logits = model.logits(model(padded(rows, precision.device)))

@@ -24,13 +24,13 @@ from r3lite.checks.finding import (
 from r3lite.core.grant import Grant, Memory
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.models import activation_checkpointing, nf4
+from r3lite.models.causal_lm import CausalLM
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
 from r3lite.models.logprobs import cross_entropy, token_loss
 from r3lite.models.lora import adapter_parameters
 from r3lite.models.offload import Offload
 from r3lite.models.packing import states_before
 from r3lite.models.projections import Nf4Linear
-from r3lite.models.qwen2 import Qwen2
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ def logits(precision: Precision) -> Finding:
 
 
 @torch.no_grad()
-def against_the_cpu(model: Qwen2, rows: list[list[int]], device: torch.device, told: str) -> Finding:
+def against_the_cpu(model: CausalLM, rows: list[list[int]], device: torch.device, told: str) -> Finding:
     """The largest difference of a model's logits in fp32 from those of the same one on the CPU; `told` goes along."""
     exact = tiny(Precision(torch.float32, CPU))
     ours, theirs = model.logits(model(padded(rows, device))), exact.logits(exact(padded(rows, CPU)))
@@ -110,7 +110,7 @@ def _in_pieces(precision: Precision) -> tuple[Tensor, Tensor]:
     return pieces, whole
 
 
-def _read(model: Qwen2, cache: KVCache, parts: list[list[int]]) -> list[Tensor]:
+def _read(model: CausalLM, cache: KVCache, parts: list[list[int]]) -> list[Tensor]:
     """Hidden states of what the rows of a cache are given: one token each by a decoding step, else by a prefill."""
     if all(len(part) == 1 for part in parts):
         return list(model(torch.tensor(parts, device=cache.device), cache.decode(len(parts))))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from r3lite.protocols.base import Protocol
-from r3lite.protocols.tokenizer import CLOSE, OPEN
+from r3lite.protocols.tokenizer import Tokenizer
 
 SCORES = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall of the gold paragraphs", "combined": "combined"}
 QUESTION = "Who is married to the composer of Jelsan Janli?"
@@ -116,9 +116,9 @@ It does not retrieve: the model writes its first query, and you give it the docu
 `python -m r3lite.ask {which} --index INDEX` does both."""
 
 
-def modelfile(file: str, protocol: Protocol) -> str:
+def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:
     """Ollama's Modelfile: the weights, and a template that puts what is asked into the prompt."""
-    opened = "".join(f"{OPEN}{message['role']}\n{message['content']}{CLOSE}\n" for message in _opening(protocol, "\0"))
+    opened = tokenizer.chat_text(_opening(protocol, "\0"))
     opened = opened.replace("{{", "{ {").replace('"""', "'''").replace("\0", "{{ .Prompt }}")
-    template = f"{opened}{OPEN}assistant\n{{{{ .Response }}}}"
-    return f'FROM ./{file}\nTEMPLATE """{template}"""\nPARAMETER stop {CLOSE}\nPARAMETER temperature 0\n'
+    template = opened + "{{ .Response }}"
+    return f'FROM ./{file}\nTEMPLATE """{template}"""\nPARAMETER stop {tokenizer.stop}\nPARAMETER temperature 0\n'

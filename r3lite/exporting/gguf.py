@@ -20,9 +20,9 @@ from tqdm import tqdm
 from r3lite.core.files import PART, read_record
 from r3lite.core.records import Record
 from r3lite.models import lora
+from r3lite.models.causal_lm import CausalLM, ModelConfig, stretched
 from r3lite.models.gguf_files import ROPE, Header, gguf_name, heads_of, row_order
 from r3lite.models.gguf_tokenizer import SPLITS, split_of
-from r3lite.models.qwen2 import Qwen2, Qwen2Config, stretched
 from r3lite.models.weights import checkpoint_tensors
 from r3lite.protocols.tokenizer import chat_template
 
@@ -31,7 +31,7 @@ ENDINGS = {"lora_A": "lora_a", "lora_B": "lora_b"}  # PEFT's and GGUF's
 TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
 
 
-def write(model: Qwen2, folder: Path, path: Path, weights: str, name: str) -> None:
+def write(model: CausalLM, folder: Path, path: Path, weights: str, name: str) -> None:
     """Writes a model without adapters, with the tokenizer of `folder`; the file appears whole or not at all."""
     with _writer(path, model) as writer:
         _add_sizes(writer, model, name)
@@ -39,7 +39,7 @@ def write(model: Qwen2, folder: Path, path: Path, weights: str, name: str) -> No
         _add_tensors(writer, model, gguf.GGMLQuantizationType[TYPES[weights]])
 
 
-def write_adapter(model: Qwen2, adapter: str, path: Path, weights: str, name: str) -> None:
+def write_adapter(model: CausalLM, adapter: str, path: Path, weights: str, name: str) -> None:
     """Writes one adapter of a model, with the keys and names of llama.cpp's convert_lora_to_gguf.
 
     llama.cpp multiplies by alpha / r: that of rank-stabilized LoRA, which divides by the root of r, is scaled to this.
@@ -61,30 +61,30 @@ def _adapter_name(name: str) -> str:
     return f"{gguf_name(path)}.weight.{ENDINGS[side]}"
 
 
-def _architecture(config: Qwen2Config) -> str:
+def _architecture(config: ModelConfig) -> str:
     return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
 
 
-def _row_order(model: Qwen2, name: str, rows: int) -> np.ndarray | None:
+def _row_order(model: CausalLM, name: str, rows: int) -> np.ndarray | None:
     """Which row of a file each row of a checkpoint's tensor is; None if they are the same. Of an adapter B has rows."""
     config = model.config
     heads = heads_of(name, _architecture(config), config.num_attention_heads, config.num_key_value_heads)
     return row_order(rows, heads) if heads and "lora_A" not in name else None
 
 
-def _to_file(model: Qwen2, name: str, tensor: Tensor) -> np.ndarray:
+def _to_file(model: CausalLM, name: str, tensor: Tensor) -> np.ndarray:
     order = _row_order(model, name, len(tensor))
     numbers = tensor.float().numpy()
     return numbers if order is None else numbers[np.argsort(order)]
 
 
-def _from_file(model: Qwen2, name: str, numbers: Tensor) -> Tensor:
+def _from_file(model: CausalLM, name: str, numbers: Tensor) -> Tensor:
     order = _row_order(model, name, len(numbers))
     return numbers if order is None else numbers[order]
 
 
 @contextlib.contextmanager
-def _writer(path: Path, model: Qwen2) -> Iterator[gguf.GGUFWriter]:
+def _writer(path: Path, model: CausalLM) -> Iterator[gguf.GGUFWriter]:
     """What a GGUF file is added to, which is written at the end of the block."""
     folder_of_all = path.parent.absolute()  # made last, so that a failure leaves nothing
     temporary = folder_of_all.with_name(f".{folder_of_all.name}.{os.getpid()}{PART}")
@@ -102,7 +102,7 @@ def _writer(path: Path, model: Qwen2) -> Iterator[gguf.GGUFWriter]:
         temporary.unlink(missing_ok=True)
 
 
-def _add_sizes(writer, model: Qwen2, name: str) -> None:
+def _add_sizes(writer, model: CausalLM, name: str) -> None:
     config = model.config
     writer.add_name(name)
     writer.add_block_count(config.num_hidden_layers)
@@ -122,7 +122,7 @@ def _add_sizes(writer, model: Qwen2, name: str) -> None:
         writer.add_rope_dimension_count(config.head_dim)
 
 
-def _add_tensors(writer, model: Qwen2, wanted) -> None:
+def _add_tensors(writer, model: CausalLM, wanted) -> None:
     config = model.config
     if config.rope_scaling:
         divisors = config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
@@ -174,7 +174,7 @@ def _begins_with_bos(definition: Record, settings: Record, bos: str) -> bool:
 
 
 @torch.no_grad()
-def fill(model: Qwen2, path: Path) -> None:
+def fill(model: CausalLM, path: Path) -> None:
     """Puts the weights of a file into a model of the same sizes."""
     found = Header(path)
     for name, tensor in checkpoint_tensors(model).items():
@@ -182,7 +182,7 @@ def fill(model: Qwen2, path: Path) -> None:
 
 
 @torch.no_grad()
-def fill_adapter(model: Qwen2, adapter: str, path: Path) -> None:
+def fill_adapter(model: CausalLM, adapter: str, path: Path) -> None:
     """Puts the weights of a file of `write_adapter` into an adapter of the same shape."""
     found = Header(path)
     for name, parameter in lora.adapter_parameters(model, adapter).items():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from r3lite.models.qwen2 import Qwen2
+from r3lite.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Parity:
 
 
 @torch.no_grad()
-def next_logits(model: Qwen2, prompts: Sequence[list[int]], vocabulary: int, title: str) -> Tensor:
+def next_logits(model: CausalLM, prompts: Sequence[list[int]], vocabulary: int, title: str) -> Tensor:
     """Logits [n, vocabulary], fp32, of the token after each prompt."""
     bar = tqdm(prompts, desc=title, unit="prompt", disable=None)
     device = model.head_weight.device

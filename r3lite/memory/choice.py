@@ -10,7 +10,7 @@ from r3lite.devices.live_tensors import MIB
 from r3lite.memory.planner import peak
 from r3lite.memory.work import Workload
 from r3lite.models import logprobs
-from r3lite.models.qwen2 import Qwen2Config
+from r3lite.models.causal_lm import ModelConfig
 
 SLACK = 0.02  # of a budget, left free for what the formulas leave out
 
@@ -38,7 +38,7 @@ def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:
                     yield Memory(quantized, L, longest, chunk, tile, offload, rows)
 
 
-def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, Qwen2Config]] = ()) -> Memory:
+def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, ModelConfig]] = ()) -> Memory:
     """The fastest settings whose peak is within the budget (bytes); `fixed` holds those that the user gave.
 
     If none fits, raises R3LiteError with the changes that would help; a smaller one of `models`, which are in
@@ -56,7 +56,7 @@ def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, Qw
 
 
 def _remedies(
-    w: Workload, fixed: dict, budget: int, least: int, models: Sequence[tuple[str, Qwen2Config]]
+    w: Workload, fixed: dict, budget: int, least: int, models: Sequence[tuple[str, ModelConfig]]
 ) -> list[str]:
     """Up to three changes that help, each on its own; `least` bytes are taken without any."""
 

@@ -11,8 +11,9 @@ from r3lite.devices.live_tensors import MIB
 from r3lite.devices.speed import speeds_of
 from r3lite.memory import choice, duration, planner
 from r3lite.memory.duration import Duration, in_words
+from r3lite.memory.known_models import QWEN25
 from r3lite.memory.work import Workload
-from r3lite.memory.workloads import KNOWN, on_card
+from r3lite.memory.workloads import on_card
 from r3lite.models.linear import linear
 from r3lite.settings import MemorySettings, SamplingSettings
 from r3lite.settings.common import budget_bytes
@@ -100,7 +101,7 @@ def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSe
     """The fastest settings that fit into the budget; R3LiteError with what would help if none do."""
     given, room = _given(settings, sampling), _budget(settings, workload)
     given |= {"nf4": True} if workload.packed else {}
-    return Plan(workload, choice.choose(workload, given, room, list(KNOWN.items())), room, given)
+    return Plan(workload, choice.choose(workload, given, room, list(QWEN25.items())), room, given)
 
 
 def plan_for_card(

@@ -13,8 +13,8 @@ from r3lite.devices.live_tensors import GRAIN
 from r3lite.memory.cuda_parts import NOT_TENSORS, beside_tensors
 from r3lite.memory.work import JudgeWork, TeacherWork, Workload
 from r3lite.models import logprobs, nf4
+from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.kv_cache import BLOCK
-from r3lite.models.qwen2 import Qwen2Config
 from r3lite.models.stacks import stacks
 
 Parts = dict[str, int]
@@ -24,7 +24,7 @@ def rounded(size: float) -> int:
     return -(-int(size) // GRAIN) * GRAIN
 
 
-def linears(m: Qwen2Config) -> dict[str, tuple[int, int]]:
+def linears(m: ModelConfig) -> dict[str, tuple[int, int]]:
     """(out, in) of the seven projections of a layer."""
     W, kv = _queries(m), m.num_key_value_heads * m.head_dim
     C, wide = m.hidden_size, m.intermediate_size
@@ -227,7 +227,7 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     return max(prefill, sampling, key=lambda parts: sum(parts.values()))
 
 
-def _queries(m: Qwen2Config) -> int:
+def _queries(m: ModelConfig) -> int:
     """Numbers of a token's queries in a layer, and of its attention's output."""
     return m.num_attention_heads * m.head_dim
 

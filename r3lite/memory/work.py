@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import Speeds
 from r3lite.memory.cuda_parts import LAPTOP, Beside
+from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.nf4 import Packed
-from r3lite.models.qwen2 import Qwen2Config
 
 
 @dataclass(frozen=True)
 class TeacherWork:
     """A second model that reads a round's episodes, without gradients, and is there for as long as that takes."""
 
-    model: Qwen2Config
+    model: ModelConfig
     nf4: bool
     top: int  # tokens of a distribution that are kept
     adapters: int = 0
@@ -26,7 +26,7 @@ class TeacherWork:
 class JudgeWork:
     """A second model that replies to what it is asked, and is there for as long as that takes."""
 
-    model: Qwen2Config
+    model: ModelConfig
     vocabulary: int
     memory: Memory  # its figures are its own: `rollout_batch_size` requests are answered together
     row_tokens: int  # of a request and its reply at most
@@ -37,7 +37,7 @@ class JudgeWork:
 class Workload:
     """What a run computes, whatever memory it is given."""
 
-    model: Qwen2Config
+    model: ModelConfig
     vocabulary: int  # rows of the head that are used: ids of the tokenizer
     element: int  # bytes of a weight and of an activation: 2 or 4
     row_tokens: int  # of the longest row or episode

@@ -11,13 +11,14 @@ from r3lite.core.grant import Memory
 from r3lite.devices.cards import CARDS, card
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
 from r3lite.memory.cuda_parts import LAPTOP, of_this_card
+from r3lite.memory.known_models import KNOWN
 from r3lite.memory.planner import linears
 from r3lite.memory.work import JudgeWork, TeacherWork, Workload
 from r3lite.models import bitsandbytes_weights, nf4
+from r3lite.models.causal_lm import ModelConfig
+from r3lite.models.config_file import is_nf4, quant_method, read_config
 from r3lite.models.lora import read_adapter_config
 from r3lite.models.nf4 import Packed
-from r3lite.models.qwen2 import Qwen2Config
-from r3lite.models.qwen2_config import is_nf4, quant_method, read_config
 from r3lite.models.weights import resolve_folder, tensor_places
 from r3lite.protocols.tokenizer import vocabulary_of
 from r3lite.settings import (
@@ -34,21 +35,13 @@ from r3lite.settings import (
 PROMPT = 512  # tokens of instructions and question; documents may be more
 MARKUP = 16  # tokens around a document
 JUDGE_PREFILL = 1024  # tokens of requests that --judge local reads at once
-QWEN_TOKENS = 151_665  # ids of the tokenizer of Qwen2.5; its embedding has more rows
-# Sizes of what can be planned for before it is downloaded.
-_SIZES = {"3B": (2048, 11008, 36, 16, 2), "1.5B": (1536, 8960, 28, 12, 2), "0.5B": (896, 4864, 24, 14, 2)}
-KNOWN = {
-    f"Qwen/Qwen2.5-{size}{kind}": Qwen2Config(151_936, *shape)
-    for kind in ("-Instruct", "")
-    for size, shape in _SIZES.items()
-}
 
 
-def shape_of(model: str) -> tuple[Qwen2Config, int, Packed | None]:
-    """Sizes of a model and of its vocabulary, and how its weights are packed; those of Qwen2.5 are known offline."""
+def shape_of(model: str) -> tuple[ModelConfig, int, Packed | None]:
+    """Sizes of a model and of its vocabulary, and how its weights are packed; those of KNOWN are known offline."""
     known = {name.lower(): sizes for name, sizes in KNOWN.items()}  # the hub does not mind capitals
     if model.lower() in known and not Path(model).is_dir():
-        return known[model.lower()], QWEN_TOKENS, None
+        return *known[model.lower()], None
     folder = resolve_folder(model)
     return read_config(folder), vocabulary_of(folder), _packed(folder)
 

@@ -1,1 +1,1 @@
-"""Networks written by hand and what is attached to them: Qwen2, BERT, LoRA, caches, hooks, checkpoints' weights."""
+"""Networks written by hand and what is attached to them: CausalLM, BERT, LoRA, caches, hooks, checkpoints' weights."""

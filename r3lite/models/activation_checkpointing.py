@@ -13,12 +13,12 @@ from torch.autograd.function import once_differentiable
 
 from r3lite.core.grant import Grant, Memory
 from r3lite.models.attention import AttentionContext
+from r3lite.models.causal_lm import CausalLM, Layer
 from r3lite.models.lora import Switch, switch_of
 from r3lite.models.offload import Offload
-from r3lite.models.qwen2 import Layer, Qwen2
 
 
-def enable(model: Qwen2, grant: Grant) -> None:
+def enable(model: CausalLM, grant: Grant) -> None:
     """From now on the model's layers are run as the figures of `grant.memory` say, which may change between passes.
 
     A pass with gradients keeps only the input of the first `recompute_layers` layers. The last layers are those that

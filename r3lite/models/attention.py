@@ -1,7 +1,7 @@
 """What a query may attend to: the interface that the network asks, and its simplest implementation.
 
 The others are `packing.Pack` (rows laid end to end), and `kv_cache.Prefill` and `kv_cache.Decode` (rows of a cache).
-A context belongs to one pass of the model. Shape legend: models/qwen2.py.
+A context belongs to one pass of the model. Shape legend: models/causal_lm.py.
 """
 
 from collections.abc import Sequence

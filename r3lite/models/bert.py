@@ -2,7 +2,7 @@
 loaded from a model folder.
 
 Owns the networks and the spellings of their published checkpoints; knows nothing of tokens, pooling or prefixes.
-Parameter names are those of the published checkpoints. Shape legend: models/qwen2.py.
+Parameter names are those of the published checkpoints. Shape legend: models/causal_lm.py.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record
+from r3lite.models.config_file import SIZES
 from r3lite.models.embedding import embedding
 from r3lite.models.linear import linear
-from r3lite.models.qwen2_config import SIZES
 from r3lite.models.tensor_files import read_tensors
 
 # By the `model_type` of config.json. The others are BERT with other tokens and positions (RoBERTa, arXiv 1907.11692;

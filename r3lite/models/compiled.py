@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.models.attention import AttentionContext, CausalRows
+from r3lite.models.causal_lm import CausalLM, Layer, RMSNorm, rotary_angles
 from r3lite.models.functions import plain_rms_norm, rotate_, swiglu
 from r3lite.models.linear import linear
 from r3lite.models.nf4 import Nf4Weight, code_points, dense_blocks, joined
 from r3lite.models.projections import FEW_ROWS, LoraLinear, Nf4Linear, Operands, operands
-from r3lite.models.qwen2 import Layer, Qwen2, RMSNorm, rotary_angles
 
 LONGEST = 4096  # numbers of a row; those of a longer one Inductor adds up at half the speed
 
@@ -32,7 +32,7 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
-def enable(model: Qwen2) -> None:
+def enable(model: CausalLM) -> None:
     """From now on the model's layers are compiled as the head of this file says. Takes tens of seconds.
 
     What the adapter that is on needs is compiled now, so that no step of a run waits for it.

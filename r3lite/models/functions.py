@@ -35,7 +35,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def rotate_(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates in place the first `heads` heads of x [B, T, more heads, D] by their positions (arXiv 2104.09864).
 
-    `cos` and `sin` [B, T, 1, D] are those of `qwen2.rotary_angles`. Returns x.
+    `cos` and `sin` [B, T, 1, D] are those of `causal_lm.rotary_angles`. Returns x.
     """
     return _Rotated.apply(x, heads, cos, sin) if torch.is_grad_enabled() else _rotate_(x, heads, cos, sin)
 

@@ -16,8 +16,8 @@ from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.files import GGUF_POINTER, PART, check_regular, write_json
 from r3lite.core.records import shown
 from r3lite.models import gguf_tokenizer
+from r3lite.models.causal_lm import RopeScaling, stretched
 from r3lite.models.gguf_files import ARCHITECTURES, EMBEDDING, REMEDY, ROPE, Header
-from r3lite.models.qwen2 import RopeScaling, stretched
 
 CACHE = "~/.cache/r3lite"
 LAYOUT = 1  # of what is made here: a folder of another is not used

@@ -1,4 +1,4 @@
-"""Forward hooks on a Qwen2: a watch on the size of activations."""
+"""Forward hooks on a model: a watch on the size of activations."""
 
 import contextlib
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from r3lite.models.qwen2 import Qwen2
+from r3lite.models.causal_lm import CausalLM
 
 FP16_MAX = torch.finfo(torch.float16).max
 
@@ -20,7 +20,7 @@ class ActivationWatch(contextlib.ExitStack):
     figure from the device, which is too slow for every step.
     """
 
-    def __init__(self, model: Qwen2):
+    def __init__(self, model: CausalLM):
         super().__init__()
         self.model = model
         self.largest: dict[str, float] = {}
@@ -52,7 +52,7 @@ class ActivationWatch(contextlib.ExitStack):
         return f"{self.first_overflow} was the first layer to give inf or nan; {peak} (fp16 ends at {FP16_MAX:,.0f})"
 
 
-def explain_overflow(model: Qwen2, forward: Callable[[], object]) -> str:
+def explain_overflow(model: CausalLM, forward: Callable[[], object]) -> str:
     """ActivationWatch's report on one more run of `forward`: which layer overflowed first, or that none did."""
     with torch.no_grad(), ActivationWatch(model) as watch:
         forward()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.models.attention import ALIGNMENT, causal_masks, grouped_attention
-from r3lite.models.qwen2 import Qwen2
+from r3lite.models.causal_lm import CausalLM
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 
@@ -89,7 +89,7 @@ class KVCache:
         self.hidden, self.seen = torch.tensor([-math.inf, 0.0], dtype=dtype).to(device, non_blocking=True)
 
     @staticmethod
-    def of(model: Qwen2, rows: int) -> "KVCache":
+    def of(model: CausalLM, rows: int) -> "KVCache":
         """An empty cache for `rows` sequences of a model, in its dtype and on its device."""
         c, weight = model.config, model.head_weight
         return KVCache(c.num_hidden_layers, rows, c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.models.attention import causal_masks, grouped_attention
-from r3lite.models.qwen2 import Qwen2
+from r3lite.models.causal_lm import CausalLM
 
 GRANULE = 16  # prefixes are shared in multiples of this many tokens: fewer are not worth an attention of their own
 
@@ -102,7 +102,7 @@ class Pack:
 
 
 def states_before(
-    model: Qwen2, rows: Sequence[Sequence[int]], chosen: Sequence[Sequence[bool]]
+    model: CausalLM, rows: Sequence[Sequence[int]], chosen: Sequence[Sequence[bool]]
 ) -> tuple[Tensor, Tensor]:
     """Runs a model over rows in one pack: the states [n, C] that predict the chosen tokens, and these tokens [n]."""
     pack = Pack.of(rows, model.head_weight.device, model.head_weight.dtype)

@@ -1,4 +1,4 @@
-"""Model folders: found or downloaded, read into a Qwen2, fingerprinted, written merged or in NF4.
+"""Model folders: found or downloaded, read into a CausalLM, fingerprinted, written merged or in NF4.
 
 Owns the names and spellings of published checkpoints. All it knows of adapters is that their tensors do not belong to
 a checkpoint.
@@ -23,9 +23,9 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import PART, gguf_of, read_record, shipped, write_json
 from r3lite.core.records import shown
 from r3lite.models import bitsandbytes_weights, gguf_folder, nf4
+from r3lite.models.causal_lm import CausalLM
+from r3lite.models.config_file import SIZES, config_record, quant_method, read_config
 from r3lite.models.projections import Nf4Linear
-from r3lite.models.qwen2 import Qwen2
-from r3lite.models.qwen2_config import SIZES, config_record, quant_method, read_config
 from r3lite.models.stacks import StackMemory
 from r3lite.models.tensor_files import opened, shards_of, write_tensors
 
@@ -102,7 +102,7 @@ def fingerprint(folder: str | Path) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.device, quantize: bool = False) -> Qwen2:
+def load_model(folder: str | Path, dtype: torch.dtype, device: str | torch.device, quantize: bool = False) -> CausalLM:
     """The model of a folder, frozen and in evaluation mode, in `dtype` on `device`.
 
     With `quantize` the linears of the layers are in NF4; those of a folder of `save_nf4` are so anyway, and of one of
@@ -115,7 +115,7 @@ def load_qwen2(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     _refuse_names(folder, "missing", [name for name in [last] if name not in places])  # a thousand layers take a while
     with torch.device("meta"):
-        model = Qwen2(config)
+        model = CausalLM(config)
     dense, linears, method = model.state_dict(keep_vars=True), _layer_linears(model), quant_method(folder)
     theirs = _packed_by_bitsandbytes(folder, linears, places)
     for path in theirs if method == bitsandbytes_weights.METHOD else linears if method or quantize else ():
@@ -272,7 +272,9 @@ def _base_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def save_merged(model: Qwen2, source_folder: str | Path, out_folder: str | Path, max_shard: int | None = None) -> None:
+def save_merged(
+    model: CausalLM, source_folder: str | Path, out_folder: str | Path, max_shard: int | None = None
+) -> None:
     """Writes the base weights as a checkpoint that transformers reads, with config and tokenizer files of the source.
 
     An adapter to be included is merged before (`lora.merge_adapter`); those still attached are left out. NF4 weights
@@ -303,7 +305,7 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], max_shard: int | Non
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def save_nf4(model: Qwen2, source_folder: str | Path, out_folder: str | Path) -> None:
+def save_nf4(model: CausalLM, source_folder: str | Path, out_folder: str | Path) -> None:
     """Writes a model loaded with `quantize` in the layout of `models.nf4`, so that it need not be quantized again.
 
     Adapters are left out. The folder has the same files as that of `save_merged`, and appears in the same way.

@@ -55,9 +55,9 @@ def _without_added_tokens(marked: Backend) -> Backend:
 class Tokenizer:
     """A byte-level or byte-fallback BPE tokenizer, and the turns of a chat as the folder's template writes them.
 
-    `size` is the greatest token id + 1 (embeddings are often padded beyond it), `stop_id` ends an assistant turn,
-    `pad_id` fills rows up. `lead` is what a model writes before the text of its turn, such as a space. `opens_thought`
-    says that its turn begins inside a thought (`<think>`).
+    `size` is the greatest token id + 1 (embeddings are often padded beyond it), `stop_id`, of the token `stop`, ends an
+    assistant turn, `pad_id` fills rows up. `lead` is what a model writes before the text of its turn, such as a space.
+    `opens_thought` says that its turn begins inside a thought (`<think>`).
     """
 
     def __init__(self, definition: str, template: ChatTemplate, pad_token: str | None = None):
@@ -96,7 +96,7 @@ class Tokenizer:
                 "not turns that follow one another, each of the assistant's ended by a token",
                 TEMPLATE_REMEDY,
             )
-        self.stop_id = self._added[stop]
+        self.stop, self.stop_id = stop, self._added[stop]
         self.opens_thought = THINK in self._prompt and THOUGHT_END not in self._prompt
         self._trims = {role for role in ("user", "assistant") if template.trims(role)}
         self._takes_system = self._grows_after_system()
@@ -219,6 +219,11 @@ class Tokenizer:
         head = of_earlier or ([] if system is None else [{"role": "system", "content": system}])
         messages = [*head, *shots, *earlier[len(of_earlier) :], {"role": "user", "content": user}]
         return self.chat(messages, prompt=True)[0]
+
+    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
+        """The text of a chat up to the assistant's turn, without the token that a tokenizer puts before each text."""
+        first = self._marked.decode(self._marked.encode("").ids, skip_special_tokens=False)
+        return self.template.render(self._folded(messages), prompt=True).removeprefix(first)
 
     @cached_property
     def opening(self) -> list[int]:

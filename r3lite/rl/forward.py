@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
+from r3lite.models.causal_lm import CausalLM
 from r3lite.models.logprobs import CHUNK, token_logprobs
 from r3lite.models.packing import states_before
-from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.batch import Batch
 
 
-def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
+def action_states(model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
     """Runs the model over whole episodes: hidden states [N, C] before the action tokens, and these tokens [N].
 
     N counts action tokens in row-major order of the batch's action mask. A token is predicted by the state before it.
@@ -16,7 +16,7 @@ def action_states(model: Qwen2, batch: Batch) -> tuple[Tensor, Tensor]:
     return states_before(model, batch.token_rows(), batch.action_mask.tolist())
 
 
-def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
+def action_logprobs(model: CausalLM, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
     """Log-probabilities [N] of the action tokens, under the distribution that they were drawn from.
 
     The first `vocabulary` rows of the head are the tokens that may be sampled; the temperature is the sampler's.
@@ -25,7 +25,7 @@ def action_logprobs(model: Qwen2, batch: Batch, vocabulary: int, temperature: fl
     return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk)[0]
 
 
-def action_entropies(model: Qwen2, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
+def action_entropies(model: CausalLM, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
     """The entropies [N], in nats, of the distributions that the action tokens were drawn from."""
     hidden, targets = action_states(model, batch)
     return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk, with_entropy=True)[1]

@@ -19,10 +19,10 @@ from r3lite.core.bars import BRIEF
 from r3lite.core.grant import Grant
 from r3lite.devices.precision import Precision
 from r3lite.models import hooks
+from r3lite.models.causal_lm import CausalLM
 from r3lite.models.logprobs import chosen_loss, token_logprobs, token_loss
 from r3lite.models.lora import cast_once, use_adapter
 from r3lite.models.packing import groups
-from r3lite.models.qwen2 import Qwen2
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import ActionTokens, Batch
 from r3lite.rl.forward import action_entropies, action_logprobs, action_states
@@ -35,7 +35,7 @@ from r3lite.settings import RLSettings
 class Learner:
     """Improves a policy, which is the model's active adapter, by one algorithm."""
 
-    model: Qwen2
+    model: CausalLM
     vocabulary: int  # number of ids that may be sampled
     temperature: float  # of the sampler
     settings: RLSettings

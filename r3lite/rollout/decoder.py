@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from r3lite.models.causal_lm import CausalLM
 from r3lite.models.kv_cache import BLOCK, Decode, KVCache
-from r3lite.models.qwen2 import Qwen2
 
 LEAST_COSINE = 0.999  # between the hidden states of a graph and those of the model itself
 
@@ -21,7 +21,7 @@ LEAST_COSINE = 0.999  # between the hidden states of a graph and those of the mo
 class Decoder:
     """Runs one more token in each of the rows 0 .. n-1 of a cache."""
 
-    def __init__(self, model: Qwen2, cache: KVCache):
+    def __init__(self, model: CausalLM, cache: KVCache):
         self.model, self.cache = model, cache
 
     def __call__(self, tokens: list[int]) -> Tensor:
@@ -43,7 +43,7 @@ class GraphDecoder(Decoder):
     torch.OutOfMemoryError if a capture runs out of memory: with fewer rows there is room for graphs.
     """
 
-    def __init__(self, model: Qwen2, cache: KVCache, slots: int, capture: Callable | None = None):
+    def __init__(self, model: CausalLM, cache: KVCache, slots: int, capture: Callable | None = None):
         super().__init__(model, cache)
         cache.reserve(slots)
         self.slots = cache.blocks[0].shape[2]

@@ -20,10 +20,10 @@ from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.core.errors import NotFinite
 from r3lite.core.grant import Grant
 from r3lite.core.spans import Spans
+from r3lite.models.causal_lm import CausalLM
 from r3lite.models.hooks import explain_overflow
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lora import cast_once
-from r3lite.models.qwen2 import Qwen2
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.fetcher import Fetcher
@@ -38,7 +38,7 @@ class Engine:
     How many episodes run at a time and how many tokens a prefill takes are read from `grant` each time anew.
     """
 
-    model: Qwen2
+    model: CausalLM
     layout: Layout
     sampler: Callable[[Tensor, list[float]], tuple[Tensor, Tensor]]
     grant: Grant

@@ -13,12 +13,12 @@ from bench.simulation.counts import Counts
 from r3lite.devices.cards import Speeds
 from r3lite.devices.precision import dtype_name
 from r3lite.memory import duration
-from r3lite.models.qwen2 import Qwen2Config
-from r3lite.models.qwen2_config import read_config
+from r3lite.models.causal_lm import ModelConfig
+from r3lite.models.config_file import read_config
 from tests.bench import claims
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is here: the bench simulates one")
-TINY = Qwen2Config(8192, 256, 512, 1, 4, 2)  # V, C, W, layers, H, K: D is 64
+TINY = ModelConfig(8192, 256, 512, 1, 4, 2)  # V, C, W, layers, H, K: D is 64
 QKV, OUT, GATE_UP, DOWN = 512 * 256, 256 * 256, 1024 * 256, 256 * 512  # weights
 WEIGHTS = QKV + OUT + GATE_UP + DOWN
 FP32, BF16 = torch.float32, torch.bfloat16

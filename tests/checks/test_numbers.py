@@ -8,7 +8,7 @@ import torch
 from r3lite.checks import finding, numbers
 from r3lite.checks.finding import CPU, closeness
 from r3lite.devices.precision import DTYPES, Precision
-from r3lite.models import kv_cache, nf4, offload, qwen2
+from r3lite.models import causal_lm, kv_cache, nf4, offload
 from r3lite.models.projections import Nf4Linear
 from r3lite.rollout.sampling import Sampler
 
@@ -35,7 +35,7 @@ def failed(found) -> bool:
 
 
 def test_logits_fail_without_rotary_positions(monkeypatch):
-    monkeypatch.setattr(qwen2, "rotate_", lambda x, heads, cos, sin: x)
+    monkeypatch.setattr(causal_lm, "rotate_", lambda x, heads, cos, sin: x)
     assert failed(numbers.logits(EXACT))
 
 

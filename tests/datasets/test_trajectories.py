@@ -13,7 +13,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.grant import Grant, Memory
 from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.datasets.trajectories import Conversation, Trajectory, encode_row, encode_rows, read_rows, row_from_json
-from r3lite.models.qwen2 import Qwen2, Qwen2Config
+from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
@@ -92,7 +92,7 @@ def test_a_trajectory_is_the_episode_that_a_rollout_would_sample(tokenizer, name
         script += tokenizer.encode(protocol.render(step, number))
         script += [tokenizer.stop_id] if protocol.user_turns else []
     said = iter(script)
-    model = Qwen2(Qwen2Config(tokenizer.size, 16, 16, 1, 2, 2)).requires_grad_(False)
+    model = CausalLM(ModelConfig(tokenizer.size, 16, 16, 1, 2, 2)).requires_grad_(False)
 
     def say(*_):
         return torch.tensor([next(said)]), torch.zeros(1)

@@ -18,7 +18,7 @@ from r3lite.datasets.qa import read_questions
 from r3lite.exporting import gguf as exporting
 from r3lite.models import gguf_folder, lora
 from r3lite.models.kv_cache import KVCache, Prefill
-from r3lite.models.weights import load_qwen2, resolve_folder
+from r3lite.models.weights import load_model, resolve_folder
 from tests.gguf_models import LLAMA3, TEXTS, write_gguf, write_model, write_tokenizer
 
 llama = pytest.importorskip("xllamacpp", reason="needs the package xllamacpp (extra bench)")
@@ -91,7 +91,7 @@ def real_vocabulary(shared, tmp_path):
 def test_the_real_vocabulary_of_qwen(real_vocabulary, tmp_path, kind):
     folder = real_vocabulary(kind)
     path = write_gguf(folder, tmp_path / "out" / "model.gguf")
-    check(load_qwen2(folder, torch.float32, "cpu"), folder, served(path), prompts())
+    check(load_model(folder, torch.float32, "cpu"), folder, served(path), prompts())
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_families_and_splits(tmp_path, kind, split, bos):
     write_tokenizer(folder, split, bos=bos)
     path = write_gguf(folder, tmp_path / "out" / "model.gguf")
     texts = [*prompts(), " ".join(prompts()[:4])]
-    check(load_qwen2(folder, torch.float32, "cpu"), folder, served(path), texts)
+    check(load_model(folder, torch.float32, "cpu"), folder, served(path), texts)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3"])
 def test_an_adapter_alone(tmp_path, kind):
     folder = write_model(tmp_path / "source", kind, "smollm" if kind == "llama3" else "qwen2")
     path = write_gguf(folder, tmp_path / "out" / "model.gguf")
-    model = load_qwen2(folder, torch.float32, "cpu")
+    model = load_model(folder, torch.float32, "cpu")
     lora.add_adapter(model, "a", 4, 8.0)
     for parameter in lora.adapter_parameters(model, "a").values():
         parameter.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(1))
@@ -128,4 +128,4 @@ def test_smollm2(tmp_path, monkeypatch):
     folder = resolve_folder(named)
     assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "llama"
     path = write_gguf(folder, tmp_path / "out" / "model.gguf")
-    check(load_qwen2(folder, torch.float32, "cpu"), folder, served(path), prompts())
+    check(load_model(folder, torch.float32, "cpu"), folder, served(path), prompts())

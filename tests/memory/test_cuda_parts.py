@@ -9,11 +9,12 @@ from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
 from r3lite.memory import choice, planner
 from r3lite.memory.cuda_parts import HOPPER, LAPTOP, NOT_TENSORS, beside_tensors
+from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
 from r3lite.memory.work import Workload
-from r3lite.memory.workloads import KNOWN, QWEN_TOKENS, on_card, sft_workload
+from r3lite.memory.workloads import on_card, sft_workload
 from r3lite.settings import LoraSettings, ModelSettings, SftConfig
 
-SFT = Workload(KNOWN["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 2048, targets=LoraSettings().lora_targets)
+SFT = Workload(QWEN25["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 2048, targets=LoraSettings().lora_targets)
 RL = replace(SFT, episodes=64, reads=880, retrieves=True)
 
 

@@ -9,12 +9,12 @@ from r3lite.core.grant import Memory
 from r3lite.devices.cards import MEASURED, Speeds, card
 from r3lite.memory import duration
 from r3lite.memory.duration import CARD, Cost, Efficiency, in_words, predict
+from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
 from r3lite.memory.planner import adapter_bytes
 from r3lite.memory.work import Workload
-from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.settings import LoraSettings
 
-SMALL = KNOWN["Qwen/Qwen2.5-0.5B"]
+SMALL = QWEN25["Qwen/Qwen2.5-0.5B"]
 BASE = 357_826_560  # weights of the 24 layers: 24 x 896 x (2 x 896 + 2 x 128 + 3 x 4864)
 FREE = {"launch": 0.0, "source": MEASURED}
 

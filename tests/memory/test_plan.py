@@ -9,8 +9,8 @@ from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import resolve_device
 from r3lite.memory import plan
 from r3lite.memory.cuda_parts import LAPTOP
+from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
 from r3lite.memory.work import Workload
-from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.settings import MemorySettings
 
 
@@ -18,7 +18,7 @@ def test_the_default_budget_has_our_own_context_in_it(monkeypatch):
     """What a card says is free no longer has the context in it; it was taken from the budget once more."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3000 * MIB, 4000 * MIB))
-    granted = plan._budget(MemorySettings(), Workload(KNOWN["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 1024, on_cuda=True))
+    granted = plan._budget(MemorySettings(), Workload(QWEN25["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 1024, on_cuda=True))
     assert granted - LAPTOP.context == 3000 * MIB - plan.MARGIN
 
 
@@ -33,6 +33,6 @@ def test_a_budget_is_enforced_on_the_device_that_a_run_is_given(monkeypatch):
     )
     card = types.SimpleNamespace(total_memory=4000 * MIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    workload = Workload(KNOWN["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 1024, on_cuda=True)
+    workload = Workload(QWEN25["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 1024, on_cuda=True)
     plan.enforce(plan.Plan(workload, Memory(), LAPTOP.context + 1000 * MIB, {}), resolve_device("cuda"))
     assert shares == [(0.25, 0)]

@@ -21,12 +21,12 @@ from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.memory import planner
 from r3lite.memory.choice import choose
 from r3lite.memory.cuda_parts import THREADS
+from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
 from r3lite.memory.planner import peak
 from r3lite.memory.work import Workload
-from r3lite.memory.workloads import KNOWN, QWEN_TOKENS
 from r3lite.models import lora
 from r3lite.models.kv_cache import KVCache
-from r3lite.models.weights import load_qwen2, resolve_folder, save_nf4
+from r3lite.models.weights import load_model, resolve_folder, save_nf4
 from r3lite.protocols.transcript import Layout
 from r3lite.settings import LoraSettings
 from r3lite.settings.common import budget_bytes
@@ -112,7 +112,7 @@ def test_what_a_folder_in_nf4_takes_is_planned_without_a_flag(folder, small_mode
     """It was planned as a dense one."""
     base = tmp_path / "packed"
     if kind == "own":
-        save_nf4(load_qwen2(folder, torch.float32, "cpu", quantize=True), folder, base)
+        save_nf4(load_model(folder, torch.float32, "cpu", quantize=True), folder, base)
     else:
         dense = [f"model.layers.{layer}.mlp.{name}_proj" for layer in (0, 3) for name in ("up", "down")]
         write_packed(write_folder, small_model(**SIZES), base, dense=tuple(dense if kind == "mixed" else ()))
@@ -121,7 +121,7 @@ def test_what_a_folder_in_nf4_takes_is_planned_without_a_flag(folder, small_mode
     measured = sft_peak(base, tmp_path, 1024, "--dtype", "bf16", "--recompute-layers", str(LAYERS))
     assert plans[0].memory.nf4 and plans[0].peak == pytest.approx(measured, rel=0.03)
     w = plans[0].workload
-    model = load_qwen2(base, torch.bfloat16, "cpu")
+    model = load_model(base, torch.bfloat16, "cpu")
     weights = held([*model.parameters(), *model.buffers()])
     assert planner.weight_bytes(w, True) == pytest.approx(weights, rel=0.01)
     assert (w.packed.dense, w.packed.wide > 0) == (4 * 256 * 1024 * (kind == "mixed"), kind != "own")
@@ -248,7 +248,7 @@ def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
 ):
     sizes = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 301, "tie_word_embeddings": tied}
     written = write_folder(small_model(**sizes), tmp_path)
-    model = load_qwen2(written, getattr(torch, dtype), "cpu", quantize=quantize)
+    model = load_model(written, getattr(torch, dtype), "cpu", quantize=quantize)
     w = Workload(model.config, 301, getattr(torch, dtype).itemsize, 700, lora_r=3, targets=TARGETS[1:], episodes=4)
     assert held([*model.parameters(), *model.buffers()]) == planner.weight_bytes(w, quantize)
 
@@ -274,7 +274,7 @@ def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
 
 def qwen(size: str, **changes) -> Workload:
     settings = {"row_tokens": 2048, "targets": TARGETS} | changes
-    return Workload(KNOWN[f"Qwen/Qwen2.5-{size.upper()}"], QWEN_TOKENS, 2, **settings)
+    return Workload(QWEN25[f"Qwen/Qwen2.5-{size.upper()}"], QWEN_TOKENS, 2, **settings)
 
 
 @pytest.mark.parametrize(("size", "quantized", "mib"), [("0.5b", False, 942), ("0.5b", True, 436), ("3b", True, 1959)])
@@ -352,7 +352,7 @@ def applied(remedy: str, w: Workload, fixed: dict, budget: int) -> tuple[Workloa
     if remedy == "--quantize nf4":
         return w, fixed | {"nf4": True}, budget
     if match := re.fullmatch(r"--model (\S+)", remedy):
-        return replace(w, model=KNOWN[match[1]]), fixed, budget
+        return replace(w, model=QWEN25[match[1]]), fixed, budget
     gone = {flag.replace("-", "_") for flag in re.findall(r"--(\S+) (?:none|auto)", remedy)}
     assert gone <= fixed.keys()
     return w, {k: v for k, v in fixed.items() if k not in gone}, budget
@@ -375,7 +375,7 @@ def applied(remedy: str, w: Workload, fixed: dict, budget: int) -> tuple[Workloa
 def test_what_cannot_fit_is_refused_with_remedies_that_work(size, algorithm, fixed, gib, flag):
     w, budget = qwen(size, **WORKLOADS[algorithm]), int(gib * (1 << 30))
     with pytest.raises(R3LiteError, match=r"takes [\d,]+ MiB at least, and the budget is [\d,]+ MiB") as error:
-        choose(w, fixed, budget, list(KNOWN.items()))
+        choose(w, fixed, budget, list(QWEN25.items()))
     told = error.value.remedy.removeprefix("It would fit with ").removesuffix(".").split("; or ")
     assert 1 <= len(told) <= 3
     assert any(remedy.startswith(flag) for remedy in told)

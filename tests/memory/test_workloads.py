@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from r3lite.core.grant import Memory
 from r3lite.memory import planner, workloads
-from r3lite.memory.workloads import QWEN_TOKENS
+from r3lite.memory.known_models import QWEN_TOKENS
 from r3lite.models import lora, nf4
 from r3lite.models.weights import resolve_folder
 from r3lite.settings import (

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3lite.core.errors import R3LiteError
+from r3lite.models.config_file import is_nf4, read_config
 from r3lite.models.lora import adapter_parameters, add_adapter, merge_adapter, set_adapter
-from r3lite.models.qwen2_config import is_nf4, read_config
-from r3lite.models.weights import checkpoint_tensors, fingerprint, load_qwen2, save_merged, save_nf4
+from r3lite.models.weights import checkpoint_tensors, fingerprint, load_model, save_merged, save_nf4
 from tests.packed_folders import CONFIG, STATE, write_packed
 
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6}  # blocks do not fill their last group
@@ -33,9 +33,9 @@ def folders(small_model, write_folder, tmp_path):
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
 def test_numbers_are_those_of_the_formula_to_the_bit(folders, double, dense):
     packed, plain = folders(double, dense, tie_word_embeddings=False)
-    expected = load_qwen2(plain, torch.float32, "cpu")
+    expected = load_model(plain, torch.float32, "cpu")
     for quantize in (False, True):  # what is dense stays so
-        model = load_qwen2(packed, torch.float32, "cpu", quantize)
+        model = load_model(packed, torch.float32, "cpu", quantize)
         found, stored = checkpoint_tensors(model), load_file(plain / "model.safetensors")
         assert found.keys() == stored.keys() and all(torch.equal(found[n], stored[n]) for n in stored)
         assert (model.logits(model(IDS)) - expected.logits(expected(IDS))).abs().max() < 1e-4
@@ -48,7 +48,7 @@ def test_numbers_are_those_of_the_formula_to_the_bit(folders, double, dense):
 
 def test_gradients_and_stacks_are_those_of_the_dense_model(folders):
     """Of q_proj, k_proj and v_proj, which are one product, one is dense."""
-    models = [load_qwen2(folder, torch.float32, "cpu") for folder in folders(dense=DENSE)]
+    models = [load_model(folder, torch.float32, "cpu") for folder in folders(dense=DENSE)]
     found = []
     for model in models:
         add_adapter(model, "a", 4, 8)
@@ -69,13 +69,13 @@ def test_tensors_of_a_weight_may_be_in_several_files(folders):
         save_file(part, packed / name)
     places = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (packed / "model.safetensors.index.json").write_text(json.dumps(places))
-    found, stored = checkpoint_tensors(load_qwen2(packed, torch.float32, "cpu")), load_file(plain / "model.safetensors")
+    found, stored = checkpoint_tensors(load_model(packed, torch.float32, "cpu")), load_file(plain / "model.safetensors")
     assert all(torch.equal(found[name], stored[name]) for name in stored)
 
 
 def test_a_merged_folder_is_dense_and_the_fingerprint_is_of_what_is_stored(folders, tmp_path):
     packed, plain = folders()
-    model = load_qwen2(packed, torch.float32, "cpu")
+    model = load_model(packed, torch.float32, "cpu")
     add_adapter(model, "a", 4, 8, targets=["v_proj"])
     merge_adapter(model, "a")  # B is zero
     save_merged(model, packed, tmp_path / "merged")
@@ -145,7 +145,7 @@ def test_broken_tensors_are_explained(folders, part, change, named):
     tensors[UP + part] = None if changed is None else changed.contiguous()
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
     with pytest.raises(R3LiteError) as error:
-        load_qwen2(packed, torch.float32, "cpu")
+        load_model(packed, torch.float32, "cpu")
     assert named in str(error.value) and error.value.remedy
 
 
@@ -154,7 +154,7 @@ def test_bitsandbytes_itself_gives_the_same_numbers(folders, double):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     packed, _ = folders(double)
     stored = load_file(packed / "model.safetensors")
-    for name, tensor in checkpoint_tensors(load_qwen2(packed, torch.float32, "cpu")).items():
+    for name, tensor in checkpoint_tensors(load_model(packed, torch.float32, "cpu")).items():
         parts = {other.removeprefix(f"{name}."): t for other, t in stored.items() if other.startswith(f"{name}.")}
         if parts:
             state = bitsandbytes.functional.QuantState.from_dict(parts, torch.device("cpu"))
@@ -177,5 +177,5 @@ def test_what_bitsandbytes_quantizes_is_read(small_model, write_folder, tmp_path
             stored |= {f"{name}.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
             dense[name] = bitsandbytes.functional.dequantize_4bit(stored[name], state)
     save_file({name: tensor.clone() for name, tensor in stored.items()}, folder / "model.safetensors")
-    found = checkpoint_tensors(load_qwen2(folder, torch.float32, "cpu"))
+    found = checkpoint_tensors(load_model(folder, torch.float32, "cpu"))
     assert all(torch.equal(found[name], dense[name]) for name in dense)

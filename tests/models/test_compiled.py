@@ -13,7 +13,7 @@ from r3lite.core.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, compiled, nf4
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lora import adapter_parameters, add_adapter, set_adapter, use_adapter
-from r3lite.models.weights import load_qwen2
+from r3lite.models.weights import load_model
 from r3lite.rollout.decoder import Decoder
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def make(small_model, write_folder, tmp_path):
         folder = tmp_path / "model"
         if not folder.exists():
             write_folder(small_model(intermediate_size=128), folder)
-        model = load_qwen2(folder, dtype, CPU, quantize=quantize)
+        model = load_model(folder, dtype, CPU, quantize=quantize)
         add_adapter(model, "a", 4, 8.0, targets=targets)
         generator = torch.Generator().manual_seed(1)
         for parameter in adapter_parameters(model, "a").values():

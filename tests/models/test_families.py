@@ -8,10 +8,10 @@ import torch
 from r3lite.core.errors import R3LiteError
 from r3lite.core.grant import Grant, Memory
 from r3lite.models import activation_checkpointing, compiled
+from r3lite.models.config_file import FAMILIES, read_config
 from r3lite.models.lora import adapter_parameters, add_adapter, save_adapter, set_adapter
-from r3lite.models.qwen2_config import FAMILIES, read_config
-from r3lite.models.weights import checkpoint_tensors, load_qwen2
-from tests.models.test_qwen2 import cache_error
+from r3lite.models.weights import checkpoint_tensors, load_model
+from tests.models.test_causal_lm import cache_error
 
 transformers = pytest.importorskip("transformers")
 
@@ -60,14 +60,14 @@ def folders(tmp_path_factory):
 def test_logits_are_those_of_transformers(folders, kind, sizes):
     folder = folders(kind, sizes)
     ids = torch.randint(sizes["vocab_size"], (2, 300))
-    model = load_qwen2(folder, torch.float32, "cpu")
+    model = load_model(folder, torch.float32, "cpu")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits
     assert (model.logits(model(ids)) - theirs).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3", "mistral"])
 def test_cached_equals_uncached(folders, kind):
-    model = load_qwen2(folders(kind, SMALL), torch.float32, "cpu")
+    model = load_model(folders(kind, SMALL), torch.float32, "cpu")
     assert cache_error(model, prompts=(9, 4, 21), decoded=6, observation=40) < 1e-4
 
 
@@ -75,7 +75,7 @@ def test_cached_equals_uncached(folders, kind):
 @pytest.mark.parametrize("kind", ["qwen3", "llama3"])
 def test_gradients_of_an_adapter_are_those_of_peft(folders, tmp_path, kind, recompute):
     peft = pytest.importorskip("peft")
-    model = load_qwen2(folders(kind, SMALL), torch.float32, "cpu")
+    model = load_model(folders(kind, SMALL), torch.float32, "cpu")
     add_adapter(model, "a", 4, 8.0)
     for parameter in adapter_parameters(model, "a").values():
         parameter.data.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
@@ -97,8 +97,8 @@ def test_gradients_of_an_adapter_are_those_of_peft(folders, tmp_path, kind, reco
 @torch.no_grad()
 def test_nf4_is_the_dequantized_model(folders, kind):
     """Llama's layers have no biases, and Qwen3's norms of heads stay dense."""
-    packed = load_qwen2(folders(kind, SMALL), torch.float32, "cpu", quantize=True)
-    dense = load_qwen2(folders(kind, SMALL), torch.float32, "cpu")
+    packed = load_model(folders(kind, SMALL), torch.float32, "cpu", quantize=True)
+    dense = load_model(folders(kind, SMALL), torch.float32, "cpu")
     for name, tensor in checkpoint_tensors(packed).items():
         dense.get_parameter(name).copy_(tensor)
     ids = torch.arange(7, 47)[None]
@@ -108,7 +108,7 @@ def test_nf4_is_the_dequantized_model(folders, kind):
 @pytest.mark.slow
 @torch.no_grad()
 def test_compiled_layers_normalize_heads(compiler, folders):
-    model = load_qwen2(folders("qwen3", SMALL), torch.float32, "cpu")
+    model = load_model(folders("qwen3", SMALL), torch.float32, "cpu")
     ids = torch.arange(7, 47)[None]
     expected = model(ids)
     compiled.enable(model)

@@ -11,11 +11,11 @@ import torch
 from r3lite.core.grant import Grant, Memory
 from r3lite.devices.precision import Precision
 from r3lite.models import activation_checkpointing, lora
+from r3lite.models.causal_lm import CausalLM, RMSNorm
 from r3lite.models.hooks import ActivationWatch
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.logprobs import cross_entropy, token_logprobs, token_loss
 from r3lite.models.packing import Pack, states_at
-from r3lite.models.qwen2 import Qwen2, RMSNorm
 
 CPU = torch.device("cpu")
 REACHED = 8000.0
@@ -24,7 +24,7 @@ ROWS = [[*range(40)], [*range(20), *range(60, 90)]]
 
 
 @pytest.fixture
-def models(small_model) -> tuple[Qwen2, Qwen2]:
+def models(small_model) -> tuple[CausalLM, CausalLM]:
     """A model in whose residual stream one channel is REACHED and the others are about 10, in fp32 and in fp16.
 
     As in real models, the norms make that channel small and the others of size 1. Weights are equal.
@@ -41,14 +41,14 @@ def models(small_model) -> tuple[Qwen2, Qwen2]:
     return copy.deepcopy(half).float(), half
 
 
-def largest(model: Qwen2, ids: torch.Tensor, layer: str) -> float:
+def largest(model: CausalLM, ids: torch.Tensor, layer: str) -> float:
     with torch.no_grad(), ActivationWatch(model) as watch:
         model(ids)
     assert watch.first_overflow is None
     return watch.largest[layer]
 
 
-def adapted(model: Qwen2) -> Qwen2:
+def adapted(model: CausalLM) -> CausalLM:
     lora.add_adapter(model, "policy", 4, 8.0)
     lora.set_adapter(model, "policy")
     generator = torch.Generator().manual_seed(1)
@@ -93,7 +93,7 @@ def test_gradients_in_fp16_are_those_of_fp32(models, recomputed):
     assert (found - expected).norm() / expected.norm() < 0.01  # and none overflowed, at the first step's scale
 
 
-def gradients(model: Qwen2, precision: Precision, recomputed: int) -> torch.Tensor:
+def gradients(model: CausalLM, precision: Precision, recomputed: int) -> torch.Tensor:
     """All gradients of an adapter, of the mean loss of ROWS, times the scaler's scale."""
     activation_checkpointing.enable(model, Grant(Memory(recompute_layers=recomputed)))
     with precision.autocast():

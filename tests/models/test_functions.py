@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from r3lite.models.causal_lm import ModelConfig, rotary_angles
 from r3lite.models.functions import rms_norm, rotate_, swiglu
-from r3lite.models.qwen2 import Qwen2Config, rotary_angles
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_only_what_was_given_is_kept(tensors):
 def test_rotation_in_place(tensors):
     """Only the first heads turn; the gradient is autograd's own, and that of what was rotated is left as it was."""
     x, upstream = (torch.randn(2, 5, 6, 8, generator=torch.Generator().manual_seed(i)) for i in range(2))
-    config = Qwen2Config(10, 16, 32, 1, 2, 1, rope_theta=100.0)  # heads of 8
+    config = ModelConfig(10, 16, 32, 1, 2, 1, rope_theta=100.0)  # heads of 8
     cos, sin = rotary_angles(torch.arange(5)[None].expand(2, -1), config, torch.float32)
     own, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
     turned = own[:, :, :4] * cos + own[:, :, :4].roll(4, -1) * sin

@@ -12,10 +12,10 @@ from r3lite import export, sft
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint
 from r3lite.models import gguf_files, gguf_folder, lora
+from r3lite.models.config_file import read_config
 from r3lite.models.gguf_files import gguf_name, published_name
-from r3lite.models.qwen2_config import read_config
 from r3lite.models.tensor_files import opened
-from r3lite.models.weights import checkpoint_tensors, fingerprint, load_qwen2, resolve_folder
+from r3lite.models.weights import checkpoint_tensors, fingerprint, load_model, resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 from tests.gguf_models import KINDS, TEXTS, write_gguf, write_model, write_tokenizer
 
@@ -78,7 +78,7 @@ def test_a_file_is_the_folder_it_was_exported_of(models, kind):
     assert resolve_folder(str(path)) == folder  # from the cache
     ours, theirs = read_config(folder), read_config(source)
     assert ours == theirs
-    written, read = load_qwen2(source, torch.float32, "cpu"), load_qwen2(folder, torch.float32, "cpu")
+    written, read = load_model(source, torch.float32, "cpu"), load_model(folder, torch.float32, "cpu")
     for name, tensor in checkpoint_tensors(written).items():
         assert torch.equal(checkpoint_tensors(read)[name], tensor), name
     same_family = KINDS[kind]["model_type"] != "mistral"
@@ -95,7 +95,7 @@ def test_a_file_says_what_it_says_in_transformers(models, kind):
 
     path = models(kind)[1]
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    model, ids = load_qwen2(resolve_folder(str(path)), torch.float32, "cpu"), torch.arange(40)[None]
+    model, ids = load_model(resolve_folder(str(path)), torch.float32, "cpu"), torch.arange(40)[None]
     assert (model.logits(model(ids)) - theirs(ids).logits).abs().max() < 1e-4
 
 
@@ -142,9 +142,9 @@ def test_names_are_those_of_the_package():
 
 def test_nf4_is_quantized_from_the_numbers_of_the_file(models):
     source, path = models("llama", "q8_0")
-    packed = load_qwen2(resolve_folder(str(path)), torch.float32, "cpu", quantize=True)
-    dense = load_qwen2(resolve_folder(str(path)), torch.float32, "cpu")
-    again = load_qwen2(source, torch.float32, "cpu", quantize=True)
+    packed = load_model(resolve_folder(str(path)), torch.float32, "cpu", quantize=True)
+    dense = load_model(resolve_folder(str(path)), torch.float32, "cpu")
+    again = load_model(source, torch.float32, "cpu", quantize=True)
     assert packed.state_dict().keys() == again.state_dict().keys()
     one, other = (checkpoint_tensors(m)["model.layers.1.mlp.up_proj.weight"] for m in (packed, dense))
     assert 0 < (one - other).norm() < 0.15 * other.norm()
@@ -157,10 +157,10 @@ def quantized(weight: torch.Tensor, kind: str):
 def test_two_precisions_of_one_matrix_are_a_tied_model(models, tmp_path):
     """Quantizers write the head of a tied model beside its embedding, in more bits."""
     source, path = models("qwen2")
-    weight = checkpoint_tensors(load_qwen2(source, torch.float32, "cpu"))["model.embed_tokens.weight"]
+    weight = checkpoint_tensors(load_model(source, torch.float32, "cpu"))["model.embed_tokens.weight"]
     both = {"token_embd.weight": quantized(weight, "Q4_0"), "output.weight": quantized(weight, "Q8_0")}
     folder = resolve_folder(str(rewrite(path, tmp_path / "both.gguf", tensors=both)))
-    model = load_qwen2(folder, torch.float32, "cpu")
+    model = load_model(folder, torch.float32, "cpu")
     assert model.config.tie_word_embeddings
     assert torch.equal(model.head_weight, torch.tensor(gguf.quants.dequantize(*both["output.weight"])))
     own = both | {"output.weight": quantized(weight.roll(1, 0), "Q8_0")}
@@ -235,10 +235,10 @@ def test_tensors_that_no_such_model_has_are_refused(models, tmp_path):
     path, number = models("llama3")[1], np.ones(16, np.float32)
     more = rewrite(path, tmp_path / "more.gguf", tensors={"blk.0.attn_q.bias": (number, Q.F32)})
     with pytest.raises(R3LiteError, match=r"unexpected tensor model\.layers\.0\.self_attn\.q_proj\.bias"):
-        load_qwen2(resolve_folder(str(more)), torch.float32, "cpu")
+        load_model(resolve_folder(str(more)), torch.float32, "cpu")
     less = rewrite(path, tmp_path / "less.gguf", tensors={"blk.1.ffn_up.weight": None})
     with pytest.raises(R3LiteError, match=r"missing tensor model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_qwen2(resolve_folder(str(less)), torch.float32, "cpu")
+        load_model(resolve_folder(str(less)), torch.float32, "cpu")
     other = rewrite(path, tmp_path / "other.gguf", tensors={"rope_freqs.weight": (number * 2, Q.F32)})
     with pytest.raises(R3LiteError, match=r"rope_freqs\.weight is not that of Llama 3\.1"):
         resolve_folder(str(other))
@@ -257,7 +257,7 @@ def test_a_damaged_file_is_an_error_that_names_it(models, tmp_path, cache):
         at = int(generator.integers(4, 1500))
         path.write_bytes(content[:at] + generator.bytes(4) + content[at + 4 :])
         try:
-            load_qwen2(resolve_folder(str(path)), torch.float32, "cpu")
+            load_model(resolve_folder(str(path)), torch.float32, "cpu")
         except R3LiteError as error:
             assert "x" in str(error)
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60))
@@ -284,7 +284,7 @@ def test_another_file_of_the_same_name_is_another_model(models, tmp_path):
 def test_commands_take_a_file_as_model(tmp_path, capsys):
     tiny = resolve_folder("tiny")
     path = write_gguf(tiny, tmp_path / "tiny" / "tiny.gguf")
-    model = load_qwen2(tiny, torch.float32, "cpu")
+    model = load_model(tiny, torch.float32, "cpu")
     assert fingerprint(resolve_folder(str(path))) == fingerprint(tiny)
     lora.add_adapter(model, "policy", 4, 8)
     lora.save_adapter(model, "policy", tmp_path / "adapter", str(path), fingerprint(tiny))

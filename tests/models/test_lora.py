@@ -19,7 +19,7 @@ from r3lite.models.lora import (
     switch_of,
     use_adapter,
 )
-from r3lite.models.weights import fingerprint, load_qwen2, save_merged
+from r3lite.models.weights import fingerprint, load_model, save_merged
 
 IDS = torch.arange(5, 45)[None]
 
@@ -252,7 +252,7 @@ def test_adapters_of_peft_in_ours(small_model, write_folder, tmp_path, name):
     folder = write_folder(small_model(), tmp_path / "base")
     theirs = peft_model(folder, **ADAPTERS[name])
     theirs.save_pretrained(tmp_path / "adapter")
-    model = load_qwen2(folder, torch.float32, "cpu")
+    model = load_model(folder, torch.float32, "cpu")
     load_adapter(model, "a", tmp_path, trainable=False)  # found in the folder's adapter/, as a run has it
     assert not any(p.requires_grad for p in model.parameters())
     assert (logits(model, "a") - theirs(IDS).logits).abs().max() <= 1e-5
@@ -262,7 +262,7 @@ def test_adapters_of_peft_in_ours(small_model, write_folder, tmp_path, name):
 def test_our_adapters_in_peft(small_model, write_folder, tmp_path, rslora):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = write_folder(small_model(), tmp_path / "base")
-    model = load_qwen2(folder, torch.float32, "cpu")
+    model = load_model(folder, torch.float32, "cpu")
     add_adapter(model, "a", 8, 12, 0.05, ["v_proj", "gate_proj", "q_proj"], rslora)
     shaken(model, "a")
     save_adapter(model, "a", tmp_path / "adapter", str(folder), fingerprint(folder))
@@ -275,7 +275,7 @@ def test_our_adapters_in_peft(small_model, write_folder, tmp_path, rslora):
 
 def test_adapters_both_ways_at_the_real_size(qwen_dir, tmp_path):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    model = load_qwen2(qwen_dir, torch.float32, "cpu")
+    model = load_model(qwen_dir, torch.float32, "cpu")
     add_adapter(model, "a", 8, 16)
     shaken(model, "a")
     save_adapter(model, "a", tmp_path / "ours", str(qwen_dir))
@@ -293,7 +293,7 @@ def test_adapters_both_ways_at_the_real_size(qwen_dir, tmp_path):
 def test_merged_in_transformers(small_model, write_folder, tmp_path, tied):
     transformers = pytest.importorskip("transformers")
     folder = write_folder(small_model(tie_word_embeddings=tied), tmp_path / "base")
-    model = load_qwen2(folder, torch.float32, "cpu")
+    model = load_model(folder, torch.float32, "cpu")
     add_adapter(model, "a", 8, 16)
     shaken(model, "a")
     expected = logits(model, "a")

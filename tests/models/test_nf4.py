@@ -17,7 +17,7 @@ from r3lite.models import activation_checkpointing, nf4, projections
 from r3lite.models.lora import LoraLinear, adapter_parameters, add_adapter, merge_adapter, remove_adapter, use_adapter
 from r3lite.models.nf4 import dequantize, quantize
 from r3lite.models.projections import Nf4Linear
-from r3lite.models.weights import checkpoint_tensors, load_qwen2, save_merged, save_nf4
+from r3lite.models.weights import checkpoint_tensors, load_model, save_merged, save_nf4
 
 IDS = torch.arange(5, 45)[None]
 SIZES = {"intermediate_size": 128}  # in_features must be multiples of 64
@@ -129,7 +129,7 @@ def test_bytes_of_a_weight():
 def test_a_width_that_is_no_multiple_of_the_block_is_refused(small_model, write_folder, tmp_path):
     folder = write_folder(small_model(), tmp_path)  # intermediate_size is 96
     with pytest.raises(R3LiteError, match="96 input features cannot be quantized"):
-        load_qwen2(folder, torch.float32, "cpu", quantize=True)
+        load_model(folder, torch.float32, "cpu", quantize=True)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -199,7 +199,7 @@ def test_no_dense_weight_lives_between_forward_and_backward(dense_weights):
 
 
 def test_checkpointed_layers_keep_no_dense_weight(small_model, write_folder, tmp_path, dense_weights):
-    model = load_qwen2(write_folder(small_model(**SIZES), tmp_path), torch.float32, "cpu", quantize=True)
+    model = load_model(write_folder(small_model(**SIZES), tmp_path), torch.float32, "cpu", quantize=True)
     add_adapter(model, "a", 4, 8)
     activation_checkpointing.enable(model, Grant(Memory(recompute_layers=len(model.model.layers))))
     with use_adapter(model, "a"):
@@ -212,7 +212,7 @@ def test_checkpointed_layers_keep_no_dense_weight(small_model, write_folder, tmp
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_quantized_and_what_is_not(small_model, write_folder, tmp_path, tied):
     source = small_model(**SIZES, tie_word_embeddings=tied)
-    model = load_qwen2(write_folder(source, tmp_path), torch.bfloat16, "cpu", quantize=True)
+    model = load_model(write_folder(source, tmp_path), torch.bfloat16, "cpu", quantize=True)
     assert sum(isinstance(m, Nf4Linear) for m in model.modules()) == 3 * 7
     assert sum(type(m) is nn.Linear for m in model.modules()) == (not tied)  # the head
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -234,7 +234,7 @@ def logits(model, name=None):
 
 
 def test_an_adapter_on_nf4_trains_and_the_base_stays(small_model, write_folder, tmp_path):
-    model = load_qwen2(write_folder(small_model(**SIZES), tmp_path), torch.bfloat16, "cpu", quantize=True)
+    model = load_model(write_folder(small_model(**SIZES), tmp_path), torch.bfloat16, "cpu", quantize=True)
     before, bare = {n: t.clone() for n, t in model.state_dict().items()}, logits(model)
     add_adapter(model, "a", 4, 8)
     optimizer = torch.optim.Adam(adapter_parameters(model, "a").values(), lr=0.01)
@@ -255,7 +255,7 @@ def test_an_adapter_on_nf4_trains_and_the_base_stays(small_model, write_folder, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_merged_adapter_leaves_dense_layers(small_model, write_folder, tmp_path, dtype):
     folder = write_folder(small_model(**SIZES), tmp_path)
-    model = load_qwen2(folder, dtype, "cpu", quantize=True)
+    model = load_model(folder, dtype, "cpu", quantize=True)
     add_adapter(model, "a", 4, 8, targets=["q_proj", "down_proj"])
     add_adapter(model, "b", 4, 8, targets=["q_proj"])
     for name in ("a", "b"):
@@ -276,8 +276,8 @@ def test_a_merged_checkpoint_is_dense_whatever_was_quantized(small_model, write_
     """Its source's config.json would name the format of weights that are no longer there."""
     transformers = pytest.importorskip("transformers")
     folder = write_folder(small_model(**SIZES), tmp_path / "source")
-    save_nf4(load_qwen2(folder, torch.float32, "cpu", quantize=True), folder, tmp_path / "nf4")
-    model = load_qwen2(tmp_path / "nf4", torch.float32, "cpu")
+    save_nf4(load_model(folder, torch.float32, "cpu", quantize=True), folder, tmp_path / "nf4")
+    model = load_model(tmp_path / "nf4", torch.float32, "cpu")
     add_adapter(model, "a", 4, 8, targets=["v_proj"])
     for i, parameter in enumerate(adapter_parameters(model, "a").values()):
         parameter.data.copy_(normal(*parameter.shape, seed=i))
@@ -288,6 +288,6 @@ def test_a_merged_checkpoint_is_dense_whatever_was_quantized(small_model, write_
     assert {n: t.shape for n, t in checkpoint_tensors(model).items()} == {n: t.shape for n, t in dense.items()}
     save_merged(model, tmp_path / "nf4", tmp_path / "merged")
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert (logits(load_qwen2(tmp_path / "merged", torch.float32, "cpu")) - expected).abs().max() < 1e-4
+    assert (logits(load_model(tmp_path / "merged", torch.float32, "cpu")) - expected).abs().max() < 1e-4
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
     assert (theirs(IDS).logits - expected).abs().max() < 1e-4

@@ -9,9 +9,9 @@ from torch import nn
 
 from r3lite.core.errors import R3LiteError
 from r3lite.models import nf4
+from r3lite.models.config_file import read_config
 from r3lite.models.lora import add_adapter, remove_adapter
-from r3lite.models.qwen2_config import read_config
-from r3lite.models.weights import load_qwen2, save_nf4
+from r3lite.models.weights import load_model, save_nf4
 
 IDS = torch.arange(5, 45)[None]
 SIZES = {"intermediate_size": 128}  # in_features must be multiples of 64
@@ -26,7 +26,7 @@ def same_tensors(a: nn.Module, b: nn.Module) -> bool:
 def test_saved_and_loaded_it_is_equal_to_the_bit(small_model, write_folder, tmp_path, tied):
     folder = write_folder(small_model(**SIZES, tie_word_embeddings=tied), tmp_path / "source", extra_key=[1])
     (folder / "tokenizer.json").write_text('{"a":   1}')
-    model = load_qwen2(folder, torch.float32, "cpu", quantize=True)
+    model = load_model(folder, torch.float32, "cpu", quantize=True)
     add_adapter(model, "a", 4, 8)  # is left out
     out = tmp_path / "out"
     save_nf4(model, folder, out)
@@ -41,11 +41,11 @@ def test_saved_and_loaded_it_is_equal_to_the_bit(small_model, write_folder, tmp_
     remove_adapter(model, "a")
     assert read_config(out) == model.config
     for quantized in (False, True):
-        again = load_qwen2(out, torch.float32, "cpu", quantize=quantized)
+        again = load_model(out, torch.float32, "cpu", quantize=quantized)
         assert same_tensors(again, model)
         assert torch.equal(again.logits(again(IDS)), model.logits(model(IDS)))
         assert not any(p.requires_grad for p in again.parameters())
-    narrow = load_qwen2(out, torch.bfloat16, "cpu")
+    narrow = load_model(out, torch.bfloat16, "cpu")
     assert (
         narrow(IDS).dtype == torch.bfloat16 and narrow.model.layers[0].mlp.up_proj.absmax_scale.dtype == torch.float32
     )
@@ -71,17 +71,17 @@ UP = "model.layers.1.mlp.up_proj"
 )
 def test_broken_files_are_explained(small_model, write_folder, tmp_path, change, message):
     folder = write_folder(small_model(**SIZES), tmp_path / "source")
-    save_nf4(load_qwen2(folder, torch.float32, "cpu", quantize=True), folder, tmp_path / "out")
+    save_nf4(load_model(folder, torch.float32, "cpu", quantize=True), folder, tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
     tensors = {n: t for n, t in (load_file(file) | change).items() if t is not None}
     save_file(tensors, file)
     with pytest.raises(R3LiteError, match=message):
-        load_qwen2(tmp_path / "out", torch.float32, "cpu")
+        load_model(tmp_path / "out", torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("change", [{"block_size": 32}, {"quant_method": "bitsandbytes"}, {"new": 1}])
 def test_other_layouts_are_refused(small_model, write_folder, tmp_path, change):
     folder = write_folder(small_model(), tmp_path, quantization_config=nf4.LAYOUT | change)
     with pytest.raises(R3LiteError, match="quantization_config") as refused:
-        load_qwen2(folder, torch.float32, "cpu", quantize=True)
+        load_model(folder, torch.float32, "cpu", quantize=True)
     assert "--quantize nf4" in refused.value.remedy

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from r3lite.models.weights import load_qwen2
+from r3lite.models.weights import load_model
 from r3lite.protocols.tokenizer import Tokenizer
 
 FOLDERS = [folder for folder in os.environ.get("R3LITE_MODELS", "").split(",") if folder]
@@ -28,7 +28,7 @@ def questions(shared) -> list[str]:
 def test_twenty_questions_are_answered_as_by_transformers(folder, questions):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ours, tokenizer = load_qwen2(folder, torch.float32, "cpu"), Tokenizer.load(folder)
+    ours, tokenizer = load_model(folder, torch.float32, "cpu"), Tokenizer.load(folder)
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     for question in questions:
         prompt = tokenizer.open_chat(question)

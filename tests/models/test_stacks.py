@@ -9,7 +9,7 @@ from r3lite.models import lora
 from r3lite.models.nf4 import dequantize, quantize
 from r3lite.models.projections import Nf4Linear, Stack, project
 from r3lite.models.stacks import side_by_side, stacked, stacks
-from r3lite.models.weights import load_qwen2, save_nf4
+from r3lite.models.weights import load_model, save_nf4
 
 SIZES = {"hidden_size": 128, "intermediate_size": 320}
 
@@ -34,7 +34,7 @@ def test_layers_of_one_parent_that_read_the_same_x_are_together():
 @pytest.mark.parametrize("quantize_it", [False, True])
 def test_a_loaded_model_and_its_adapters_are_stacked(small_model, write_folder, tmp_path, quantize_it):
     source = small_model(**SIZES)
-    model = load_qwen2(write_folder(source, tmp_path), torch.float32, "cpu", quantize=quantize_it)
+    model = load_model(write_folder(source, tmp_path), torch.float32, "cpu", quantize=quantize_it)
     lora.add_adapter(model, "a", 4, 8)
     lora.set_adapter(model, "a")
     for layer in model.model.layers:
@@ -61,7 +61,7 @@ def test_a_loaded_model_and_its_adapters_are_stacked(small_model, write_folder, 
 @pytest.mark.parametrize("quantize_it", [False, True])
 def test_a_stack_gives_what_its_layers_give(small_model, write_folder, tmp_path, targets, quantize_it):
     """Outputs and gradients, against plain products that autograd differentiates."""
-    model = load_qwen2(write_folder(small_model(**SIZES), tmp_path), torch.float32, "cpu", quantize=quantize_it)
+    model = load_model(write_folder(small_model(**SIZES), tmp_path), torch.float32, "cpu", quantize=quantize_it)
     attention = model.model.layers[1].self_attn
     if targets:
         lora.add_adapter(model, "a", 4, 8, targets=targets)
@@ -103,10 +103,10 @@ def test_stacked_nf4_weights_are_those_of_each(rows):
 def test_a_folder_whose_absmax_mean_is_one_number_is_read(small_model, write_folder, tmp_path):
     """So it was written before weights were stacked."""
     folder = write_folder(small_model(**SIZES), tmp_path / "dense")
-    model = load_qwen2(folder, torch.float32, "cpu", quantize=True)
+    model = load_model(folder, torch.float32, "cpu", quantize=True)
     save_nf4(model, folder, tmp_path / "nf4")
     file = tmp_path / "nf4" / "model.safetensors"
     tensors = {k: v[0].clone() if k.endswith(".absmax_mean") else v for k, v in load_file(file).items()}
     save_file(tensors, file, {"format": "pt"})
     ids = torch.arange(20)[None]
-    assert torch.equal(load_qwen2(tmp_path / "nf4", torch.float32, "cpu")(ids), model(ids))
+    assert torch.equal(load_model(tmp_path / "nf4", torch.float32, "cpu")(ids), model(ids))

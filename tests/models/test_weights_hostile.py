@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from r3lite.core.errors import R3LiteError
 from r3lite.models import weights
+from r3lite.models.config_file import read_config
 from r3lite.models.lora import adapter_parameters, add_adapter, merge_adapter
-from r3lite.models.qwen2_config import read_config
-from r3lite.models.weights import fingerprint, load_qwen2, save_merged, save_nf4
+from r3lite.models.weights import fingerprint, load_model, save_merged, save_nf4
 
 SIZES = {"intermediate_size": 128}  # in_features of NF4 must be multiples of 64
 
@@ -27,7 +27,7 @@ SIZES = {"intermediate_size": 128}  # in_features of NF4 must be multiples of 64
         ({"vocab_size": -300}, "vocab_size is -300"),
         ({"vocab_size": 10**15}, "vocab_size is 1000000000000000"),
         ({"hidden_size": [64]}, r"hidden_size is \[64\]"),
-        ({"num_attention_heads": 64, "num_key_value_heads": 64}, "is 1, an odd number"),
+        ({"head_dim": 15}, "is 15, an odd number"),
         ({"head_dim": "16"}, "head_dim is '16'"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', not a finite number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
@@ -83,7 +83,7 @@ def test_sizes_beyond_the_weights_are_refused_at_once(small_model, write_folder,
     """A config of the largest sizes took hours and much memory before the first tensor was read."""
     source = write_folder(small_model(**SIZES), tmp_path / "source")
     folder = tmp_path / "nf4"
-    save_nf4(load_qwen2(source, torch.float32, "cpu", quantize=True), source, folder)
+    save_nf4(load_model(source, torch.float32, "cpu", quantize=True), source, folder)
     largest = {"intermediate_size": 1 << 20, "hidden_size": 1 << 16}
     for where, change, words in (
         (source, {"num_hidden_layers": 1000}, r"missing tensor model\.layers\.999"),
@@ -95,7 +95,7 @@ def test_sizes_beyond_the_weights_are_refused_at_once(small_model, write_folder,
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
         start = time.monotonic()
         with pytest.raises(R3LiteError, match=words):
-            load_qwen2(where, torch.float32, "cpu", quantize=quantize)
+            load_model(where, torch.float32, "cpu", quantize=quantize)
         assert time.monotonic() - start < 10
 
 
@@ -119,7 +119,7 @@ def test_shards_stay_inside_the_folder(small_model, write_folder, tmp_path, weig
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(R3LiteError, match=words):
-        load_qwen2(folder, torch.float32, "cpu")
+        load_model(folder, torch.float32, "cpu")
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path):
@@ -140,7 +140,7 @@ def test_pipes_do_not_hang(small_model, write_folder, tmp_path, name):
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     with pytest.raises(R3LiteError, match=f"{name} is a pipe or a device"):
-        load_qwen2(folder, torch.float32, "cpu")
+        load_model(folder, torch.float32, "cpu")
 
 
 def change_weights(folder, change):
@@ -159,9 +159,9 @@ def test_a_fingerprint_is_of_the_numbers_and_not_of_how_they_are_kept(small_mode
     assert fingerprint(tmp_path / "fp32") == own
     for dtype in (torch.float32, torch.bfloat16):
         kept = tmp_path / f"nf4-{dtype}"
-        save_nf4(load_qwen2(folder, dtype, "cpu", quantize=True), folder, kept)
+        save_nf4(load_model(folder, dtype, "cpu", quantize=True), folder, kept)
         assert fingerprint(kept) == own
-        save_nf4(load_qwen2(kept, dtype, "cpu"), kept, tmp_path / f"copy-{dtype}")
+        save_nf4(load_model(kept, dtype, "cpu"), kept, tmp_path / f"copy-{dtype}")
         assert fingerprint(tmp_path / f"copy-{dtype}") == own
     change_weights(tmp_path / "nf4-torch.float32", lambda tensors: tensors)  # without its metadata, as once written
     assert fingerprint(tmp_path / "nf4-torch.float32") is None
@@ -174,7 +174,7 @@ def test_a_fingerprint_is_of_the_numbers_and_not_of_how_they_are_kept(small_mode
 
 def test_another_base_has_another_fingerprint(small_model, write_folder, tmp_path):
     folder = write_folder(small_model(), tmp_path / "base")
-    merged = load_qwen2(folder, torch.float32, "cpu")
+    merged = load_model(folder, torch.float32, "cpu")
     add_adapter(merged, "a", 2, 4, targets=["v_proj"])
     for parameter in adapter_parameters(merged, "a").values():
         torch.nn.init.normal_(parameter)

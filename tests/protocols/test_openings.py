@@ -7,7 +7,7 @@ import torch
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, Document, Question
 from r3lite.core.grant import Grant, Memory
-from r3lite.models.qwen2 import Qwen2, Qwen2Config
+from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tags import Tags
 from r3lite.protocols.transcript import OPENINGS, Layout
@@ -23,7 +23,7 @@ DOCUMENT = Document("1", "Ada", "Ada wrote it.")
 def says(tokenizer):
     """Makes an engine of a baseline whose model says the same answer whatever it is asked."""
     torch.manual_seed(0)
-    model = Qwen2(Qwen2Config(tokenizer.size, 16, 16, 1, 2, 2)).requires_grad_(False)
+    model = CausalLM(ModelConfig(tokenizer.size, 16, 16, 1, 2, 2)).requires_grad_(False)
 
     class Scripted(Engine):
         def _sample(self, logits, rows):

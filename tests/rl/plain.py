@@ -1,12 +1,12 @@
-"""Qwen2 with LoRA once more, in float64 and plain tensor operations: what hand-written gradients are compared with."""
+"""A Qwen2 with LoRA in float64 and plain tensor operations: what hand-written gradients are compared with."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from r3lite.models.causal_lm import CausalLM
 from r3lite.models.lora import LoraLinear
-from r3lite.models.qwen2 import Qwen2
 
 Wide = Callable[[Tensor], Tensor]  # a parameter -> the same in float64
 
@@ -32,7 +32,7 @@ def rotated(x: Tensor, theta: float) -> Tensor:
     return torch.cat((one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()), -1)
 
 
-def hidden_states(model: Qwen2, adapter: str, tokens: Tensor, wide: Wide) -> Tensor:
+def hidden_states(model: CausalLM, adapter: str, tokens: Tensor, wide: Wide) -> Tensor:
     """Hidden states [T, C] of one row of tokens [T], after the final norm."""
     c, T = model.config, len(tokens)
     x = wide(model.model.embed_tokens.weight)[tokens]

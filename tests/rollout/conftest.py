@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from r3lite.core.grant import Grant, Memory
-from r3lite.models.qwen2 import Qwen2, Qwen2Config
+from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.protocols.transcript import OPENINGS, Layout
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
@@ -14,7 +14,7 @@ from r3lite.rollout.sampling import Sampler
 def model(tokenizer):
     """Two layers, random weights large enough that the logits differ; 13 rows of padding in the embedding."""
     torch.manual_seed(0)
-    model = Qwen2(Qwen2Config(tokenizer.size + 13, 32, 64, 2, 4, 2, rope_theta=10_000.0)).requires_grad_(False)
+    model = CausalLM(ModelConfig(tokenizer.size + 13, 32, 64, 2, 4, 2, rope_theta=10_000.0)).requires_grad_(False)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0, 0.2)

@@ -8,7 +8,7 @@ import torch
 
 from r3lite.core.episode import Document, Question
 from r3lite.models import lora
-from r3lite.models.weights import load_qwen2
+from r3lite.models.weights import load_model
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rl.batch import Batch, Rollout
@@ -38,7 +38,7 @@ def run(scripted, **settings) -> dict[str, Rollout]:
 @pytest.fixture(scope="module")
 def real(qwen_dir):
     """The model with an adapter that matters, and its tokenizer."""
-    model = load_qwen2(qwen_dir, torch.float32, "cpu")
+    model = load_model(qwen_dir, torch.float32, "cpu")
     lora.add_adapter(model, "policy", 8, 16)
     for name, parameter in lora.adapter_parameters(model, "policy").items():
         if "lora_B" in name:

@@ -7,7 +7,7 @@ from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.files import read_record
 from r3lite.core.records import Record, shown
 from r3lite.models import bitsandbytes_weights, nf4
-from r3lite.models.qwen2 import Qwen2Config, RopeScaling
+from r3lite.models.causal_lm import ModelConfig, RopeScaling
 
 # The most of each size: far beyond any published model, and yet a model of it can be laid out without delay.
 SIZES = {
@@ -33,7 +33,7 @@ FAMILIES = {
 }
 
 
-def read_config(folder: str | Path) -> Qwen2Config:
+def read_config(folder: str | Path) -> ModelConfig:
     """Sizes from a folder's `config.json`, as transformers 4 or 5 spells it; R3LiteError names what is unsupported."""
     record = config_record(folder)
     model_type = record.text("model_type")
@@ -50,7 +50,7 @@ def read_config(folder: str | Path) -> Qwen2Config:
     if missing := [name for name, size in sizes.items() if size is None]:
         raise record.wrong(missing[0], "a size")
     family, theta = FAMILIES[model_type], next((r for r in rope if "rope_theta" in r), record)
-    config = Qwen2Config(
+    config = ModelConfig(
         **sizes,
         rms_norm_eps=record.number("rms_norm_eps", 1e-6, low=0, high=1, above=True),
         rope_theta=theta.number("rope_theta", 10_000.0, low=0, high=1e12, above=True),

@@ -1,7 +1,8 @@
-"""Qwen2 as published by the Qwen team (arXiv 2407.10671), in plain PyTorch.
+"""The decoder of Llama (arXiv 2302.13971), Mistral, Qwen2 (2407.10671) and Qwen3 (2505.09388), in plain PyTorch.
 
-Owns the network and its sizes; knows nothing of files, adapters, sampling or losses. Module and parameter names
-are those of the published checkpoints, so a state dict is a checkpoint.
+The families differ by a few switches of `ModelConfig`. Owns the network and its sizes; knows nothing of files,
+adapters, sampling or losses. Module and parameter names are those of the published checkpoints, so a state dict is a
+checkpoint.
 
 Shape legend, used in every file of r3lite:
     B  rows (sequences) of a batch         H  attention heads          C  hidden size
@@ -36,7 +37,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class Qwen2Config:
+class ModelConfig:
     """Sizes of one model and what its family computes, under the names that `config.json` uses where it has one."""
 
     vocab_size: int
@@ -51,7 +52,7 @@ class Qwen2Config:
     tie_word_embeddings: bool = True
     head_dim: int = 0  # of one head; 0: hidden_size / num_attention_heads
     rope_scaling: RopeScaling | None = None
-    qkv_bias: bool = True  # of q_proj, k_proj and v_proj: Qwen2
+    qkv_bias: bool = True  # of q_proj, k_proj and v_proj: CausalLM
     qk_norm: bool = False  # each query and key head is normalized before it is rotated: Qwen3
 
     def __post_init__(self):
@@ -72,7 +73,7 @@ class RMSNorm(nn.Module):
 
 
 @functools.cache
-def _rotary_divisors(config: Qwen2Config, device: torch.device) -> Tensor:
+def _rotary_divisors(config: ModelConfig, device: torch.device) -> Tensor:
     """What a position is divided by to get the angles of a head [D]: the first half of them negated."""
     powers = config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)  # [D/2]
     if config.rope_scaling:
@@ -92,7 +93,7 @@ def stretched(divisors: Tensor, scaling: RopeScaling) -> Tensor:
     return 1 / ((1 - kept) / (scaling.factor * divisors) + kept / divisors)
 
 
-def rotary_angles(positions: Tensor, config: Qwen2Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary_angles(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, T, 1, D] of rotary positions [B, T] (arXiv 2104.09864), as `rotate_` takes them.
 
     Computed in fp32. The sines of the first half are negated here, once, rather than half of every head in every layer.
@@ -105,7 +106,7 @@ def rotary_angles(positions: Tensor, config: Qwen2Config, dtype: torch.dtype) ->
 class Attention(nn.Module):
     """Self-attention of one layer. Which keys and values a query attends to is up to the context of the pass."""
 
-    def __init__(self, config: Qwen2Config, layer_idx: int):
+    def __init__(self, config: ModelConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -131,7 +132,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU between two projections."""
 
-    def __init__(self, config: Qwen2Config):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -154,7 +155,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """One pre-norm transformer layer."""
 
-    def __init__(self, config: Qwen2Config, layer_idx: int):
+    def __init__(self, config: ModelConfig, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -187,7 +188,7 @@ class Layer(nn.Module):
 class Trunk(nn.Module):
     """Embedding, layers and final norm: everything but the head."""
 
-    def __init__(self, config: Qwen2Config):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.embed_tokens = embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
@@ -199,13 +200,13 @@ def run_layer(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: Attent
     return layer(x, cos, sin, context)
 
 
-class Qwen2(nn.Module):
+class CausalLM(nn.Module):
     """The causal language model. Calling it returns hidden states; `logits` applies the head to those of interest.
 
     The two are apart because a logit row is 151,936 numbers wide, and a caller needs few of them.
     """
 
-    def __init__(self, config: Qwen2Config):
+    def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.model = Trunk(config)

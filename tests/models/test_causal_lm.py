@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
-from r3lite.models.weights import load_qwen2, resolve_folder
+from r3lite.models.weights import load_model, resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 
 TOLERANCE = 1e-4
@@ -47,7 +47,7 @@ def parity(folder, lengths=(512, 411), every: int = 1) -> float:
 
     Only every n-th position counts where `every` is n: with a vocabulary of 151,936 the head takes most of the time.
     """
-    model = load_qwen2(folder, torch.float32, "cpu")
+    model = load_model(folder, torch.float32, "cpu")
     ids = tokens(model, len(lengths), max(lengths))
     real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     places = torch.arange(max(lengths) - 1, -1, -every).flip(0)
@@ -89,13 +89,13 @@ def test_logits_of_all_24_layers_equal_those_of_transformers(shared, tmp_path):
     make = shared / "tools" / "make_qwen_dir.py"
     subprocess.run([sys.executable, make, "0.5B", tmp_path, "--dtype", "float32"], check=True)
     assert parity(tmp_path) <= TOLERANCE
-    assert cache_error(load_qwen2(tmp_path, torch.float32, "cpu")) <= TOLERANCE
+    assert cache_error(load_model(tmp_path, torch.float32, "cpu")) <= TOLERANCE
 
 
 def test_the_shipped_checkpoint_loads_and_equals_transformers():
     folder = resolve_folder("tiny")
     tokenizer = Tokenizer.load(folder)
-    assert tokenizer.size == load_qwen2(folder, torch.float32, "cpu").config.vocab_size
+    assert tokenizer.size == load_model(folder, torch.float32, "cpu").config.vocab_size
     assert sum(f.stat().st_size for f in folder.iterdir()) <= 16 * 2**20
     assert parity(folder, (120, 77)) <= TOLERANCE
 
@@ -109,7 +109,7 @@ def test_logits_with_biases_norms_and_either_head(small_model, write_folder, tmp
 
 def test_logits_in_bf16_are_as_close_as_bf16_allows(small_model, write_folder, tmp_path):
     folder = write_folder(small_model(), tmp_path)
-    wide, narrow = load_qwen2(folder, torch.float32, "cpu"), load_qwen2(folder, torch.bfloat16, "cpu")
+    wide, narrow = load_model(folder, torch.float32, "cpu"), load_model(folder, torch.bfloat16, "cpu")
     ids = tokens(wide, 2, 50)
     exact, ours = wide.logits(wide(ids)), narrow.logits(narrow(ids))
     theirs = reference(folder, torch.bfloat16)(input_ids=ids).logits
@@ -118,7 +118,7 @@ def test_logits_in_bf16_are_as_close_as_bf16_allows(small_model, write_folder, t
 
 
 def test_cached_equals_uncached(qwen_dir):
-    assert cache_error(load_qwen2(qwen_dir, torch.float32, "cpu"), every=16) <= TOLERANCE
+    assert cache_error(load_model(qwen_dir, torch.float32, "cpu"), every=16) <= TOLERANCE
 
 
 def test_cached_equals_uncached_past_several_blocks(small_model):

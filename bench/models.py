@@ -1,0 +1,88 @@
+"""Which models fit into 4 GB, as the page docs/models.md, by the memory plans of `python -m r3lite.plan`.
+
+    python -m bench.models > docs/models.md
+
+Nothing is run. A test holds the page to what this prints.
+"""
+
+from bench import records
+from r3lite import plan
+from r3lite.core.command import COMMANDS
+from r3lite.core.errors import R3LiteError
+from r3lite.core.invocation import resolve
+from r3lite.devices.live_tensors import MIB
+from r3lite.memory.known_models import INSTRUCT
+
+CARD = "RTX 3050 Laptop"
+SFT, GRPO = ["--max-length", "1024"], ["--algorithm", "grpo", "--adapter", "runs/sft"]
+PAGE = """\
+# Models
+
+`--model` takes a folder in the layout of transformers, a hub id, a GGUF file, or `tiny`. These families are computed:
+
+| `model_type` | families |
+|---|---|
+| `qwen2` | Qwen2, Qwen2.5, R1 distills of them |
+| `qwen3` | Qwen3 (dense) |
+| `llama` | Llama 1 to 3.3, SmolLM2, TinyLlama, R1 distills of Llama |
+| `mistral` | Mistral without a sliding window |
+
+What a `config.json` asks for beyond that is refused by its name.
+
+**Verified:** on random weights of two sizes, logits of each family equal those of transformers within 1e-4 in fp32
+(`pytest tests/models/test_families.py`). Real weights were run of Qwen2.5-Coder-0.5B-Instruct and SmolLM2-135M-Instruct
+only.
+
+## What fits into 4 GB
+
+The planned peak in MiB on a card of 4 GB, and the layers that run again in the backward pass: SFT with rows of 1,024
+tokens, and GRPO with 64 episodes of 4,096. `python -m bench.models` prints this page.
+
+{table}
+
+## Chat templates
+
+The folder's own template is rendered and must be reproduced token by token; if it cannot be, both texts are shown.
+Templates of Qwen2, Qwen2.5, Qwen3, Llama 2 and 3, SmolLM2, TinyLlama, Mistral, R1, Phi-3 and Gemma are tested against
+transformers. If a template has no place for a system message, it stands before the first user message. Templates that
+would write today's date write their fixed one.
+
+**Thinking models:** `--thinking off` switches thoughts off where the template can (Qwen3), and is the default there. R1
+distills always think: the thought counts towards `--max-new-tokens` and is no part of a step. SFT on demonstrations
+without thoughts teaches an empty one.
+
+## Quantized files
+
+- `--model FILE.gguf` (extra `gguf`): Q4_0 to Q8_0, K-quants, F16, BF16 and F32 of qwen2, qwen3 and llama files with
+  byte-level BPE. Tokenizer and config are kept in `~/.cache/r3lite`. An adapter belongs to the numbers that it was
+  trained on: the unquantized folder of the same model is another base.
+- Folders of bitsandbytes in NF4 (`*-bnb-4bit`) are read as they are, also those with some dense layers. They take more
+  than r3lite's own NF4: 16 MiB for 0.5B, 59 for 1.5B, 124 for 3B.
+"""
+
+
+def cell(model: str, flags: list[str], quantize: str) -> str:
+    """The planned peak of a run and its recomputed layers; empty if it does not fit."""
+    given = ["--card", CARD, "--model", model, "--quantize", quantize, *flags]
+    learns = plan.learns(given)
+    config = plan.PlanRlConfig() if learns else plan.PlanSftConfig()
+    try:
+        found = plan.make(resolve("plan", config, given, COMMANDS, table="ppo" if learns else "sft"))
+    except R3LiteError:
+        return "no"
+    again, offloads = found.memory.recompute_layers, ", offload" * found.memory.offload
+    return f"{found.peak / MIB:,.0f} ({again} of {found.workload.model.num_hidden_layers}{offloads})"
+
+
+def page() -> str:
+    runs = {f"{name}, {kind}": (flags, quantize) for name, flags in (("SFT", SFT), ("GRPO", GRPO))
+            for kind, quantize in (("bf16", "none"), ("NF4", "nf4"))}  # fmt: skip
+    rows = [
+        {"model": model.partition("/")[2]} | {name: cell(model, *run) for name, run in runs.items()}
+        for model in INSTRUCT
+    ]
+    return PAGE.format(table=records.table(rows))
+
+
+if __name__ == "__main__":
+    print(page(), end="")
