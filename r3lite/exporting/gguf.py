@@ -24,7 +24,7 @@ from r3lite.models.causal_lm import CausalLM, ModelConfig, stretched
 from r3lite.models.gguf_files import ROPE, Header, gguf_name, heads_of, row_order
 from r3lite.models.gguf_tokenizer import SPLITS, split_of
 from r3lite.models.weights import checkpoint_tensors
-from r3lite.protocols.tokenizer import chat_template
+from r3lite.protocols.tokenizer_files import chat_template
 
 REMEDY = "Use --form folder."
 ENDINGS = {"lora_A": "lora_a", "lora_B": "lora_b"}  # PEFT's and GGUF's

@@ -20,7 +20,7 @@ from r3lite.models.config_file import is_nf4, quant_method, read_config
 from r3lite.models.lora import read_adapter_config
 from r3lite.models.nf4 import Packed
 from r3lite.models.weights import resolve_folder, tensor_places
-from r3lite.protocols.tokenizer import vocabulary_of
+from r3lite.protocols.tokenizer_files import vocabulary_of
 from r3lite.settings import (
     JudgeSettings,
     LengthSettings,

@@ -4,11 +4,10 @@ Owns what a turn looks like in tokens. Knows no step format and no prompt. Text 
 steps) is always encoded as plain text: a document with `<|im_end|>` in it cannot forge a turn.
 """
 
-import contextlib
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from unicodedata import combining, is_normalized
@@ -16,12 +15,11 @@ from unicodedata import combining, is_normalized
 from tokenizers import Tokenizer as Backend
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_record, read_text
-from r3lite.core.records import Record
+from r3lite.core.files import read_record
 from r3lite.protocols.chat_template import REMEDY as TEMPLATE_REMEDY
 from r3lite.protocols.chat_template import ROLES, THINK, THOUGHT_END, ChatTemplate
+from r3lite.protocols.tokenizer_files import REMEDY, chat_template, check_ids, library_errors, token_text
 
-REMEDY = "A model folder needs {}; copy it from the model's source."
 # A text that a tokenizer must give back as it was. It has all bytes of UTF-8 but control characters and the first bytes
 # of characters that nobody writes, which SmolLM2's vocabulary leaves out; and no character that NFC changes.
 CHARACTERS = (9, 10, 13, *range(0x20, 0x7F), *range(0xA0, 0x800), *range(0x800, 0xD800, 0x3F1), 0xE001, 0xF001, 0x1F469)
@@ -31,16 +29,6 @@ PROBE = '\t"Blue Harbor" (1987):' + "".join(
 # Chats whose tokens must be those of the rendered template: of the first message's role, up to the assistant's turn.
 PROBES = ("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what a template may name
-
-
-def vocabulary_of(folder: Path) -> int:
-    """The `size` of a folder's tokenizer, which is not built for it: that takes seconds."""
-    record = read_record(folder / "tokenizer.json", REMEDY.format("tokenizer.json"))
-    added = [token.whole("id") for token in record.records("added_tokens", ())]
-    words = record.record("model").record("vocab")
-    if not words.values:
-        raise record.error("model.vocab is missing")
-    return max([*added, *map(words.whole, words.values)]) + 1
 
 
 def _without_added_tokens(marked: Backend) -> Backend:
@@ -127,7 +115,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         record = read_record(path, REMEDY.format(path.name))
         config = read_record(folder / "tokenizer_config.json", REMEDY.format("tokenizer_config.json"))
-        tokens = {name: token for name in SPECIAL if (token := _token_text(config, name)) is not None}
+        tokens = {name: token for name in SPECIAL if (token := token_text(config, name)) is not None}
         source = chat_template(folder, config)
         if not source:
             raise R3LiteError(f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY)
@@ -310,43 +298,3 @@ class Tokenizer:
         if not text or not self._space_first:
             return self.encode(text)
         return self._plain.encode(text, add_special_tokens=False).ids
-
-
-@contextlib.contextmanager
-def library_errors(path: Path) -> Iterator[None]:
-    """Within the `with` block errors of the tokenizers library become R3LiteErrors that name the file."""
-    try:
-        yield
-    except R3LiteError:
-        raise
-    except Exception as error:  # the Rust library raises bare Exception for every kind of fault
-        raise R3LiteError(f"{path} cannot be used: {error}", REMEDY.format(path.name)) from error
-
-
-def check_ids(definition: Record, backend: Backend) -> None:
-    """Raises R3LiteError unless the ids of a tokenizer are those of its file, and no two tokens share one."""
-    for token in definition.records("added_tokens", []):
-        # The library gives an id of its own to a token whose id does not follow the others.
-        content, id = token.text("content"), token.whole("id")
-        if backend.token_to_id(content) != id:
-            raise token.error(f"{token.path}id is {id}; the token {content!r} gets {backend.token_to_id(content)}")
-    ids = backend.get_vocab(with_added_tokens=True).values()
-    if len(set(ids)) < len(ids):
-        raise definition.error("two tokens have the same id")
-
-
-def chat_template(folder: Path, config: Record) -> str:
-    """The chat template, from where versions 4 and 5 of transformers put it; empty if there is none."""
-    if (folder / "chat_template.jinja").exists():
-        return read_text(folder / "chat_template.jinja", REMEDY.format("chat_template.jinja"))
-    if not isinstance(config.values.get("chat_template"), list):
-        return config.text("chat_template", "", blank=True)
-    named = {t.text("name"): t.text("template", blank=True) for t in config.records("chat_template")}
-    return named.get("default", "")
-
-
-def _token_text(config: Record, name: str) -> str | None:
-    """A special token of `tokenizer_config.json`: text, or an object with its content."""
-    if isinstance(config.values.get(name), dict):
-        return config.record(name).text("content")
-    return config.text(name, None)

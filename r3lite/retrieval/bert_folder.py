@@ -16,7 +16,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record
 from r3lite.core.records import Record, Source
 from r3lite.models.weights import resolve_folder
-from r3lite.protocols.tokenizer import check_ids, library_errors
+from r3lite.protocols.tokenizer_files import check_ids, library_errors
 
 SHORTEST, LONGEST = 3, 512  # tokens of a text: [CLS], a word and [SEP]; and the most, if the folder does not say
 REMEDY = "Copy the model's files from their source."

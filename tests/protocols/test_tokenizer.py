@@ -9,7 +9,8 @@ import pytest
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped
-from r3lite.protocols.tokenizer import Tokenizer, vocabulary_of
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.tokenizer_files import vocabulary_of
 
 CONVERSATIONS = {
     "question": [("user", "Who founded the city?")],

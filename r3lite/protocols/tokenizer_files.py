@@ -1,0 +1,63 @@
+"""The files of a model folder's tokenizer: what they say of special tokens, of the chat template and of token ids."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer as Backend
+
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record, read_text
+from r3lite.core.records import Record
+
+REMEDY = "A model folder needs {}; copy it from the model's source."
+
+
+def vocabulary_of(folder: Path) -> int:
+    """The `size` of a folder's tokenizer, which is not built for it: that takes seconds."""
+    record = read_record(folder / "tokenizer.json", REMEDY.format("tokenizer.json"))
+    added = [token.whole("id") for token in record.records("added_tokens", ())]
+    words = record.record("model").record("vocab")
+    if not words.values:
+        raise record.error("model.vocab is missing")
+    return max([*added, *map(words.whole, words.values)]) + 1
+
+
+@contextlib.contextmanager
+def library_errors(path: Path) -> Iterator[None]:
+    """Within the `with` block errors of the tokenizers library become R3LiteErrors that name the file."""
+    try:
+        yield
+    except R3LiteError:
+        raise
+    except Exception as error:  # the Rust library raises bare Exception for every kind of fault
+        raise R3LiteError(f"{path} cannot be used: {error}", REMEDY.format(path.name)) from error
+
+
+def check_ids(definition: Record, backend: Backend) -> None:
+    """Raises R3LiteError unless the ids of a tokenizer are those of its file, and no two tokens share one."""
+    for token in definition.records("added_tokens", []):
+        # The library gives an id of its own to a token whose id does not follow the others.
+        content, id = token.text("content"), token.whole("id")
+        if backend.token_to_id(content) != id:
+            raise token.error(f"{token.path}id is {id}; the token {content!r} gets {backend.token_to_id(content)}")
+    ids = backend.get_vocab(with_added_tokens=True).values()
+    if len(set(ids)) < len(ids):
+        raise definition.error("two tokens have the same id")
+
+
+def chat_template(folder: Path, config: Record) -> str:
+    """The chat template, from where versions 4 and 5 of transformers put it; empty if there is none."""
+    if (folder / "chat_template.jinja").exists():
+        return read_text(folder / "chat_template.jinja", REMEDY.format("chat_template.jinja"))
+    if not isinstance(config.values.get("chat_template"), list):
+        return config.text("chat_template", "", blank=True)
+    named = {t.text("name"): t.text("template", blank=True) for t in config.records("chat_template")}
+    return named.get("default", "")
+
+
+def token_text(config: Record, name: str) -> str | None:
+    """A special token of `tokenizer_config.json`: text, or an object with its content."""
+    if isinstance(config.values.get(name), dict):
+        return config.record(name).text("content")
+    return config.text(name, None)
