@@ -45,4 +45,5 @@ INSTRUCT = {
     for size, shape in sizes.items()
 }
 KNOWN = INSTRUCT | {name.removesuffix("-Instruct"): sizes for name, sizes in INSTRUCT.items()}  # a base has its sizes
-QWEN25 = {name: sizes for name, (sizes, _) in KNOWN.items() if name.startswith("Qwen/Qwen2.5")}
+_QWEN25 = [(name, sizes) for name, (sizes, _) in KNOWN.items() if name.startswith("Qwen/Qwen2.5")]
+QWEN25 = dict(sorted(_QWEN25, key=lambda item: -item[1].hidden_size))  # the largest first

@@ -49,7 +49,8 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tenso
 
 def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
     """The gradients with respect to x and, if it trains, to the weight; if it does not, the second one is empty."""
-    normalized = x.to(torch.float32, copy=True).mul_(scale)
+    wide = x.clone() if x.dtype == torch.float32 else x.float()  # x itself must stay: another backward may read it
+    normalized = wide.mul_(scale)
     grad_weight = weight.new_empty(0)
     if trains:
         grad_weight = (grad.float() * normalized).flatten(0, -2).sum(0).to(weight.dtype)
