@@ -74,9 +74,8 @@ def flags(known: Speeds, size: str, more: list[str]) -> list[str]:
     return ["--card", known.name, "--model", HUB[size], *more, *budget]
 
 
-def planned(known: Speeds, size: str, more: list[str]) -> Plan | None:
-    """The plan of a run on a card; None if it does not fit."""
-    given = flags(known, size, more)
+def planned(given: list[str]) -> Plan | None:
+    """The plan that `python -m r3lite.plan` makes of flags; None if the run does not fit."""
     learns = plan.learns(given)
     config = plan.PlanRlConfig() if learns else plan.PlanSftConfig()
     try:
@@ -122,8 +121,8 @@ def fits(size: str) -> list[dict]:
         known = card(name)
         assert known
         row = {"card": f"{kind}: {name}"}
-        row |= {f"SFT, {tokens:,} tokens": training(planned(known, size, more)) for tokens, more in SFT.items()}
-        rows.append(row | {"a round of PPO, at most": learning(planned(known, size, ROUND))})
+        row |= {f"SFT, {tokens:,} tokens": training(planned(flags(known, size, more))) for tokens, more in SFT.items()}
+        rows.append(row | {"a round of PPO, at most": learning(planned(flags(known, size, ROUND)))})
     return rows
 
 

@@ -6,10 +6,7 @@ Nothing is run. A test holds the page to what this prints.
 """
 
 from bench import records
-from r3lite import plan
-from r3lite.core.command import COMMANDS
-from r3lite.core.errors import R3LiteError
-from r3lite.core.invocation import resolve
+from bench.cards import planned
 from r3lite.devices.live_tensors import MIB
 from r3lite.memory.known_models import INSTRUCT
 
@@ -62,13 +59,9 @@ without thoughts teaches an empty one.
 
 
 def cell(model: str, flags: list[str], quantize: str) -> str:
-    """The planned peak of a run and its recomputed layers; empty if it does not fit."""
-    given = ["--card", CARD, "--model", model, "--quantize", quantize, *flags]
-    learns = plan.learns(given)
-    config = plan.PlanRlConfig() if learns else plan.PlanSftConfig()
-    try:
-        found = plan.make(resolve("plan", config, given, COMMANDS, table="ppo" if learns else "sft"))
-    except R3LiteError:
+    """The planned peak of a run and its recomputed layers, or that it does not fit."""
+    found = planned(["--card", CARD, "--model", model, "--quantize", quantize, *flags])
+    if found is None:
         return "no"
     again, offloads = found.memory.recompute_layers, ", offload" * found.memory.offload
     return f"{found.peak / MIB:,.0f} ({again} of {found.workload.model.num_hidden_layers}{offloads})"

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from r3lite.core.files import PART, read_record
 from r3lite.core.records import Record
 from r3lite.models import lora
-from r3lite.models.causal_lm import CausalLM, ModelConfig, stretched
+from r3lite.models.causal_lm import CausalLM, ModelConfig, divisors, stretch
 from r3lite.models.gguf_files import ROPE, Header, gguf_name, heads_of, row_order
 from r3lite.models.gguf_tokenizer import SPLITS, split_of
 from r3lite.models.weights import checkpoint_tensors
@@ -125,8 +125,8 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
 def _add_tensors(writer, model: CausalLM, wanted) -> None:
     config = model.config
     if config.rope_scaling:
-        divisors = config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
-        writer.add_tensor(ROPE, (stretched(divisors, config.rope_scaling) / divisors).numpy())
+        factors = stretch(divisors(config.head_dim, config.rope_theta), config.rope_scaling)
+        writer.add_tensor(ROPE, factors.numpy())
     for name, tensor in tqdm(checkpoint_tensors(model).items(), desc="converting", unit="tensor", disable=None):
         kind = wanted if tensor.dim() == 2 else gguf.GGMLQuantizationType.F32
         numbers = gguf.quants.quantize(_to_file(model, name, tensor), kind)

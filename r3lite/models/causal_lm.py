@@ -72,17 +72,13 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-@functools.cache
-def _rotary_divisors(config: ModelConfig, device: torch.device) -> Tensor:
-    """What a position is divided by to get the angles of a head [D]: the first half of them negated."""
-    powers = config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)  # [D/2]
-    if config.rope_scaling:
-        powers = stretched(powers, config.rope_scaling)
-    return torch.cat((-powers, powers)).to(device, non_blocking=True)
+def divisors(head_dim: int, theta: float) -> Tensor:
+    """What a position is divided by to get the angle of each pair of numbers of a head [D/2]."""
+    return theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
-def stretched(divisors: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divisors [D/2] as Llama 3.1 stretches them (arXiv 2407.21783, section 3.4.2; `rope_type` llama3).
+def stretch(divisors: Tensor, scaling: RopeScaling) -> Tensor:
+    """What Llama 3.1 multiplies each divisor by [D/2] (arXiv 2407.21783, section 3.4.2; `rope_type` llama3).
 
     A pair of numbers that turns more than `high_freq_factor` times within the original length stays as it is, one
     that turns less than `low_freq_factor` times is slowed down by `factor`, and between them both are mixed.
@@ -90,7 +86,16 @@ def stretched(divisors: Tensor, scaling: RopeScaling) -> Tensor:
     turns = scaling.original_max_position_embeddings / (2 * math.pi * divisors)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
-    return 1 / ((1 - kept) / (scaling.factor * divisors) + kept / divisors)
+    return 1 / ((1 - kept) / scaling.factor + kept)
+
+
+@functools.cache
+def _rotary_divisors(config: ModelConfig, device: torch.device) -> Tensor:
+    """The divisors of a whole head [D]: those of the first half negated."""
+    half = divisors(config.head_dim, config.rope_theta)
+    if config.rope_scaling:
+        half = half * stretch(half, config.rope_scaling)
+    return torch.cat((-half, half)).to(device, non_blocking=True)
 
 
 def rotary_angles(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from r3lite.core.errors import R3LiteError, extra
 from r3lite.core.files import GGUF_POINTER, PART, check_regular, write_json
 from r3lite.core.records import shown
 from r3lite.models import gguf_tokenizer
-from r3lite.models.causal_lm import RopeScaling, stretched
+from r3lite.models.causal_lm import RopeScaling, divisors, stretch
 from r3lite.models.gguf_files import ARCHITECTURES, EMBEDDING, REMEDY, ROPE, Header
 
 CACHE = "~/.cache/r3lite"
@@ -106,8 +106,7 @@ def _scaling(header: Header, head_dim: int, theta: float) -> dict[str, Any]:
     """`rope_scaling` of Llama 3.1 and later, from what a file multiplies each divisor by."""
     found = header.rows(ROPE)
     scaling = RopeScaling(round(found.max().item(), 4), LOW, HIGH, ORIGINAL)
-    divisors = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    expected = stretched(divisors, scaling) / divisors
+    expected = stretch(divisors(head_dim, theta), scaling)
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):
         raise R3LiteError(f"{header.path}: {ROPE} is not that of Llama 3.1, 3.2 or 3.3", FOLDER)
     return {"rope_type": "llama3", **vars(scaling)}

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -117,8 +117,9 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     with torch.device("meta"):
         model = CausalLM(config)
     dense, linears, method = model.state_dict(keep_vars=True), _layer_linears(model), quant_method(folder)
-    theirs = _packed_by_bitsandbytes(folder, linears, places)
-    for path in theirs if method == bitsandbytes_weights.METHOD else linears if method or quantize else ():
+    is_theirs = method == bitsandbytes_weights.METHOD
+    theirs = bitsandbytes_weights.packed_layers(places) & linears.keys() if is_theirs else set()
+    for path in theirs if is_theirs else linears if method or quantize else ():
         unfilled = nf4.unfilled(linears[path].weight, torch.float32 if path in theirs else torch.int8)
         model.set_submodule(path, Nf4Linear(unfilled, linears[path].bias, dtype))
     filled = model.state_dict(keep_vars=True)
@@ -167,13 +168,6 @@ def _read_beside(folder: Path, places: dict[str, Path], path: Path, file: safe_o
         return file.get_tensor(name)
     with opened(places[name]) as other:
         return other.get_tensor(name)
-
-
-def _packed_by_bitsandbytes(folder: Path, linears: dict[str, nn.Linear], names: Iterable[str]) -> set[str]:
-    """The paths of a folder's layers that are in bitsandbytes' NF4."""
-    if quant_method(folder) != bitsandbytes_weights.METHOD:
-        return set()
-    return bitsandbytes_weights.packed_layers(names) & linears.keys()
 
 
 def _layer_linears(model: nn.Module) -> dict[str, nn.Linear]:

@@ -18,10 +18,10 @@ class Thoughts:
     tokenizer: Tokenizer
     in_format: bool
 
-    def are_opened(self, given: Sequence[int]) -> bool:
-        """Whether the tokens before a turn end with a thought that the template has opened."""
+    def are_opened(self, tokens: Sequence[int], start: int) -> bool:
+        """Whether the template has opened a thought just before the token at `start`."""
         opening = self.tokenizer.opening
-        return self.tokenizer.opens_thought and list(given[-len(opening) :]) == opening
+        return self.tokenizer.opens_thought and list(tokens[max(0, start - len(opening)) : start]) == opening
 
     def read(self, tokens: Sequence[int], start: int) -> str:
         """The text after its thought of a turn that begins at `start`; nothing while the thought is not over.
@@ -29,7 +29,7 @@ class Thoughts:
         A thought of the format's own is kept.
         """
         text = self.tokenizer.decode(tokens[start:]).removeprefix(self.tokenizer.lead)
-        opened = self.are_opened(tokens[:start])
+        opened = self.are_opened(tokens, start)
         if self.in_format:
             return THINK * opened + text
         thought, _, rest = text.partition(THOUGHT_END)
@@ -37,7 +37,7 @@ class Thoughts:
 
     def written(self, given: Sequence[int], text: str) -> list[int]:
         """The tokens of a turn's text as the model writes it. A thought that is opened and not in the text is empty."""
-        if not self.are_opened(given):
+        if not self.are_opened(given, len(given)):
             return self.tokenizer.encode_turn(text)
         return self.tokenizer.encode(text.removeprefix(THINK) if self.in_format else self.end(given) + text)
 
@@ -45,5 +45,5 @@ class Thoughts:
         """What ends the thought in which a turn is that begins at `start`, by default now; empty if it is in none."""
         start = len(tokens) if start is None else start
         text = self.tokenizer.decode(tokens[start:])
-        inside = self.are_opened(tokens[:start]) or text.lstrip().startswith(THINK)
+        inside = self.are_opened(tokens, start) or text.lstrip().startswith(THINK)
         return f"\n{THOUGHT_END}\n\n" if inside and THOUGHT_END not in text else ""

@@ -20,15 +20,20 @@ from r3lite.protocols.chat_template import REMEDY as TEMPLATE_REMEDY
 from r3lite.protocols.chat_template import ROLES, THINK, THOUGHT_END, ChatTemplate
 from r3lite.protocols.tokenizer_files import REMEDY, chat_template, check_ids, library_errors, token_text
 
-# A text that a tokenizer must give back as it was. It has all bytes of UTF-8 but control characters and the first bytes
-# of characters that nobody writes, which SmolLM2's vocabulary leaves out; and no character that NFC changes.
-CHARACTERS = (9, 10, 13, *range(0x20, 0x7F), *range(0xA0, 0x800), *range(0x800, 0xD800, 0x3F1), 0xE001, 0xF001, 0x1F469)
-PROBE = '\t"Blue Harbor" (1987):' + "".join(
-    char for char in map(chr, CHARACTERS) if is_normalized("NFC", char) and not combining(char)
-)
 # Chats whose tokens must be those of the rendered template: of the first message's role, up to the assistant's turn.
 PROBES = ("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user")
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what a template may name
+
+
+def _probe() -> str:
+    """A text that a tokenizer must give back as it was.
+
+    It has all bytes of UTF-8 but control characters and the first bytes of characters that nobody writes, which
+    SmolLM2's vocabulary leaves out; and no character that NFC changes.
+    """
+    places = (9, 10, 13, *range(0x20, 0x7F), *range(0xA0, 0x800), *range(0x800, 0xD800, 0x3F1), 0xE001, 0xF001, 0x1F469)
+    characters = (char for char in map(chr, places) if is_normalized("NFC", char) and not combining(char))
+    return '\t"Blue Harbor" (1987):' + "".join(characters)
 
 
 def _without_added_tokens(marked: Backend) -> Backend:
@@ -119,21 +124,22 @@ class Tokenizer:
         source = chat_template(folder, config)
         if not source:
             raise R3LiteError(f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY)
-        on, off = (ChatTemplate(source, str(folder), tokens, wanted) for wanted in (True, False))
+        template = ChatTemplate(source, str(folder), tokens, thinking == "on")
+        probe = _probe()
         with library_errors(path):
-            tokenizer = cls(json.dumps(record.values), off if thinking != "on" else on, tokens.get("pad_token"))
-            given_back = tokenizer.decode(tokenizer.encode(PROBE))
+            tokenizer = cls(json.dumps(record.values), template, tokens.get("pad_token"))
+            given_back = tokenizer.decode(tokenizer.encode(probe))
         check_ids(record, tokenizer._marked)
-        if given_back != PROBE:
+        if given_back != probe:
             raise R3LiteError(
                 f"{path} does not give every text back as it was",
                 "r3lite needs a tokenizer of bytes with its decoder, such as that of Qwen2.5.",
             )
         tokenizer._check_probes()
-        switches = on.gaps(("user",), prompt=True) != off.gaps(("user",), prompt=True)
-        if (thinking == "off" and tokenizer.opens_thought) or (
-            thinking == "on" and not (switches or tokenizer.opens_thought)
-        ):
+        thinks = tokenizer.opens_thought
+        if thinking == "on" and not thinks:  # Qwen3 opens no thought: without thoughts, it is given an empty one
+            thinks = tokenizer._prompt != ChatTemplate(source, str(folder), tokens).gaps(("user",), prompt=True)[1]
+        if (thinking == "on" and not thinks) or (thinking == "off" and thinks):
             raise R3LiteError(
                 f"the chat template in {folder} has no switch for --thinking {thinking}", "Leave --thinking out."
             )
@@ -251,13 +257,11 @@ class Tokenizer:
             content = self._content(message["role"], message["content"])
             if message["role"] == "assistant":
                 opening = given[-1]
-                given[-1] = opening.removesuffix(self.lead) if self.lead else opening
+                given[-1] = opening.removesuffix(self.lead)
                 add(self._markup_tokens(given))
                 tail, stop, gap = self._until_token(gap)
-                add(
-                    [*self.encode(opening[len(given[-1]) :] + content + tail), *([self._added[stop]] if stop else [])],
-                    True,
-                )
+                add(self.encode(opening[len(given[-1]) :] + content + tail), by_assistant=True)
+                add([self._added[stop]] if stop else [], by_assistant=True)
                 given = [gap]
             else:
                 given += [content, gap]

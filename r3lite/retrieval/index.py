@@ -173,7 +173,7 @@ def read_manifest(folder: Path) -> Record:
         manifest.choice("kind", CLASSES, "flat")
         for name in parts(manifest):
             if not PARTS.fullmatch(name):
-                raise manifest.error(f"{name!r} is no file of an index")
+                raise manifest.error(f"{name!r} is not a file of an index")
     except R3LiteError as error:
         raise R3LiteError(f"{folder} is no index that this version reads: {error.cause}", remedy) from error
     return manifest

@@ -127,7 +127,7 @@ def serve(setup: Setup, host: str, port: int) -> None:
     host, port = server.server_address[:2]
     print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)
     if host not in ("127.0.0.1", "::1", "localhost"):
-        print("warning: whoever reaches this address may ask", file=sys.stderr)
+        print("warning: anyone who can reach this address can send queries", file=sys.stderr)
     with server:
         server.serve_forever()
 

@@ -185,7 +185,7 @@ class RetrieveSettings(Section):
     serve: bool = False
     """answer queries over HTTP, until Ctrl-C or SIGTERM: other machines pass --retriever http://HOST:PORT/retrieve"""
     host: str = "127.0.0.1"
-    """address to listen on with --serve; 0.0.0.0 is all of this machine's, and whoever reaches it may ask"""
+    """address to listen on with --serve; 0.0.0.0 is all of this machine's, and anyone who reaches it can query"""
     port: Annotated[int, Bounds(low=0, high=65535)] = 8000
     """port to listen on with --serve; 0: any that is free"""
 

@@ -15,9 +15,9 @@ def test_a_cell_is_the_figure_of_the_command_that_the_page_names(tmp_path, capsy
     given = cards.flags(known, "0.5B", cards.SFT[1024])
     assert given == ["--card", "GTX 1650", "--model", "Qwen/Qwen2.5-0.5B-Instruct", "--max-length", "1024"]
     assert cards.flags(card("RTX 4060"), "3B", [])[-2:] == ["--vram-budget", "7GiB"]
-    found = cards.planned(known, "0.5B", cards.SFT[1024])
+    found = cards.planned(cards.flags(known, "0.5B", cards.SFT[1024]))
     assert found.budget == 3840 << 20
     told = cards.training(found)
     assert told == f"{16 * 1024 / found.duration.seconds:,.0f} tokens/s"
-    assert cards.planned(card("MX450"), "3B", cards.ROUND) is None
+    assert cards.planned(cards.flags(card("MX450"), "3B", cards.ROUND)) is None
     assert cards.training(None) == cards.learning(None) == cards.UNFIT
