@@ -39,7 +39,8 @@ def about(run: dict) -> str:
     flags = "; ".join(f"{kind}: `{words}`" for kind, words in run["flags"].items())
     sets = "; ".join(f"{name}: {' and '.join(files)}" for name, files in run["sets"].items())
     message = f"{whole} {run['model']}, encoder {run['encoder']}, preset `{run['preset']}`, seed {run['seed']}. {sets}."
-    return f"{message}{f' Flags: {flags}.' if flags else ''} {conditions(run)}"
+    note = f" {run['note']}" if "note" in run else ""
+    return f"{message}{f' Flags: {flags}.' if flags else ''} {conditions(run)}{note}"
 
 
 def tables(run: dict) -> str:
