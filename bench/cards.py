@@ -32,10 +32,10 @@ UNFIT = "does not fit"
 PAGE = """\
 # Cards
 
-**Predicted, not measured.** r3lite has run on an H100 and an H200 ([figures.md](figures.md#speed)), but not on these cards. This
-page predicts times on five classes of cards, each represented by one card, from the peak speeds of data sheets. No card
-sustains those, so every time is a best case. On your card, the first command that reports a time measures the speeds in
-a few seconds, and predictions use those from then on.
+**Predicted, not measured.** r3lite has run on an H100 and an H200 ([figures.md](figures.md#speed)), but not on these
+cards. This page predicts times on five classes of cards, each represented by one card, from the peak speeds of data
+sheets. No card sustains those, so every time is a best case. On your card, the first command that reports a time
+measures the speeds in a few seconds, and predictions use those from then on.
 
 `python -m r3lite.plan --card "GTX 1650"` plans one run for a card; `python -m bench.cards` prints this page. The cards'
 figures and their sources are in `r3lite/devices/cards.py`. [models.md](models.md) has other models.

@@ -11,10 +11,8 @@ trained on. A way is one run of bench/results/recipe.json, which it is added to 
 interrupted; bench/recipe_page.py says what the page tells.
 """
 
-import argparse
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -22,76 +20,21 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import options, records
-from bench.options import RESULTS
 from bench.recipe_page import SHOWN, page, tables
-from r3lite.core.command import COMMANDS, Terminated
+from bench.recipe_settings import BASELINES, COLD, Settings, name_of, parse
+from r3lite.core.command import Terminated
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl, shipped, sole_writer, write_json, write_text
-from r3lite.core.invocation import resolve
-from r3lite.evaluate import EvaluateConfig
 from r3lite.evaluation.folder import COMPARISON, PREDICTIONS
 from r3lite.evaluation.folder import SCORES as SCORES_FILE
 
-COLD = "sft"  # the name of the cold start, and of its adapter
-THEN = ("self", "rl")
-# What the model does without training: the values of --baseline, or the steps of r3lite itself.
-BASELINES = {
-    "rag": ["--baseline", "rag", "--top-k", "5"],  # one retrieval only: it gets more documents than a step
-    "closed-book": ["--baseline", "closed-book"],
-    "gold": ["--baseline", "gold"],
-    "untrained": [],
-}
-KINDS = ("collect", "self", "sft", "ppo", "evaluate", *BASELINES)  # what --flags can be for
-NAME = re.compile(r"[\w-]+")  # of a set
 MORE = ("then", "baselines", "flags")  # settings that may change, as long as no stage that was begun does
 POLL, TELL = 0.1, 30.0  # seconds between looks at a process, and between notes of its time
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a way is made of, apart from where it goes."""
-
-    model: str
-    encoder: str
-    sets: dict[str, tuple[str, str]]  # by name: training file, dev file
-    weights: dict[str, float]  # by name: share in what is trained on
-    preset: str
-    seed: int
-    limit: int | None
-    then: tuple[str, ...] = ()
-    baselines: tuple[str, ...] = tuple(BASELINES)
-    dtype: str = "auto"
-    device: str = "auto"
-    flags: dict[str, str] = field(default_factory=dict)  # by kind
-
-    @property
-    def common(self) -> list[str]:
-        return ["--preset", self.preset, "--seed", str(self.seed)]
-
-    @property
-    def runs_model(self) -> list[str]:
-        return [*self.common, "--model", self.model, "--dtype", self.dtype, "--device", self.device]
-
-    @property
-    def searches(self) -> list[str]:
-        return ["--encoder", self.encoder]
-
-    @property
-    def dev_files(self) -> list[str]:
-        return [dev for _, dev in self.sets.values()]
-
-    def more(self, *kinds: str) -> list[str]:
-        """The flags that the user gave for kinds of stages."""
-        return [word for kind in kinds for word in shlex.split(self.flags.get(kind, ""))]
-
-    def labels(self) -> list[str]:
-        """The names of the models that are trained, in their order: sft, self, self-rl."""
-        return [COLD, *("-".join(self.then[: i + 1]) for i in range(len(self.then)))]
 
 
 @dataclass(frozen=True)
@@ -277,52 +220,6 @@ def amounts(output: Path) -> dict[str, int]:
     return {"trajectories": sum(1 for _ in read_jsonl(trajectories))} if trajectories.exists() else {}
 
 
-def parse(argv: list[str] | None) -> tuple[Settings, argparse.Namespace]:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--model", help="folder, hub id or tiny; by default the preset's")
-    made.add_argument("--model-name", help="what the results call it; by default the folder's or the hub's name")
-    made.add_argument("--encoder", help="folder, hub id or hashing; by default the preset's")
-    made.add_argument(
-        "--set",
-        action="append",
-        required=True,
-        metavar="NAME=TRAIN,DEV[,WEIGHT]",
-        help="one data set's files, and its weight among the trajectories of SFT (1); RL asks of all sets alike",
-    )
-    made.add_argument("--then", nargs="*", choices=THEN, default=[], help="stages after the cold start, in this order")
-    made.add_argument("--baselines", nargs="*", choices=BASELINES, default=tuple(BASELINES))
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--limit", type=int, metavar="N", help="only the first N dev questions of each set")
-    made.add_argument("--preset", default="hotpotqa")
-    made.add_argument("--flags", nargs="+", default=[], metavar="KIND=FLAGS", help=f"KIND: {', '.join(KINDS)}")
-    made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    made.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
-    made.add_argument("--output", type=Path, default=Path("runs/recipe"), help="folder of the way")
-    made.add_argument("--results", type=Path, default=RESULTS, help="folder to which the way is added")
-    given = made.parse_args(argv)
-    named = {name: files.split(",") for name, _, files in (text.partition("=") for text in given.set)}
-    for name, parts in named.items():
-        if not NAME.fullmatch(name) or len(parts) not in (2, 3) or not all(parts):
-            made.error(
-                f"--set {name}: write it as NAME=TRAIN,DEV or NAME=TRAIN,DEV,WEIGHT, NAME of letters, digits, - and _"
-            )
-    try:
-        weights = {name: float(parts[2]) if len(parts) == 3 else 1.0 for name, parts in named.items()}
-    except ValueError as error:
-        made.error(f"--set: a weight is a number: {error}")
-    files = {name: (train, dev) for name, (train, dev, *_) in named.items()}
-    flags = {kind: words for kind, _, words in (text.partition("=") for text in given.flags)}
-    if unknown := [kind for kind in flags if kind not in KINDS]:
-        made.error(f"--flags {unknown[0]}: write it as KIND=FLAGS, KIND one of {', '.join(KINDS)}")
-    usual = resolve("evaluate", EvaluateConfig(), ["--preset", given.preset], COMMANDS)
-    model, encoder = given.model or usual.model.model, given.encoder or usual.retrieval.encoder
-    stages = {"then": tuple(given.then), "baselines": tuple(given.baselines)}
-    on = {"dtype": given.dtype, "device": given.device}
-    return Settings(
-        model, encoder, files, weights, given.preset, given.seed, given.limit, **stages, **on, flags=flags
-    ), given
-
-
 def begun(folder: Path, settings: Settings, precision: Any) -> dict:
     """What the way in a folder was begun with and on; R3LiteError if that was with other settings."""
     path, now = folder / "recipe.json", json.loads(json.dumps(vars(settings)))
@@ -352,13 +249,8 @@ def described(settings: Settings, folder: Path, model: str) -> dict:
     }
 
 
-def name_of(model: str) -> str:
-    """The name of a model's folder, or a hub id."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
-
-
 def main(argv: list[str] | None = None) -> int:
-    settings, given = parse(argv)
+    settings, given = parse(argv, __doc__)
     signal.signal(signal.SIGTERM, terminate)
     status, stopped = 0, None
     try:

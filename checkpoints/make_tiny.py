@@ -326,13 +326,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--report-every", type=int, default=150, help="steps between measurements, each also saved")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--size",
-        type=int,
-        nargs=5,
-        default=(256, 512, 4, 4, 2),
-        help="hidden size, MLP size, layers, heads, key/value heads",
-    )
+    sizes = "hidden size, MLP size, layers, heads, key/value heads"
+    parser.add_argument("--size", type=int, nargs=5, default=(256, 512, 4, 4, 2), help=sizes)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     began = time.time()

@@ -229,7 +229,7 @@ def test_what_is_recorded_and_shown(way, tmp_path, capsys):
 @pytest.mark.parametrize(("module", "words"), COMMANDS_OF_THE_PAGE)
 def test_every_command_of_the_page_is_understood(module, words):
     if module == "bench.recipe":
-        settings, _ = recipe.parse(shlex.split(words))
+        settings, _ = recipe.parse(shlex.split(words), "")
         assert (settings.then, settings.model) == (("self", "rl"), "Qwen/Qwen2.5-0.5B-Instruct")
         return
     name = module.removeprefix("r3lite.")
