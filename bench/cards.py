@@ -43,7 +43,7 @@ figures and their sources are in `r3lite/devices/cards.py`. [models.md](models.m
 ## Method
 
 A piece of work takes the time to read its weights or to compute its matrix products, whichever is longer, plus
-attention, elementwise operations and {launch:.0f} microseconds a kernel (`r3lite/memory/duration.py`).
+attention, elementwise operations and {launch:g} microseconds a kernel (`r3lite/memory/duration.py`).
 `python -m bench.memory` compares the formulas with times measured on a CPU. Not included: loading, retrieval (on the
 CPU: building an index of the paragraphs and encoding every query), offload to host memory, judges, validation and
 checkpoints.
@@ -129,7 +129,7 @@ def fits(size: str) -> list[dict]:
 def page() -> str:
     tables = [f"### {size}\n\n{records.table(fits(size))}" for size in SIZES]
     return PAGE.format(
-        launch=LAUNCH * 1e6,
+        launch=LAUNCH * 1e6 * duration.CARD.launches,
         tables="\n\n".join(tables),
     )
 
