@@ -21,7 +21,7 @@ def run(tmp_path):
 
 def warning(capsys, *argv):
     config = resolve("ask", AskConfig(), list(map(str, argv)), COMMANDS)
-    warn_of_other_format(config.model.adapter, config.protocol)
+    warn_of_other_format(config.model.adapter, config)
     return capsys.readouterr().err
 
 
@@ -30,7 +30,7 @@ def test_another_format_or_prompt_is_told(run, capsys, inside):
     adapter = run / inside
     assert warning(capsys, "--preset", "tiny", "--adapter", adapter) == ""
     told = warning(capsys, "--adapter", adapter, "--format", "tags")
-    assert told.startswith(f"warning: {adapter} was trained with --format r3 (here tags), --init-prompt prompts/tiny/")
+    assert told.startswith(f"warning: {adapter} was trained on --format r3 (here tags), --init-prompt prompts/tiny/")
     assert "--step-prompt prompts/tiny/step_prompt.txt (here none)" in told and told.count("\n") == 1
 
 

@@ -53,7 +53,9 @@ class ThinkingChat(Chat):
     thinks = True
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
-        thought, closed, answer = (part.strip() for part in text.partition("</think>"))
+        thought, closed, answer = (part.strip() for part in text.rpartition("</think>"))
+        if not closed:
+            thought, answer = answer, ""
         begun, thought = thought.startswith("<think>"), thought.removeprefix("<think>").strip()
         wrong = {
             "no_thought": not (begun and thought and closed),

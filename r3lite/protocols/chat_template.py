@@ -6,6 +6,7 @@ Owns the Jinja environment. Templates come from downloaded files, so they run in
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NoReturn
 
 from jinja2 import TemplateError  # jinja2 comes with torch
@@ -16,6 +17,7 @@ from r3lite.core.errors import R3LiteError
 REMEDY = "Use a model folder with a chat template, such as that of an instruct model."
 ROLES = ("system", "user", "assistant")
 THINK, THOUGHT_END = "<think>", "</think>"
+EMPTY_THOUGHT = re.compile(rf"{THINK}\s*{THOUGHT_END}\s*$")
 # Tags of transformers around what the assistant wrote, which change nothing of the text.
 GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
 
@@ -68,6 +70,13 @@ class ChatTemplate:
                 )
             self._gaps[roles, prompt] = tuple(gaps)
         return self._gaps[roles, prompt]
+
+    @cached_property
+    def drops_thoughts(self) -> bool:
+        """Whether the template leaves the thoughts out of assistant messages that others follow."""
+        thought = f"{THINK}\ue000{THOUGHT_END}"
+        messages = [{"role": role, "content": thought} for role in ("user", "assistant", "user")]
+        return self.render(messages).count("\ue000") < len(messages)
 
     def trims(self, role: str) -> bool:
         """Whether the template removes spaces around the contents of a role's messages."""

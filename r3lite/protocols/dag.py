@@ -54,18 +54,14 @@ class Dag(Protocol):
     faults = FAULTS
     stop_strings = (DOCUMENTS,)  # a model that writes them would invent them
     user_turns = True
-    plans = True
+    plans = names_sources = True
     answer_heading = ANSWER
 
     @staticmethod
     def load(settings: ProtocolSettings) -> "Dag":
         """With the prompt files that the settings name; a relative path is looked up here, then among the shipped."""
         limits = Limits(settings.most_nodes, settings.most_node_words)
-        told = {
-            "sources": ", ".join(plan.SOURCES),
-            "most_nodes": str(limits.nodes),
-            "most_words": str(limits.words),
-        }
+        told = limits.told()
         init = read_template(prompt_file(settings, "init_prompt"), "question", (*told, "A"))
         step = read_template(prompt_file(settings, "step_prompt"), "documents", ("request",))
         return Dag(opening_prompt(filled(init, told), settings), step, limits, settings.system_prompt)

@@ -14,6 +14,7 @@ SHIPPED = {
     ("r3", "init_prompt"): "prompts/init_prompt.txt",
     ("r3", "step_prompt"): "prompts/step_prompt.txt",
     ("tags", "init_prompt"): "prompts/tags/init_prompt.txt",
+    ("tags graph", "init_prompt"): "prompts/tags/graph_prompt.txt",
     ("solution", "init_prompt"): "prompts/solution/init_prompt.txt",
     ("dag", "init_prompt"): "prompts/dag/init_prompt.txt",
     ("dag", "step_prompt"): "prompts/dag/step_prompt.txt",
@@ -22,7 +23,8 @@ SHIPPED = {
 
 def prompt_file(settings: ProtocolSettings, which: str) -> str | None:
     """The prompt file that the settings name, or the format's own; None if it has no such prompt."""
-    return getattr(settings, which) or SHIPPED.get((settings.format, which))
+    name = "tags graph" if settings.search_graph and settings.format == "tags" else settings.format
+    return getattr(settings, which) or SHIPPED.get((name, which))
 
 
 def read_template(name: str, placeholder: str, optional: tuple[str, ...] = ()) -> str:

@@ -16,12 +16,13 @@ from tokenizers import Tokenizer as Backend
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record
+from r3lite.protocols.chat_template import EMPTY_THOUGHT, ROLES, THINK, THOUGHT_END, ChatTemplate
 from r3lite.protocols.chat_template import REMEDY as TEMPLATE_REMEDY
-from r3lite.protocols.chat_template import ROLES, THINK, THOUGHT_END, ChatTemplate
 from r3lite.protocols.tokenizer_files import REMEDY, chat_template, check_ids, library_errors, token_text
 
 # Chats whose tokens must be those of the rendered template: of the first message's role, up to the assistant's turn.
 PROBES = ("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user")
+THOUGHT_ENDS = (THINK, THOUGHT_END)
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what a template may name
 
 
@@ -61,7 +62,11 @@ class Tokenizer:
             backend.no_truncation()
             backend.no_padding()
         self.size = max(self._marked.get_vocab(with_added_tokens=True).values()) + 1
-        self._added = {token.content: id for id, token in self._marked.get_added_tokens_decoder().items()}
+        added = self._marked.get_added_tokens_decoder()
+        self._added = {token.content: id for id, token in added.items()}
+        self.thought_end_id = self._added.get(THOUGHT_END)
+        # What `decode` leaves out. The ends of a thought are read even from a tokenizer that calls them special.
+        self._unread = {id for id, token in added.items() if token.special and token.content not in THOUGHT_ENDS}
         markup = "|".join(map(re.escape, sorted(self._added, key=len, reverse=True)))
         self._markup = re.compile(f"({markup or '(?!)'})")
         # SentencePiece writes a space before a text; one that goes on is encoded after this, which is then removed.
@@ -91,6 +96,7 @@ class Tokenizer:
             )
         self.stop, self.stop_id = stop, self._added[stop]
         self.opens_thought = THINK in self._prompt and THOUGHT_END not in self._prompt
+        self._closes_thought = bool(EMPTY_THOUGHT.search(self._prompt))
         self._trims = {role for role in ("user", "assistant") if template.trims(role)}
         self._takes_system = self._grows_after_system()
         if self._takes_system and template.trims("system"):
@@ -177,11 +183,20 @@ class Tokenizer:
 
     def encode_turn(self, text: str) -> list[int]:
         """Token ids of the text of an assistant turn, as a model writes it from the turn's beginning on."""
-        return self.encode(self.lead + text)
+        return self.encode_written(self.lead + text)
+
+    def encode_written(self, text: str) -> list[int]:
+        """Token ids of what a model writes: as `encode`, but <think> and </think> are tokens if the vocabulary has them
+        (Qwen3, R1 distills)."""
+        if not self._added.keys() >= {*THOUGHT_ENDS}:
+            return self.encode(text)
+        first, *others = re.split(f"({'|'.join(THOUGHT_ENDS)})", text)
+        rest = [[self._added[end], *self._after_token(piece)] for end, piece in zip(others[::2], others[1::2])]
+        return sum(rest, self.encode(first))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens and ids that no token has."""
-        return self._marked.decode(list(ids), skip_special_tokens=True)
+        return self._marked.decode([id for id in ids if id not in self._unread], skip_special_tokens=False)
 
     def cut(self, text: str, max_tokens: int) -> str:
         """`text` up to the last token boundary at which it takes at most `max_tokens` tokens."""
@@ -237,7 +252,9 @@ class Tokenizer:
         """Tokens of a whole conversation of `role` and `content`, and which of them the assistant wrote.
 
         The assistant wrote the contents of its turns and the tokens that end them. Contents are encoded apart from the
-        opening of the turn, as a model samples them after it. With `prompt` the assistant's next turn is opened.
+        opening of the turn, as a model samples them after it. With `prompt` the assistant's next turn is opened, and
+        earlier thoughts are left out if the template leaves them out. Raises R3LiteError for a thought to train on
+        where thoughts are switched off.
         """
         for message in messages:
             if message["role"] not in ROLES:
@@ -256,17 +273,38 @@ class Tokenizer:
         for message, gap in zip(messages, gaps[1:], strict=True):
             content = self._content(message["role"], message["content"])
             if message["role"] == "assistant":
-                opening = given[-1]
-                given[-1] = opening.removesuffix(self.lead)
-                add(self._markup_tokens(given))
+                opening = given[-1].removesuffix(self.lead)
+                opening, content = self._with_thought(opening, given[-1][len(opening) :] + content, prompt)
+                add(self._markup_tokens([*given[:-1], opening]))
                 tail, stop, gap = self._until_token(gap)
-                add(self.encode(opening[len(given[-1]) :] + content + tail), by_assistant=True)
+                add(self.encode_written(content + tail), by_assistant=True)
                 add([self._added[stop]] if stop else [], by_assistant=True)
                 given = [gap]
             else:
                 given += [content, gap]
         add(self._markup_tokens(given))
         return ids, written
+
+    def _with_thought(self, opening: str, text: str, prompt: bool) -> tuple[str, str]:
+        """The opening of an assistant turn and what the assistant wrote after it, as after `open_chat`, which may have
+        begun the thought. In a `prompt` the turn is an earlier one: its thought stays or goes as in the template."""
+        thinks = THOUGHT_END in text and (self.opens_thought or text.lstrip().startswith(THINK))
+        if prompt:
+            return opening, text.partition(THOUGHT_END)[2].lstrip() if thinks and self.template.drops_thoughts else text
+        if thinks:
+            self.check_thinking()
+            opening = EMPTY_THOUGHT.sub("", opening)
+        if not self.opens_thought:
+            return opening, text
+        begun = self._prompt[self._prompt.index(THINK) :]
+        text = text.lstrip().removeprefix(THINK).lstrip("\n") if thinks else f"\n{THOUGHT_END}\n\n{text}"
+        return opening + begun, text
+
+    def check_thinking(self) -> None:
+        """Raises R3LiteError if the template ends the thought of each turn before it begins."""
+        if self._closes_thought:
+            cause = "replies with a thought in <think> are trained on, and the chat template switches thoughts off"
+            raise R3LiteError(cause, "Pass --thinking on, here and to all commands that use the adapter.")
 
     def _folded(self, messages: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
         """Messages with the system message before the first user message, if the template has no place for it."""

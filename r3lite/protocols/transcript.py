@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols import base
+from r3lite.protocols.chat import ThinkingChat
+from r3lite.protocols.chat_template import THINK
 from r3lite.protocols.thoughts import Thoughts
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import LengthSettings
@@ -98,6 +100,8 @@ class Layout:
 
     def __post_init__(self):
         self._thoughts = Thoughts(self.tokenizer, self.protocol.thinks)
+        if isinstance(self.protocol, ThinkingChat):
+            self.tokenizer.check_thinking()
 
     def prompt(self, question: str, earlier: Sequence[dict[str, str]] = (), procedure: str = "") -> list[int]:
         """The tokens that an episode about `question` opens with, after the `earlier` messages of a conversation."""
@@ -149,7 +153,7 @@ class Layout:
         """The text of the current turn, from its forced heading up to a stop string, without its thought.
 
         Until the turn has `ended` it grows at its end only: a character whose bytes are not all there is held back,
-        and so is what may be the beginning of a stop string.
+        and so is what may be the beginning of a thought or of a stop string.
         """
         text = self._read(transcript)
         if transcript.held is not None:
@@ -160,6 +164,8 @@ class Layout:
         if ended:
             return text
         text = text.rstrip("\ufffd")  # what bytes that make no character are decoded to
+        if THINK.startswith(text.strip()):  # perhaps the beginning of a thought
+            return ""
         held = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         return text[: len(text) - held]
 
@@ -268,7 +274,7 @@ class Layout:
         """Gives `request` and the heading of an answer; cuts the episode off if there is no room for them."""
         tokens = transcript.tokens + request
         thought_end = self._thoughts.end(tokens, len(tokens) if request else transcript.turn_start)
-        given = request + self.tokenizer.encode(thought_end + heading)
+        given = request + self.tokenizer.encode_written(thought_end + heading)
         if len(transcript.tokens) + len(given) >= self.lengths.max_length:
             transcript.finish = CUT_OFF
             if step != Step():  # a baseline has none
@@ -284,7 +290,7 @@ class Layout:
         is, if not even one document of each query fits.
         """
         heading = self._thoughts.end(self.tokenizer.opening) + self.protocol.answer_opening(1)
-        forced = len(self._given(self.protocol.answer_request)) + len(self.tokenizer.encode(heading))
+        forced = len(self._given(self.protocol.answer_request)) + len(self.tokenizer.encode_written(heading))
         kept_free = self.lengths.max_new_tokens + forced + ANSWER_ROOM
         room = self.lengths.max_length - len(transcript.tokens) - kept_free
         *earlier, last = transcript.steps
