@@ -46,6 +46,11 @@ def asked_before(query: str, earlier: Sequence[Step]) -> bool:
     return any(same_query(query, other) for step in earlier for other in step.queries)
 
 
+def named(**faults: object) -> tuple[str, ...]:
+    """The names of the faults that are there, in order."""
+    return tuple(name for name, found in faults.items() if found)
+
+
 class Protocol(ABC):
     """How an episode opens, what a turn of the model means, and what is given to it in reply.
 

@@ -6,7 +6,6 @@ Owns the Jinja environment. Templates come from downloaded files, so they run in
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import NoReturn
 
 from jinja2 import TemplateError  # jinja2 comes with torch
@@ -63,20 +62,10 @@ class ChatTemplate:
             text = self.render(messages, prompt)
             gaps = re.split("\ue000[0-9]+\ue001", text)
             if re.findall("\ue000[0-9]+\ue001", text) != contents:
-                raise R3LiteError(
-                    f"{self.where}: of a chat of {', '.join(roles)} the chat template writes {'...'.join(gaps)!r}, not "
-                    "each message once and in order",
-                    REMEDY,
-                )
+                cause = f"{self.where}: of a chat of {', '.join(roles)} the chat template writes {'...'.join(gaps)!r}"
+                raise R3LiteError(f"{cause}, not each message once and in order", REMEDY)
             self._gaps[roles, prompt] = tuple(gaps)
         return self._gaps[roles, prompt]
-
-    @cached_property
-    def drops_thoughts(self) -> bool:
-        """Whether the template leaves the thoughts out of assistant messages that others follow."""
-        thought = f"{THINK}\ue000{THOUGHT_END}"
-        messages = [{"role": role, "content": thought} for role in ("user", "assistant", "user")]
-        return self.render(messages).count("\ue000") < len(messages)
 
     def trims(self, role: str) -> bool:
         """Whether the template removes spaces around the contents of a role's messages."""

@@ -22,7 +22,7 @@ from functools import cached_property
 from r3lite.core.episode import Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols import markup, plan
-from r3lite.protocols.base import NO_MORE, STEP_FAULTS, Protocol, asked_before
+from r3lite.protocols.base import NO_MORE, STEP_FAULTS, Protocol, asked_before, named
 from r3lite.protocols.markup import Block, Markup, Tag
 from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
 from r3lite.protocols.templates import filled, opening_prompt, prompt_file, read_template, refuse_step_prompt
@@ -36,11 +36,8 @@ FAULTS = {
     "wrote_documents": "writes retrieved documents itself",
     **STEP_FAULTS,
 }
-GRAPH_FAULTS = {
-    **plan.FAULTS,
-    **FAULTS,
-    "unfilled_reference": "uses the answer of another node, though all are searched at once",
-}
+UNFILLED = {"unfilled_reference": "uses the answer of another node, though all are searched at once"}
+GRAPH_FAULTS = {**plan.FAULTS, **FAULTS, **UNFILLED}
 # Lenient reading counts none of these: they leave no doubt about the query or the answer.
 FORGIVEN = {*markup.FAULTS, "no_think", "late_think"}
 THINK, SEARCH, INFORMATION, ANSWER = (
@@ -155,24 +152,19 @@ class Tags(Protocol):
         blocks, faults = self.markup.read(text)
         kinds = (self.think, self.search, self.answer)
         thoughts, asking, answers = ([block for block in blocks if block.tag == kind] for kind in kinds)
-        if max(map(len, (thoughts, asking, answers))) > 1:
-            faults.append("repeated_tag")
-        if self.information in self.markup.tags_in(text):
-            faults.append("wrote_documents")
-        if not thoughts or not thoughts[0].text:
-            faults.append("no_think")
-        elif next(b.tag for b in blocks if b.tag != self.information) != self.think:
-            faults.append("late_think")
-        query, answer = self._only(asking, "query", faults), self._only(answers, "answer", faults)
-        if asking and answers:
-            faults.append("query_and_answer")
-            query = answer = None
-        elif not asking and not answers:
-            faults.append("no_query_or_answer")
         thought = thoughts[0].text if thoughts else ""
+        faults += named(
+            repeated_tag=max(map(len, (thoughts, asking, answers))) > 1,
+            wrote_documents=self.information in self.markup.tags_in(text),
+            no_think=not thought,
+            late_think=thought and next(b.tag for b in blocks if b.tag != self.information) != self.think,
+        )
+        query, answer = self._only(asking, "query", faults), self._only(answers, "answer", faults)
+        faults += named(query_and_answer=asking and answers, no_query_or_answer=not (asking or answers))
+        if asking and answers:
+            query = answer = None
         searches = self._searches(query, faults) if query else ()
-        if any(asked_before(search.query, earlier) for search in searches):
-            faults.append("repeated_query")
+        faults += named(repeated_query=any(asked_before(search.query, earlier) for search in searches))
         if searches and self.graph:
             thought = f"{thought}\n{query}".strip()
         counted = [f for f in dict.fromkeys(faults) if not (self.lenient and f in FORGIVEN)]
@@ -188,15 +180,12 @@ class Tags(Protocol):
         except InvalidPlan as error:
             faults.append(str(error))
             return ()
-        if any(node.references for node in nodes):
-            faults.append("unfilled_reference")
-            return ()
-        return tuple(Search(node.query, source=node.source) for node in nodes)
+        faults += (unfilled := named(unfilled_reference=any(node.references for node in nodes)))
+        return () if unfilled else plan.searches(nodes)
 
     def _only(self, blocks: list[Block], what: str, faults: list[str]) -> str | None:
         """The query or answer of a step: the text of its only block. Adds to `faults`."""
-        if any(not block.text for block in blocks):
-            faults.append(f"blank_{what}")
+        faults += named(**{f"blank_{what}": any(not block.text for block in blocks)})
         usable = len(blocks) == 1 and (blocks[0].closed or self.lenient)
         return blocks[0].text or None if usable else None
 

@@ -23,6 +23,7 @@ from r3lite.protocols.tokenizer_files import REMEDY, chat_template, check_ids, l
 # Chats whose tokens must be those of the rendered template: of the first message's role, up to the assistant's turn.
 PROBES = ("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user")
 THOUGHT_ENDS = (THINK, THOUGHT_END)
+Messages = Sequence[dict[str, str]]  # of `role` and `content`
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what a template may name
 
 
@@ -89,11 +90,9 @@ class Tokenizer:
         grows = alone == (first, self._prompt) and stop and not tail.strip() and not self.lead.strip()
         if not grows or not (self.lead or self._prompt.startswith(to_assistant)):
             texts = "...".join(alone), "...".join((first, to_assistant, to_user, self._prompt))
-            raise R3LiteError(
-                f"{template.where}: the chat template writes {texts[0]!r} of one message and {texts[1]!r} of three: "
-                "not turns that follow one another, each of the assistant's ended by a token",
-                TEMPLATE_REMEDY,
-            )
+            cause = f"{template.where}: the chat template writes {texts[0]!r} of one message and {texts[1]!r} of three"
+            wanted = "not turns that follow one another, each of the assistant's ended by a token"
+            raise R3LiteError(f"{cause}: {wanted}", TEMPLATE_REMEDY)
         self.stop, self.stop_id = stop, self._added[stop]
         self.opens_thought = THINK in self._prompt and THOUGHT_END not in self._prompt
         self._closes_thought = bool(EMPTY_THOUGHT.search(self._prompt))
@@ -137,18 +136,15 @@ class Tokenizer:
             given_back = tokenizer.decode(tokenizer.encode(probe))
         check_ids(record, tokenizer._marked)
         if given_back != probe:
-            raise R3LiteError(
-                f"{path} does not give every text back as it was",
-                "r3lite needs a tokenizer of bytes with its decoder, such as that of Qwen2.5.",
-            )
+            remedy = "r3lite needs a tokenizer of bytes with its decoder, such as that of Qwen2.5."
+            raise R3LiteError(f"{path} does not give every text back as it was", remedy)
         tokenizer._check_probes()
         thinks = tokenizer.opens_thought
         if thinking == "on" and not thinks:  # Qwen3 opens no thought: without thoughts, it is given an empty one
             thinks = tokenizer._prompt != ChatTemplate(source, str(folder), tokens).gaps(("user",), prompt=True)[1]
         if (thinking == "on" and not thinks) or (thinking == "off" and thinks):
-            raise R3LiteError(
-                f"the chat template in {folder} has no switch for --thinking {thinking}", "Leave --thinking out."
-            )
+            cause = f"the chat template in {folder} has no switch for --thinking {thinking}"
+            raise R3LiteError(cause, "Leave --thinking out.")
         return tokenizer
 
     def _check_probes(self) -> None:
@@ -158,16 +154,10 @@ class Tokenizer:
             messages = [{"role": role, "content": contents[role]} for role in roles]
             text = self.template.render(self._folded(messages), prompt=True)
             expected = self._marked.encode(text, add_special_tokens=False).ids
-            ids, _ = self.chat(messages, prompt=True)
-            if ids != expected:
-                self._space_first = False
-                ids, _ = self.chat(messages, prompt=True)
-            if ids != expected:
-                raise R3LiteError(
-                    f"{self.template.where}: a chat of {', '.join(roles)} is {self._marked.decode(ids, False)!r} in "
-                    f"r3lite's tokens, and {text!r} by the chat template",
-                    TEMPLATE_REMEDY,
-                )
+            self._space_first = self._space_first and self.chat(messages, prompt=True)[0] == expected
+            if (ids := self.chat(messages, prompt=True)[0]) != expected:
+                ours = f"a chat of {', '.join(roles)} is {self._marked.decode(ids, False)!r} in r3lite's tokens"
+                raise R3LiteError(f"{self.template.where}: {ours}, and {text!r} by the chat template", TEMPLATE_REMEDY)
 
     @property
     def fingerprint(self) -> str:
@@ -192,7 +182,7 @@ class Tokenizer:
             return self.encode(text)
         first, *others = re.split(f"({'|'.join(THOUGHT_ENDS)})", text)
         rest = [[self._added[end], *self._after_token(piece)] for end, piece in zip(others[::2], others[1::2])]
-        return sum(rest, self.encode(first))
+        return self.encode(first) + [token for tokens in rest for token in tokens]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens and ids that no token has."""
@@ -213,11 +203,7 @@ class Tokenizer:
         return text
 
     def open_chat(
-        self,
-        user: str,
-        system: str | None = None,
-        earlier: Sequence[dict[str, str]] = (),
-        shots: Sequence[dict[str, str]] = (),
+        self, user: str, system: str | None = None, earlier: Messages = (), shots: Messages = ()
     ) -> list[int]:
         """Tokens of a chat up to the model's turn after `user`, which follows a worked example and earlier messages.
 
@@ -229,7 +215,7 @@ class Tokenizer:
         messages = [*head, *shots, *earlier[len(of_earlier) :], {"role": "user", "content": user}]
         return self.chat(messages, prompt=True)[0]
 
-    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
+    def chat_text(self, messages: Messages) -> str:
         """The text of a chat up to the assistant's turn, without the token that a tokenizer puts before each text."""
         first = self._marked.decode(self._marked.encode("").ids, skip_special_tokens=False)
         return self.template.render(self._folded(messages), prompt=True).removeprefix(first)
@@ -248,13 +234,12 @@ class Tokenizer:
         """Tokens after the end of an assistant turn: a user turn and the opening of the next assistant turn."""
         return self._markup_tokens([self._to_user, self._content("user", text), self._prompt])
 
-    def chat(self, messages: Sequence[dict[str, str]], prompt: bool = False) -> tuple[list[int], list[bool]]:
+    def chat(self, messages: Messages, prompt: bool = False) -> tuple[list[int], list[bool]]:
         """Tokens of a whole conversation of `role` and `content`, and which of them the assistant wrote.
 
         The assistant wrote the contents of its turns and the tokens that end them. Contents are encoded apart from the
-        opening of the turn, as a model samples them after it. With `prompt` the assistant's next turn is opened, and
-        earlier thoughts are left out if the template leaves them out. Raises R3LiteError for a thought to train on
-        where thoughts are switched off.
+        opening of the turn, as a model samples them after it. With `prompt` the assistant's next turn is opened;
+        without, the turns are to be trained on, and R3LiteError is raised for a thought that is switched off.
         """
         for message in messages:
             if message["role"] not in ROLES:
@@ -262,35 +247,28 @@ class Tokenizer:
         messages = self._folded(messages)
         roles = tuple(message["role"] for message in messages)
         gaps = self.template.gaps(roles, prompt)
-        ids: list[int] = []
-        written: list[bool] = []
-
-        def add(tokens: Sequence[int], by_assistant: bool = False) -> None:
-            ids.extend(tokens)
-            written.extend([by_assistant] * len(tokens))
-
+        parts: list[tuple[list[int], bool]] = []  # with whether the assistant wrote them
         given = [gaps[0]]  # markup and contents in turn, since the assistant last wrote
         for message, gap in zip(messages, gaps[1:], strict=True):
             content = self._content(message["role"], message["content"])
             if message["role"] == "assistant":
                 opening = given[-1].removesuffix(self.lead)
-                opening, content = self._with_thought(opening, given[-1][len(opening) :] + content, prompt)
-                add(self._markup_tokens([*given[:-1], opening]))
+                content = given[-1][len(opening) :] + content
+                if not prompt:
+                    opening, content = self._with_thought(opening, content)
                 tail, stop, gap = self._until_token(gap)
-                add(self.encode_written(content + tail), by_assistant=True)
-                add([self._added[stop]] if stop else [], by_assistant=True)
+                said = self.encode_written(content + tail) + [self._added[token] for token in [stop] if token]
+                parts += [(self._markup_tokens([*given[:-1], opening]), False), (said, True)]
                 given = [gap]
             else:
                 given += [content, gap]
-        add(self._markup_tokens(given))
-        return ids, written
+        parts.append((self._markup_tokens(given), False))
+        return [t for tokens, _ in parts for t in tokens], [by for tokens, by in parts for _ in tokens]
 
-    def _with_thought(self, opening: str, text: str, prompt: bool) -> tuple[str, str]:
+    def _with_thought(self, opening: str, text: str) -> tuple[str, str]:
         """The opening of an assistant turn and what the assistant wrote after it, as after `open_chat`, which may have
-        begun the thought. In a `prompt` the turn is an earlier one: its thought stays or goes as in the template."""
+        begun the thought."""
         thinks = THOUGHT_END in text and (self.opens_thought or text.lstrip().startswith(THINK))
-        if prompt:
-            return opening, text.partition(THOUGHT_END)[2].lstrip() if thinks and self.template.drops_thoughts else text
         if thinks:
             self.check_thinking()
             opening = EMPTY_THOUGHT.sub("", opening)
@@ -306,7 +284,7 @@ class Tokenizer:
             cause = "replies with a thought in <think> are trained on, and the chat template switches thoughts off"
             raise R3LiteError(cause, "Pass --thinking on, here and to all commands that use the adapter.")
 
-    def _folded(self, messages: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
+    def _folded(self, messages: Messages) -> Messages:
         """Messages with the system message before the first user message, if the template has no place for it."""
         if self._takes_system or not messages or messages[0]["role"] != "system":
             return messages
@@ -323,16 +301,13 @@ class Tokenizer:
 
         Only markup has special tokens. Text between two of them is encoded as a whole, as it is in a rendered chat.
         """
-        ids: list[int] = []
-        run = ""
+        ids, run = [], ""
         for number, text in enumerate(texts):
-            for piece in self._markup.split(text) if number % 2 == 0 else [text]:
-                if number % 2 == 0 and piece in self._added:
-                    ids += self._after_token(run)
-                    ids.append(self._added[piece])
-                    run = ""
-                else:
+            for piece in [text] if number % 2 else self._markup.split(text):
+                if number % 2 or piece not in self._added:
                     run += piece
+                else:
+                    ids, run = [*ids, *self._after_token(run), self._added[piece]], ""
         return ids + self._after_token(run)
 
     def _after_token(self, text: str) -> list[int]:

@@ -118,9 +118,8 @@ class Layout:
         question = transcript.question
         prompt = self.prompt(question.text, question.earlier, question.procedure)
         self.check_room(question, prompt)
-        if self.opening.searches and self.opening.plain:  # the prompt waits for the documents: see _observation
-            prompt = []
-        transcript.observe(prompt)
+        waits = self.opening.searches and self.opening.plain  # the prompt, for the documents: see _observation
+        transcript.observe([] if waits else prompt)
         if self.opening.searches:
             step = self.protocol.first_search(self.protocol.quoted(question.text))
             transcript.observe(self._thoughts.written(transcript.tokens, self.protocol.render(step, 1)))
@@ -143,11 +142,9 @@ class Layout:
             return True
         if len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length:
             return True
-        return self._may_end_stop_string(turn[-1]) and any(
-            # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one.
-            s in self.tokenizer.decode(turn[-len(s) :])
-            for s in self.protocol.stop_strings
-        )
+        # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one.
+        stops = self.protocol.stop_strings
+        return self._may_end_stop_string(turn[-1]) and any(s in self.tokenizer.decode(turn[-len(s) :]) for s in stops)
 
     def readable(self, transcript: Transcript, ended: bool) -> str:
         """The text of the current turn, from its forced heading up to a stop string, without its thought.
@@ -187,8 +184,6 @@ class Layout:
             self._close_answer(transcript, text, whole)
             return
         step = self.protocol.parse(text, steps)
-        searches = sum(bool(s.searches) for s in steps)
-        ends_at_repeats = self.lengths.end_at_idle_query
         if not whole:
             step = replace(step, searches=(), answer=None, faults=(base.CUT_OFF,))
             heading = self.protocol.finishing(text, steps)
@@ -198,9 +193,9 @@ class Layout:
             transcript.finish = CUT_OFF
         elif step.answer is not None:
             transcript.finish = ANSWERED
-        elif not step.searches or (ends_at_repeats and base.REPEATED_QUERY in step.faults):
+        elif not step.searches or (self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults):
             transcript.finish = MALFORMED
-        elif searches >= self.lengths.max_hops:
+        elif sum(bool(s.searches) for s in steps) >= self.lengths.max_hops:
             self._force_answer(transcript, step)
             return
         transcript.add_step(step)
@@ -211,14 +206,11 @@ class Layout:
         """Adds the step that was held, with the answer of the finished turn. What repeats our request is no answer."""
         step, held = self.protocol.read_answer(text, transcript.steps), transcript.held
         ours = any(base.same_query(step.answer or "", sentence) for sentence in base.NO_MORE.split(". "))
-        if not whole:
-            step = replace(step, answer=None, faults=(*step.faults, base.CUT_OFF))
-        elif ours:
-            step = replace(step, answer=None)
-        transcript.finish = ANSWERED if step.answer is not None else MALFORMED if whole else CUT_OFF
-        faults = tuple(dict.fromkeys((*held.faults, *step.faults)))
+        answer = step.answer if whole and not ours else None
+        transcript.finish = ANSWERED if answer is not None else MALFORMED if whole else CUT_OFF
+        faults = tuple(dict.fromkeys((*held.faults, *step.faults, *[base.CUT_OFF] * (not whole))))
         transcript.held = None
-        transcript.add_step(replace(step, analysis=held.analysis, searches=(), faults=faults, verification=""))
+        transcript.add_step(Step(held.analysis, answer=answer, faults=faults))
 
     def splice(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> None:
         """Gives a transcript the documents of its pending queries, a list of each.

@@ -20,7 +20,7 @@ class ProtocolSettings(Section):
     searches as a graph, then its nodes (after arXiv 2506.08352); or a file of your own, FILE.toml (docs/formats.md)"""
     init_prompt: str | None = None
     """file that opens an episode, with {question} [as shipped prompts/init_prompt.txt for r3,
-    prompts/tags/graph_prompt.txt for --search-graph, else prompts/FORMAT/init_prompt.txt]"""
+    prompts/tags/graph/init_prompt.txt for --search-graph, else prompts/FORMAT/init_prompt.txt]"""
     step_prompt: str | None = None
     """file that gives the documents of a query, with {documents} [as shipped prompts/step_prompt.txt, or
     prompts/dag/step_prompt.txt] (r3, dag)"""
