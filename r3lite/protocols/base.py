@@ -46,9 +46,9 @@ def asked_before(query: str, earlier: Sequence[Step]) -> bool:
     return any(same_query(query, other) for step in earlier for other in step.queries)
 
 
-def named(**faults: object) -> tuple[str, ...]:
+def named(**faults: object) -> list[str]:
     """The names of the faults that are there, in order."""
-    return tuple(name for name, found in faults.items() if found)
+    return [name for name, found in faults.items() if found]
 
 
 class Protocol(ABC):

@@ -49,7 +49,7 @@ class InvalidPlan(ValueError):
     """A plan that cannot be run; its text is a name from FAULTS."""
 
 
-def _refuse(**faults: bool) -> None:
+def refuse(**faults: bool) -> None:
     """Raises InvalidPlan for the first of the faults that is there."""
     for name in filter(faults.get, faults):
         raise InvalidPlan(name)
@@ -104,7 +104,7 @@ class Plan:
         while left:
             waiting = {node.name for node in left}
             ready = [n for n in left if not any(to == n.name and start in waiting for start, to in self.edges)]
-            _refuse(cycle=not ready)
+            refuse(cycle=not ready)
             levels.append(ready)
             left = [node for node in left if node not in ready]
         return levels
@@ -121,14 +121,11 @@ def read(text: str, limits: Limits) -> Plan:
     before, found, rest = text.partition(NODES)
     written, _, edges = rest.partition(f"\n{EDGES}")
     lines = [line.strip() for line in written.splitlines() if line.strip()]
-    _refuse(no_nodes=not (found and lines), text_outside_plan=bool(before.strip()), no_edges=f"\n{EDGES}" not in rest)
+    refuse(no_nodes=not (found and lines), text_outside_plan=bool(before.strip()), no_edges=f"\n{EDGES}" not in rest)
     nodes = tuple(_node(line, limits) for line in lines)
     names, asked = {n.name for n in nodes}, {" ".join(re.findall(r"[\w{}]+", n.query.casefold())) for n in nodes}
-    _refuse(
-        too_many_nodes=len(nodes) > limits.nodes,
-        repeated_node=len(names) < len(nodes),
-        repeated_query=len(asked) < len(nodes),
-    )
+    count = len(nodes)
+    refuse(too_many_nodes=count > limits.nodes, repeated_node=len(names) < count, repeated_query=len(asked) < count)
     plan = Plan(nodes, _edges(edges, names))
     _check_references(plan)
     return plan
@@ -136,10 +133,10 @@ def read(text: str, limits: Limits) -> Plan:
 
 def _node(line: str, limits: Limits) -> Node:
     match = NODE.fullmatch(line)
-    _refuse(malformed_node=not match)
+    refuse(malformed_node=not match)
     name, query, source = match.groups()
     known = (ALSO | {source.lower(): source for source in SOURCES}).get(source.strip().lower())
-    _refuse(blank_query=not query, long_query=len(query.split()) > limits.words, unknown_source=not known)
+    refuse(blank_query=not query, long_query=len(query.split()) > limits.words, unknown_source=not known)
     return Node(name, query, known)
 
 
@@ -151,9 +148,9 @@ def _edges(text: str, names: set[str]) -> tuple[tuple[str, str], ...]:
     edges: list[tuple[str, str]] = []
     for part in parts:
         match = EDGE.fullmatch(part)
-        _refuse(malformed_edge=not match)
+        refuse(malformed_edge=not match)
         start, to = match.groups()
-        _refuse(unknown_node=not {start, to} <= names, self_loop=start == to, repeated_edge=(start, to) in edges)
+        refuse(unknown_node=not {start, to} <= names, self_loop=start == to, repeated_edge=(start, to) in edges)
         edges.append((start, to))
     return tuple(edges)
 
@@ -167,4 +164,4 @@ def _check_references(plan: Plan) -> None:
             before[node.name] = direct.union(*(before[name] for name in direct))
     for node in plan.nodes:
         for name in node.references:
-            _refuse(unknown_node=name not in before, reference_without_edge=name not in before[node.name])
+            refuse(unknown_node=name not in before, reference_without_edge=name not in before[node.name])

@@ -155,15 +155,13 @@ class R3(Protocol):
         for heading, section in zip(headings, parts[1::2]):
             sections.setdefault(heading, section.strip())
         stray = opening and headings and before.strip()  # text that stands under no heading
-        faults = [
-            *named(
-                no_step_heading=opening is None,
-                wrong_step_number=opening and int(opening[1]) != len(earlier) + 1,
-                repeated_heading=len(sections) < len(headings),
-                wrote_documents=self.names.documents in sections,
-                no_analysis=stray or not sections.get(self.names.analysis),
-            )
-        ]
+        faults = named(
+            no_step_heading=opening is None,
+            wrong_step_number=opening and int(opening[1]) != len(earlier) + 1,
+            repeated_heading=len(sections) < len(headings),
+            wrote_documents=self.names.documents in sections,
+            no_analysis=stray or not sections.get(self.names.analysis),
+        )
         queries = self._queries(sections, faults)
         answer = _line(sections.get(self.names.answer), "answer", faults)
         verification = self._verification(sections, faults)

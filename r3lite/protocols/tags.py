@@ -36,13 +36,11 @@ FAULTS = {
     "wrote_documents": "writes retrieved documents itself",
     **STEP_FAULTS,
 }
-UNFILLED = {"unfilled_reference": "uses the answer of another node, though all are searched at once"}
-GRAPH_FAULTS = {**plan.FAULTS, **FAULTS, **UNFILLED}
+GRAPH_FAULTS = {**plan.FAULTS, "unfilled_reference": "uses the answer of another node, though all are searched at once"}
 # Lenient reading counts none of these: they leave no doubt about the query or the answer.
 FORGIVEN = {*markup.FAULTS, "no_think", "late_think"}
-THINK, SEARCH, INFORMATION, ANSWER = (
-    Tag(f"<{name}>", f"</{name}>") for name in ("think", "search", "information", "answer")
-)
+TAGS = ("think", "search", "information", "answer")
+THINK, SEARCH, INFORMATION, ANSWER = (Tag(f"<{name}>", f"</{name}>") for name in TAGS)
 WORKING_OUT, SOLUTION = Tag("<start_working_out>", "<end_working_out>"), Tag("<SOLUTION>", "</SOLUTION>")
 
 
@@ -64,11 +62,8 @@ class Tags(Protocol):
     system: str | None = None
     graph: Limits | None = None
 
+    faults = GRAPH_FAULTS | FAULTS
     user_turns = False
-
-    @property
-    def faults(self) -> dict[str, str]:
-        return GRAPH_FAULTS if self.graph else FAULTS
 
     @property
     def searches(self) -> bool:
@@ -177,11 +172,11 @@ class Tags(Protocol):
             return (Search(text),)
         try:
             nodes = [node for level in plan.read(text, self.graph).levels for node in level]
+            plan.refuse(unfilled_reference=any(node.references for node in nodes))
+            return plan.searches(nodes)
         except InvalidPlan as error:
             faults.append(str(error))
             return ()
-        faults += (unfilled := named(unfilled_reference=any(node.references for node in nodes)))
-        return () if unfilled else plan.searches(nodes)
 
     def _only(self, blocks: list[Block], what: str, faults: list[str]) -> str | None:
         """The query or answer of a step: the text of its only block. Adds to `faults`."""

@@ -138,9 +138,8 @@ class Layout:
     def turn_is_over(self, transcript: Transcript) -> bool:
         """Whether the last token written ends the current turn: by the stop token, a stop string or a limit."""
         turn = transcript.turn
-        if turn[-1] == self.tokenizer.stop_id:
-            return True
-        if len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length:
+        full = len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length
+        if full or turn[-1] == self.tokenizer.stop_id:
             return True
         # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one.
         stops = self.protocol.stop_strings
