@@ -36,7 +36,7 @@ FAULTS = {
     "wrote_documents": "writes retrieved documents itself",
     **STEP_FAULTS,
 }
-GRAPH_FAULTS = {**plan.FAULTS, "unfilled_reference": "uses the answer of another node, though all are searched at once"}
+GRAPH_FAULTS = {**plan.FAULTS, "unfilled_reference": "uses another node's answer, though all are searched at once"}
 # Lenient reading counts none of these: they leave no doubt about the query or the answer.
 FORGIVEN = {*markup.FAULTS, "no_think", "late_think"}
 TAGS = ("think", "search", "information", "answer")
