@@ -45,7 +45,7 @@ def check_baseline(config: EvaluateConfig) -> None:
         if given := [name for name in now if name in unused and now[name] != usual[name]]:
             message = f"--baseline {baseline} has no use for {flag(given[0])} {now[given[0]]}"
             raise UsageError(f"{message}: it asks in a plain chat, once; leave it out")
-    config.retrieval.check_sources(protocol.plans)
+    config.retrieval.check_sources(protocol.names_sources)
     if opening.searches and config.retrieval.retriever == "none":
         raise R3LiteError(f"--baseline {baseline} retrieves, and --retriever is none", "Choose a retriever.")
     if opening.searches and not protocol.searches:

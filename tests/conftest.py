@@ -96,7 +96,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(json.dumps(json.loads(backend.to_str())), template, "<|endoftext|>")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small_model():
     """Makes a model of 3 layers with every kind of weight random: biases and norms too, unlike a fresh model's."""
 
@@ -112,7 +112,7 @@ def small_model():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def write_folder():
     """Writes a model's config.json (with `changes`; None removes a key) and model.safetensors into a folder."""
 

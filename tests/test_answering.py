@@ -21,7 +21,7 @@ def run(tmp_path):
 
 def warning(capsys, *argv):
     config = resolve("ask", AskConfig(), list(map(str, argv)), COMMANDS)
-    warn_of_other_format(config.model.adapter, config.protocol)
+    warn_of_other_format(config.model.adapter, config)
     return capsys.readouterr().err
 
 
@@ -30,7 +30,7 @@ def test_another_format_or_prompt_is_told(run, capsys, inside):
     adapter = run / inside
     assert warning(capsys, "--preset", "tiny", "--adapter", adapter) == ""
     told = warning(capsys, "--adapter", adapter, "--format", "tags")
-    assert told.startswith(f"warning: {adapter} was trained with --format r3 (here tags), --init-prompt prompts/tiny/")
+    assert told.startswith(f"warning: {adapter} was trained on --format r3 (here tags), --init-prompt prompts/tiny/")
     assert "--step-prompt prompts/tiny/step_prompt.txt (here none)" in told and told.count("\n") == 1
 
 
@@ -38,3 +38,25 @@ def test_another_format_or_prompt_is_told(run, capsys, inside):
 def test_an_adapter_that_says_nothing_of_its_run_is_taken_as_it_is(run, capsys, text):
     (run / "config.toml").unlink() if text is None else (run / "config.toml").write_text(text)
     assert warning(capsys, "--adapter", run) == "" == warning(capsys)
+
+
+@pytest.mark.parametrize(
+    ("sources", "given", "told"),
+    [
+        ('[{"file" = "a", "type" = "r1"}]', [], "chats without steps (here --format r3)"),
+        ('[{"file" = "a", "format" = "tags"}]', [], "--format tags (here r3)"),
+        ('[{"file" = "a", "type" = "r1"}, {"file" = "b"}]', [], None),
+        ('[{"file" = "a", "format" = "tags"}, {"file" = "b"}]', ["--format", "tags"], None),
+    ],
+)
+def test_formats_are_those_of_the_sources(tmp_path, capsys, sources, given, told):
+    """An adapter that saw chats alone knows no steps, though its run had the setting."""
+    (tmp_path / "config.toml").write_text(f'[sft]\nformat = "r3"\nsources = {sources}\n', encoding="utf-8")
+    found = warning(capsys, "--adapter", tmp_path, *given)
+    assert found == (f"warning: {tmp_path} was trained on {told}: what it learned may not show\n" if told else "")
+
+
+def test_other_thoughts_are_told(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text('[sft]\nthinking = "on"\n', encoding="utf-8")
+    assert warning(capsys, "--adapter", tmp_path, "--thinking", "on") == ""
+    assert "was trained on --thinking on (here auto)" in warning(capsys, "--adapter", tmp_path, "--thinking", "off")

@@ -274,7 +274,14 @@ def test_presets_of_other_systems():
     config = preset("search-r1")
     assert build_protocol(config.protocol).answer.opening == "<answer>" and config.retrieval.top_k == 3
     assert (config.rl.num_generations, config.rl.kl_beta, config.reward.format_reward) == (5, 0.001, 0.0)
-    assert build_protocol(preset("r-search").protocol).information == Tag("<r>", "</r>")
+    for name, graph in (("r-search", True), ("r-search-dag", None)):  # arXiv 2506.08352 and its code
+        config = preset(name)
+        assert (config.rl.algorithm, config.rl.num_generations, config.optimizer.learning_rate) == ("grpo", 4, 5e-6)
+        assert (config.lora.lora_r, config.lora.lora_alpha) == (16, 32)
+        assert [r["name"] for r in config.reward.rewards] == ["judged_answer", "valid_plan", "all_tags"]
+        if graph:
+            protocol = build_protocol(config.protocol)
+            assert protocol.information == Tag("<r>", "</r>") and protocol.graph
     assert not build_protocol(preset("solution").protocol).searches
     assert preset("solution").retrieval.retriever == "none"
 

@@ -21,7 +21,7 @@ from r3lite.evaluation.scores import MEANS, METRICS
 from r3lite.evaluation.tables import TITLES
 from r3lite.protocols import dag
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
-from r3lite.protocols.tags import FAULTS, FORGIVEN
+from r3lite.protocols.tags import FAULTS, FORGIVEN, GRAPH_FAULTS
 from r3lite.protocols.transcript import Layout
 from r3lite.retrieval.documents import BINARIES, TEXTS
 from r3lite.retrieval.retriever import RETRIEVERS
@@ -114,7 +114,8 @@ def sample(tokenizer, name: str) -> str:
 
 def test_every_fault_of_a_plan_and_its_answers_is_in_their_table():
     text = FORMATS.read_text(encoding="utf-8")
-    assert [f for f, what in dag.FAULTS.items() if f"| `{f}` | {what} |" not in text] == []
+    faults = dag.FAULTS | GRAPH_FAULTS
+    assert [f for f, what in faults.items() if f"| `{f}` | {what} |" not in text] == []
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)

@@ -207,11 +207,11 @@ def test_a_run_from_an_adapter_of_other_prompts_whose_answers_are_all_wrong_says
     short = ["--max-steps", "1", "--temperature", "0.2"]
     assert run(world, tmp_path / "good", *short, validated=False) == 0
     told = capsys.readouterr().err
-    assert "was trained with" not in told and "was rewarded" not in told
+    assert "was trained on" not in told and "was rewarded" not in told
     rows, data = (world / "train.jsonl").read_text(encoding="utf-8"), tmp_path / "train.jsonl"
     data.write_text(rows.replace('"there"', '"x"').replace('"here"', '"y"'), encoding="utf-8")
     other = ["--data", str(data), "--system-prompt", "Be brief."]
     assert run(world, tmp_path / "run", *short, *other, validated=False) == 0
     told = capsys.readouterr().err
-    assert f"warning: {world / 'sft'} was trained with --system-prompt none (here Be brief.)" in told
+    assert f"warning: {world / 'sft'} was trained on --system-prompt none (here Be brief.)" in told
     assert "warning: no answer in the first round was rewarded" in told

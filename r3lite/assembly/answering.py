@@ -34,7 +34,7 @@ def build_engine(
     opening, plan = OPENINGS[baseline], plan_memory(config, questions, judge)
     protocol = build_protocol(config.protocol, opening)
     if not opening.plain:
-        warn_of_other_format(config.model.adapter, config.protocol)
+        warn_of_other_format(config.model.adapter, config)
     folder = resolve_folder(config.model.model)
     layout = Layout(Tokenizer.load(folder, config.model.thinking), protocol, config.lengths, opening)
     policy = load_policy(folder, config.model, config.memory, plan)
@@ -51,7 +51,7 @@ def plan_memory(config: SamplingConfig, questions: int, judge: JudgeSettings | N
 def open_retriever(config: AnsweringConfig) -> tuple[Retrieve, Finder | None]:
     """The retriever of the settings, which must do without questions of a data set, and what finds procedures."""
     settings, protocol = config.retrieval, build_protocol(config.protocol)
-    settings.check_sources(protocol.plans)
+    settings.check_sources(protocol.names_sources)
     if not protocol.searches:
         settings = replace(settings, retriever="none", rerank=None)
     if settings.retriever == "golden" or settings.context == "question":

@@ -186,7 +186,7 @@ def load_adapters(folder: Path, config: ServeConfig, folders: dict[str, str | No
     for name, adapter in folders.items():
         if adapter is not None:
             policy.check_base(replace(config.model, adapter=adapter), fingerprint)
-            policy.warn_of_other_format(adapter, config.protocol)
+            policy.warn_of_other_format(adapter, config)
             lora.load_adapter(loaded.model, name, adapter, trainable=False)
     return loaded
 

@@ -6,16 +6,19 @@
 import hashlib
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from r3lite.core.config import flag
+from r3lite.core.config import flag, flat
 from r3lite.core.errors import R3LiteError
 from r3lite.core.grant import Grant
+from r3lite.datasets.sources import has_steps
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
 from r3lite.devices.speed import warn_of_slow_fp16
@@ -25,7 +28,8 @@ from r3lite.models import activation_checkpointing, compiled, lora, weights
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.config_file import is_nf4, read_config
 from r3lite.models.value_head import ValueHead
-from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings, ProtocolSettings
+from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings
+from r3lite.settings.common import CommandConfig
 from r3lite.training import optim
 from r3lite.training.earlier_run import settings_of
 from r3lite.training.state import Stateful, TrainState
@@ -156,16 +160,31 @@ def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
         raise R3LiteError(f"{cause}, while --model {settings.model} has {fingerprint}", remedy)
 
 
-def warn_of_other_format(adapter: str | None, protocol: ProtocolSettings) -> None:
-    """Warns if an adapter was trained on another step format or other prompts, as far as its run folder tells."""
-    if adapter is None:
+def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
+    """Warns if an adapter was trained on other step formats, prompts or thoughts than the settings of a command have,
+    as far as its run folder tells."""
+    if adapter is None or not (then := settings_of(adapter)):
         return
-    then = settings_of(adapter)
-    now = {name: "none" if value is None else value for name, value in vars(protocol).items()}  # as in a file
-    other = [f"{flag(name)} {then[name]} (here {now[name]})" for name in now if then.get(name, now[name]) != now[name]]
+    now = {name: "none" if value is None else value for name, value in flat(config).items()}  # as in a file
+    then = {name: then.get(name, value) for name, value in now.items()} | {"sources": then.get("sources")}
+    for settings in (then, now):  # auto is off where thoughts can be switched
+        settings["thinking"] = settings["thinking"].replace("off", "auto")
+    names = [*vars(config.protocol), "thinking"]
+    other = [f"{flag(name)} {then[name]} (here {now[name]})" for name in names[1:] if then[name] != now[name]]
+    learned, asked = _formats(then), _formats(now)
+    if asked - learned:
+        known = f"--format {', '.join(sorted(learned))}" if learned else "chats without steps"
+        other = [f"{known} (here {'--format ' * (not learned)}{', '.join(asked - learned)})", *other]
     if other:
-        message = f"{adapter} was trained with {', '.join(other)}: what it learned may not show"
+        message = f"{adapter} was trained on {', '.join(other)}: what it learned may not show"
         print(f"warning: {message}", file=sys.stderr)
+
+
+def _formats(settings: Mapping[str, Any]) -> set[str]:
+    """The step formats of a run: of its sources if it has some, of which those of chats have none."""
+    entries = settings.get("sources")
+    entries = entries if isinstance(entries, list | tuple) else [{}]
+    return {entry.get("format", settings["format"]) for entry in entries if has_steps(entry)}
 
 
 def _check_shape(adapter: str, training: Training) -> None:

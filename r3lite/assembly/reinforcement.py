@@ -95,7 +95,7 @@ def train(config: PpoConfig) -> None:
             cause = "no question of --data or [[sources]] has gold paragraphs, and --expand-limit goes on from these"
             raise R3LiteError(cause, "Leave it out, or train on questions whose supporting paragraphs are marked.")
         protocols = protocols_of(config.protocol, config.mixture)
-        config.retrieval.check_sources(any(protocol.plans for protocol in protocols.values()))
+        config.retrieval.check_sources(any(protocol.names_sources for protocol in protocols.values()))
         asking = [question for question in questions if protocols[question.source].searches] or questions
         setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
         retrieve = build_retriever(setup)

@@ -50,7 +50,7 @@ def build(
     rl, temperature = config.rl, config.sampling.temperature
     protocols = protocols_of(config.protocol, config.mixture)  # a bad prompt file is refused before a download
     warn_of_start(config.model.adapter)
-    warn_of_other_format(config.model.adapter, config.protocol)
+    warn_of_other_format(config.model.adapter, config)
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}

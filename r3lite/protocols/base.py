@@ -46,6 +46,11 @@ def asked_before(query: str, earlier: Sequence[Step]) -> bool:
     return any(same_query(query, other) for step in earlier for other in step.queries)
 
 
+def named(**faults: object) -> list[str]:
+    """The names of the faults that are there, in order."""
+    return [name for name, found in faults.items() if found]
+
+
 class Protocol(ABC):
     """How an episode opens, what a turn of the model means, and what is given to it in reply.
 
@@ -65,6 +70,7 @@ class Protocol(ABC):
     searches: bool = True  # whether a step can ask; if not, an episode is one turn
     thinks: bool = False  # whether a turn begins with <think>; if not, a thinking model's thoughts are not read
     plans: bool = False  # whether the first step is a plan of all searches
+    names_sources: bool = False  # whether searches name the kind of source that they are meant for
     verifies: bool = False  # whether an answer has to be verified before it is given
     answer_request: str = NO_MORE  # the observation before a turn in which only the answer is left to write
     answer_heading: str  # given before the answer in such a turn

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from r3lite.core.episode import Step
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, named
 
 FAULTS = {"blank_answer": "has an empty answer", **LAYOUT_FAULTS}
 THOUGHT_FAULTS = {
@@ -53,14 +53,16 @@ class ThinkingChat(Chat):
     thinks = True
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
-        thought, closed, answer = (part.strip() for part in text.partition("</think>"))
+        thought, closed, answer = (part.strip() for part in text.rpartition("</think>"))
+        if not closed:
+            thought, answer = answer, ""
         begun, thought = thought.startswith("<think>"), thought.removeprefix("<think>").strip()
-        wrong = {
-            "no_thought": not (begun and thought and closed),
-            "repeated_thought": any("think>" in part for part in (thought, answer)),
-            "blank_answer": not answer,
-        }
-        return Step(thought, answer=answer or None, faults=tuple(fault for fault, found in wrong.items() if found))
+        faults = named(
+            no_thought=not (begun and thought and closed),
+            repeated_thought="think>" in f"{thought}\n{answer}",
+            blank_answer=not answer,
+        )
+        return Step(thought, answer=answer or None, faults=tuple(faults))
 
     def render(self, step: Step, number: int) -> str:
         return f"<think>\n{step.analysis}\n</think>\n\n{step.answer or ''}"

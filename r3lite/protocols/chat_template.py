@@ -16,6 +16,7 @@ from r3lite.core.errors import R3LiteError
 REMEDY = "Use a model folder with a chat template, such as that of an instruct model."
 ROLES = ("system", "user", "assistant")
 THINK, THOUGHT_END = "<think>", "</think>"
+EMPTY_THOUGHT = re.compile(rf"{THINK}\s*{THOUGHT_END}\s*$")
 # Tags of transformers around what the assistant wrote, which change nothing of the text.
 GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
 
@@ -61,11 +62,8 @@ class ChatTemplate:
             text = self.render(messages, prompt)
             gaps = re.split("\ue000[0-9]+\ue001", text)
             if re.findall("\ue000[0-9]+\ue001", text) != contents:
-                raise R3LiteError(
-                    f"{self.where}: of a chat of {', '.join(roles)} the chat template writes {'...'.join(gaps)!r}, not "
-                    "each message once and in order",
-                    REMEDY,
-                )
+                cause = f"{self.where}: of a chat of {', '.join(roles)} the chat template writes {'...'.join(gaps)!r}"
+                raise R3LiteError(f"{cause}, not each message once and in order", REMEDY)
             self._gaps[roles, prompt] = tuple(gaps)
         return self._gaps[roles, prompt]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from r3lite.core.episode import Search, Step
 from r3lite.protocols import plan
-from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, one_line
+from r3lite.protocols.base import LAYOUT_FAULTS, Protocol, asked_before, named, one_line
 from r3lite.protocols.plan import InvalidPlan, Limits, Node, Plan
 from r3lite.protocols.r3 import Headings, render_each
 from r3lite.protocols.templates import filled, opening_prompt, prompt_file, read_template
@@ -54,18 +54,14 @@ class Dag(Protocol):
     faults = FAULTS
     stop_strings = (DOCUMENTS,)  # a model that writes them would invent them
     user_turns = True
-    plans = True
+    plans = names_sources = True
     answer_heading = ANSWER
 
     @staticmethod
     def load(settings: ProtocolSettings) -> "Dag":
         """With the prompt files that the settings name; a relative path is looked up here, then among the shipped."""
         limits = Limits(settings.most_nodes, settings.most_node_words)
-        told = {
-            "sources": ", ".join(plan.SOURCES),
-            "most_nodes": str(limits.nodes),
-            "most_words": str(limits.words),
-        }
+        told = limits.told()
         init = read_template(prompt_file(settings, "init_prompt"), "question", (*told, "A"))
         step = read_template(prompt_file(settings, "step_prompt"), "documents", ("request",))
         return Dag(opening_prompt(filled(init, told), settings), step, limits, settings.system_prompt)
@@ -96,15 +92,15 @@ class Dag(Protocol):
 
     def first_search(self, question: str) -> Step:
         """A plan of one node. Braces would be references."""
-        only = Plan((Node("A", re.sub(r"[{}]", "", question)),))
-        return Step(only.text(), (Search(question, source=only.nodes[0].source),))
+        only = Node("A", re.sub(r"[{}]", "", question))
+        return Step(Plan((only,)).text(), (Search(question, source=only.source),))
 
     def example(self) -> list[Step]:
         first, second = Node("A", "one short question"), Node("B", "another one, which uses the answer {A}")
         said = "the answer of A in a few words"
         return [
-            Step(Plan((first, second), (("A", "B"),)).text(), (Search(first.query, source=first.source),)),
-            Step(f"A: {said}", (Search(second.filled({"A": said}), source=second.source),)),
+            Step(Plan((first, second), (("A", "B"),)).text(), plan.searches([first])),
+            Step(f"A: {said}", plan.searches([second], {"A": said})),
             Step("B: the answer of B in a few words", answer="the answer in a few words"),
         ]
 
@@ -118,10 +114,9 @@ class Dag(Protocol):
         if earlier:
             return self._answers(text, earlier)
         try:
-            level = plan.read(text, self.limits).levels[0]
+            return Step(text, plan.searches(plan.read(text, self.limits).levels[0]))
         except InvalidPlan as error:
             return Step(text, faults=(str(error),))
-        return Step(text, tuple(Search(node.query, source=node.source) for node in level))
 
     def _answers(self, text: str, earlier: Sequence[Step]) -> Step:
         """The step of a turn that answers nodes: it searches the next level or, if there is none, has the answer."""
@@ -130,19 +125,16 @@ class Dag(Protocol):
         answers, faults = _read_answers(body, levels[done - 1])
         step = Step(body.strip(), faults=tuple(faults))
         if final:
-            early = ("early_answer",) * (done < len(levels))
-            return _with_final(replace(step, faults=(*step.faults, *early)), final)
+            return _with_final(replace(step, faults=(*faults, *named(early_answer=done < len(levels)))), final)
         if done == len(levels):
             return replace(step, faults=(*faults, "no_final_answer"))
-        if len(answers) < len(levels[done - 1]):
-            faults.append("missing_answer")
+        faults += named(missing_answer=len(answers) < len(levels[done - 1]))
         for level, before in zip(levels, earlier[1:]):
             answers |= _read_answers(before.analysis, level)[0]
         needed = {name for node in levels[done] for name in node.references}
         if needed <= answers.keys():
-            searches = tuple(Search(node.filled(answers), source=node.source) for node in levels[done])
-            if any(asked_before(search.query, earlier) for search in searches):
-                faults.append("repeated_query")
+            searches = plan.searches(levels[done], answers)
+            faults += named(repeated_query=any(asked_before(search.query, earlier) for search in searches))
             step = replace(step, searches=searches)
         return replace(step, faults=tuple(dict.fromkeys(faults)))
 
@@ -155,27 +147,18 @@ def _read_answers(text: str, nodes: Sequence[Node]) -> tuple[dict[str, str], lis
     """The answers of nodes, by their names, and the faults of the lines that they are written in."""
     asked, answers, faults = {node.name for node in nodes}, {}, []
     for line in filter(str.strip, text.splitlines()):
-        match = LINE.fullmatch(line)
-        if not match or match[1] not in asked:
-            faults.append("text_outside_answers")
-        elif match[1] in answers:
-            faults.append("repeated_answer")
-        elif not match[2]:
-            faults.append("blank_answer")
-        else:
-            answers[match[1]] = match[2]
+        name, answer = match.groups() if (match := LINE.fullmatch(line)) else (None, "")
+        wrong = named(text_outside_answers=name not in asked, repeated_answer=name in answers, blank_answer=not answer)
+        faults += wrong[:1]
+        if not wrong:
+            answers[name] = answer
     return answers, list(dict.fromkeys(faults))
 
 
 def _with_final(step: Step, final: Sequence[str]) -> Step:
     """The step with its final answer: one, on a line. `final` are the texts after its heading."""
     line, _, rest = final[0].strip(" \t").partition("\n")
-    faults = [*step.faults]
-    if rest.strip():
-        faults.append("text_outside_answers")
-    if len(final) > 1:
-        faults.append("repeated_answer")  # it is not clear which of the two is meant
-    elif not line.strip():
-        faults.append("blank_answer")
-    usable = line.strip() if len(final) == 1 else None
-    return replace(step, answer=usable or None, faults=tuple(dict.fromkeys(faults)))
+    twice = len(final) > 1  # it is not clear which of the two is meant
+    found = named(text_outside_answers=rest.strip(), repeated_answer=twice, blank_answer=not (twice or line.strip()))
+    answer = None if twice else line.strip() or None
+    return replace(step, answer=answer, faults=tuple(dict.fromkeys((*step.faults, *found))))

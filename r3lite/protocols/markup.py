@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from r3lite.protocols.base import one_line
+from r3lite.protocols.base import named, one_line
 
 # Worded to follow `step k`.
 FAULTS = {
@@ -50,19 +50,14 @@ class Markup:
         """The blocks of a text in order, and the faults of its tags; text that is in no tag is in no block."""
         before, *contents = self._marks.split(text)
         meanings = [None, *(self._meanings[mark.lower()] for mark in self._marks.findall(text)), None]
-        blocks, faults = [], []
-        if before.strip():
-            faults.append("text_outside_tags")
+        blocks, faults = [], named(text_outside_tags=before.strip())
         for previous, (tag, opens), following, content in zip(meanings, meanings[1:-1], meanings[2:], contents):
             if opens:
                 blocks.append(Block(tag, content.strip(), closed=following == (tag, False)))
                 if not blocks[-1].closed:
                     faults.append("nested_tag" if following and following[1] else "unclosed_tag")
                 continue
-            if previous != (tag, True):
-                faults.append("unopened_tag")
-            if content.strip():
-                faults.append("text_outside_tags")
+            faults += named(unopened_tag=previous != (tag, True), text_outside_tags=content.strip())
         return blocks, faults
 
     def tags_in(self, text: str) -> set[Tag]:

@@ -8,7 +8,9 @@ answer = ["<result>", "</result>"]
 prompt = "Reason, then ask or answer. {question}"
 """
 
+import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,7 @@ TAG = re.compile(r"<[^<>\s]+>")
 def load_own(settings: ProtocolSettings) -> Protocol:
     """The format of a file; raises R3LiteError for what cannot be read without doubt."""
     own = load_toml(Path(settings.format))
-    problem = _problem(own)
-    if problem:
+    for problem in _problems(own):
         raise R3LiteError(f"the format {settings.format} {problem}", "docs/formats.md tells what such a file holds.")
     prompt = read_prompt(settings.init_prompt) if settings.init_prompt else own["prompt"].strip()
     if own["kind"] == "headings":
@@ -53,43 +54,34 @@ def load_own(settings: ProtocolSettings) -> Protocol:
     return Tags(opening_prompt(prompt, settings), think, answer, search, documents, lenient, system)
 
 
-def _problem(own: dict[str, Any]) -> str | None:
-    """What is wrong with a file's keys and values, or None."""
+def _problems(own: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a file's keys and values; those that follow a problem are not looked at."""
     if own.get("kind") not in KEYS:
-        return f"has the kind {own.get('kind')!r}; it must be {' or '.join(KEYS)}"
+        yield f"has the kind {own.get('kind')!r}; it must be {' or '.join(KEYS)}"
     needed, optional = KEYS[own["kind"]]
-    for key in own.keys() - {"kind"}:
-        if key not in (*needed, *optional):
-            return f"has the unknown key {key!r}{nearest(key, (*needed, *optional))}"
-    if missing := [key for key in needed if key not in own]:
-        return f"lacks {missing[0]}"
-    prompts = [key for key in own if key in ("prompt", "documents_prompt")]
-    if bad := [key for key in prompts if not isinstance(own[key], str) or not own[key].strip()]:
-        return f"has no text as {bad[0]}"
+    known, prompts = (*needed, *optional), own.keys() & {"prompt", "documents_prompt"}
+    yield from (f"has the unknown key {key!r}{nearest(key, known)}" for key in own if key not in ("kind", *known))
+    yield from (f"lacks {key}" for key in needed if key not in own)
+    yield from (f"has no text as {key}" for key in prompts if not isinstance(own[key], str) or not own[key].strip())
     parts = {key: value for key, value in own.items() if key not in ("kind", *prompts)}
-    return _problem_of_headings(parts) if own["kind"] == "headings" else _problem_of_tags(parts)
+    yield from _problems_of_headings(parts) if own["kind"] == "headings" else _problems_of_tags(parts)
 
 
-def _problem_of_headings(parts: dict[str, Any]) -> str | None:
-    if bad := [k for k, v in parts.items() if not isinstance(v, str) or v != " ".join(v.split()) or not v]:
-        return f"has {bad[0]} = {parts[bad[0]]!r}; it must be text on a line"
-    names = Headings(**parts)
-    own = {key: getattr(names, key) for key in HEADINGS}
-    for key, value in own.items():
-        for other, text in own.items():
-            if key != other and text.startswith(value):
-                return f"has {other} = {text!r}, which begins as {key} does"
-    return None
+def _problems_of_headings(parts: dict[str, Any]) -> Iterator[str]:
+    for key, value in parts.items():
+        if not isinstance(value, str) or value != " ".join(value.split()) or not value:
+            yield f"has {key} = {value!r}; it must be text on a line"
+    for (key, value), (other, text) in itertools.permutations(vars(Headings(**parts)).items(), 2):
+        if text.startswith(value):
+            yield f"has {other} = {text!r}, which begins as {key} does"
 
 
-def _problem_of_tags(parts: dict[str, Any]) -> str | None:
+def _problems_of_tags(parts: dict[str, Any]) -> Iterator[str]:
     for key, value in parts.items():
         whole = isinstance(value, list) and all(isinstance(end, str) and TAG.fullmatch(end) for end in value)
         if not whole or len(value) != 2:
-            return f"has {key} = {value!r}; it must be an opening and a closing tag, such as ['<think>', '</think>']"
+            yield f"has {key} = {value!r}; it must be an opening and a closing tag, such as ['<think>', '</think>']"
     every = [end.lower() for pair in parts.values() for end in pair]
-    if twice := [end for end in every if every.count(end) > 1]:
-        return f"has {twice[0]} twice"
+    yield from (f"has {end} twice" for end in every if every.count(end) > 1)
     if ("search" in parts) != ("documents" in parts):
-        return "has only one of search and documents"
-    return None
+        yield "has only one of search and documents"

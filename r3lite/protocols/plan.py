@@ -10,9 +10,11 @@ queries that name it. Knows no steps, no documents and no model.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from r3lite.core.episode import Search
 from r3lite.settings.retrieval import SOURCES
 
 NODES, EDGES = "Nodes:", "Edges:"
@@ -47,6 +49,12 @@ class InvalidPlan(ValueError):
     """A plan that cannot be run; its text is a name from FAULTS."""
 
 
+def refuse(**faults: bool) -> None:
+    """Raises InvalidPlan for the first of the faults that is there."""
+    for name in filter(faults.get, faults):
+        raise InvalidPlan(name)
+
+
 @dataclass(frozen=True)
 class Node:
     """One search of a plan: a query, in which `{A}` stands for the answer of node A, and its kind of source."""
@@ -65,12 +73,21 @@ class Node:
         return REFERENCE.sub(lambda reference: answers[reference[1]], self.query)
 
 
+def searches(nodes: Iterable[Node], answers: Mapping[str, str] = MappingProxyType({})) -> tuple[Search, ...]:
+    """The searches of nodes, with the answers of others filled in."""
+    return tuple(Search(node.filled(answers), source=node.source) for node in nodes)
+
+
 @dataclass(frozen=True)
 class Limits:
     """How large a plan may be: nodes, and words of a query."""
 
     nodes: int = 6
     words: int = 30
+
+    def told(self) -> dict[str, str]:
+        """What stands for the placeholders of an opening prompt that asks for plans."""
+        return {"sources": ", ".join(SOURCES), "most_nodes": str(self.nodes), "most_words": str(self.words)}
 
 
 @dataclass(frozen=True)
@@ -87,8 +104,7 @@ class Plan:
         while left:
             waiting = {node.name for node in left}
             ready = [n for n in left if not any(to == n.name and start in waiting for start, to in self.edges)]
-            if not ready:
-                raise InvalidPlan("cycle")
+            refuse(cycle=not ready)
             levels.append(ready)
             left = [node for node in left if node not in ready]
         return levels
@@ -105,37 +121,23 @@ def read(text: str, limits: Limits) -> Plan:
     before, found, rest = text.partition(NODES)
     written, _, edges = rest.partition(f"\n{EDGES}")
     lines = [line.strip() for line in written.splitlines() if line.strip()]
-    if not found or not lines:
-        raise InvalidPlan("no_nodes")
-    if before.strip():
-        raise InvalidPlan("text_outside_plan")
-    if f"\n{EDGES}" not in rest:
-        raise InvalidPlan("no_edges")
+    refuse(no_nodes=not (found and lines), text_outside_plan=bool(before.strip()), no_edges=f"\n{EDGES}" not in rest)
     nodes = tuple(_node(line, limits) for line in lines)
-    if len(nodes) > limits.nodes:
-        raise InvalidPlan("too_many_nodes")
-    if len({node.name for node in nodes}) < len(nodes):
-        raise InvalidPlan("repeated_node")
-    if len({" ".join(re.findall(r"[\w{}]+", node.query.casefold())) for node in nodes}) < len(nodes):
-        raise InvalidPlan("repeated_query")
-    plan = Plan(nodes, _edges(edges, {node.name for node in nodes}))
+    names, asked = {n.name for n in nodes}, {" ".join(re.findall(r"[\w{}]+", n.query.casefold())) for n in nodes}
+    count = len(nodes)
+    refuse(too_many_nodes=count > limits.nodes, repeated_node=len(names) < count, repeated_query=len(asked) < count)
+    plan = Plan(nodes, _edges(edges, names))
     _check_references(plan)
     return plan
 
 
 def _node(line: str, limits: Limits) -> Node:
     match = NODE.fullmatch(line)
-    if not match:
-        raise InvalidPlan("malformed_node")
+    refuse(malformed_node=not match)
     name, query, source = match.groups()
-    if not query:
-        raise InvalidPlan("blank_query")
-    if len(query.split()) > limits.words:
-        raise InvalidPlan("long_query")
-    known = ALSO | {source.lower(): source for source in SOURCES}
-    if source.strip().lower() not in known:
-        raise InvalidPlan("unknown_source")
-    return Node(name, query, known[source.strip().lower()])
+    known = (ALSO | {source.lower(): source for source in SOURCES}).get(source.strip().lower())
+    refuse(blank_query=not query, long_query=len(query.split()) > limits.words, unknown_source=not known)
+    return Node(name, query, known)
 
 
 def _edges(text: str, names: set[str]) -> tuple[tuple[str, str], ...]:
@@ -146,15 +148,9 @@ def _edges(text: str, names: set[str]) -> tuple[tuple[str, str], ...]:
     edges: list[tuple[str, str]] = []
     for part in parts:
         match = EDGE.fullmatch(part)
-        if not match:
-            raise InvalidPlan("malformed_edge")
+        refuse(malformed_edge=not match)
         start, to = match.groups()
-        if not {start, to} <= names:
-            raise InvalidPlan("unknown_node")
-        if start == to:
-            raise InvalidPlan("self_loop")
-        if (start, to) in edges:
-            raise InvalidPlan("repeated_edge")
+        refuse(unknown_node=not {start, to} <= names, self_loop=start == to, repeated_edge=(start, to) in edges)
         edges.append((start, to))
     return tuple(edges)
 
@@ -168,7 +164,4 @@ def _check_references(plan: Plan) -> None:
             before[node.name] = direct.union(*(before[name] for name in direct))
     for node in plan.nodes:
         for name in node.references:
-            if name not in before:
-                raise InvalidPlan("unknown_node")
-            if name not in before[node.name]:
-                raise InvalidPlan("reference_without_edge")
+            refuse(unknown_node=name not in before, reference_without_edge=name not in before[node.name])

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from r3lite.core.episode import Document, Search, Step
-from r3lite.protocols.base import STEP_FAULTS, Protocol, asked_before, one_line
+from r3lite.protocols.base import STEP_FAULTS, Protocol, asked_before, named, one_line
 from r3lite.protocols.templates import check_placeholders, filled, opening_prompt, prompt_file, read_prompt
 from r3lite.settings import ProtocolSettings
 
@@ -149,70 +149,54 @@ class R3(Protocol):
         A step with a usable query, or else a usable answer, carries it in spite of its faults, so that an episode
         can go on and be rewarded for what is right in it. With both at once, or two answers, neither is usable.
         """
-        faults = []
         opening = self._step.match(text)
-        if opening is None:
-            faults.append("no_step_heading")
-        elif int(opening[1]) != len(earlier) + 1:
-            faults.append("wrong_step_number")
-        body = text[opening.end() :] if opening else text
-        before, *parts = self.heading.split(body)
-        headings = parts[::2]
-        if opening and headings and before.strip():
-            faults.append("no_analysis")  # text that stands under no heading
-        sections: dict[str, str] = {}
+        before, *parts = self.heading.split(text[opening.end() :] if opening else text)
+        headings, sections = parts[::2], {}
         for heading, section in zip(headings, parts[1::2]):
             sections.setdefault(heading, section.strip())
-        if len(sections) < len(headings):
-            faults.append("repeated_heading")
-        if self.names.documents in sections:
-            faults.append("wrote_documents")
-        if not sections.get(self.names.analysis):
-            faults.append("no_analysis")
+        stray = opening and headings and before.strip()  # text that stands under no heading
+        faults = named(
+            no_step_heading=opening is None,
+            wrong_step_number=opening and int(opening[1]) != len(earlier) + 1,
+            repeated_heading=len(sections) < len(headings),
+            wrote_documents=self.names.documents in sections,
+            no_analysis=stray or not sections.get(self.names.analysis),
+        )
         queries = self._queries(sections, faults)
         answer = _line(sections.get(self.names.answer), "answer", faults)
         verification = self._verification(sections, faults)
-        asks = self.names.query in sections or self.names.queries in sections
-        if asks and self.names.answer in sections:
-            faults.append("query_and_answer")
-            queries, answer = [], None
-        elif headings.count(self.names.answer) > 1:
-            answer = None  # it is not clear which of the two is meant
-        elif not asks and self.names.answer not in sections:
-            faults.append("no_query_or_answer")
+        asks, answers = self.names.query in sections or self.names.queries in sections, self.names.answer in sections
+        faults += named(query_and_answer=asks and answers, no_query_or_answer=not (asks or answers))
+        if (asks and answers) or headings.count(self.names.answer) > 1:
+            queries, answer = [], None  # it is not clear which of the two is meant
         searches = tuple(map(Search, queries))
-        if any(asked_before(query, [*earlier, Step(searches=searches[:i])]) for i, query in enumerate(queries)):
-            faults.append("repeated_query")
+        again = (asked_before(query, [*earlier, Step(searches=searches[:i])]) for i, query in enumerate(queries))
+        faults += named(repeated_query=any(again))
         return Step(sections.get(self.names.analysis, ""), searches, answer, tuple(dict.fromkeys(faults)), verification)
 
     def _queries(self, sections: dict[str, str], faults: list[str]) -> list[str]:
         """The usable queries of a step. Adds to `faults`."""
         query = _line(sections.get(self.names.query), "query", faults)
-        if self.names.queries not in sections:
-            return [query] if query else []
-        if self.names.query in sections:
-            faults.append("query_and_queries")
-            return []
+        if self.names.queries not in sections or self.names.query in sections:
+            faults += named(query_and_queries=self.names.queries in sections)
+            return [query] if query and self.names.queries not in sections else []
         lines = [line for line in sections[self.names.queries].splitlines() if line.strip()]
         numbered = [NUMBERED.fullmatch(line) for line in lines]
-        if [found and found[1] for found in numbered] != [str(i) for i in range(1, len(lines) + 1)]:
-            faults.append("unnumbered_query")
         queries = [(found[2] if found else line).strip() for found, line in zip(numbered, lines)]
-        if not queries or not all(queries):
-            faults.append("blank_query")
-        if len(queries) > self.most_queries:
-            faults.append("too_many_queries")
+        faults += named(
+            unnumbered_query=[found and found[1] for found in numbered] != [str(i + 1) for i in range(len(lines))],
+            blank_query=not queries or not all(queries),
+            too_many_queries=len(queries) > self.most_queries,
+        )
         return list(filter(None, queries))[: self.most_queries]
 
     def _verification(self, sections: dict[str, str], faults: list[str]) -> str:
         """What a step verifies. Adds to `faults`."""
-        checked = sections.get(self.names.verification, "")
-        if self.names.answer in sections:
-            before_answer = list(sections)[: list(sections).index(self.names.answer)]
-            if self.verifies and not (checked and self.names.verification in before_answer):
-                faults.append("no_verification")
-        elif self.names.verification in sections:
-            faults.append("idle_verification")
+        checked, order = sections.get(self.names.verification, ""), list(sections)
+        answers, verifies = (name in sections for name in (self.names.answer, self.names.verification))
+        late = answers and verifies and order.index(self.names.verification) > order.index(self.names.answer)
+        unverified = self.verifies and answers and (late or not checked)
+        faults += named(no_verification=unverified, idle_verification=verifies and not answers)
         return checked
 
 
@@ -221,10 +205,7 @@ def _line(section: str | None, what: str, faults: list[str]) -> str | None:
     if section is None:
         return None
     line, _, rest = section.partition("\n")
-    if rest.strip():
-        faults.append(f"text_after_{what}")
-    if not line.strip():
-        faults.append(f"blank_{what}")
+    faults += named(**{f"text_after_{what}": rest.strip(), f"blank_{what}": not line.strip()})
     return line.strip() or None
 
 

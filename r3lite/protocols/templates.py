@@ -9,20 +9,12 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped
 from r3lite.settings import ProtocolSettings
 
-# The formats' own prompts, by --format and setting.
-SHIPPED = {
-    ("r3", "init_prompt"): "prompts/init_prompt.txt",
-    ("r3", "step_prompt"): "prompts/step_prompt.txt",
-    ("tags", "init_prompt"): "prompts/tags/init_prompt.txt",
-    ("solution", "init_prompt"): "prompts/solution/init_prompt.txt",
-    ("dag", "init_prompt"): "prompts/dag/init_prompt.txt",
-    ("dag", "step_prompt"): "prompts/dag/step_prompt.txt",
-}
-
 
 def prompt_file(settings: ProtocolSettings, which: str) -> str | None:
     """The prompt file that the settings name, or the format's own; None if it has no such prompt."""
-    return getattr(settings, which) or SHIPPED.get((settings.format, which))
+    name = "tags/graph" if settings.search_graph and settings.format == "tags" else settings.format
+    own = f"prompts/{'' if name == 'r3' else f'{name}/'}{which}.txt"
+    return getattr(settings, which) or (own if shipped(own).exists() else None)
 
 
 def read_template(name: str, placeholder: str, optional: tuple[str, ...] = ()) -> str:

@@ -33,13 +33,16 @@ class Thoughts:
         if self.in_format:
             return THINK * opened + text
         thought, _, rest = text.partition(THOUGHT_END)
-        return rest.lstrip() if opened or thought.lstrip().startswith(THINK) else text
+        # A model whose thought was ended for it may think all the same, and end that by its own token.
+        thinks = opened or thought.lstrip().startswith(THINK) or self.tokenizer.thought_end_id in tokens[start:]
+        return rest.lstrip() if thinks else text
 
     def written(self, given: Sequence[int], text: str) -> list[int]:
         """The tokens of a turn's text as the model writes it. A thought that is opened and not in the text is empty."""
         if not self.are_opened(given, len(given)):
             return self.tokenizer.encode_turn(text)
-        return self.tokenizer.encode(text.removeprefix(THINK) if self.in_format else self.end(given) + text)
+        written = text.removeprefix(THINK) if self.in_format else self.end(given) + text
+        return self.tokenizer.encode_written(written)
 
     def end(self, tokens: Sequence[int], start: int | None = None) -> str:
         """What ends the thought in which a turn is that begins at `start`, by default now; empty if it is in none."""

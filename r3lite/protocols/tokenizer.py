@@ -16,12 +16,14 @@ from tokenizers import Tokenizer as Backend
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record
+from r3lite.protocols.chat_template import EMPTY_THOUGHT, ROLES, THINK, THOUGHT_END, ChatTemplate
 from r3lite.protocols.chat_template import REMEDY as TEMPLATE_REMEDY
-from r3lite.protocols.chat_template import ROLES, THINK, THOUGHT_END, ChatTemplate
 from r3lite.protocols.tokenizer_files import REMEDY, chat_template, check_ids, library_errors, token_text
 
 # Chats whose tokens must be those of the rendered template: of the first message's role, up to the assistant's turn.
 PROBES = ("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user")
+THOUGHT_ENDS = (THINK, THOUGHT_END)
+Messages = Sequence[dict[str, str]]  # of `role` and `content`
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what a template may name
 
 
@@ -61,7 +63,11 @@ class Tokenizer:
             backend.no_truncation()
             backend.no_padding()
         self.size = max(self._marked.get_vocab(with_added_tokens=True).values()) + 1
-        self._added = {token.content: id for id, token in self._marked.get_added_tokens_decoder().items()}
+        added = self._marked.get_added_tokens_decoder()
+        self._added = {token.content: id for id, token in added.items()}
+        self.thought_end_id = self._added.get(THOUGHT_END)
+        # What `decode` leaves out. The ends of a thought are read even from a tokenizer that calls them special.
+        self._unread = {id for id, token in added.items() if token.special and token.content not in THOUGHT_ENDS}
         markup = "|".join(map(re.escape, sorted(self._added, key=len, reverse=True)))
         self._markup = re.compile(f"({markup or '(?!)'})")
         # SentencePiece writes a space before a text; one that goes on is encoded after this, which is then removed.
@@ -84,13 +90,12 @@ class Tokenizer:
         grows = alone == (first, self._prompt) and stop and not tail.strip() and not self.lead.strip()
         if not grows or not (self.lead or self._prompt.startswith(to_assistant)):
             texts = "...".join(alone), "...".join((first, to_assistant, to_user, self._prompt))
-            raise R3LiteError(
-                f"{template.where}: the chat template writes {texts[0]!r} of one message and {texts[1]!r} of three: "
-                "not turns that follow one another, each of the assistant's ended by a token",
-                TEMPLATE_REMEDY,
-            )
+            cause = f"{template.where}: the chat template writes {texts[0]!r} of one message and {texts[1]!r} of three"
+            wanted = "not turns that follow one another, each of the assistant's ended by a token"
+            raise R3LiteError(f"{cause}: {wanted}", TEMPLATE_REMEDY)
         self.stop, self.stop_id = stop, self._added[stop]
         self.opens_thought = THINK in self._prompt and THOUGHT_END not in self._prompt
+        self._closes_thought = bool(EMPTY_THOUGHT.search(self._prompt))
         self._trims = {role for role in ("user", "assistant") if template.trims(role)}
         self._takes_system = self._grows_after_system()
         if self._takes_system and template.trims("system"):
@@ -131,18 +136,15 @@ class Tokenizer:
             given_back = tokenizer.decode(tokenizer.encode(probe))
         check_ids(record, tokenizer._marked)
         if given_back != probe:
-            raise R3LiteError(
-                f"{path} does not give every text back as it was",
-                "r3lite needs a tokenizer of bytes with its decoder, such as that of Qwen2.5.",
-            )
+            remedy = "r3lite needs a tokenizer of bytes with its decoder, such as that of Qwen2.5."
+            raise R3LiteError(f"{path} does not give every text back as it was", remedy)
         tokenizer._check_probes()
         thinks = tokenizer.opens_thought
         if thinking == "on" and not thinks:  # Qwen3 opens no thought: without thoughts, it is given an empty one
             thinks = tokenizer._prompt != ChatTemplate(source, str(folder), tokens).gaps(("user",), prompt=True)[1]
         if (thinking == "on" and not thinks) or (thinking == "off" and thinks):
-            raise R3LiteError(
-                f"the chat template in {folder} has no switch for --thinking {thinking}", "Leave --thinking out."
-            )
+            cause = f"the chat template in {folder} has no switch for --thinking {thinking}"
+            raise R3LiteError(cause, "Leave --thinking out.")
         return tokenizer
 
     def _check_probes(self) -> None:
@@ -152,16 +154,10 @@ class Tokenizer:
             messages = [{"role": role, "content": contents[role]} for role in roles]
             text = self.template.render(self._folded(messages), prompt=True)
             expected = self._marked.encode(text, add_special_tokens=False).ids
-            ids, _ = self.chat(messages, prompt=True)
-            if ids != expected:
-                self._space_first = False
-                ids, _ = self.chat(messages, prompt=True)
-            if ids != expected:
-                raise R3LiteError(
-                    f"{self.template.where}: a chat of {', '.join(roles)} is {self._marked.decode(ids, False)!r} in "
-                    f"r3lite's tokens, and {text!r} by the chat template",
-                    TEMPLATE_REMEDY,
-                )
+            self._space_first = self._space_first and self.chat(messages, prompt=True)[0] == expected
+            if (ids := self.chat(messages, prompt=True)[0]) != expected:
+                ours = f"a chat of {', '.join(roles)} is {self._marked.decode(ids, False)!r} in r3lite's tokens"
+                raise R3LiteError(f"{self.template.where}: {ours}, and {text!r} by the chat template", TEMPLATE_REMEDY)
 
     @property
     def fingerprint(self) -> str:
@@ -177,11 +173,20 @@ class Tokenizer:
 
     def encode_turn(self, text: str) -> list[int]:
         """Token ids of the text of an assistant turn, as a model writes it from the turn's beginning on."""
-        return self.encode(self.lead + text)
+        return self.encode_written(self.lead + text)
+
+    def encode_written(self, text: str) -> list[int]:
+        """Token ids of what a model writes: as `encode`, but <think> and </think> are tokens if the vocabulary has them
+        (Qwen3, R1 distills)."""
+        if not self._added.keys() >= {*THOUGHT_ENDS}:
+            return self.encode(text)
+        first, *others = re.split(f"({'|'.join(THOUGHT_ENDS)})", text)
+        rest = [[self._added[end], *self._after_token(piece)] for end, piece in zip(others[::2], others[1::2])]
+        return self.encode(first) + [token for tokens in rest for token in tokens]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens and ids that no token has."""
-        return self._marked.decode(list(ids), skip_special_tokens=True)
+        return self._marked.decode([id for id in ids if id not in self._unread], skip_special_tokens=False)
 
     def cut(self, text: str, max_tokens: int) -> str:
         """`text` up to the last token boundary at which it takes at most `max_tokens` tokens."""
@@ -198,11 +203,7 @@ class Tokenizer:
         return text
 
     def open_chat(
-        self,
-        user: str,
-        system: str | None = None,
-        earlier: Sequence[dict[str, str]] = (),
-        shots: Sequence[dict[str, str]] = (),
+        self, user: str, system: str | None = None, earlier: Messages = (), shots: Messages = ()
     ) -> list[int]:
         """Tokens of a chat up to the model's turn after `user`, which follows a worked example and earlier messages.
 
@@ -214,7 +215,7 @@ class Tokenizer:
         messages = [*head, *shots, *earlier[len(of_earlier) :], {"role": "user", "content": user}]
         return self.chat(messages, prompt=True)[0]
 
-    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
+    def chat_text(self, messages: Messages) -> str:
         """The text of a chat up to the assistant's turn, without the token that a tokenizer puts before each text."""
         first = self._marked.decode(self._marked.encode("").ids, skip_special_tokens=False)
         return self.template.render(self._folded(messages), prompt=True).removeprefix(first)
@@ -233,11 +234,12 @@ class Tokenizer:
         """Tokens after the end of an assistant turn: a user turn and the opening of the next assistant turn."""
         return self._markup_tokens([self._to_user, self._content("user", text), self._prompt])
 
-    def chat(self, messages: Sequence[dict[str, str]], prompt: bool = False) -> tuple[list[int], list[bool]]:
+    def chat(self, messages: Messages, prompt: bool = False) -> tuple[list[int], list[bool]]:
         """Tokens of a whole conversation of `role` and `content`, and which of them the assistant wrote.
 
         The assistant wrote the contents of its turns and the tokens that end them. Contents are encoded apart from the
-        opening of the turn, as a model samples them after it. With `prompt` the assistant's next turn is opened.
+        opening of the turn, as a model samples them after it. With `prompt` the assistant's next turn is opened;
+        without, the turns are to be trained on, and R3LiteError is raised for a thought that is switched off.
         """
         for message in messages:
             if message["role"] not in ROLES:
@@ -245,30 +247,44 @@ class Tokenizer:
         messages = self._folded(messages)
         roles = tuple(message["role"] for message in messages)
         gaps = self.template.gaps(roles, prompt)
-        ids: list[int] = []
-        written: list[bool] = []
-
-        def add(tokens: Sequence[int], by_assistant: bool = False) -> None:
-            ids.extend(tokens)
-            written.extend([by_assistant] * len(tokens))
-
+        parts: list[tuple[list[int], bool]] = []  # with whether the assistant wrote them
         given = [gaps[0]]  # markup and contents in turn, since the assistant last wrote
         for message, gap in zip(messages, gaps[1:], strict=True):
             content = self._content(message["role"], message["content"])
             if message["role"] == "assistant":
-                opening = given[-1]
-                given[-1] = opening.removesuffix(self.lead)
-                add(self._markup_tokens(given))
+                opening = given[-1].removesuffix(self.lead)
+                content = given[-1][len(opening) :] + content
+                if not prompt:
+                    opening, content = self._with_thought(opening, content)
                 tail, stop, gap = self._until_token(gap)
-                add(self.encode(opening[len(given[-1]) :] + content + tail), by_assistant=True)
-                add([self._added[stop]] if stop else [], by_assistant=True)
+                said = self.encode_written(content + tail) + [self._added[token] for token in [stop] if token]
+                parts += [(self._markup_tokens([*given[:-1], opening]), False), (said, True)]
                 given = [gap]
             else:
                 given += [content, gap]
-        add(self._markup_tokens(given))
-        return ids, written
+        parts.append((self._markup_tokens(given), False))
+        return [t for tokens, _ in parts for t in tokens], [by for tokens, by in parts for _ in tokens]
 
-    def _folded(self, messages: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
+    def _with_thought(self, opening: str, text: str) -> tuple[str, str]:
+        """The opening of an assistant turn and what the assistant wrote after it, as after `open_chat`, which may have
+        begun the thought."""
+        thinks = THOUGHT_END in text and (self.opens_thought or text.lstrip().startswith(THINK))
+        if thinks:
+            self.check_thinking()
+            opening = EMPTY_THOUGHT.sub("", opening)
+        if not self.opens_thought:
+            return opening, text
+        begun = self._prompt[self._prompt.index(THINK) :]
+        text = text.lstrip().removeprefix(THINK).lstrip("\n") if thinks else f"\n{THOUGHT_END}\n\n{text}"
+        return opening + begun, text
+
+    def check_thinking(self) -> None:
+        """Raises R3LiteError if the template ends the thought of each turn before it begins."""
+        if self._closes_thought:
+            cause = "replies with a thought in <think> are trained on, and the chat template switches thoughts off"
+            raise R3LiteError(cause, "Pass --thinking on, here and to all commands that use the adapter.")
+
+    def _folded(self, messages: Messages) -> Messages:
         """Messages with the system message before the first user message, if the template has no place for it."""
         if self._takes_system or not messages or messages[0]["role"] != "system":
             return messages
@@ -285,16 +301,13 @@ class Tokenizer:
 
         Only markup has special tokens. Text between two of them is encoded as a whole, as it is in a rendered chat.
         """
-        ids: list[int] = []
-        run = ""
+        ids, run = [], ""
         for number, text in enumerate(texts):
-            for piece in self._markup.split(text) if number % 2 == 0 else [text]:
-                if number % 2 == 0 and piece in self._added:
-                    ids += self._after_token(run)
-                    ids.append(self._added[piece])
-                    run = ""
-                else:
+            for piece in [text] if number % 2 else self._markup.split(text):
+                if number % 2 or piece not in self._added:
                     run += piece
+                else:
+                    ids, run = [*ids, *self._after_token(run), self._added[piece]], ""
         return ids + self._after_token(run)
 
     def _after_token(self, text: str) -> list[int]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols import base
+from r3lite.protocols.chat import ThinkingChat
+from r3lite.protocols.chat_template import THINK
 from r3lite.protocols.thoughts import Thoughts
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import LengthSettings
@@ -98,6 +100,8 @@ class Layout:
 
     def __post_init__(self):
         self._thoughts = Thoughts(self.tokenizer, self.protocol.thinks)
+        if isinstance(self.protocol, ThinkingChat):
+            self.tokenizer.check_thinking()
 
     def prompt(self, question: str, earlier: Sequence[dict[str, str]] = (), procedure: str = "") -> list[int]:
         """The tokens that an episode about `question` opens with, after the `earlier` messages of a conversation."""
@@ -114,9 +118,8 @@ class Layout:
         question = transcript.question
         prompt = self.prompt(question.text, question.earlier, question.procedure)
         self.check_room(question, prompt)
-        if self.opening.searches and self.opening.plain:  # the prompt waits for the documents: see _observation
-            prompt = []
-        transcript.observe(prompt)
+        waits = self.opening.searches and self.opening.plain  # the prompt, for the documents: see _observation
+        transcript.observe([] if waits else prompt)
         if self.opening.searches:
             step = self.protocol.first_search(self.protocol.quoted(question.text))
             transcript.observe(self._thoughts.written(transcript.tokens, self.protocol.render(step, 1)))
@@ -135,21 +138,18 @@ class Layout:
     def turn_is_over(self, transcript: Transcript) -> bool:
         """Whether the last token written ends the current turn: by the stop token, a stop string or a limit."""
         turn = transcript.turn
-        if turn[-1] == self.tokenizer.stop_id:
+        full = len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length
+        if full or turn[-1] == self.tokenizer.stop_id:
             return True
-        if len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length:
-            return True
-        return self._may_end_stop_string(turn[-1]) and any(
-            # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one.
-            s in self.tokenizer.decode(turn[-len(s) :])
-            for s in self.protocol.stop_strings
-        )
+        # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one.
+        stops = self.protocol.stop_strings
+        return self._may_end_stop_string(turn[-1]) and any(s in self.tokenizer.decode(turn[-len(s) :]) for s in stops)
 
     def readable(self, transcript: Transcript, ended: bool) -> str:
         """The text of the current turn, from its forced heading up to a stop string, without its thought.
 
         Until the turn has `ended` it grows at its end only: a character whose bytes are not all there is held back,
-        and so is what may be the beginning of a stop string.
+        and so is what may be the beginning of a thought or of a stop string.
         """
         text = self._read(transcript)
         if transcript.held is not None:
@@ -160,6 +160,8 @@ class Layout:
         if ended:
             return text
         text = text.rstrip("\ufffd")  # what bytes that make no character are decoded to
+        if THINK.startswith(text.strip()):  # perhaps the beginning of a thought
+            return ""
         held = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         return text[: len(text) - held]
 
@@ -181,8 +183,6 @@ class Layout:
             self._close_answer(transcript, text, whole)
             return
         step = self.protocol.parse(text, steps)
-        searches = sum(bool(s.searches) for s in steps)
-        ends_at_repeats = self.lengths.end_at_idle_query
         if not whole:
             step = replace(step, searches=(), answer=None, faults=(base.CUT_OFF,))
             heading = self.protocol.finishing(text, steps)
@@ -192,9 +192,9 @@ class Layout:
             transcript.finish = CUT_OFF
         elif step.answer is not None:
             transcript.finish = ANSWERED
-        elif not step.searches or (ends_at_repeats and base.REPEATED_QUERY in step.faults):
+        elif not step.searches or (self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults):
             transcript.finish = MALFORMED
-        elif searches >= self.lengths.max_hops:
+        elif sum(bool(s.searches) for s in steps) >= self.lengths.max_hops:
             self._force_answer(transcript, step)
             return
         transcript.add_step(step)
@@ -205,14 +205,11 @@ class Layout:
         """Adds the step that was held, with the answer of the finished turn. What repeats our request is no answer."""
         step, held = self.protocol.read_answer(text, transcript.steps), transcript.held
         ours = any(base.same_query(step.answer or "", sentence) for sentence in base.NO_MORE.split(". "))
-        if not whole:
-            step = replace(step, answer=None, faults=(*step.faults, base.CUT_OFF))
-        elif ours:
-            step = replace(step, answer=None)
-        transcript.finish = ANSWERED if step.answer is not None else MALFORMED if whole else CUT_OFF
-        faults = tuple(dict.fromkeys((*held.faults, *step.faults)))
+        answer = step.answer if whole and not ours else None
+        transcript.finish = ANSWERED if answer is not None else MALFORMED if whole else CUT_OFF
+        faults = tuple(dict.fromkeys((*held.faults, *step.faults, *[base.CUT_OFF] * (not whole))))
         transcript.held = None
-        transcript.add_step(replace(step, analysis=held.analysis, searches=(), faults=faults, verification=""))
+        transcript.add_step(Step(held.analysis, answer=answer, faults=faults))
 
     def splice(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> None:
         """Gives a transcript the documents of its pending queries, a list of each.
@@ -268,7 +265,7 @@ class Layout:
         """Gives `request` and the heading of an answer; cuts the episode off if there is no room for them."""
         tokens = transcript.tokens + request
         thought_end = self._thoughts.end(tokens, len(tokens) if request else transcript.turn_start)
-        given = request + self.tokenizer.encode(thought_end + heading)
+        given = request + self.tokenizer.encode_written(thought_end + heading)
         if len(transcript.tokens) + len(given) >= self.lengths.max_length:
             transcript.finish = CUT_OFF
             if step != Step():  # a baseline has none
@@ -284,7 +281,7 @@ class Layout:
         is, if not even one document of each query fits.
         """
         heading = self._thoughts.end(self.tokenizer.opening) + self.protocol.answer_opening(1)
-        forced = len(self._given(self.protocol.answer_request)) + len(self.tokenizer.encode(heading))
+        forced = len(self._given(self.protocol.answer_request)) + len(self.tokenizer.encode_written(heading))
         kept_free = self.lengths.max_new_tokens + forced + ANSWER_ROOM
         room = self.lengths.max_length - len(transcript.tokens) - kept_free
         *earlier, last = transcript.steps

@@ -19,8 +19,8 @@ class ProtocolSettings(Section):
     in one assistant turn (arXiv 2503.09516); solution: working-out and solution in tags, without search; dag: a plan of
     searches as a graph, then its nodes (after arXiv 2506.08352); or a file of your own, FILE.toml (docs/formats.md)"""
     init_prompt: str | None = None
-    """file that opens an episode, with {question} [as shipped prompts/init_prompt.txt for r3, else
-    prompts/FORMAT/init_prompt.txt]"""
+    """file that opens an episode, with {question} [as shipped prompts/init_prompt.txt for r3,
+    prompts/tags/graph/init_prompt.txt for --search-graph, else prompts/FORMAT/init_prompt.txt]"""
     step_prompt: str | None = None
     """file that gives the documents of a query, with {documents} [as shipped prompts/step_prompt.txt, or
     prompts/dag/step_prompt.txt] (r3, dag)"""
@@ -31,9 +31,11 @@ class ProtocolSettings(Section):
     verification: bool = False
     """an answer must be preceded by `The verification:`, with the evidence for it (r3)"""
     most_nodes: Annotated[int, Bounds(low=1, high=50)] = 6
-    """most nodes of a plan (dag)"""
+    """most nodes of a plan (dag, and tags with --search-graph)"""
     most_node_words: Annotated[int, Bounds(low=1, high=1000)] = 30
-    """most words of the query of a node (dag)"""
+    """most words of the query of a node (dag, and tags with --search-graph)"""
+    search_graph: bool = False
+    """a search is a graph of queries, Nodes and Edges as in dag, which are searched at once (tags)"""
     tags: Literal["strict", "lenient"] = "strict"
     """lenient: a query or answer that is clear counts in spite of tags in other letter case, missing closing tags,
     missing thinking or text outside tags, and these are no faults (tags, solution)"""
@@ -53,6 +55,8 @@ class ProtocolSettings(Section):
         if not self.is_own and self.format not in FORMATS:
             known = f"choose from {', '.join(FORMATS)}, or name a file that ends in .toml"
             raise UsageError(f"--format is {self.format!r}{nearest(self.format, FORMATS)}; {known}")
+        if self.search_graph and self.format != "tags":
+            raise UsageError(f"--search-graph belongs to --format tags, not to {self.format}: leave it out")
         if self.format != "r3" and not self.is_own and (self.queries_per_step > 1 or self.verification):
             flag = "--verification" if self.verification else "--queries-per-step"
             raise UsageError(f"{flag} belongs to --format r3, not to {self.format}: leave it out")

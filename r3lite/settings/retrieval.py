@@ -146,10 +146,11 @@ class RetrievalSettings(Section):
             if not CONDITION.fullmatch(text.strip()):
                 raise UsageError(f"--filter {text}: write it as lang=en or year>=2020, in quotes")
 
-    def check_sources(self, plans: bool) -> None:
-        """Raises UsageError if sources have retrievers of their own though no format `plans`: only plans name them."""
-        if self.source_index and not plans:
-            raise UsageError("--source-index is for plans, whose searches name a kind of source: pass --format dag")
+    def check_sources(self, named: bool) -> None:
+        """Raises UsageError if kinds of sources have retrievers of their own, but no format has them `named`."""
+        if self.source_index and not named:
+            message = "--source-index is for plans, whose searches name a kind of source"
+            raise UsageError(f"{message}: pass --format dag, or --search-graph with --format tags")
 
     def _check_sources(self) -> None:
         for entry in self.source_index or ():

@@ -27,6 +27,7 @@ SETTINGS = {
     "r3": {},
     "r3, prompts/tiny/": TINY | {"step_prompt": "prompts/tiny/step_prompt.txt"},
     "tags": {"format": "tags"},
+    "tags, graph": {"format": "tags", "search_graph": True},
     "tags, lenient, prompts/tiny/": TINY | {"format": "tags", "tags": "lenient", "information_close": "<end>"},
     "solution": {"format": "solution"},
     "dag": {"format": "dag"},

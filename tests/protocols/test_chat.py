@@ -49,7 +49,7 @@ def test_a_blank_turn_is_none():
         ("<think></think>4", "", "4", ("no_thought",)),
         ("Two.</think>4", "Two.", "4", ("no_thought",)),
         ("Well. <think>Two.</think>4", "Well. <think>Two.", "4", ("no_thought", "repeated_thought")),
-        ("<think>a</think>4 <think>b</think>5", "a", "4 <think>b</think>5", ("repeated_thought",)),
+        ("<think>a</think>4 <think>b</think>5", "a</think>4 <think>b", "5", ("repeated_thought",)),
         ("<think>Two.</think> ", "Two.", None, ("blank_answer",)),
         ("<think>The final answer: 4", "The final answer: 4", None, ("no_thought", "blank_answer")),
         ("4", "4", None, ("no_thought", "blank_answer")),

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.tokenizer import Tokenizer
@@ -59,7 +59,8 @@ CHATS = {
 def folder(tmp_path):
     """Writes a tokenizer of a family's kind with its template."""
 
-    def write(family: str):
+    def write(family: str, thoughts: bool | None = None):
+        """With `thoughts` the ends of a thought are tokens: special ones if it is True."""
         special = SPECIAL.get(family, ["<|endoftext|>", "<|im_end|>", "<|im_start|>"])
         kind = SPIECE.get(family)
         if kind:
@@ -98,6 +99,8 @@ def folder(tmp_path):
             backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens(special)
+        if thoughts is not None:
+            backend.add_tokens([AddedToken(end, special=thoughts, normalized=False) for end in ("<think>", "</think>")])
         backend.save(str(tmp_path / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[family]}
         config |= {"bos_token": special[0], "eos_token": special[1], "pad_token": special[1]}

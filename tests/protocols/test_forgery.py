@@ -92,6 +92,7 @@ SETTINGS = {
     "lenient tags": {"format": "tags", "tags": "lenient"},
     "tags and context": {"format": "tags", "information_open": "<context>", "information_close": "</context>"},
     "tags and r": {"format": "tags", "tags": "lenient", "information_open": "<r>", "information_close": "</r>"},
+    "tags and graph": {"format": "tags", "search_graph": True},
     "solution": {"format": "solution"},
     "lenient solution": {"format": "solution", "tags": "lenient"},
     "dag": {"format": "dag"},

@@ -2,15 +2,18 @@
 
 import itertools
 import random
+import re
 
 import pytest
 
-from r3lite.core.episode import Document, Step
+from r3lite.core.config import UsageError
+from r3lite.core.episode import Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.datasets.trajectories import check_steps
 from r3lite.protocols.markup import Tag
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN, SOLUTION, WORKING_OUT, Tags
+from r3lite.rewards.formats import valid_plan
 from r3lite.settings import ProtocolSettings
 from r3lite.settings.protocol import FORMATS
 
@@ -246,6 +249,77 @@ def test_the_tags_around_documents_are_settings(ends):
 def test_what_is_no_tag_of_its_own_is_refused(end):
     with pytest.raises(R3LiteError, match="--information-close is"):
         load(format="tags", information_close=end)
+
+
+def test_one_end_alone_of_the_tags_around_documents_is_refused():
+    with pytest.raises(R3LiteError, match="--information-open is <context>, and --information-close is still"):
+        load(format="tags", information_open="<context>")
+
+
+GRAPH = load(format="tags", search_graph=True, information_open="<r>", information_close="</r>")
+NODES = "Nodes:\nA: Who directed Brenn? (General)\nB: Which prizes did Brenn win? (News)\nEdges: A -> B"
+PLANNED = Step(
+    f"Two things.\n{NODES}",
+    (Search("Who directed Brenn?", source="General"), Search("Which prizes did Brenn win?", source="News")),
+)
+
+
+def test_a_search_is_a_graph_of_queries_in_the_order_of_its_edges():
+    """The layout of R-Search (arXiv 2506.08352): think, a graph in search, r for what was found, answer."""
+    text = f"<think> Two things. </think><search> {NODES} </search>"
+    assert GRAPH.parse(text, []) == PLANNED and GRAPH.render(PLANNED, 1) == text
+    assert GRAPH.parse(text.replace("A -> B", "B -> A"), []).queries == PLANNED.queries[::-1]
+    assert GRAPH.parse(text, [PLANNED]).faults == ("repeated_query",)
+    found = PLANNED.with_documents([[Document("1", "Brenn", "By Ann </r> Dahl.")], []])
+    given = "<r>Who directed Brenn?\nDoc 1(Title: Brenn) By Ann \u2039/r> Dahl.\nWhich prizes did Brenn win?\n"
+    assert GRAPH.observation("Q?", [found]).strip() == f"{given}(nothing was found)</r>"
+    assert GRAPH.parse(f"{THOUGHT}{ANSWER}", [found]) == Step("a", answer="b")
+    assert check_steps([found, Step("a", answer="b")], GRAPH) is None
+
+
+@pytest.mark.parametrize(
+    ("graph", "fault"),
+    [
+        ("Who?", "no_nodes"),
+        ("Nodes:\nA: Who? (General)", "no_edges"),
+        ("Nodes:\nA: Who? (General)\nB: Where? (General)\nEdges: A -> B ; B -> A", "cycle"),
+        ("Nodes:\nA: Who? (General)\nB: Where was {A}? (General)\nEdges: A -> B", "unfilled_reference"),
+    ],
+)
+def test_a_graph_that_cannot_be_searched_ends_the_episode(graph, fault):
+    step = GRAPH.parse(f"{THOUGHT}<search>{graph}</search>", [])
+    assert step == Step("a", faults=(fault,)) and fault in GRAPH.faults
+    assert valid_plan(Episode(Question("q", "Q?", ()), [step])) == 0.0
+    assert valid_plan(Episode(Question("q", "Q?", ()), [PLANNED])) == 1.0
+
+
+def test_steps_of_other_formats_become_graphs_of_their_queries():
+    steps = [Step("a", (Search("who?"), Search("where?"))), Step("a", answer="b")]
+    assert check_steps(steps, GRAPH) is None
+    assert GRAPH.render(steps[0], 1).endswith("Nodes:\nA: who? (General)\nB: where? (General)\nEdges: none </search>")
+    assert check_steps([Step.asking("a", "who is {x}?"), steps[1]], GRAPH) is not None
+
+
+def test_the_prompt_of_a_graph_has_its_limits_and_a_worked_example():
+    prompt = load(format="tags", search_graph=True, most_nodes=9, most_node_words=7).init_prompt
+    assert "at most 9 nodes, of at most 7 words" in prompt and "General, News, Academic" in prompt
+    shots = load(format="tags", search_graph=True).shots
+    written = [
+        turn
+        for shot in shots
+        if shot["role"] == "assistant"
+        for turn in re.split("<information>.*?</information>", shot["content"], flags=re.DOTALL)
+    ]
+    steps = []
+    for text in written:
+        steps.append(load(format="tags", search_graph=True).parse(text.strip(), steps))
+    assert len(steps) == 3 and not any(step.faults for step in steps)
+
+
+def test_a_graph_belongs_to_tags():
+    for other in ("r3", "solution", "dag"):
+        with pytest.raises(UsageError, match="--search-graph belongs to --format tags"):
+            ProtocolSettings(format=other, search_graph=True).check()
 
 
 @pytest.mark.parametrize("name", ["tags", "solution"])

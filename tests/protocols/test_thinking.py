@@ -3,6 +3,8 @@
 import pytest
 
 from r3lite.core.episode import ANSWERED, Document, Question, Step
+from r3lite.core.errors import R3LiteError
+from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout, Transcript
@@ -101,3 +103,77 @@ def test_what_a_user_sees_while_it_is_written_has_no_thought(layout):
     transcript.write(layout.tokenizer.encode("Hm, which"))
     readable = layout.readable(transcript, ended=False)
     assert readable == ("<think>Hm, which" if layout.protocol.thinks else "")
+
+
+TRACE = "<think>\nHm, which book?\n</think>\n\nAda"
+ASKED = [{"role": "user", "content": WHO.text}]
+
+
+def taught(tokenizer, reply: str) -> tuple[list[int], list[int]]:
+    """The tokens of an SFT row that are given, and those that are trained on."""
+    ids, written = tokenizer.chat([*ASKED, {"role": "assistant", "content": reply}])
+    start, end = written.index(True), len(written) - written[::-1].index(True)
+    assert all(written[start:end])
+    return ids[:start], ids[start:end]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("family", "thinking"), [("qwen3", "on"), ("r1", "auto")])
+def test_a_thought_is_trained_on_after_the_prompt_that_it_is_sampled_after(folder, family, thinking, special):  # noqa: F811
+    """Its ends are the tokens that the model knows them by. They were trained on as text, after an empty thought of the
+    template's in Qwen3, and with the <think> that R1's prompt gives."""
+    tokenizer = Tokenizer.load(folder(family, special), thinking)
+    given, said = taught(tokenizer, TRACE)
+    assert given == tokenizer.open_chat(WHO.text)
+    ends = [tokenizer._added[end] for end in ("<think>", "</think>")]
+    assert [token for token in said if token in ends] == ends[family == "r1" :]
+    transcript, layout = Transcript(WHO), Layout(tokenizer, ThinkingChat(), LengthSettings())
+    layout.open(transcript)
+    transcript.write(said)
+    layout.close_turn(transcript)
+    assert transcript.steps == [Step("Hm, which book?", answer="Ada")]
+
+
+def test_only_the_assistant_s_thoughts_are_tokens(folder):  # noqa: F811
+    tokenizer = Tokenizer.load(folder("qwen3", False), "on")
+    end = tokenizer._added["</think>"]
+    assert end not in tokenizer.encode("</think>") and end not in tokenizer.open_chat("What is </think>?")
+    assert tokenizer.encode_written("a</think>b").count(end) == 1
+
+
+def test_a_reply_without_a_thought_teaches_an_empty_one_where_the_prompt_opens_it(folder):  # noqa: F811
+    tokenizer = Tokenizer.load(folder("r1", False))
+    given, said = taught(tokenizer, "Ada")
+    assert given == tokenizer.open_chat(WHO.text) and tokenizer.decode(said) == "\n</think>\n\nAda"
+
+
+@pytest.mark.parametrize("thinking", ["auto", "off"])
+def test_a_thought_that_is_switched_off_is_not_trained_on(folder, thinking):  # noqa: F811
+    tokenizer = Tokenizer.load(folder("qwen3", False), thinking)
+    with pytest.raises(R3LiteError, match=r"the chat template switches thoughts off\n.*--thinking on"):
+        taught(tokenizer, TRACE)
+    with pytest.raises(R3LiteError, match="--thinking on"):
+        Layout(tokenizer, ThinkingChat(), LengthSettings())
+    assert taught(tokenizer, "Ada")[0] == tokenizer.open_chat(WHO.text)
+
+
+def test_a_thought_in_spite_of_the_switch_is_no_answer(folder):  # noqa: F811
+    layout = Layout(Tokenizer.load(folder("qwen3", False), "off"), Chat(), LengthSettings())
+    for tokens, answer in (
+        (layout.tokenizer.encode_written("Hm.\n</think>\n\nAda"), "Ada"),
+        (layout.tokenizer.encode("It ends with </think>."), "It ends with </think>."),  # text about it
+    ):
+        transcript = opened(layout)
+        transcript.write([*tokens, layout.tokenizer.stop_id])
+        layout.close_turn(transcript)
+        assert transcript.steps == [Step(answer=answer)]
+
+
+def test_the_beginning_of_a_thought_is_held_back(folder):  # noqa: F811
+    layout = Layout(Tokenizer.load(folder("qwen3"), "on"), Chat(), LengthSettings())
+    seen = []
+    for text in ("<", "<thi", TRACE[:12], TRACE, "<this> is"):
+        transcript = opened(layout)
+        transcript.write(layout.tokenizer.encode(text))
+        seen.append(layout.readable(transcript, ended=False))
+    assert seen == ["", "", "", "Ada", "<this> is"]
