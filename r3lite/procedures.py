@@ -1,6 +1,7 @@
 """Lists, checks and adds procedures, and shows which one fits a question."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from r3lite.core import command
 from r3lite.core.config import UsageError
@@ -33,6 +34,8 @@ def procedures(config: ProceduresConfig) -> None:
     if config.common.output:
         raise UsageError("--output has no use here: --add writes into --procedures")
     found = read_procedures(path, missing_ok=given.add is not None)
+    if given.add and Path(path).is_dir():
+        raise UsageError(f"--add writes into a file, and --procedures {path} is a folder: copy {given.add} into it")
     if given.add:
         names = {folded(p.name) for p in found}
         more = read_procedures(given.add)

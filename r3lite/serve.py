@@ -28,7 +28,9 @@ def serve(config: ServeConfig) -> None:
         place = f"[{host}]" if ":" in host else host
         message = ", ".join(f"{mode} by {adapter}" for mode, adapter in answering.modes.items())
         print(f"serving {message}\nhttp://{place}:{port}  (Ctrl-C ends)", flush=True)
-        desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic)
+        for note in answering.notes.values():
+            print(f"{note}; to chat, name base among --adapters and pass --chat-adapter base", flush=True)
+        desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic, answering.notes)
         app = build_app(desk, config.server, config.limits, token)
         settings = uvicorn.Config(
             app,

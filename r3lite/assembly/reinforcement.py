@@ -31,7 +31,7 @@ from r3lite.rl import algorithms
 from r3lite.rl.batch import Batch
 from r3lite.rl.learner import Learner
 from r3lite.settings import PpoConfig
-from r3lite.training import loop
+from r3lite.training import loop, metrics
 from r3lite.training.guard import Guard
 from r3lite.training.metrics import Stopwatch
 from r3lite.training.oversight import Oversight
@@ -66,7 +66,7 @@ class RLTrainer:
             self.guard.forget_rewards()
         sampled = self.sampler.sample(number, watch)
         append_jsonl(self.episodes_file, sampled.records(number))
-        metrics = sampled.metrics()
+        found = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale
         if rollouts := sampled.rollouts(self.config.rl.failed_below):
             if self.teacher:
@@ -75,11 +75,11 @@ class RLTrainer:
             else:
                 batch = Batch.of(rollouts)
             with watch.stage("update"):
-                metrics |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
+                found |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
         judge = self.sampler.judge
-        metrics |= (judge.counts() if judge else {}) | watch.laps
-        rl_setup.warn_of_no_reward(self.config, self.guard, metrics)
-        return metrics, sampled.tokens
+        found |= (judge.counts() if judge else {}) | watch.laps
+        rl_setup.warn_of_no_reward(self.config, self.guard, found)
+        return found, sampled.tokens
 
     def explain_overflow(self) -> str:
         """Which layer overflowed first in the last micro-batch."""
@@ -117,7 +117,8 @@ def train(config: PpoConfig) -> None:
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
         if loop.train(run, trainer, oversight, spans):
-            print(f"done: {run.output / 'adapter'}{oversight.note()}; answers: {file}{note_on(judge)}")
+            ended = rl_setup.outcome_of(config, metrics.read(run.output / metrics.FILE))
+            print(f"{ended}: {run.output / 'adapter'}{oversight.note()}; answers: {file}{note_on(judge)}")
 
 
 def check(config: PpoConfig) -> None:

@@ -165,9 +165,9 @@ class ReportSettings(Section):
     """Report."""
 
     runs: Annotated[tuple[str, ...] | None, Trait.BARE, Required("the folder of a run, or several")] = None
-    """folders of runs and evaluations, folders that hold some, and files of trajectories"""
+    """folders of runs and evaluations, folders that hold some, and files of trajectories or questions"""
     model: str | None = None
-    """count tokens of this model (folder, hub id or tiny) in files of trajectories; without it, words"""
+    """count tokens of this model (folder, hub id or tiny) in files of trajectories or questions; without it, words"""
     png: str | None = None
     """also write each chart as a PNG file into this folder (extra plots)"""
     watch: bool = False

@@ -170,8 +170,8 @@ class ProcedureSettings(Section):
     """Procedures."""
 
     procedures: str | None = None
-    """JSON file of procedures (name, description, trigger, category, priority, steps); that which fits a question best
-    stands before it, and where none fits, nothing does"""
+    """JSON file of procedures (name, description, trigger, category, priority, steps), or a folder of such files; that
+    which fits a question best stands before it, and where none fits, nothing does"""
     procedures_by: Literal["both", "triggers"] = "both"
     """what makes one fit: its trigger words in the question; both: these, or else a near description by --encoder"""
     procedures_floor: Annotated[float, Bounds(low=-1.0, high=1.0)] = 0.85
