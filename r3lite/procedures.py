@@ -31,8 +31,6 @@ def procedures(config: ProceduresConfig) -> None:
     path, given = config.procedures.procedures, config.file
     if path is None:
         raise UsageError("--procedures is missing: a JSON file of procedures; docs/procedures.md shows one")
-    if config.common.output:
-        raise UsageError("--output has no use here: --add writes into --procedures")
     found = read_procedures(path, missing_ok=given.add is not None)
     if given.add and Path(path).is_dir():
         raise UsageError(f"--add writes into a file, and --procedures {path} is a folder: copy {given.add} into it")

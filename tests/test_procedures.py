@@ -57,7 +57,7 @@ def test_others_are_added_and_none_twice(mine, tmp_path, capsys):
 def test_what_is_missing_is_told(tmp_path, capsys):
     assert "--procedures is missing" in told(capsys, status=2)
     assert "none.json cannot be read" in told(capsys, "--procedures", tmp_path / "none.json", status=1)
-    assert "--output has no use" in told(capsys, "--procedures", "x", "--output", "y", status=2)
+    assert "--output is y, and would do nothing" in told(capsys, "--procedures", "x", "--output", "y", status=2)
 
 
 def test_a_folder_of_procedures_is_read_file_by_file(mine, tmp_path, capsys):

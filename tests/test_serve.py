@@ -239,7 +239,7 @@ def test_without_its_packages_it_names_the_extra(monkeypatch, capsys, package):
 @pytest.mark.parametrize(
     ("argv", "status", "cause"),
     [
-        (["--output", "x", "--retriever", "none"], 2, "no file is written"),
+        (["--output", "x", "--retriever", "none"], 2, "--output is x, and would do nothing"),
         (["--cors-origins", "*"], 2, "--cors-origins is *"),
         (["--port", "99999"], 2, "at most 65535"),
         ([], 2, "--index is missing"),

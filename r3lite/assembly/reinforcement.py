@@ -39,10 +39,6 @@ from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
 
 EPISODES = "episodes.jsonl"
-# Settings that pay for searches, or ask for them.
-ABOUT_SEARCHES = (
-    "least_searches", "search_bonus", "idle_query_penalty", "process_recall", "process_judge", "expand_limit",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,6 @@ def train(config: PpoConfig) -> None:
             cause = "no question of --data or [[sources]] has gold paragraphs, and --expand-limit goes on from these"
             raise R3LiteError(cause, "Leave it out, or train on questions whose supporting paragraphs are marked.")
         protocols = protocols_of(config.protocol, config.mixture)
-        config.retrieval.check_sources(any(protocol.plans for protocol in protocols.values()))
         asking = [question for question in questions if protocols[question.source].searches] or questions
         setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
         retrieve = build_retriever(setup)
@@ -132,15 +127,10 @@ def check(config: PpoConfig) -> None:
     protocols = protocols_of(config.protocol, config.mixture)
     if not any(protocols[name].searches for name in names):
         what = "no source has" if config.mixture.sources else f"--format {config.protocol.format} has no"
-        for name in ABOUT_SEARCHES:
-            if value := flat(config)[name]:
-                raise UsageError(f"{flag(name)} is {value}, and {what} searches")
         if idle := [reward.name for reward in named if reward.function in SEARCHING]:
             raise UsageError(f"--rewards names {idle[0]}, and {what} searches")
     for name in ("traces", "teacher_logprobs"):
         if config.mixture.sources and flat(config)[name]:
             raise UsageError(f"{flag(name)} belongs to the questions of --data: leave it or [[sources]] out")
-    if config.rl.expand_limit and config.retrieval.retriever == "none":
-        raise UsageError("--expand-limit goes on after queries that brought gold paragraphs, and --retriever is none")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
     rl_guidance.check(config)

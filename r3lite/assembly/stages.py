@@ -108,8 +108,8 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         return run_stage(title, commands, "sft", [*arguments, *LESSONS.get(settings.format, []), *quick["sft"]])
 
     if settings.format != "solution":
-        passages = ["--corpus", str(world / "corpus.jsonl")]
-        run_stage("index the encyclopedia", commands, "index", [*shared, *passages, "--output", str(out / "index")])
+        passages = ["--preset", common.preset, "--corpus", str(world / "corpus.jsonl")]
+        run_stage("index the encyclopedia", commands, "index", [*passages, "--output", str(out / "index")])
     trajectories = out / "trajectories.jsonl"
     title = f"collect trajectories for the cold start; {HURRIED:.0%} of them, on purpose, answer one hop too early"
     collected(title, trajectories, "--hurried-share", str(HURRIED))

@@ -72,11 +72,6 @@ class CollectSettings(Section):
     keep: Annotated[int, Bounds(low=1, high=1024)] = 2
     """most of them that are kept of a question, the shortest, no two with the same queries"""
 
-    def check(self) -> None:
-        if self.demonstrations == "evidence" and (self.insert_gold or self.hurried_share):
-            flag = "--insert-gold" if self.insert_gold else "--hurried-share"
-            raise UsageError(f"{flag} is for --demonstrations sub-questions: pass that too, or leave it out")
-
 
 @dataclass(frozen=True)
 class TeacherCacheSettings(Section):
@@ -241,8 +236,6 @@ class ExportSettings(Section):
             raise UsageError("--weights nf4 is for --form folder; others have fp32, bf16, fp16, and gguf q8_0")
         if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
             raise UsageError(f"--push {self.push} is not the name of a repository: write it as OWNER/NAME")
-        if self.yes and self.push is None:
-            raise UsageError("--yes uploads, and --push is missing: the repository")
         budget_bytes(self.max_shard_size, "--max-shard-size")
 
 

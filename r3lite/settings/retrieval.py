@@ -121,35 +121,11 @@ class RetrievalSettings(Section):
             names = (*RETRIEVERS, *SERVICES)
             known = f"choose from {', '.join(names)}, or pass the address of a server"
             raise UsageError(f"retriever is {self.retriever!r}; {known}{nearest(self.retriever, names)}")
-        own = {"--corpus": self.corpus, "--index": self.index, "--context": self.context == "question"}
-        if (self.is_remote or self.is_web) and (given := [name for name, value in own.items() if value]):
-            raise UsageError(f"--retriever {self.retriever} has its own passages: leave {given[0]} out")
-        if self.context == "question" and (self.corpus or self.index):
-            given = "--index" if self.index else "--corpus"
-            raise UsageError(f"--context question searches the question's own paragraphs: leave {given} out")
-        self._check_filter()
-        encodes = self.retriever in ("semantic", "hybrid") or self.is_collection or self.is_web
-        if self.query_cache and (not encodes or self.encoder == "hashing"):
-            what = f"--retriever {self.retriever}" if not encodes else "--encoder hashing"
-            raise UsageError(f"--query-cache saves the work of an encoder, and {what} has none")
-        if self.rerank and "://" in self.rerank and (problem := problem_of_address(self.rerank)):
-            raise UsageError(f"the address of --rerank {problem}; pass one such as http://host:8000/rerank")
-        if self.rerank and self.retriever in ("golden", "none"):
-            raise UsageError(f"--rerank orders what a search brings, and --retriever {self.retriever} does not search")
-
-    def _check_filter(self) -> None:
-        if self.filter and (self.is_remote or self.is_web or self.retriever in ("golden", "none")):
-            raise UsageError(f"--filter is for --index and --corpus, and --retriever {self.retriever} has neither")
-        if self.filter and self.context == "question":
-            raise UsageError("--filter chooses among passages of a corpus: leave --context question out")
         for text in self.filter or ():
             if not CONDITION.fullmatch(text.strip()):
                 raise UsageError(f"--filter {text}: write it as lang=en or year>=2020, in quotes")
-
-    def check_sources(self, plans: bool) -> None:
-        """Raises UsageError if sources have retrievers of their own though no format `plans`: only plans name them."""
-        if self.source_index and not plans:
-            raise UsageError("--source-index is for plans, whose searches name a kind of source: pass --format dag")
+        if self.rerank and "://" in self.rerank and (problem := problem_of_address(self.rerank)):
+            raise UsageError(f"the address of --rerank {problem}; pass one such as http://host:8000/rerank")
 
     def _check_sources(self) -> None:
         for entry in self.source_index or ():
@@ -159,8 +135,6 @@ class RetrievalSettings(Section):
         if self.source_index:
             if len(self.of_sources) < len(self.source_index):
                 raise UsageError("--source-index names a kind of source twice")
-            if self.context == "question" or self.retriever in ("golden", "none"):
-                raise UsageError("--source-index chooses where to search; leave out what does not search a corpus")
             for settings in self.of_sources.values():
                 settings.check()
 
