@@ -17,8 +17,6 @@ def ask(config: AskConfig) -> None:
     question = config.ask.question
     if question is not None and not question.strip():
         raise UsageError("the question is empty")
-    if config.common.output:
-        raise UsageError("--output has no use here, as no file is written; redirect what --json prints")
 
     from r3lite.assembly.answering import build_engine, open_retriever
     from r3lite.assembly.asking import Conversation

@@ -21,8 +21,6 @@ def run(config: CollectConfig) -> None:
         return
     from r3lite.assembly import teacher  # after the arguments are read: torch takes seconds to load
 
-    if config.common.output:
-        raise UsageError("--teacher-logprobs names what is written: leave --output out")
     teacher.write_cache(config)
 
 

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError, flag, flat
+from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer
 from r3lite.settings import EvaluateConfig
@@ -14,8 +14,6 @@ def evaluate(config: EvaluateConfig) -> None:
     from r3lite.evaluation.folder import check_output, compare_predictions
 
     if config.evaluate.compare:
-        if config.data.data:
-            raise UsageError("--compare reads two evaluations that are there; leave --data out")
         compare_predictions(*config.evaluate.compare, config.common.seed, config.common.output)
         return
     if not config.data.data:
@@ -30,22 +28,13 @@ def evaluate(config: EvaluateConfig) -> None:
 
 
 def check_baseline(config: EvaluateConfig) -> None:
-    """Refuses what a baseline lacks, and what was given that it does not use."""
+    """Refuses a baseline that lacks what it is about."""
     from r3lite.protocols.registry import build_protocol
     from r3lite.protocols.transcript import OPENINGS
 
     baseline = config.evaluate.baseline
     opening = OPENINGS[baseline]
     protocol = build_protocol(config.protocol, opening)
-    if opening.plain:
-        sections = (config.protocol, config.procedures)
-        unused = {name for section in sections for name in vars(section)} - {"system_prompt"}
-        unused |= {"max_hops", "end_at_idle_query"} | ({"retriever"} if baseline != "rag" else set())
-        now, usual = flat(config), flat(command.usual("evaluate", config))
-        if given := [name for name in now if name in unused and now[name] != usual[name]]:
-            message = f"--baseline {baseline} has no use for {flag(given[0])} {now[given[0]]}"
-            raise UsageError(f"{message}: it asks in a plain chat, once; leave it out")
-    config.retrieval.check_sources(protocol.names_sources)
     if opening.searches and config.retrieval.retriever == "none":
         raise R3LiteError(f"--baseline {baseline} retrieves, and --retriever is none", "Choose a retriever.")
     if opening.searches and not protocol.searches:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError, flag
+from r3lite.core.config import UsageError
 from r3lite.core.files import sole_writer
 from r3lite.settings import CommandConfig, DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
@@ -35,7 +35,6 @@ def work(config: IndexConfig) -> None:
     from r3lite.retrieval.building import check_output
 
     settings, output = config.index, config.common.output
-    check(config)
     if settings.edits:
         if not output:
             raise UsageError("--output is missing: the folder of the index to change")
@@ -53,13 +52,6 @@ def work(config: IndexConfig) -> None:
         indexing.build(settings, config.chunking, output)
 
 
-def check(config: IndexConfig) -> None:
-    """Raises UsageError if settings of cutting are given with passages that are cut already."""
-    cuts = config.index.documents or (config.index.add and Path(config.index.add).is_dir())
-    if not cuts and (given := [n for n, v in vars(config.chunking).items() if v != vars(DocumentSettings())[n]]):
-        raise UsageError(f"{flag(given[0])} is about --documents; JSONL files' passages stay as they are: leave it out")
-
-
 def plan(config: IndexConfig) -> str:
     """What the index would take, for a dry run, which does not load the encoder."""
     from r3lite.retrieval.corpus import count_lines
@@ -67,7 +59,6 @@ def plan(config: IndexConfig) -> str:
     from r3lite.retrieval.encoder import known_dimension
     from r3lite.retrieval.index_size import choose
 
-    check(config)
     settings = config.index
     if settings.documents:
         count = len(read_folder(settings.documents, config.chunking).documents)

@@ -54,8 +54,6 @@ def make(config: PlanSftConfig | PlanRlConfig) -> "Plan":
         sampling = config.sampling
         workload = round_workload(config)
     if config.elsewhere.card:
-        if config.model.device not in ("auto", "cuda"):
-            raise UsageError(f"--card plans for a CUDA card, and --device is {config.model.device}: leave one out")
         return plan_for_card(config.elsewhere.card, workload, config.model.dtype, config.memory, sampling)
     return make_plan(workload, config.memory, sampling)
 

@@ -1,6 +1,7 @@
 """Lists, checks and adds procedures, and shows which one fits a question."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from r3lite.core import command
 from r3lite.core.config import UsageError
@@ -30,9 +31,9 @@ def procedures(config: ProceduresConfig) -> None:
     path, given = config.procedures.procedures, config.file
     if path is None:
         raise UsageError("--procedures is missing: a JSON file of procedures; docs/procedures.md shows one")
-    if config.common.output:
-        raise UsageError("--output has no use here: --add writes into --procedures")
     found = read_procedures(path, missing_ok=given.add is not None)
+    if given.add and Path(path).is_dir():
+        raise UsageError(f"--add writes into a file, and --procedures {path} is a folder: copy {given.add} into it")
     if given.add:
         names = {folded(p.name) for p in found}
         more = read_procedures(given.add)

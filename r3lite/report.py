@@ -1,14 +1,14 @@
 """One self-contained HTML page of a run, or of several side by side."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.files import write_text
+from r3lite.core.files import read_jsonl, write_text
 from r3lite.reports import png
-from r3lite.reports.data import read_data
+from r3lite.reports.data import DataFile, of_questions, read_data
 from r3lite.reports.page import Report, html
 from r3lite.reports.run import Run, read_runs
 from r3lite.settings import CommandConfig, ReportSettings
@@ -22,9 +22,10 @@ class ReportConfig(CommandConfig):
     """Writes a page of what a run did: python -m r3lite.report runs/ppo
 
     Names of several folders put their runs side by side; a folder that holds runs, such as quickstart's, stands for
-    all of them; a file that `collect` wrote is shown by the lengths of its parts. The page is one file without a script
-    that needs no network: charts of training, scores with intervals and errors of evaluations, episodes with their
-    documents and rewards. It is written to --output, by default report.html in the first folder that is named.
+    all of them; a file of trajectories or questions is shown by the lengths of its parts. The page is one file
+    without a script that needs no network: charts of training, scores with intervals and errors of evaluations,
+    episodes with their documents and rewards. It is written to --output, by default report.html in the first folder
+    that is named.
     """
 
     report: ReportSettings = ReportSettings()
@@ -64,7 +65,17 @@ def read(settings: ReportSettings) -> Report:
         tokenizer = Tokenizer.load(resolve_folder(settings.model))
         length, unit = (lambda text: len(tokenizer.encode(text))), "tokens"
     runs = read_runs(folders)
-    return Report(runs, [read_data(file, length, unit) for file in files], differences(runs))
+    return Report(runs, [read_file(file, length, unit) for file in files], differences(runs))
+
+
+def read_file(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
+    """What there is in a file of trajectories, or else of questions of any supported format."""
+    from r3lite.datasets.qa import read_questions
+
+    first = next(read_jsonl(path, on_bad=lambda bad: None), None)
+    if first is not None and "steps" in first:
+        return read_data(path, length, unit)
+    return of_questions(path.name, read_questions(path), length, unit)
 
 
 def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:

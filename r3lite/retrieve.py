@@ -33,7 +33,6 @@ class RetrieveConfig(CommandConfig):
 
 
 def retrieve(config: RetrieveConfig) -> None:
-    config.retrieval.check_sources(plans=False)
     if config.retrieve.serve:
         answer_queries(config)
     elif config.retrieve.query:
@@ -48,8 +47,6 @@ def answer_queries(config: RetrieveConfig) -> None:
     """Serves the retriever until it is interrupted."""
     from r3lite.retrieval.server import serve
 
-    if config.retrieve.query or config.retrieve.gap_report:
-        raise UsageError("--serve answers the queries of others: leave --query and --gap-report out")
     if config.retrieval.context == "question" or config.retrieval.retriever in ("golden", "none"):
         raise UsageError("--serve has no questions of --data: leave --context question, golden and none out")
     serve(read_setup(config, config.retrieval.top_k), config.retrieve.host, config.retrieve.port)
@@ -72,8 +69,6 @@ def show_query(config: RetrieveConfig) -> None:
 
     if config.retrieval.context == "question" or config.retrieval.retriever == "golden":
         raise UsageError("--query belongs to no question of --data: leave out --context question and golden")
-    if config.retrieve.gap_report:
-        raise UsageError("--gap-report is about the questions of --data: leave --query out")
     query, setup = config.retrieve.query, read_setup(config, config.retrieval.top_k)
     (outcome,) = build_retriever(setup)([(Question("query", query, ()), query)])
     if isinstance(outcome, Failure):

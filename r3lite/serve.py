@@ -3,7 +3,6 @@
 import time
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
 from r3lite.serving.listening import check_extra, listen, token_of
 from r3lite.settings import ServeConfig
 
@@ -11,8 +10,6 @@ from r3lite.settings import ServeConfig
 def serve(config: ServeConfig) -> None:
     check_extra()
     token = token_of(config.server)
-    if config.common.output:
-        raise UsageError("--output has no use here, as no file is written")
     with listen(config.server) as listening:  # before the model is loaded, so that a port in use shows at once
         import uvicorn
 
@@ -28,7 +25,9 @@ def serve(config: ServeConfig) -> None:
         place = f"[{host}]" if ":" in host else host
         message = ", ".join(f"{mode} by {adapter}" for mode, adapter in answering.modes.items())
         print(f"serving {message}\nhttp://{place}:{port}  (Ctrl-C ends)", flush=True)
-        desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic)
+        for note in answering.notes.values():
+            print(f"{note}; to chat, name base among --adapters and pass --chat-adapter base", flush=True)
+        desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic, answering.notes)
         app = build_app(desk, config.server, config.limits, token)
         settings = uvicorn.Config(
             app,

@@ -156,8 +156,16 @@ def test_nothing_kept_is_a_failure_that_says_why(tmp_path, capsys):
         (["--source", "gold"], 2, "--data is missing"),
         (["--source", "golden", "--data", "x"], 2, "did you mean gold?"),
         (["--data", "missing.json"], 1, "there is no such file"),
-        (["--data", "x", "--insert-gold"], 2, "--insert-gold is for --demonstrations sub-questions"),
-        (["--data", "x", "--hurried-share", "0.5"], 2, "--hurried-share is for --demonstrations sub-questions"),
+        (
+            ["--data", "x", "--insert-gold"],
+            2,
+            "--insert-gold is True, and would do nothing here: it is for --demonstrations sub-questions",
+        ),
+        (
+            ["--data", "x", "--hurried-share", "0.5"],
+            2,
+            "--hurried-share is 0.5, and would do nothing here: it is for --demonstrations sub",
+        ),
         (["--data", "x", "--output", "."], 1, "is a folder"),
     ],
 )

@@ -1,5 +1,6 @@
 """`collect --source self`: a toy that says what its episodes' own streams draw from a script; the tiny checkpoint."""
 
+import functools
 import re
 
 import pytest
@@ -177,8 +178,9 @@ def test_questions_of_an_evaluation_are_left_out_whatever_the_source(tmp_path, t
     write_jsonl(dev, rows[:3])
     write_jsonl(other, [{"question": "Where does dee LIVE", "answer": "?"}])
     exclude = ["--exclude", f"{dev},{other}"]
-    for source in ("gold", "self"):
-        teach(tmp_path / f"{source}.jsonl", "--source", source, *exclude)
+    gold = ["--preset", "tiny", "--data", str(tmp_path / "six.jsonl"), "--output", str(tmp_path / "gold.jsonl")]
+    for main in (functools.partial(collect.main, [*gold, *exclude]), lambda: teach(tmp_path / "self.jsonl", *exclude)):
+        main()
         assert "--exclude: 4 of 6 questions left out (3 by id, 1 by text)" in capsys.readouterr().err
     assert {r["id"] for r in lines(tmp_path / "gold.jsonl")} <= {"Eve", "Flo"}
     assert [r["id"] for r in lines(tmp_path / "self.jsonl.rejected.jsonl")] == ["Eve", "Flo"]

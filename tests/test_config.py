@@ -382,6 +382,12 @@ def test_help_has_groups_and_defaults():
     assert "--dtype auto,fp32,bf16,fp16" in text
 
 
+def test_other_programs_names_of_a_flag_are_taken():
+    config = resolve("ppo", settings.PpoConfig(), ["--num-hops", "3", "--memory-budget", "2GiB"], command.COMMANDS)
+    assert (config.lengths.max_hops, config.memory.vram_budget) == (3, "2GiB")
+    assert "--max-hops N, --num-hops N" in build_parser("ppo", settings.PpoConfig()).format_help()
+
+
 def test_nearest_name():
     assert nearest("lerning_rate", ["learning_rate", "limit"]) == " (did you mean learning_rate?)"
     assert nearest("xyz", ["learning_rate"]) == ""

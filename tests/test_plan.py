@@ -100,7 +100,7 @@ def test_a_card_that_is_not_known_is_an_error_that_names_those_that_are(capsys):
     told = capsys.readouterr().err
     assert "--card RTX 3050 Laptp is not in the table (did you mean RTX 3050 Laptop?); there are MX450, " in told
     assert plan.main(["--card", "T4", "--device", "cpu"]) == 2
-    assert "--card plans for a CUDA card, and --device is cpu" in capsys.readouterr().err
+    assert "--card is T4, and would do nothing here: it is for --device cuda" in capsys.readouterr().err
 
 
 def test_times_are_told_only_of_a_device_whose_speeds_are_known(tmp_path, capsys, monkeypatch):

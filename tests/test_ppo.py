@@ -396,12 +396,15 @@ SEARCH_SETTINGS = [
         *(
             (
                 ["--dry-run", "--format", "solution", *flags],
-                f"{' is '.join(flags[-2:])}, and --format solution has no searches",
+                f"{' is '.join(flags[-2:])}, and would do nothing here: it is for a --format that searches",
             )
             for flags in SEARCH_SETTINGS
         ),
         (["--dry-run", "--expand-limit", "4"], "--expand-limit is 4, and ppo has no use for it: it is for grpo"),
-        (["--dry-run", "--algorithm", "grpo", "--expand-limit", "4", "--retriever", "none"], "--retriever is none"),
+        (
+            ["--dry-run", "--algorithm", "grpo", "--expand-limit", "4", "--retriever", "none"],
+            "--retriever other than none",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(arguments, says, capsys):

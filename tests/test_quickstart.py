@@ -8,6 +8,7 @@ import pytest
 from r3lite import quickstart
 from r3lite.assembly.stages import HURRIED, Stage, report, teacher
 from r3lite.core.files import write_json, write_jsonl
+from r3lite.settings import QuickstartSettings
 
 
 @pytest.mark.parametrize("name", ["used", "used/file"])
@@ -38,6 +39,9 @@ def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, caps
         stages.append(Stage(name, tmp_path / name, 1.0))
     report(stages, taught_by, tmp_path, 2.0, quickstart.QuickstartConfig())
     assert re.search(r"teacher +0\.500 +0\.500 +the 4 trajectories for SFT; hasty on purpose", capsys.readouterr().out)
+    quick = quickstart.QuickstartConfig(quickstart=QuickstartSettings(quick=True))
+    report(stages, taught_by, tmp_path, 2.0, quick)
+    assert "its few steps teach nothing" in capsys.readouterr().out
     written = json.loads((tmp_path / "quickstart.json").read_text(encoding="utf-8"))
     assert written["teacher"] == taught_by and [s["stage"] for s in written["stages"]] == ["SFT", "PPO"]
     # One resample of four draws the second question twice, in which nothing was gained: twice that is p.

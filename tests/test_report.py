@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import re
 
 import pytest
 
@@ -79,3 +80,28 @@ def test_watching_ends_with_the_run(tmp_path, monkeypatch):
 def test_what_is_no_run_is_refused(capsys, argv, status, told):
     assert report.main(argv) == status
     assert told in capsys.readouterr().err
+
+
+def test_a_file_alone_has_a_page(tmp_path, capsys):
+    """`report FILE --model tiny --output x.html`, as in docs/report.md, ended in a traceback."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(jsonl([episode()]), encoding="utf-8")
+    assert report.main([str(rows), "--model", "tiny", "--output", str(tmp_path / "x.html")]) == 0
+    assert "rows, by tokens" in (tmp_path / "x.html").read_text(encoding="utf-8")
+    assert report.main([str(rows)]) == 0  # in words: no preset names a model to count by, which would be downloaded
+    assert "rows, by words" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_questions_as_a_data_set_has_them_have_an_overview(tmp_path, capsys):
+    """An array, whose rows r3lite.collect did not write."""
+    row = {"_id": "a", "question": "Who is it?", "answer": "Ann Dahl", "supporting_facts": [["A", 0]]}
+    row["context"] = [["A", ["One two three."]], ["B", ["Four."]]]
+    (tmp_path / "dev.json").write_text(json.dumps([row, row | {"_id": "b"}]), encoding="utf-8")
+    assert report.main([str(tmp_path / "dev.json"), "--output", str(tmp_path / "x.html")]) == 0
+    assert "dev.json (data, 2 questions)" in capsys.readouterr().out
+    page = (tmp_path / "x.html").read_text(encoding="utf-8")
+    found = dict(re.findall(r'aria-label="([^".]*)\. dev.json, (\d+): 2"', page))
+    assert found == {
+        "Questions": "3", "Documents of a row": "4", "Answers": "2", "Paragraphs of a question": "2",
+        "Gold paragraphs of a question": "1",
+    }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 
-from r3lite.assembly.rl_setup import warn_of_no_reward
+from r3lite.assembly.rl_setup import outcome_of, warn_of_no_reward
 from r3lite.core.invocation import with_values
 from r3lite.settings import PpoConfig
 from r3lite.training.guard import Guard
@@ -45,3 +45,12 @@ def test_a_start_that_can_be_learned_from_is_not(capsys, records):
 
 def test_what_is_not_to_be_paid_for_its_answers_is_not_told_that_it_was_not(capsys):
     assert told(capsys, NONE, NONE, outcome_em=0.0, outcome_f1=0.0) == ""
+
+
+def test_a_run_whose_rounds_all_earned_nothing_is_not_done():
+    """33 rounds of zero reward ended with "done"."""
+    config, before = with_values(PpoConfig(), {"algorithm": "grpo"}), {"step": 0, "eval/f1": 0.0}
+    none, some = ({"step": 1, "reward": 0.1} | record for record in (NONE, SOME))
+    said = outcome_of(config, [before, *[none] * 33])
+    assert "done" not in said and "nothing was earned" in said and "no answer in all 33 rounds was rewarded" in said
+    assert outcome_of(config, [before, *[none] * 32, some]) == outcome_of(config, [before]) == "done"

@@ -73,6 +73,12 @@ def completed(client, question, model="search"):
     return getattr(message, "reasoning_content", None) or message.content
 
 
+def test_fast_chat_by_an_adapter_that_learned_steps_says_so(server):
+    with urllib.request.urlopen(f"{server}/api/health", timeout=5) as reply:
+        health = json.load(reply)
+    assert health["notes"]["chat"].startswith("The adapter sft learned steps and not to chat")
+
+
 def test_sixteen_at_once_get_what_each_gets_alone(server):
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60)
     alone = [completed(client, q) for q in QUESTIONS]
@@ -152,8 +158,12 @@ def test_which_adapter_answers_in_which_mode():
     assert modes("--adapters", "runs/a/sft,rl=runs/ppo/adapter") == ["sft", "rl", "rl"]
     assert modes("--adapters", "sft,rl,base", "--chat-adapter", "base") == ["base", "rl", "rl"]
     assert modes("--adapters", "one/adapter,two", searches=False) == ["one", "two"]
+    assert list(adapters_of(config("--adapters", "sft,q/reinforce++-baseline/adapter"))) == [
+        "sft",
+        "reinforce-baseline",
+    ]
     assert adapters_of(config("--adapters", "x=a,base")) == {"x": "a", "base": None}
-    for wrong in (["--adapters", "a=x,a=y"], ["--adapters", "a b"], ["--adapters", "base=x"]):
+    for wrong in (["--adapters", "a=x,a=y"], ["--adapters", "++"], ["--adapters", "a b=c"], ["--adapters", "base=x"]):
         with pytest.raises(UsageError, match="NAME=FOLDER"):
             adapters_of(config(*wrong))
     with pytest.raises(UsageError, match="--search-adapter is gpt; there are sft, rl"):
@@ -229,7 +239,7 @@ def test_without_its_packages_it_names_the_extra(monkeypatch, capsys, package):
 @pytest.mark.parametrize(
     ("argv", "status", "cause"),
     [
-        (["--output", "x", "--retriever", "none"], 2, "no file is written"),
+        (["--output", "x", "--retriever", "none"], 2, "--output is x, and would do nothing"),
         (["--cors-origins", "*"], 2, "--cors-origins is *"),
         (["--port", "99999"], 2, "at most 65535"),
         ([], 2, "--index is missing"),

@@ -51,7 +51,6 @@ def plan_memory(config: SamplingConfig, questions: int, judge: JudgeSettings | N
 def open_retriever(config: AnsweringConfig) -> tuple[Retrieve, Finder | None]:
     """The retriever of the settings, which must do without questions of a data set, and what finds procedures."""
     settings, protocol = config.retrieval, build_protocol(config.protocol)
-    settings.check_sources(protocol.names_sources)
     if not protocol.searches:
         settings = replace(settings, retriever="none", rerank=None)
     if settings.retriever == "golden" or settings.context == "question":

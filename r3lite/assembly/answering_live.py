@@ -43,7 +43,9 @@ def adapters_of(config: ServeConfig) -> dict[str, str | None]:
     for entry in (*((config.model.adapter,) if config.model.adapter else ()), *(config.modes.adapters or ())):
         name, _, folder = entry.rpartition("=")
         path = Path(folder)
-        name = name or (path.parent.name if path.name == "adapter" else path.name)
+        if not name:  # that of the folder, such as reinforce-baseline of reinforce++-baseline
+            last = path.parent.name if path.name == "adapter" else path.name
+            name = re.sub(r"[^\w-]+", "", last, flags=re.ASCII)[:64]
         if not re.fullmatch(r"[\w-]{1,64}", name, re.ASCII):
             raise UsageError(f"the adapter {folder} has no name: pass NAME=FOLDER, of letters, digits, - and _")
         if name == BASE and entry != BASE:
@@ -153,6 +155,14 @@ class LiveAnswers:
 
     def close(self) -> None:
         self.lanes.close()
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """By mode, what a person should know who chooses it."""
+        adapter = self.modes["chat"]
+        if self._layout(Ask("", "chat", adapter)) == PLAIN:
+            return {}
+        return {"chat": f"The adapter {adapter} learned steps and not to chat: it gives a short answer at once"}
 
     def _layout(self, ask: Ask) -> str:
         style = self.config.modes.chat_style

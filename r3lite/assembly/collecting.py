@@ -23,7 +23,6 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
     """Adds to the file what the source has of the questions; an earlier run is gone on with."""
     questions = new_questions(config.data)
     protocol = build_protocol(config.protocol)
-    config.retrieval.check_sources(protocol.names_sources)
     setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     if config.collect.source == "self":
         return self_taught(config, questions, protocol, setup, output, earlier)

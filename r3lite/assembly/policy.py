@@ -154,6 +154,8 @@ def check_lengths(folder: Path, ids: int, longest: int) -> None:
 def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
     """Refuses the adapter of another base. One whose base is not recorded is taken: only its shapes tell then."""
     name, trained_on = lora.read_base(settings.adapter)
+    if (place := lora.adapter_folder(settings.adapter)).parent.parent == Path(settings.adapter):
+        print(f"{settings.adapter} is not complete: the adapter of its newest checkpoint, {place}", file=sys.stderr)
     if fingerprint and trained_on and trained_on != fingerprint:
         cause = f"the adapter {settings.adapter} was trained on another base: {name} with the fingerprint {trained_on}"
         remedy = "Pass the --model that it was trained on, or an adapter of this one."

@@ -63,7 +63,6 @@ def read_pools(config: TunePromptConfig) -> tuple[Pool, Pool]:
     sampled = read_questions(config.data.data, config.data.limit, skip)
     why_not = "are in --data as well: critiques may tell of them"
     scored = draw_from(tuning.eval_data, tuning.eval_questions, seed, skip, sampled, why_not)
-    config.retrieval.check_sources(build_protocol(config.protocol).names_sources)
     retrieve = build_retriever(Setup(config.retrieval, sampled, seed, skip_bad_rows=skip))
     if not config.retrieval.from_questions:
         return Pool(sampled, retrieve), Pool(scored, retrieve)

@@ -31,7 +31,7 @@ from r3lite.rl import algorithms
 from r3lite.rl.batch import Batch
 from r3lite.rl.learner import Learner
 from r3lite.settings import PpoConfig
-from r3lite.training import loop
+from r3lite.training import loop, metrics
 from r3lite.training.guard import Guard
 from r3lite.training.metrics import Stopwatch
 from r3lite.training.oversight import Oversight
@@ -39,10 +39,6 @@ from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
 
 EPISODES = "episodes.jsonl"
-# Settings that pay for searches, or ask for them.
-ABOUT_SEARCHES = (
-    "least_searches", "search_bonus", "idle_query_penalty", "process_recall", "process_judge", "expand_limit",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class RLTrainer:
             self.guard.forget_rewards()
         sampled = self.sampler.sample(number, watch)
         append_jsonl(self.episodes_file, sampled.records(number))
-        metrics = sampled.metrics()
+        found = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale
         if rollouts := sampled.rollouts(self.config.rl.failed_below):
             if self.teacher:
@@ -75,11 +71,11 @@ class RLTrainer:
             else:
                 batch = Batch.of(rollouts)
             with watch.stage("update"):
-                metrics |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
+                found |= self.learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
         judge = self.sampler.judge
-        metrics |= (judge.counts() if judge else {}) | watch.laps
-        rl_setup.warn_of_no_reward(self.config, self.guard, metrics)
-        return metrics, sampled.tokens
+        found |= (judge.counts() if judge else {}) | watch.laps
+        rl_setup.warn_of_no_reward(self.config, self.guard, found)
+        return found, sampled.tokens
 
     def explain_overflow(self) -> str:
         """Which layer overflowed first in the last micro-batch."""
@@ -95,7 +91,6 @@ def train(config: PpoConfig) -> None:
             cause = "no question of --data or [[sources]] has gold paragraphs, and --expand-limit goes on from these"
             raise R3LiteError(cause, "Leave it out, or train on questions whose supporting paragraphs are marked.")
         protocols = protocols_of(config.protocol, config.mixture)
-        config.retrieval.check_sources(any(protocol.names_sources for protocol in protocols.values()))
         asking = [question for question in questions if protocols[question.source].searches] or questions
         setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
         retrieve = build_retriever(setup)
@@ -117,7 +112,8 @@ def train(config: PpoConfig) -> None:
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
         if loop.train(run, trainer, oversight, spans):
-            print(f"done: {run.output / 'adapter'}{oversight.note()}; answers: {file}{note_on(judge)}")
+            ended = rl_setup.outcome_of(config, metrics.read(run.output / metrics.FILE))
+            print(f"{ended}: {run.output / 'adapter'}{oversight.note()}; answers: {file}{note_on(judge)}")
 
 
 def check(config: PpoConfig) -> None:
@@ -131,15 +127,10 @@ def check(config: PpoConfig) -> None:
     protocols = protocols_of(config.protocol, config.mixture)
     if not any(protocols[name].searches for name in names):
         what = "no source has" if config.mixture.sources else f"--format {config.protocol.format} has no"
-        for name in ABOUT_SEARCHES:
-            if value := flat(config)[name]:
-                raise UsageError(f"{flag(name)} is {value}, and {what} searches")
         if idle := [reward.name for reward in named if reward.function in SEARCHING]:
             raise UsageError(f"--rewards names {idle[0]}, and {what} searches")
     for name in ("traces", "teacher_logprobs"):
         if config.mixture.sources and flat(config)[name]:
             raise UsageError(f"{flag(name)} belongs to the questions of --data: leave it or [[sources]] out")
-    if config.rl.expand_limit and config.retrieval.retriever == "none":
-        raise UsageError("--expand-limit goes on after queries that brought gold paragraphs, and --retriever is none")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
     rl_guidance.check(config)

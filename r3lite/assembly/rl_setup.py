@@ -32,7 +32,7 @@ from r3lite.settings import PpoConfig
 from r3lite.training.earlier_run import sft_epochs
 from r3lite.training.guard import Guard
 from r3lite.training.state import Stateful, TrainState
-from r3lite.training.watches import watched
+from r3lite.training.watches import Numbers, watched
 
 
 def build(
@@ -110,25 +110,39 @@ def warn_of_start(adapter: str | None) -> None:
 
 def warn_of_no_reward(config: PpoConfig, guard: Guard, record: dict) -> None:
     """Warns after the first rounds, the last of which is `record`, if they give a run nothing to learn from."""
-    if guard.rounds + 1 != guard.start_rounds:
-        return
-    rounds = [*guard.first, watched(record)]
-    seen = f"the first {len(rounds)} rounds" if len(rounds) > 1 else "the first round"
+    rounds = [*guard.first, watched(record)] if guard.rounds + 1 == guard.start_rounds else []
+    if message := no_reward(config, rounds, "the first "):
+        tqdm.write(f"warning: {message} (episodes.jsonl)", file=sys.stderr)
+
+
+def outcome_of(config: PpoConfig, records: Sequence[dict]) -> str:
+    """What the end of a run says of it, by the records of all its rounds: whether there was anything to learn from."""
+    message = no_reward(config, [watched(record) for record in records if "reward" in record], "all ")
+    if not message:
+        return "done"
+    return (
+        f"nothing was earned that could be learned from: {message}\nadapter, which has learned nothing from its answers"
+    )
+
+
+def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
+    """Why rounds gave a run nothing to learn from; empty if they did. `which` of its rounds they are."""
+    seen = f"{which}{len(rounds)} rounds" if len(rounds) > 1 else "the first round"
+    if not rounds:
+        return ""
     if most_for_answer(config.reward) and all(numbers["outcome"] == 0 for numbers in rounds):
         lost = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
-        message = (
+        return (
             f"no answer in {seen} was rewarded, and {lost:.0%} of the episodes are malformed or cut off. If malformed, "
             "run SFT first, or pass the adapter's own --format and prompts; if cut off, a larger --max-new-tokens or "
             "--max-length; if wrong, see whether the retriever finds the answers"
         )
-    elif ALGORITHMS[config.rl.algorithm].has_groups and all(numbers["variance"] == 1 for numbers in rounds):
-        message = (
+    if ALGORITHMS[config.rl.algorithm].has_groups and all(numbers["variance"] == 1 for numbers in rounds):
+        return (
             f"in {seen} the rewards of each group are all equal, from which {config.rl.algorithm} learns nothing. "
             "Raise --num-generations or --temperature, pass --refill-limit, or train on other questions"
         )
-    else:
-        return
-    tqdm.write(f"warning: {message} (episodes.jsonl)", file=sys.stderr)
+    return ""
 
 
 def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:

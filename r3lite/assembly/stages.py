@@ -108,8 +108,8 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         return run_stage(title, commands, "sft", [*arguments, *LESSONS.get(settings.format, []), *quick["sft"]])
 
     if settings.format != "solution":
-        passages = ["--corpus", str(world / "corpus.jsonl")]
-        run_stage("index the encyclopedia", commands, "index", [*shared, *passages, "--output", str(out / "index")])
+        passages = ["--preset", common.preset, "--corpus", str(world / "corpus.jsonl")]
+        run_stage("index the encyclopedia", commands, "index", [*passages, "--output", str(out / "index")])
     trajectories = out / "trajectories.jsonl"
     title = f"collect trajectories for the cold start; {HURRIED:.0%} of them, on purpose, answer one hop too early"
     collected(title, trajectories, "--hurried-share", str(HURRIED))
@@ -155,7 +155,10 @@ def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, conf
     print(f"\nexact match, {after.name} - {before.name}: {gain['value']:+.3f} ({interval})")
     print(f"{minutes:.1f} minutes in all")
     if config.quickstart.quick:
-        print("--quick shows that everything runs; leave it out to see the model learn")
+        message = (
+            "--quick shows that everything runs: its few steps teach nothing, and the adapters answer next to nothing"
+        )
+        print(f"{message} right; leave it out to see the model learn")
     found = {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
     write_json(out / "quickstart.json", found)
     print(f"""

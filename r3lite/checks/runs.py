@@ -1,6 +1,8 @@
 """Checks of whole runs of SFT on the shipped model: what it learns, the memory that it takes, and resuming."""
 
 import contextlib
+import dataclasses
+import gc
 import json
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from r3lite.datasets.sources import read_data
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.memory.cuda_parts import THREADS
-from r3lite.memory.plan import Plan
+from r3lite.memory.plan import Plan, enforce
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import SftConfig
@@ -88,24 +90,19 @@ def memory(precision: Precision) -> Finding:
     with place(precision) as folder:
         write_jsonl(folder / "rows.jsonl", [long_row(start, TOKENS[on_card]) for start in (0, 400)])
         flags = sft_flags(folder, precision, "--batch-size", "1", "--max-length", "4096", "--recompute-layers", "none")
-        wanted, _ = _run(flags, steps=int(on_card))  # a step on a card makes what cuBLAS keeps
+        wanted, _ = _run(flags, steps=0)
         budget = wanted.peak - 0.3 * wanted.allocated + on_card * SPARE  # too little to keep all activations
-        before, kept = 0, THREADS * wanted.workload.beside.workspace
-        if on_card:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            budget += max(0, before - kept)  # what earlier checks left in this process, such as more workspaces
-        told, counter = on_card and torch.cuda.memory_reserved() > 0, LiveTensors()
+        told, counter = on_card and torch.cuda.max_memory_allocated() > 0, LiveTensors()
+        left = _left_on_card() if on_card else 0
         with contextlib.nullcontext() if told else counter:  # PyTorch's allocator counts itself, if it is a real one
-            plan, used = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"])
+            plan, used = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"], left=left)
     planned, peak = plan.allocated, counter.peak
     figures = {"budget_mib": plan.budget / MIB}
-    if on_card:
-        planned -= kept
     if told:
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = torch.cuda.max_memory_allocated() - left
         figures["fragmentation"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1
+    elif on_card:  # no one counts the workspaces there
+        planned -= THREADS * plan.workload.beside.workspace
     if used != plan.memory:
         what = f"memory ran out under the budget of {plan.budget / MIB:,.0f} MiB that the run was planned for"
         return judged(False, what, "Close what else uses the card; else plans are too small: send doctor.json to us.")
@@ -117,13 +114,26 @@ def memory(precision: Precision) -> Finding:
     return judged(abs(off) <= PLAN_BOUND, what, remedy, **figures)
 
 
-def _run(flags: list[str], steps: int = 2) -> tuple[Plan, Memory]:
-    """Takes the first steps of an SFT, and saves nothing: its plan, and the figures that it has worked with."""
+def _left_on_card() -> int:
+    """Drops what earlier checks left on the card, such as workspaces of cuBLAS; the bytes of what stays."""
+    gc.collect()
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _run(flags: list[str], steps: int = 2, left: int = 0) -> tuple[Plan, Memory]:
+    """Takes the first steps of an SFT, and saves nothing: its plan, and the figures that it has worked with.
+
+    Its plan has no room for the `left` bytes that are on the card, too: only the limit that is enforced has."""
     config = resolve("sft", SftConfig(), flags, command.COMMANDS)
     trainer = supervised.build_trainer(config, *read_data(config))
+    plan, device = trainer.policy.grant.plan, trainer.policy.precision.device
+    enforce(dataclasses.replace(plan, budget=plan.budget + left), device)
     for number in range(1, steps + 1):
         trainer.step(number)
-    return trainer.policy.grant.plan, trainer.policy.grant.memory
+    return plan, trainer.policy.grant.memory
 
 
 def conversation(asked: str, answered: str) -> dict:

@@ -13,6 +13,7 @@ from typing import Any
 from r3lite.core.config import Trait, UsageError, check_required, flag, flat, sections, settings_with
 from r3lite.core.errors import R3LiteError
 from r3lite.core.invocation import load_toml, resolve, with_values
+from r3lite.settings.uses import USES, Chosen
 
 COMMANDS = (
     "sft", "ppo", "evaluate", "ask", "serve", "collect", "index", "retrieve", "plan", "doctor", "report", "export",
@@ -83,6 +84,20 @@ def usual(command: str, config: Any) -> Any:
     return resolve(command, type(config)(), [*preset, *made], COMMANDS) if made else plain
 
 
+def check_used(command: str, config: Any) -> None:
+    """Raises UsageError for a setting that was asked for and, beside the others, would do nothing (settings/uses.py).
+
+    Keys at the top of a TOML file are for all commands: those that this one has no use for are not asked of it.
+    """
+    now, then = flat(config), flat(usual(command, config))
+    shared = load_toml(Path(now["config"])) if now["config"] else {}
+    chosen = Chosen(now | {"command": command})
+    for use in USES:
+        for name in use.names.split():
+            if name in now and now[name] not in (then[name], shared.get(name)) and not use.works(chosen):
+                raise UsageError(f"{flag(name)} is {now[name]}, and would do nothing here: it is for {use.told}")
+
+
 def free_settings(config: Any) -> set[str]:
     """Names of a command's settings that a resumed run may change."""
     return {name for section in sections(config).values() for name in settings_with(section, Trait.FREE)}
@@ -136,6 +151,7 @@ def run(
         config = resolve(command, default, sys.argv[1:] if argv is None else argv, COMMANDS, table)
         for section in sections(config).values():
             section.check()
+        check_used(table or command, config)
         if flat(config)["dry_run"]:
             print(describe(config))
             if plan:

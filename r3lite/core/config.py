@@ -61,6 +61,13 @@ class Required:
     instead: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Alias:
+    """Another name of the setting's flag, which other programs have."""
+
+    name: str
+
+
 T = TypeVar("T")
 Free = Annotated[T, Trait.FREE]
 Judged = Annotated[T, Trait.JUDGED]
@@ -119,7 +126,7 @@ class Kind:
     count: int | None = 1  # of values; None: any number of them, but one at least
     choices: tuple = ()
     bounds: Bounds | None = None
-    traits: tuple[Trait | Required, ...] = ()
+    traits: tuple[Trait | Required | Alias, ...] = ()
 
     @staticmethod
     def of(annotation: Any) -> "Kind":
@@ -127,7 +134,7 @@ class Kind:
             inner, *said = typing.get_args(annotation)
             kind = Kind.of(inner)
             bounds = [x for x in said if isinstance(x, Bounds)]
-            traits = tuple(x for x in said if isinstance(x, (Trait, Required)))
+            traits = tuple(x for x in said if isinstance(x, (Trait, Required, Alias)))
             return dataclasses.replace(kind, bounds=bounds[0] if bounds else kind.bounds, traits=kind.traits + traits)
         if typing.get_origin(annotation) in (typing.Union, types.UnionType):
             (inner,) = (a for a in typing.get_args(annotation) if a is not type(None))

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.config import ANY, Section, Trait, UsageError, field_docs, flag, flat, kinds_of, sections
+from r3lite.core.config import ANY, Alias, Section, Trait, UsageError, field_docs, flag, flat, kinds_of, sections
 from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.files import read_text, shipped
 
@@ -120,7 +120,8 @@ def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
             else:
                 metavar = ",".join(kind.choices) if kind.choices else {int: "N", float: "X"}.get(kind.scalar, "TEXT")
                 how = {"metavar": metavar, "nargs": "+" if (kind.count or 1) > 1 else None}
-            group.add_argument(flag(f.name), help=text, **how)
+            others = [flag(trait.name) for trait in kind.traits if isinstance(trait, Alias)]
+            group.add_argument(flag(f.name), *others, help=text, **how)
             if Trait.BARE in kind.traits:
                 group.add_argument(f.name, nargs="?" if kind.count == 1 else "*", help=f"the same as {flag(f.name)}")
     return parser

@@ -240,9 +240,12 @@ def read_base(folder: str | Path) -> tuple[str, str | None]:
 
 
 def adapter_folder(folder: str | Path) -> Path:
-    """Where the files of an adapter are: in the folder, or in the `adapter/` of a run folder."""
-    inside = Path(folder) / "adapter"
-    return inside if (inside / CONFIG).is_file() and not (inside.parent / CONFIG).is_file() else inside.parent
+    """Where the files of an adapter are: in the folder, or in the `adapter/` of a run folder or, if the run was
+    interrupted, of its newest checkpoint."""
+    folder = Path(folder)
+    checkpoints = sorted(folder.glob("checkpoint-*/adapter"), key=lambda p: (len(p.parent.name), p.parent.name))
+    places = (folder, folder / "adapter", *reversed(checkpoints))
+    return next((place for place in places if (place / CONFIG).is_file()), folder)
 
 
 def _read_config(folder: Path) -> Record:

@@ -1,10 +1,10 @@
 """Files of SFT rows and questions: how long their parts are, as histograms."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from r3lite.core.episode import Step
+from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_jsonl
 from r3lite.core.records import Record
@@ -16,22 +16,32 @@ PARTS = {
     "documents": "Documents of a row",
     "answer": "Answers",
     "steps": "Steps of a row",
+    "paragraphs": "Paragraphs of a question",
+    "gold": "Gold paragraphs of a question",
 }
+COUNTED = ("steps", "paragraphs", "gold")
 BINS = 10
 
 
 @dataclass
 class DataFile:
-    """The lengths of each part, row by row, in `unit`; steps are counted."""
+    """The lengths of each part, row by row, in `unit`; COUNTED parts are counted."""
 
     name: str
     unit: str
     rows: int = 0
     lengths: dict[str, list[int]] = field(default_factory=dict)
+    what: str = "rows"
 
     @property
     def label(self) -> str:
-        return f"data, {self.rows} rows"
+        return f"data, {self.rows} {self.what}"
+
+    def add(self, sizes: dict[str, int]) -> None:
+        """Takes in a row."""
+        self.rows += 1
+        for part, size in sizes.items():
+            self.lengths.setdefault(part, []).append(size)
 
 
 def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
@@ -41,13 +51,22 @@ def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
     """
     found = DataFile(path.name, unit)
     for row in read_jsonl(path):
-        if "question" not in row:
-            continue
-        found.rows += 1
-        for part, size in _sizes(row, length).items():
-            found.lengths.setdefault(part, []).append(size)
+        if "question" in row:
+            found.add(_sizes(row, length))
     if not found.rows:
         raise R3LiteError(f"{path} holds no rows with a question", "Name a file that r3lite.collect wrote.")
+    return found
+
+
+def of_questions(name: str, questions: Iterable[Question], length: Callable[[str], int], unit: str) -> DataFile:
+    """The same of questions as a data set has them."""
+    found = DataFile(name, unit, what="questions")
+    for question in questions:
+        sizes = {"question": length(question.text), "answer": length(next(iter(question.answers), ""))}
+        if question.documents:
+            sizes |= {"paragraphs": len(question.documents), "gold": len(question.gold)}
+            sizes["documents"] = sum(length(document.text) for document in question.documents)
+        found.add(sizes)
     return found
 
 
@@ -85,5 +104,5 @@ def _histogram(part: str, title: str, sizes: dict[str, list[int]], unit: str) ->
         name: [Bar(sum(edge <= size < edge + step for size in some)) for edge in edges] for name, some in sizes.items()
     }
     groups = [number(edge) if step == 1 else f"{number(edge)}+" for edge in edges]
-    what = "rows" if part == "steps" else f"rows, by {unit}"
+    what = "rows" if part in COUNTED else f"rows, by {unit}"
     return Bars(f"data-{part}", title, what, groups, counts)

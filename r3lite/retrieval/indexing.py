@@ -48,8 +48,6 @@ def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> N
     """Writes the passages into a Qdrant collection, in place of an index folder."""
     if settings.encoder == "hashing":
         raise UsageError("--encoder hashing weighs words by the corpus, which will be on the server: name a BERT")
-    if (settings.index_type, settings.memory_budget) != (IndexSettings.index_type, IndexSettings.memory_budget):
-        raise UsageError(f"{address} keeps vectors in its own way: leave --index-type and --memory-budget out")
     documents, _ = passages_of(settings, chunking)
     device = device_of(settings)
     encoder = make_encoder(settings, [], device, settings.batch_size)

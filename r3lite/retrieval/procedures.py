@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from r3lite.core.episode import Document, Question, folded
+from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_text, within
 from r3lite.core.records import Record, Source
 from r3lite.retrieval.encoder import Encoder
@@ -76,16 +77,22 @@ class Procedure:
 
 
 def read_procedures(path: str | Path, missing_ok: bool = False) -> list[Procedure]:
-    """The procedures of a file, which holds a list or a single one; raises R3LiteError if one is not valid."""
+    """The procedures of a file, which holds a list or a single one, or of all such *.json files of a folder.
+
+    Raises R3LiteError if one is not valid."""
     if missing_ok and not Path(path).exists():
         return []
-    value = within(path, REMEDY, read_text(path, REMEDY))
-    listed = Record({"procedures": [value] if isinstance(value, dict) else value}, Source(str(path), REMEDY))
+    files = sorted(Path(path).glob("*.json")) if Path(path).is_dir() else [path]
+    if not files:
+        raise R3LiteError(f"the folder {path} holds no *.json file", REMEDY)
     found: dict[str, Procedure] = {}
-    for record in listed.records("procedures"):
-        procedure = Procedure.from_json(record)
-        if found.setdefault(folded(procedure.name), procedure) is not procedure:
-            raise record.error(f"two procedures are named {procedure.name}")
+    for file in files:
+        value = within(file, REMEDY, read_text(file, REMEDY))
+        listed = Record({"procedures": [value] if isinstance(value, dict) else value}, Source(str(file), REMEDY))
+        for record in listed.records("procedures"):
+            procedure = Procedure.from_json(record)
+            if found.setdefault(folded(procedure.name), procedure) is not procedure:
+                raise record.error(f"two procedures are named {procedure.name}")
     return list(found.values())
 
 

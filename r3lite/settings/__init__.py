@@ -40,6 +40,19 @@ from r3lite.settings.training import GuardSettings, OptimizerSettings, Schedule,
 
 
 @dataclass(frozen=True)
+class SamplingConfig(CommandConfig):
+    """What the settings of all commands have in common that load a model and sample episodes, greedily by default."""
+
+    model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    protocol: ProtocolSettings = ProtocolSettings()
+    lengths: LengthSettings = LengthSettings()
+    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
+    truncation: TruncationSettings = TruncationSettings()
+
+
+@dataclass(frozen=True)
 class SftConfig(CommandConfig):
     """Fine-tunes a model on trajectories that `collect` wrote: the step format, and quoting documents.
 
@@ -108,7 +121,7 @@ class PpoConfig(CommandConfig):
 
 
 @dataclass(frozen=True)
-class CollectConfig(CommandConfig):
+class CollectConfig(SamplingConfig):
     """Writes trajectories to fine-tune on, one JSON object a line: question, steps with documents, answer.
 
     --source gold needs questions with decompositions or supporting facts (MuSiQue, HotpotQA, 2WikiMultiHopQA) and no
@@ -119,19 +132,13 @@ class CollectConfig(CommandConfig):
 
     data: NewQuestionSettings = NewQuestionSettings()
     collect: CollectSettings = CollectSettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
     judge: JudgeSettings = JudgeSettings()
     cache: TeacherCacheSettings = TeacherCacheSettings()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    lengths: LengthSettings = LengthSettings()
     sampling: SamplingSettings = SamplingSettings(temperature=0.7)  # that of RFT (arXiv 2308.01825)
-    truncation: TruncationSettings = TruncationSettings()
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(CommandConfig):
+class EvaluateConfig(SamplingConfig):
     """Answers questions step by step with a retriever, greedily by default, and scores the answers.
 
     Writes scores.json (exact match, F1, format adherence, retrieval recall, combined score, mean searches and more,
@@ -141,20 +148,13 @@ class EvaluateConfig(CommandConfig):
     """
 
     evaluate: EvaluateSettings = EvaluateSettings()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
     data: DataSettings = DataSettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
     procedures: ProcedureSettings = ProcedureSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
-    truncation: TruncationSettings = TruncationSettings()
     judge: JudgeSettings = JudgeSettings()
 
 
 @dataclass(frozen=True)
-class AskConfig(CommandConfig):
+class AskConfig(SamplingConfig):
     """Asks a trained model: python -m r3lite.ask "Who directed ...?" --adapter runs/ppo --index my-index
 
     Shows its reasoning while it is sampled, the documents that each query brings, and the answer. Ctrl-C at the prompt
@@ -163,18 +163,11 @@ class AskConfig(CommandConfig):
     """
 
     ask: AskSettings = AskSettings()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
     procedures: ProcedureSettings = ProcedureSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
-    truncation: TruncationSettings = TruncationSettings()
 
 
 @dataclass(frozen=True)
-class ServeConfig(CommandConfig):
+class ServeConfig(SamplingConfig):
     """Serves a web page and an HTTP API: python -m r3lite.serve --adapters sft=runs/sft,rl=runs/ppo --index my-index
 
     The page is at http://127.0.0.1:8000. POST /generate takes {"query": ..., "mode": chat, reasoning, search or auto};
@@ -185,18 +178,11 @@ class ServeConfig(CommandConfig):
     server: ServerSettings = ServerSettings()
     modes: ModeSettings = ModeSettings()
     limits: LimitSettings = LimitSettings()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
     procedures: ProcedureSettings = ProcedureSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
-    truncation: TruncationSettings = TruncationSettings()
 
 
 @dataclass(frozen=True)
-class TunePromptConfig(CommandConfig):
+class TunePromptConfig(SamplingConfig):
     """Improves a prompt: has a critic say what in it makes the model fail, and write better ones, round after round.
 
     The critic is named by --judge (gemini, openai or local) and limited by --judge-max-calls and --judge-max-cost. Each
@@ -207,14 +193,7 @@ class TunePromptConfig(CommandConfig):
 
     tuning: TuningSettings = TuningSettings()
     judge: JudgeSettings = JudgeSettings()
-    model: ModelSettings = ModelSettings()
-    memory: MemorySettings = MemorySettings()
     data: QuestionSettings = QuestionSettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
-    protocol: ProtocolSettings = ProtocolSettings()
-    lengths: LengthSettings = LengthSettings()
-    sampling: SamplingSettings = SamplingSettings(temperature=0.0)
-    truncation: TruncationSettings = TruncationSettings()
 
 
 @dataclass(frozen=True)
@@ -229,6 +208,5 @@ class QuickstartConfig(CommandConfig):
     quickstart: QuickstartSettings = QuickstartSettings()
 
 
-# Of the commands that answer questions, and of all that sample episodes by `assembly.answering`.
+# Of the commands that answer questions.
 AnsweringConfig = AskConfig | EvaluateConfig | ServeConfig
-SamplingConfig = AnsweringConfig | CollectConfig | TunePromptConfig

@@ -72,11 +72,6 @@ class CollectSettings(Section):
     keep: Annotated[int, Bounds(low=1, high=1024)] = 2
     """most of them that are kept of a question, the shortest, no two with the same queries"""
 
-    def check(self) -> None:
-        if self.demonstrations == "evidence" and (self.insert_gold or self.hurried_share):
-            flag = "--insert-gold" if self.insert_gold else "--hurried-share"
-            raise UsageError(f"{flag} is for --demonstrations sub-questions: pass that too, or leave it out")
-
 
 @dataclass(frozen=True)
 class TeacherCacheSettings(Section):
@@ -165,9 +160,9 @@ class ReportSettings(Section):
     """Report."""
 
     runs: Annotated[tuple[str, ...] | None, Trait.BARE, Required("the folder of a run, or several")] = None
-    """folders of runs and evaluations, folders that hold some, and files of trajectories"""
+    """folders of runs and evaluations, folders that hold some, and files of trajectories or questions"""
     model: str | None = None
-    """count tokens of this model (folder, hub id or tiny) in files of trajectories; without it, words"""
+    """count tokens of this model (folder, hub id or tiny) in files of trajectories or questions; without it, words"""
     png: str | None = None
     """also write each chart as a PNG file into this folder (extra plots)"""
     watch: bool = False
@@ -241,8 +236,6 @@ class ExportSettings(Section):
             raise UsageError("--weights nf4 is for --form folder; others have fp32, bf16, fp16, and gguf q8_0")
         if self.push is not None and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.push):
             raise UsageError(f"--push {self.push} is not the name of a repository: write it as OWNER/NAME")
-        if self.yes and self.push is None:
-            raise UsageError("--yes uploads, and --push is missing: the repository")
         budget_bytes(self.max_shard_size, "--max-shard-size")
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, get_args
 
-from r3lite.core.config import ANY, Bounds, Count, Fraction, Free, Positive, Section, Whole
+from r3lite.core.config import ANY, Alias, Bounds, Count, Fraction, Free, Positive, Section, Whole
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -52,7 +52,7 @@ class MemorySettings(Section):
 
     # Three are free, as a checkpoint holds how the work is divided and whether the base is in NF4; see
     # memory/shrinking.py.
-    vram_budget: Free[str | None] = None
+    vram_budget: Annotated[Free[str | None], Alias("memory_budget")] = None
     """most memory, such as 4GiB or 1300MiB; by default 4GiB, or what is free on the device, less a margin"""
     quantize: Free[Literal["auto", "none", "nf4"]] = "auto"
     """4-bit base (QLoRA, arXiv 2305.14314); auto: only if the run does not fit without"""

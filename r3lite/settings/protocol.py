@@ -55,8 +55,3 @@ class ProtocolSettings(Section):
         if not self.is_own and self.format not in FORMATS:
             known = f"choose from {', '.join(FORMATS)}, or name a file that ends in .toml"
             raise UsageError(f"--format is {self.format!r}{nearest(self.format, FORMATS)}; {known}")
-        if self.search_graph and self.format != "tags":
-            raise UsageError(f"--search-graph belongs to --format tags, not to {self.format}: leave it out")
-        if self.format != "r3" and not self.is_own and (self.queries_per_step > 1 or self.verification):
-            flag = "--verification" if self.verification else "--queries-per-step"
-            raise UsageError(f"{flag} belongs to --format r3, not to {self.format}: leave it out")

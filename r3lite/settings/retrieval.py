@@ -121,36 +121,11 @@ class RetrievalSettings(Section):
             names = (*RETRIEVERS, *SERVICES)
             known = f"choose from {', '.join(names)}, or pass the address of a server"
             raise UsageError(f"retriever is {self.retriever!r}; {known}{nearest(self.retriever, names)}")
-        own = {"--corpus": self.corpus, "--index": self.index, "--context": self.context == "question"}
-        if (self.is_remote or self.is_web) and (given := [name for name, value in own.items() if value]):
-            raise UsageError(f"--retriever {self.retriever} has its own passages: leave {given[0]} out")
-        if self.context == "question" and (self.corpus or self.index):
-            given = "--index" if self.index else "--corpus"
-            raise UsageError(f"--context question searches the question's own paragraphs: leave {given} out")
-        self._check_filter()
-        encodes = self.retriever in ("semantic", "hybrid") or self.is_collection or self.is_web
-        if self.query_cache and (not encodes or self.encoder == "hashing"):
-            what = f"--retriever {self.retriever}" if not encodes else "--encoder hashing"
-            raise UsageError(f"--query-cache saves the work of an encoder, and {what} has none")
-        if self.rerank and "://" in self.rerank and (problem := problem_of_address(self.rerank)):
-            raise UsageError(f"the address of --rerank {problem}; pass one such as http://host:8000/rerank")
-        if self.rerank and self.retriever in ("golden", "none"):
-            raise UsageError(f"--rerank orders what a search brings, and --retriever {self.retriever} does not search")
-
-    def _check_filter(self) -> None:
-        if self.filter and (self.is_remote or self.is_web or self.retriever in ("golden", "none")):
-            raise UsageError(f"--filter is for --index and --corpus, and --retriever {self.retriever} has neither")
-        if self.filter and self.context == "question":
-            raise UsageError("--filter chooses among passages of a corpus: leave --context question out")
         for text in self.filter or ():
             if not CONDITION.fullmatch(text.strip()):
                 raise UsageError(f"--filter {text}: write it as lang=en or year>=2020, in quotes")
-
-    def check_sources(self, named: bool) -> None:
-        """Raises UsageError if kinds of sources have retrievers of their own, but no format has them `named`."""
-        if self.source_index and not named:
-            message = "--source-index is for plans, whose searches name a kind of source"
-            raise UsageError(f"{message}: pass --format dag, or --search-graph with --format tags")
+        if self.rerank and "://" in self.rerank and (problem := problem_of_address(self.rerank)):
+            raise UsageError(f"the address of --rerank {problem}; pass one such as http://host:8000/rerank")
 
     def _check_sources(self) -> None:
         for entry in self.source_index or ():
@@ -160,8 +135,6 @@ class RetrievalSettings(Section):
         if self.source_index:
             if len(self.of_sources) < len(self.source_index):
                 raise UsageError("--source-index names a kind of source twice")
-            if self.context == "question" or self.retriever in ("golden", "none"):
-                raise UsageError("--source-index chooses where to search; leave out what does not search a corpus")
             for settings in self.of_sources.values():
                 settings.check()
 
@@ -171,8 +144,8 @@ class ProcedureSettings(Section):
     """Procedures."""
 
     procedures: str | None = None
-    """JSON file of procedures (name, description, trigger, category, priority, steps); that which fits a question best
-    stands before it, and where none fits, nothing does"""
+    """JSON file of procedures (name, description, trigger, category, priority, steps), or a folder of such files; that
+    which fits a question best stands before it, and where none fits, nothing does"""
     procedures_by: Literal["both", "triggers"] = "both"
     """what makes one fit: its trigger words in the question; both: these, or else a near description by --encoder"""
     procedures_floor: Annotated[float, Bounds(low=-1.0, high=1.0)] = 0.85

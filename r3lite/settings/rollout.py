@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from r3lite.core.config import Bounds, Section, Tokens, Whole
+from r3lite.core.config import Alias, Bounds, Section, Tokens, Whole
 
 
 @dataclass(frozen=True)
 class LengthSettings(Section):
     """Limits of an episode."""
 
-    max_hops: Annotated[int, Bounds(low=1, high=100)] = 5
+    max_hops: Annotated[int, Bounds(low=1, high=100), Alias("num_hops")] = 5
     """most retrievals in an episode; then an answer is forced"""
     max_new_tokens: Tokens = 256
     """most tokens of one turn of the model"""

@@ -1,5 +1,7 @@
 """The checks of whole runs: sound code passes them, and each fails if what it looks at is broken."""
 
+import contextlib
+import functools
 import itertools
 
 import pytest
@@ -77,6 +79,29 @@ def test_memory_fails_that_was_planned_wrongly(monkeypatch, share):
     planned = Plan.allocated.fget
     monkeypatch.setattr(Plan, "allocated", property(lambda self: int(share * planned(self))))
     assert failed(runs.memory(EXACT))
+
+
+def test_what_earlier_checks_left_on_a_card_is_dropped_before_measuring(monkeypatch):
+    done = []
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, functools.partial(done.append, name))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 50 << 20)
+    clear = functools.partial(done.append, "workspaces")
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+    assert runs._left_on_card() == 50 << 20
+    assert done == ["workspaces", "empty_cache", "reset_peak_memory_stats"]
+
+
+def test_what_stays_there_is_granted_and_not_planned_with(monkeypatch):
+    """The plan used that room for the run itself, and memory ran out: 1,030 MiB were planned for 1,071 in all."""
+    enforced, stays, run = [], 50 << 20, runs._run
+    monkeypatch.setattr(runs, "enforce", lambda plan, device: enforced.append(plan.budget))
+    monkeypatch.setattr(runs, "_left_on_card", lambda: stays)
+    monkeypatch.setattr(runs, "_run", lambda flags, **more: run(["--preset", "tiny", *flags[4:]], **more))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
+    monkeypatch.setattr(runs, "whole_card", contextlib.nullcontext)
+    found = runs.memory(Precision(torch.float32, torch.device("cuda")))
+    assert enforced[1] == found.measured["budget_mib"] * (1 << 20) + stays
 
 
 def test_memory_fails_if_it_runs_out(monkeypatch):

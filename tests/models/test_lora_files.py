@@ -157,3 +157,14 @@ def test_files_that_do_not_fit_are_refused(small_model, tmp_path):
         load_adapter(model, "b", tmp_path, trainable=False)
     with pytest.raises(R3LiteError, match="lora_targets has embed_tokens"):
         add_adapter(model, "c", 8, 16, targets=["embed_tokens"])
+
+
+def test_of_an_interrupted_run_the_newest_checkpoints_adapter_is_read(small_model, tmp_path):
+    """A run folder without `adapter/` had "no adapter", although it had checkpoints."""
+    model = small_model()
+    for step in (9, 10):
+        add_adapter(model, str(step), step, 16)
+        save_adapter(model, str(step), tmp_path / f"checkpoint-{step}" / "adapter", "tiny")
+    assert read_adapter_config(tmp_path).r == 10 and read_adapter_config(tmp_path / "checkpoint-9").r == 9
+    save_adapter(model, "9", tmp_path / "adapter", "tiny")
+    assert read_adapter_config(tmp_path).r == 9

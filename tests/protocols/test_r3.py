@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Search, Step
 from r3lite.protocols.base import same_query
 from r3lite.protocols.r3 import FAULTS, R3
@@ -209,5 +208,3 @@ def test_the_prompts_of_the_options():
     plain, both_on = R3.load(ProtocolSettings()), R3.load(ProtocolSettings(queries_per_step=3, verification=True))
     assert "note" not in plain.init_prompt and "verification" not in plain.init_prompt
     assert "Up to 3 questions" in both_on.init_prompt and "The verification:" in both_on.init_prompt
-    with pytest.raises(UsageError, match="--queries-per-step belongs to --format r3"):
-        ProtocolSettings(format="tags", queries_per_step=2).check()

@@ -159,7 +159,9 @@ def test_settings_of_cutting_are_refused_beside_a_corpus(tmp_path, capsys):
     """They were ignored without a word."""
     for option in (["--chunk-tokens", "64"], ["--chunk-overlap", "3", "--dry-run"]):
         assert recipe.main(["--corpus", "x.jsonl", "--output", str(tmp_path / "i"), *option]) == 2
-        assert f"{option[0]} is about --documents" in capsys.readouterr().err
+        assert (
+            f"{option[0]} is {option[1]}, and would do nothing here: it is for --documents" in capsys.readouterr().err
+        )
 
 
 def test_a_dry_run_tells_what_the_index_takes(tmp_path, capsys):

@@ -7,6 +7,7 @@ import pytest
 
 from r3lite import index as recipe
 from r3lite import retrieve
+from r3lite.core.command import check_used
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
@@ -74,8 +75,8 @@ def test_a_filter_that_lets_nothing_through_is_an_error(conditions, words):
     [
         (["--filter", "lang"], "write it as lang=en"),
         (["--filter", "lang=="], "write it as lang=en"),
-        (["--filter", "a=b", "--retriever", "http://h/retrieve"], "--filter is for --index and --corpus"),
-        (["--filter", "a=b", "--retriever", "golden"], "--filter is for --index and --corpus"),
+        (["--filter", "a=b", "--retriever", "http://h/retrieve"], "--filter is .* would do nothing"),
+        (["--filter", "a=b", "--retriever", "golden"], "--filter is .* would do nothing"),
         (["--filter", "a=b", "--context", "question"], "leave --context question out"),
     ],
 )
@@ -83,6 +84,7 @@ def test_settings_that_make_no_sense(flags, words):
     config = resolve("retrieve", retrieve.RetrieveConfig(), flags, ("retrieve",))
     with pytest.raises(UsageError, match=words):
         config.retrieval.check()
+        check_used("retrieve", config)
 
 
 def row(i):

@@ -79,7 +79,7 @@ def test_the_command_fills_a_collection(server, minilm, tmp_path, settings, caps
     assert recipe.main([*given, "--encoder", "hashing"]) == 2
     assert "name a BERT" in capsys.readouterr().err
     assert recipe.main([*given, "--encoder", str(minilm), "--index-type", "hnsw"]) == 2
-    assert "leave --index-type and --memory-budget out" in capsys.readouterr().err
+    assert "--index-type is hnsw, and would do nothing" in capsys.readouterr().err
 
 
 def test_a_collection_of_another_encoder_is_refused(server, encoder, settings):
@@ -162,7 +162,6 @@ def test_without_its_package_it_names_the_extra(monkeypatch):
     ("given", "said"),
     [
         ({"encoder": "hashing"}, "name a BERT"),
-        ({"corpus": "c.jsonl"}, "has its own passages: leave --corpus out"),
         ({"retriever": "qdrant://user:password@here/towns"}, "holds a user or a password"),
         ({"retriever": "qdrant+http://here/towns"}, "is not an address of http or https"),
     ],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from r3lite import retrieve
+from r3lite.core.command import check_used
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
@@ -127,8 +128,8 @@ def test_searches_with_a_cache_full_or_empty_give_the_same_to_the_bit(tmp_path, 
 @pytest.mark.parametrize("flags", [["--retriever", "lexical"], ["--encoder", "hashing"], ["--retriever", "http://a/b"]])
 def test_it_is_for_encoders(flags):
     config = resolve("retrieve", retrieve.RetrieveConfig(), ["--query-cache", "q", *flags], ("retrieve",))
-    with pytest.raises(UsageError, match="--query-cache saves the work of an encoder, and"):
-        config.retrieval.check()
+    with pytest.raises(UsageError, match="--query-cache is q, and would do nothing here: it is for an --encoder"):
+        check_used("retrieve", config)
 
 
 def test_sources_without_an_encoder_are_no_reason_to_refuse_it_and_all_others_share_it(tmp_path):

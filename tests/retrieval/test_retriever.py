@@ -90,8 +90,6 @@ def test_one_encoder_serves_the_indexes_of_all_sources(minilm, tmp_path, monkeyp
         ({"source_index": ("Sport=x",)}, "write it as News=FOLDER; known are General, News, Academic"),
         ({"source_index": ("News=",)}, "write it as News=FOLDER"),
         ({"source_index": ("News=x", "News=y")}, "names a kind of source twice"),
-        ({"source_index": ("News=x",), "context": "question"}, "chooses where to search"),
-        ({"source_index": ("News=x",), "retriever": "golden"}, "chooses where to search"),
         ({"source_index": ("News=ftp://x",)}, "is not an address of http or https"),
     ],
 )
@@ -100,12 +98,9 @@ def test_sources_that_contradict_are_refused(given, said):
         RetrievalSettings(**given).check()
 
 
-def test_only_formats_that_plan_have_sources():
+def test_sources_have_retrievers_of_their_own():
     settings = RetrievalSettings(source_index=("News=x", "Academic=http://host/retrieve"))
     settings.check()
-    settings.check_sources(plans=True)
-    with pytest.raises(UsageError, match="pass --format dag"):
-        settings.check_sources(plans=False)
     own = settings.of_sources
     assert (own["News"].index, own["News"].retriever) == ("x", "semantic")
     assert (own["Academic"].index, own["Academic"].retriever) == (None, "http://host/retrieve")

@@ -245,9 +245,6 @@ def test_duckduckgo_without_results_is_a_failure(duckduckgo, reply, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"corpus": "x.jsonl"}, "has its own passages: leave --corpus out"),
-        ({"index": "x"}, "leave --index out"),
-        ({"context": "question"}, "leave --context out"),
         ({"web_results": 3}, "--top-k is 5, and --web-results 3 brings fewer"),
         ({"retriever": "duckduckgoo"}, "did you mean duckduckgo"),
     ],

@@ -30,18 +30,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "hybrid": Hybrid,
     "dgpo": Dgpo,
 }
-# Settings that do nothing while another one is 0 or not given.
-IDLE_WITHOUT = {
-    "kl_estimator": "kl_beta",
-    "overlong_cache": "overlong_penalty",
-    "teacher_adapter": "teacher",
-    "teacher_quantize": "teacher",
-    "teacher_top": "teacher",
-}
 
 
 def check(settings: RLSettings, usual: RLSettings, lengths: LengthSettings) -> None:
-    """Raises UsageError if settings contradict each other or the algorithm, or would do nothing.
+    """Raises UsageError if settings contradict each other, or the algorithm has no use for them.
 
     `usual` are the same settings without flags and files: a value that differs was asked for.
     """
@@ -54,7 +46,3 @@ def check(settings: RLSettings, usual: RLSettings, lengths: LengthSettings) -> N
             readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own)
             wrong = f"{flag(name)} is {value}, and {settings.algorithm} has no use for it"
             raise UsageError(f"{wrong}: it is for {readers}")
-        needed = IDLE_WITHOUT.get(name)
-        if needed and not getattr(settings, needed):
-            state = "not given" if getattr(settings, needed) is None else 0
-            raise UsageError(f"{flag(name)} is {value}, and {flag(needed)} is {state}: it would do nothing")

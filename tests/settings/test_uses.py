@@ -1,0 +1,209 @@
+"""An option that the chosen parts cannot use is refused by its name: found by setting every option beside every choice,
+and by watching which settings a retriever or a format reads."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from r3lite.core import command
+from r3lite.core.config import UsageError, flag, flat, kinds_of, sections
+from r3lite.core.episode import Document, Question
+from r3lite.core.invocation import resolve, with_values
+from r3lite.protocols.registry import PROTOCOLS, build_protocol
+from r3lite.retrieval.retriever import RETRIEVERS, build_retriever
+from r3lite.retrieval.setup import Setup
+from r3lite.rl import algorithms
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.settings import ProtocolSettings, RetrievalSettings, RLSettings
+from r3lite.settings.uses import USES
+from tests.commands import CONFIGS
+
+# Texts that must be of a certain form; any other text is some file or name.
+TEXTS = {"judge_base_url": "http://host", "filter": "lang=en", "source_index": "News=x", "sources": "a.jsonl=1",
+         "retriever": "lexical", "lora_targets": "q_proj", "format": "tags", "rewards": "rouge_l=0.5"}  # fmt: skip
+
+
+def another(config, name: str):
+    """A value of a setting that it does not have, as a command line or a file could give it."""
+    (section,) = (s for s in sections(config).values() if name in kinds_of(type(s)))
+    kind, now = kinds_of(type(section))[name], getattr(section, name)
+    one = next((c for c in kind.choices if c not in (now, "auto", *(now if isinstance(now, tuple) else ()))), None)
+    if one is None and kind.scalar is bool:
+        return not now
+    if one is None and kind.scalar in (int, float):
+        low = kind.bounds.low if kind.bounds and kind.bounds.low is not None else 0
+        one = next(x for x in (low + 1, 1, 0.5, 0.25, 2) if x != now and fits(kind, name, kind.scalar(x)))
+    return [one or TEXTS.get(name, "some")] * (kind.count or 1) if kind.count != 1 else one or TEXTS.get(name, "some")
+
+
+def fits(kind, name, value) -> bool:
+    try:
+        return bool(value) and kind.convert(name, value) == value
+    except UsageError:
+        return False
+
+
+def resolved(name: str, *argv: str):
+    default, table = CONFIGS[name]
+    return table, resolve(table, default, list(argv), command.COMMANDS)
+
+
+def outcome(table: str, config, name: str) -> str:
+    """What becomes of an option beside the others: "taken", or "refused" by its name."""
+    changed = with_values(config, {name: another(config, name)})
+    assert flat(changed)[name] != flat(config)[name]
+    try:
+        command.check_used(table, changed)
+        if "algorithm" in flat(changed) and table == "ppo":
+            algorithms.check(changed.rl, command.usual(table, changed).rl, changed.lengths)
+    except UsageError as error:
+        return "refused" if flag(name) in str(error) else str(error)
+    return "taken"
+
+
+def test_every_row_is_about_settings_that_there_are():
+    known = {name for default, _ in CONFIGS.values() for name in flat(default)}
+    known |= {name for module in ("report", "export") for name in flat(config_of(module))}
+    assert {name for use in USES for name in use.names.split()} <= known
+
+
+def config_of(module: str):
+    return getattr(__import__(f"r3lite.{module}", fromlist=[""]), f"{module.title()}Config")()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_option_of_every_command_is_taken_or_refused_by_its_name(name):
+    table, config = resolved(name)
+    for option in flat(config).keys() - {"preset", "config", "algorithm"}:
+        assert outcome(table, config, option) in ("taken", "refused"), option
+
+
+class Watched:
+    """Which fields of a settings object are read."""
+
+    def __init__(self, settings):
+        fields, read = {f.name for f in dataclasses.fields(settings)}, set()
+
+        def get(self, name):
+            if name in fields:
+                read.add(name)
+            return object.__getattribute__(self, name)
+
+        kind = type(settings)
+        self.settings = type(kind.__name__, (kind,), {"__getattribute__": get})(**vars(settings))
+        self.read, self.fields = read, fields
+
+
+DOCUMENTS = (Document("1", "Oslo", "Oslo is in Norway."), Document("2", "Rome", "Rome is in Italy."))
+QUESTION = Question("q", "Where is Oslo?", ("Norway",), DOCUMENTS, DOCUMENTS[:1])
+
+
+@pytest.mark.parametrize("retriever", RETRIEVERS)
+def test_what_a_retriever_does_not_read_is_refused(retriever):
+    """--noise-rate, which golden alone reads, was taken beside all others."""
+    if retriever in ("lexical", "hybrid"):
+        pytest.importorskip("bm25s", reason="needs the extra retrieval")
+    encoder = {"encoder": "hashing"} if retriever in ("semantic", "hybrid") else {}
+    table, config = resolved(
+        "evaluate", "--retriever", retriever, *(x for k, v in encoder.items() for x in (flag(k), v))
+    )
+    watched = Watched(RetrievalSettings(retriever=retriever, **encoder))
+    build_retriever(Setup(watched.settings, [QUESTION]))([(QUESTION, "Oslo")])
+    # The two others may stay while retrievers are compared.
+    idle = watched.fields - watched.read - {"retriever", "encoder", "top_k"}
+    assert len(idle) >= 8
+    assert {option: outcome(table, config, option) for option in idle} == dict.fromkeys(idle, "refused")
+
+
+@pytest.mark.parametrize("format", PROTOCOLS)
+def test_what_a_format_does_not_read_is_refused(format):
+    more = ["--retriever", "none"] if format == "solution" else []
+    table, config = resolved("evaluate", "--format", format, *more)
+    watched = Watched(ProtocolSettings(format=format))
+    build_protocol(watched.settings)
+    idle = watched.fields - watched.read
+    assert len(idle) >= 4
+    assert {option: outcome(table, config, option) for option in idle} == dict.fromkeys(idle, "refused")
+
+
+NEEDS = {"dgpo": ["--teacher", "tiny"]}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_option_of_rl_beside_every_algorithm_is_read_by_it_or_refused(algorithm):
+    table, config = resolved("ppo", "--algorithm", algorithm, *NEEDS.get(algorithm, []))
+    some_read = frozenset().union(*(cls.own for cls in ALGORITHMS.values()))
+    for option in kinds_of(RLSettings).keys() - {"algorithm"}:
+        found = outcome(table, config, option)
+        if option in some_read - ALGORITHMS[algorithm].own:
+            assert found == "refused", option
+        elif found != "refused":
+            assert found == "taken" or "--" in found, (option, found)  # a contradiction that names another
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "option"),
+    [
+        ("evaluate", "--noise-rate 0.3", "--noise-rate"),
+        ("evaluate", "--fusion weighted --retriever lexical", "--fusion"),
+        ("evaluate", "--top-p 0.9", "--top-p"),
+        ("evaluate", "--recompute-layers 2", "--recompute-layers"),
+        ("evaluate", "--baseline closed-book --index x", "--index"),
+        ("evaluate", "--retriever exa --corpus x", "--corpus"),
+        ("evaluate", "--retriever http://h/retrieve --index x", "--index"),
+        ("evaluate", "--retriever qdrant://h/x --context question", "--context"),
+        ("evaluate", "--corpus x --context question", "--corpus"),
+        ("evaluate", "--format dag --source-index News=x --retriever golden", "--source-index"),
+        ("evaluate", "--format dag --source-index News=x --context question", "--source-index"),
+        ("evaluate", "--source-index News=x", "--source-index"),
+        ("evaluate", "--format tags --queries-per-step 2", "--queries-per-step"),
+        ("evaluate", "--compare a b --data x", "--data"),
+        ("retrieve", "--serve --query x", "--query"),
+        ("retrieve", "--query x --gap-report y", "--gap-report"),
+        ("ask", "--corpus x --format solution --retriever none", "--corpus"),
+        ("ask", "--output x", "--output"),
+        ("ppo", "--lora-dropout 0.1", "--lora-dropout"),
+        ("ppo", "--epochs 2 --max-steps 5", "--epochs"),
+        ("ppo", "--eval-every 3", "--eval-every"),
+        ("ppo", "--guard off --guard-length 2", "--guard-length"),
+        ("ppo", "--judge local --judge-rpm 3", "--judge-rpm"),
+        ("ppo", "--gamma-correct 0.1", "--gamma-correct"),
+        ("ppo", "--format solution --retriever none --search-bonus 1", "--search-bonus"),
+        ("ppo", "--kl-beta 0 --kl-estimator k2", "--kl-estimator"),
+        ("ppo", "--algorithm dapo --kl-estimator k2", "--kl-estimator"),
+        ("ppo", "--algorithm dapo --overlong-penalty 0 --overlong-cache 0.5", "--overlong-cache"),
+        ("ppo", "--algorithm dgpo --teacher-logprobs b --teacher-top 7", "--teacher-top"),
+        ("sft", "--track-name x", "--track-name"),
+        ("collect", "--keep 3", "--keep"),
+        ("collect", "--source self --attempts 3", "--attempts"),
+        ("collect", "--source self --judge-rpm 3", "--judge-rpm"),
+        ("collect", "--dtype fp32", "--dtype"),
+        ("index", "--seed 3", "--seed"),
+        ("index", "--encoder hashing --batch-size 3", "--batch-size"),
+        ("serve", "--memory-turns 0 --memory-kib 3", "--memory-kib"),
+        ("retrieve", "--port 3", "--port"),
+        ("plan of RL", "--guard off --guard-kl 2", "--guard-kl"),
+    ],
+)
+def test_what_would_do_nothing_is_refused_with_what_it_is_for(name, argv, option):
+    table, config = resolved(name, *argv.split())
+    with pytest.raises(UsageError, match=f"^{option} is .*, and would do nothing here: it is for "):
+        command.check_used(table, config)
+
+
+def test_what_a_preset_or_a_file_for_all_commands_brings_is_not_asked_of_each(tmp_path):
+    command.check_used(*resolved("evaluate", "--preset", "tiny", "--retriever", "golden"))
+    path = tmp_path / "all.toml"
+    path.write_text("noise_rate = 0.3\n", encoding="utf-8")
+    command.check_used(*resolved("evaluate", "--config", str(path)))
+    path.write_text("[evaluate]\nnoise_rate = 0.3\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="--noise-rate is"):
+        command.check_used(*resolved("evaluate", "--config", str(path)))
+
+
+def test_a_command_refuses_before_its_work(capsys):
+    work = functools.partial(pytest.fail, "it began")
+    argv = ["--data", "x", "--noise-rate", "0.3"]
+    assert command.run("evaluate", CONFIGS["evaluate"][0], work, argv) == 2
+    assert "--noise-rate is 0.3, and would do nothing here: it is for --retriever golden" in capsys.readouterr().err
