@@ -91,6 +91,8 @@ class Tokenizer:
             )
         self.stop, self.stop_id = stop, self._added[stop]
         self.opens_thought = THINK in self._prompt and THOUGHT_END not in self._prompt
+        # Whether the family has thoughts of its own: what is not trained on may have an empty one.
+        self._thinks = THINK in self._prompt + template.gaps(("user", "assistant"))[1]
         self._trims = {role for role in ("user", "assistant") if template.trims(role)}
         self._takes_system = self._grows_after_system()
         if self._takes_system and template.trims("system"):
@@ -175,6 +177,15 @@ class Tokenizer:
             return self._plain.encode(text, add_special_tokens=False).ids
         return self._plain.encode("\n" + text, add_special_tokens=False).ids[len(self._anchor) :]
 
+    def encode_marked(self, text: str) -> list[int]:
+        """Token ids of what the chat template wrote: markup in it is special tokens."""
+        return self._markup_tokens([text])
+
+    def markup_in(self, text: str) -> str | None:
+        """The first markup in a text, if it has any."""
+        found = self._markup.search(text)
+        return found and found[0]
+
     def encode_turn(self, text: str) -> list[int]:
         """Token ids of the text of an assistant turn, as a model writes it from the turn's beginning on."""
         return self.encode(self.lead + text)
@@ -234,10 +245,11 @@ class Tokenizer:
         return self._markup_tokens([self._to_user, self._content("user", text), self._prompt])
 
     def chat(self, messages: Sequence[dict[str, str]], prompt: bool = False) -> tuple[list[int], list[bool]]:
-        """Tokens of a whole conversation of `role` and `content`, and which of them the assistant wrote.
+        """Tokens of a whole conversation of `role` and `content`, and which of them are to be trained on.
 
-        The assistant wrote the contents of its turns and the tokens that end them. Contents are encoded apart from the
-        opening of the turn, as a model samples them after it. With `prompt` the assistant's next turn is opened.
+        They are the contents of the assistant's turns and the tokens that end them, unless `train` is False there.
+        Contents are encoded apart from the opening of the turn, as a model samples them after it. A thought at the
+        beginning of a content is written as the family writes it. With `prompt` the assistant's next turn is opened.
         """
         for message in messages:
             if message["role"] not in ROLES:
@@ -256,17 +268,31 @@ class Tokenizer:
         for message, gap in zip(messages, gaps[1:], strict=True):
             content = self._content(message["role"], message["content"])
             if message["role"] == "assistant":
-                opening = given[-1]
-                given[-1] = opening.removesuffix(self.lead)
-                add(self._markup_tokens(given))
+                opening, is_trained = given[-1], message.get("train", True)
                 tail, stop, gap = self._until_token(gap)
-                add(self.encode(opening[len(given[-1]) :] + content + tail), by_assistant=True)
-                add([self._added[stop]] if stop else [], by_assistant=True)
+                if self._thinks and content.startswith(THINK) and THOUGHT_END in content:
+                    given[-1], *spoken = self._thought(opening, content + tail)
+                    turn = self._markup_tokens(spoken)
+                else:
+                    given[-1] = opening.removesuffix(self.lead)
+                    turn = self.encode(opening[len(given[-1]) :] + content + tail)
+                add(self._markup_tokens(given))
+                add([*turn, *([self._added[stop]] if stop else [])], by_assistant=is_trained)
                 given = [gap]
             else:
                 given += [content, gap]
         add(self._markup_tokens(given))
         return ids, written
+
+    def _thought(self, opening: str, content: str) -> tuple[str, str, str, str, str]:
+        """The opening of a turn with a thought, and what the model writes: markup and contents in turn, as the family
+        has them, whose tags may be tokens of their own. The last turn of a template may open with an empty thought."""
+        if THINK in self._prompt and not self.opens_thought:
+            raise R3LiteError("an assistant message has a thought, and thinking is off", "Pass --thinking on.")
+        opening, (thought, _, rest) = opening.partition(THINK)[0], content.removeprefix(THINK).partition(THOUGHT_END)
+        if not self.opens_thought:
+            return opening, THINK, thought, THOUGHT_END, rest
+        return opening + self._prompt[self._prompt.index(THINK) :], "", thought.lstrip("\n"), THOUGHT_END, rest
 
     def _folded(self, messages: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
         """Messages with the system message before the first user message, if the template has no place for it."""
