@@ -172,6 +172,7 @@ LAYOUTS = {
         ("problem", "answer"),
     ),
 }
+KNOWN_LAYOUTS = "; ".join(", ".join(keys) for keys in LAYOUTS)  # for errors
 
 
 def _message(record: Record, role_key: str, role: str, key: str) -> dict:
@@ -186,25 +187,21 @@ def _message(record: Record, role_key: str, role: str, key: str) -> dict:
         if text.lstrip().startswith(THINK) or not (calls or text.strip()):
             raise record.error(f"{record.path}reasoning_content stands beside a {key} that is blank or has a thought")
         made = reply(thought, text)
-    weights, known = (
-        [record.values[name] for name in WEIGHTS if name in record],
-        (0, 1) if role == "assistant" else (0,),
-    )
-    if any(weight not in known for weight in weights) or len(set(weights)) > 1:
-        given = " and ".join(
-            f"{record.path}{name} is {shown(record.values[name])}" for name in WEIGHTS if name in record
-        )
+    weights = {f"{record.path}{name}": record.values[name] for name in WEIGHTS if name in record}
+    known = (0, 1) if role == "assistant" else (0,)
+    if any(weight not in known for weight in weights.values()) or len(set(weights.values())) > 1:
+        given = " and ".join(f"{name} is {shown(weight)}" for name, weight in weights.items())
         raise record.error(f"{given}: 0 and false keep a message from being trained on, 1 and true are the assistant's")
     made |= {"tool_calls": [_call(call) for call in calls]} if calls else {}
-    made |= {"train": False} if 0 in weights else {}
+    made |= {"train": False} if 0 in weights.values() else {}
     return made | {name: record.text(name) for name in ("tool_call_id", "name") if name in record}
 
 
 def _call(call: Record) -> dict:
     """A call of a function, with its arguments as an object, as chat templates want it."""
     function = call.record("function") if "function" in call else call
-    for record in (call, function):
-        _refuse_others(record, ("id", "type", "index", *(["function"] if record is not function else CALLED)))
+    _refuse_others(call, ("id", "type", "index", *(CALLED if function is call else ["function"])))
+    _refuse_others(function, CALLED if function is not call else call.values)
     arguments = Record(_parsed(function, "arguments") or {}, call.source, f"{function.path}arguments.").values
     named = {"id": call.text("id")} if "id" in call else {}
     return named | {"type": "function", "function": {"name": function.text("name"), "arguments": arguments}}
@@ -245,10 +242,6 @@ def layout_of(row: Record, others: Iterable[str] = ()) -> tuple[str, ...] | None
     if len(both := [*found, *((key,) for key in others if key in row)]) > 1:
         raise row.error(f"it has the keys of {' and of '.join(', '.join(keys) for keys in both)}: which is meant?")
     return found[0] if found else None
-
-
-def known_layouts() -> str:
-    return "; ".join(", ".join(keys) for keys in LAYOUTS)
 
 
 def declared(keys: tuple[str, ...]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
 from r3lite.datasets.contamination import new_questions, without
-from r3lite.datasets.conversations import LAYOUTS, Conversation, known_layouts, layout_of, read_conversation
+from r3lite.datasets.conversations import KNOWN_LAYOUTS, LAYOUTS, Conversation, layout_of, read_conversation
 from r3lite.datasets.mixture import Mixture
 from r3lite.datasets.order import hold_out
 from r3lite.datasets.qa import ANSWERS, plain_answers, read_questions
@@ -158,7 +158,7 @@ def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
     if asks and asks[0] in row:
         return Question(id, row.text(asks[0]), plain_answers(row, *asks[1:]), type=kind)
     if not keys:
-        raise row.error(f"it has neither 'question' and 'answer' nor the keys of a conversation ({known_layouts()})")
+        raise row.error(f"it has neither 'question' and 'answer' nor the keys of a conversation ({KNOWN_LAYOUTS})")
     conversation = read_conversation(row, id, keys)
     messages = conversation.messages
     if conversation.has_tools:

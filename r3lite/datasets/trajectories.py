@@ -16,7 +16,7 @@ from tqdm import tqdm
 from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
-from r3lite.datasets.conversations import LAYOUTS, Conversation, known_layouts, layout_of, read_conversation
+from r3lite.datasets.conversations import KNOWN_LAYOUTS, LAYOUTS, Conversation, layout_of, read_conversation
 from r3lite.datasets.rows import converted_rows
 from r3lite.models.packing import common_prefix
 from r3lite.protocols.base import Protocol
@@ -109,7 +109,7 @@ def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Exam
     if "steps" in row:
         return _trajectory(row, id, protocol)
     hint = "; a question file becomes trajectories by `python -m r3lite.collect`" if "question" in row else ""
-    raise row.error(f"it has neither 'steps' (a trajectory) nor the keys of a conversation ({known_layouts()}){hint}")
+    raise row.error(f"it has neither 'steps' (a trajectory) nor the keys of a conversation ({KNOWN_LAYOUTS}){hint}")
 
 
 def _trajectory(row: Record, id: str, protocol: Protocol) -> Trajectory:
