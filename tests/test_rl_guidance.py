@@ -88,6 +88,16 @@ def test_what_is_left_out_is_counted(use, capsys):
     assert "q4" in use(rows, "--outcome-f1", "1", "--trace-min-outcome", "0.3")[0]
 
 
+def test_traces_of_s1_and_openr1_are_read(use, tmp_path):
+    s1 = {"question": "Who?", "thinking_trajectories": ["I know."], "attempt": "Ann", "solution": "Ann"}
+    openr1 = {"problem": "Who?", "generations": ["<think>\nI know.\n</think>\n\nAnn"], "answer": "Ann"}
+    use([trace(0), s1, openr1])
+    for read in read_traces(tmp_path / "traces.jsonl", PROTOCOL)[1:]:
+        assert (read.question, [(s.analysis, s.answer) for s in read.steps]) == ("Who?", [("I know.", "Ann")])
+    with pytest.raises(R3LiteError, match="line 2: it has a system message"):
+        use([trace(0), s1 | {"system": "Be brief."}])
+
+
 def test_a_wrong_answer_is_not_used_for_the_sake_of_its_format(use):
     """A well-formed trace that read the gold paragraph is paid more than the limit, whatever it answers."""
     flags = ["--format-reward", "0.6", "--trace-min-outcome", "0.5"]

@@ -7,7 +7,7 @@ from r3lite.core.episode import Document, Failure, Question, Retrieve, Search, r
 from r3lite.core.files import write_jsonl
 from r3lite.datasets.collected import Tally
 from r3lite.datasets.evidence import MISSED, demonstrate
-from r3lite.datasets.gold import obstacle, planned_searches, queries, shown, with_gold
+from r3lite.datasets.gold import hasty, obstacle, planned_searches, queries, shown, verified, with_gold
 from r3lite.datasets.teacher import WITHOUT_SEARCH
 from r3lite.datasets.trajectories import Trajectory, check_steps
 from r3lite.protocols.base import Protocol
@@ -23,7 +23,7 @@ def gold(
     for question in questions:
         reason = obstacle(question, config.lengths.max_hops, protocol.searches)
         if not (reason or by_evidence):
-            steps = shown(question, [()] * len(question.hops), protocol)
+            steps = shown(question, [[hop.document] for hop in question.hops], protocol)
             idle = config.collect.without_search == "drop" and not any(step.searches for step in steps)
             reason = WITHOUT_SEARCH if idle else check_steps(steps, protocol)
         if reason:
@@ -32,11 +32,12 @@ def gold(
             usable.append(question)
     if by_evidence:
         for made in demonstrate(usable, retrieve, config.lengths):
-            if reason := made.rejected or check_steps(made.steps, protocol):
+            steps = verified(made.question, made.steps, protocol)
+            if reason := made.rejected or check_steps(steps, protocol):
                 tally.rejected[reason] += 1
                 continue
-            written.append(Trajectory.of(made.question, made.steps, "gold"))
-            tally.keep_retrieved(made.question, made.steps)
+            written.append(Trajectory.of(made.question, steps, "gold"))
+            tally.keep_retrieved(made.question, steps)
     else:
         written = by_sub_questions(config, usable, protocol, retrieve, tally)
     write_jsonl(output, (t.to_json() for t in written))
@@ -71,7 +72,7 @@ def by_sub_questions(
             tally.rejected[rejected[i]] += 1
             continue
         draw = random.Random(f"{config.common.seed}/{q.id}/hurried").random()
-        hurried = draw < config.collect.hurried_share and len(q.hops) > 1
-        written.append(Trajectory.of(q, shown(q, documents, protocol, hurried), "gold"))
+        asked = hasty(q) if draw < config.collect.hurried_share and len(q.hops) > 1 else q
+        written.append(Trajectory.of(q, shown(asked, documents, protocol), "gold"))
         tally.keep(len(written[-1].steps), len(documents), found[i])
     return written

@@ -18,8 +18,10 @@ For a protocol without search they are one step: analysis "{q_1} {a_1}. ... {q_n
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from r3lite.core.episode import Document, Question, Search, Step
+from r3lite.datasets.comparison import used
 from r3lite.protocols.base import Protocol, one_line
 from r3lite.protocols.plan import Node, Plan
 
@@ -53,11 +55,11 @@ def queries(question: Question) -> list[str]:
     return filled
 
 
-def plan_of(question: Question, hops: int | None = None) -> Plan:
-    """The first `hops` (all) as nodes A, B, ...: `#1`, and the answer of an earlier hop that is named outright, as in
-    HotpotQA's, become `{A}`, unless the question itself names it."""
+def plan_of(question: Question) -> Plan:
+    """The hops as nodes A, B, ...: `#1`, and the answer of an earlier hop that is named outright, as in HotpotQA's,
+    become `{A}`, unless the question itself names it."""
     nodes, edges = [], []
-    for i, hop in enumerate(question.hops[:hops]):
+    for i, hop in enumerate(question.hops):
         query = one_line(re.sub(r"[{}]", "", hop.question))
         for j, earlier in enumerate(question.hops[:i]):
             name = chr(ord("A") + j)
@@ -77,9 +79,9 @@ def planned_searches(question: Question) -> list[Search]:
     return [Search(node.filled(answers), source=node.source) for node in plan.nodes]
 
 
-def planned(question: Question, documents: Sequence[Sequence[Document]], hurried: bool = False) -> tuple[Step, ...]:
+def planned(question: Question, documents: Sequence[Sequence[Document]]) -> tuple[Step, ...]:
     """The steps of a demonstration that plans; arguments as in `steps`."""
-    plan, answers = plan_of(question, len(question.hops) - hurried), _answers(question)
+    plan, answers = plan_of(question), _answers(question)
     brought = dict(zip(answers, documents))
     said = plan.text()
     written = []
@@ -87,8 +89,7 @@ def planned(question: Question, documents: Sequence[Sequence[Document]], hurried
         searches = [Search(n.filled(answers), tuple(brought[n.name]), n.source) for n in level]
         written.append(Step(said, tuple(searches)))
         said = "\n".join(f"{node.name}: {answers[node.name]}" for node in level)
-    answer = answers[plan.nodes[-1].name] if hurried else question.answers[0]
-    return *written, Step(said, answer=answer)
+    return *written, Step(said, answer=question.answers[0])
 
 
 def _answers(question: Question) -> dict[str, str]:
@@ -110,43 +111,52 @@ def with_gold(
     return kept, False
 
 
-def shown(
-    question: Question, documents: Sequence[Sequence[Document]], protocol: Protocol, hurried: bool = False
-) -> tuple[Step, ...]:
-    """The demonstration of a question in a protocol; `documents[k]` are those of hop k.
+def hasty(question: Question) -> Question:
+    """A question without its last hop, whose answer is the one before that: well-formed but wrong to demonstrate."""
+    return replace(question, hops=question.hops[:-1], answers=(question.hops[-2].answer,))
 
-    A `hurried` one leaves out the last hop and gives the answer before it as the final one: well-formed but wrong.
-    """
+
+def shown(question: Question, documents: Sequence[Sequence[Document]], protocol: Protocol) -> tuple[Step, ...]:
+    """The demonstration of a question in a protocol; `documents[k]` are those of hop k."""
     if protocol.plans:
-        return planned(question, documents, hurried)
-    return steps(question, documents, hurried) if protocol.searches else without_search(question, hurried)
+        return planned(question, documents)
+    if not protocol.searches:
+        return without_search(question)
+    return verified(question, steps(question, documents, protocol.most_queries), protocol)
 
 
-def steps(question: Question, documents: Sequence[Sequence[Document]], hurried: bool = False) -> tuple[Step, ...]:
-    """The steps of a demonstration; `documents[k]` are those of hop k.
+def verified(question: Question, steps: Sequence[Step], protocol: Protocol) -> tuple[Step, ...]:
+    """The steps; in a protocol that verifies, the last says by their numbers which documents show what was found."""
+    if not protocol.verifies:
+        return tuple(steps)
+    numbered = [(number, d) for step in steps for number, d in enumerate(step.documents, 1)]
+    found = {question.gold_index(d): f"[{number}] {one_line(d.title)} shows" for number, d in reversed(numbered)}
+    hops = [(question.gold_index(hop.document), one_line(hop.answer)) for hop in question.hops]
+    evidence = ", ".join(f"{found[i]} {answer}" for i, answer in hops if i in found)
+    return *steps[:-1], replace(steps[-1], verification=evidence and _sentence(evidence))
 
-    A `hurried` one leaves out the last hop and gives the answer before it as the final one: well-formed but wrong.
-    """
-    hops = question.hops[: len(question.hops) - hurried]
-    asked, found = queries(question), ""
-    written = []
-    for query, hop, brought in zip(asked, hops, documents):
+
+def steps(question: Question, documents: Sequence[Sequence[Document]], most: int = 1) -> tuple[Step, ...]:
+    """The steps of a demonstration; `documents[k]` are those of hop k. At most `most` are looked up at once, which do
+    not wait for one another."""
+    asked, groups = queries(question), [[]]
+    for i, hop in enumerate(question.hops):
+        if len(groups[-1]) == most or used(hop) & set(groups[-1]):
+            groups.append([])
+        groups[-1].append(i)
+    found, written = "", []
+    for group in groups:
         opening = f"{found} Next I need to find out:" if found else "I need to find out:"
-        written.append(Step.asking(f"{opening} {query}", query, brought))
-        found = f"{query} {_sentence(hop.answer)}"
-    answer = hops[-1].answer if hurried else question.answers[0]
-    return *written, Step(f"{found} This gives the answer.", answer=answer)
+        searches = tuple(Search(asked[i], tuple(documents[i])) for i in group)
+        written.append(Step(f"{opening} {' '.join(asked[i] for i in group)}", searches))
+        found = " ".join(f"{asked[i]} {_sentence(question.hops[i].answer)}" for i in group)
+    return *written, Step(f"{found} This gives the answer.", answer=question.answers[0])
 
 
-def without_search(question: Question, hurried: bool = False) -> tuple[Step, ...]:
-    """The only step of a demonstration that does not search: the facts of all hops, then the answer.
-
-    A `hurried` one ends a hop too early, as in `steps`.
-    """
-    hops = question.hops[: len(question.hops) - hurried]
-    facts = [f"{query} {_sentence(hop.answer)}" for query, hop in zip(queries(question), hops)]
-    answer = hops[-1].answer if hurried else question.answers[0]
-    return (Step(" ".join([*facts, "This gives the answer."]), answer=answer),)
+def without_search(question: Question) -> tuple[Step, ...]:
+    """The only step of a demonstration that does not search: the facts of all hops, then the answer."""
+    facts = [f"{query} {_sentence(hop.answer)}" for query, hop in zip(queries(question), question.hops)]
+    return (Step(" ".join([*facts, "This gives the answer."]), answer=question.answers[0]),)
 
 
 def _sentence(text: str) -> str:

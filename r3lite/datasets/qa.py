@@ -16,6 +16,8 @@ from r3lite.core.records import WHOLE, InvalidRecord, Record, parse
 from r3lite.datasets import hops
 from r3lite.datasets.rows import Item, converted_rows
 
+ANSWERS = ("answer", "answers", "golden_answers")
+
 
 def read_questions(data: str | Path, limit: int | None = None, skip_bad_rows: bool = False) -> list[Question]:
     """The first `limit` questions of a file (JSON array, JSON lines or parquet) or of a data set of the hub.
@@ -66,9 +68,9 @@ def _text(row: Record, key: str) -> str:
     return " ".join(row.text(key).split())
 
 
-def plain_answers(row: Record) -> tuple[str, ...]:
-    """`answer` (with MuSiQue's `answer_aliases`), `answers` or `golden_answers`: text, a number or a list of them."""
-    key = row.first("answer", "answers", "golden_answers")
+def plain_answers(row: Record, *keys: str) -> tuple[str, ...]:
+    """The first of the keys (ANSWERS) that is there: text, a number or a list of them; and MuSiQue's aliases."""
+    key = row.first(*(keys := keys or ANSWERS))
     found = row.values.get(key)
     if isinstance(found, dict):  # SQuAD and its relatives have {"text": [...]}
         found = row.record(key).items("text")
@@ -78,7 +80,7 @@ def plain_answers(row: Record) -> tuple[str, ...]:
             raise row.wrong(key, "text, a number or a list of them")
         texts.append(" ".join(str(answer).split()))
     if not any(texts):
-        raise row.error("it has no answer ('answer', 'answers' or 'golden_answers')")
+        raise row.error(f"it has no answer ({', '.join(map(repr, keys))})")
     texts += [" ".join(alias.split()) for alias in row.texts("answer_aliases", ())]
     return tuple(dict.fromkeys(t for t in texts if t))
 

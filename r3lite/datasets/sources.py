@@ -14,10 +14,10 @@ from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
 from r3lite.datasets.contamination import new_questions, without
-from r3lite.datasets.conversations import LAYOUTS, Conversation, layouts_of, read_conversation
+from r3lite.datasets.conversations import KNOWN_LAYOUTS, LAYOUTS, Conversation, layout_of, read_conversation
 from r3lite.datasets.mixture import Mixture
 from r3lite.datasets.order import hold_out
-from r3lite.datasets.qa import plain_answers, read_questions
+from r3lite.datasets.qa import ANSWERS, plain_answers, read_questions
 from r3lite.datasets.rows import Item, converted_rows
 from r3lite.datasets.trajectories import Example, Row, Rows, encode_row, encode_rows, read_rows, row_from_json
 from r3lite.protocols.base import Protocol
@@ -28,7 +28,6 @@ from r3lite.settings import DataSettings, NewQuestionSettings, ProtocolSettings,
 from r3lite.settings.data import SourceEntry
 
 CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
-R1 = ("question", "reasoning", "answer")
 
 
 def entries_of(data: DataSettings, mixture: SourceSettings) -> tuple[SourceEntry, ...]:
@@ -154,16 +153,17 @@ def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
     reply of type r1 what follows the thought is the gold answer. A row of `question` and `answer` is asked as it is.
     """
     id = row.identifier("id", default_id)
-    layouts = [keys for keys in layouts_of(row) if keys != R1]
-    if not layouts:
-        if "question" not in row:
-            known = "; ".join(", ".join(keys) for keys in LAYOUTS if keys != R1)
-            raise row.error(f"it has neither 'question' and 'answer' nor the keys of a conversation ({known})")
-        return Question(id, row.text("question"), plain_answers(row), type=kind)
-    if len(layouts) > 1:
-        raise row.error(f"it has the keys of {' and of '.join(', '.join(keys) for keys in layouts)}: which is meant?")
-    messages = read_conversation(row, id, layouts[0]).messages
-    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    keys = layout_of(row)
+    asks = LAYOUTS[keys].asks if keys else ("question", *ANSWERS)
+    if asks and asks[0] in row:
+        return Question(id, row.text(asks[0]), plain_answers(row, *asks[1:]), type=kind)
+    if not keys:
+        raise row.error(f"it has neither 'question' and 'answer' nor the keys of a conversation ({KNOWN_LAYOUTS})")
+    conversation = read_conversation(row, id, keys)
+    messages = conversation.messages
+    if conversation.has_tools:
+        raise row.error("it has tools, which only SFT takes")
+    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train", True)]
     if kind == "function_calling":
         replies = [i for i in replies if messages[i]["content"].lstrip().startswith(CALL)][:1]
         if not replies:

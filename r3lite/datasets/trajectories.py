@@ -16,13 +16,13 @@ from tqdm import tqdm
 from r3lite.core.episode import Question, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
-from r3lite.datasets.conversations import LAYOUTS, Conversation, layouts_of, read_conversation
+from r3lite.datasets.conversations import KNOWN_LAYOUTS, LAYOUTS, Conversation, layout_of, read_conversation
 from r3lite.datasets.rows import converted_rows
 from r3lite.models.packing import common_prefix
 from r3lite.protocols.base import Protocol
+from r3lite.protocols.chat import ThinkingChat
+from r3lite.protocols.tool_chats import tool_chat
 from r3lite.protocols.transcript import LEAST_DOCUMENT, Layout
-
-STEPS = ("steps",)  # the keys of a trajectory's row that tell it
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_rows(
 
 
 def read_traces(data: str | Path, protocol: Protocol, skip_bad_rows: bool = False) -> list[Trajectory]:
-    """A teacher's traces: trajectories (`steps`), or rows of `question`, `reasoning` and `answer` without retrieval.
+    """A teacher's traces: trajectories (`steps`), or conversations of a question and a reply with a thought.
 
     Bad rows are treated as by `read_rows`.
     """
@@ -89,28 +89,27 @@ def trace_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Tr
     id = row.identifier("id", default_id)
     if "steps" in row:
         return _trajectory(row, id, protocol)
-    if "reasoning" not in row:
-        raise row.error("it has neither 'steps' (a trajectory) nor 'reasoning' with 'question' and 'answer'")
-    step = _stripped(Step(row.text("reasoning"), answer=row.text("answer")))
+    traces = {keys[1]: keys for keys, layout in LAYOUTS.items() if layout.asks}  # by the keys of their thoughts
+    if not (keys := next((traces[key] for key in traces if key in row), None)):
+        raise row.error(f"it has neither 'steps' (a trajectory) nor {', '.join(map(repr, traces))} (a thought)")
+    *system, asked, reply = (message["content"] for message in read_conversation(row, id, keys).messages)
+    if system:
+        raise row.error("it has a system message, and a trace is opened by --format")
+    step = _stripped(replace(ThinkingChat().parse(reply, ()), faults=()))
     if problem := check_steps((step,), protocol):
         raise row.error(problem)
-    return Trajectory(id, row.text("question").strip(), (), (step,), row.text("source", "", blank=True))
+    return Trajectory(id, asked.strip(), (), (step,), row.text("source", "", blank=True))
 
 
 def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Example:
     """The trajectory or conversation of a row; raises InvalidRecord."""
     id = row.identifier("id", default_id)
-    layouts = [*layouts_of(row), *([STEPS] if "steps" in row else [])]
-    if len(layouts) > 1:
-        choices = " and of ".join(", ".join(keys) for keys in layouts)
-        raise row.error(f"it has the keys of {choices}: which is meant?")
-    if layouts == [STEPS]:
+    if keys := layout_of(row, ["steps"]):
+        return read_conversation(row, id, keys)
+    if "steps" in row:
         return _trajectory(row, id, protocol)
-    if layouts:
-        return read_conversation(row, id, layouts[0])
     hint = "; a question file becomes trajectories by `python -m r3lite.collect`" if "question" in row else ""
-    known = "; ".join(", ".join(keys) for keys in LAYOUTS)
-    raise row.error(f"it has neither 'steps' (a trajectory) nor the keys of a conversation ({known}){hint}")
+    raise row.error(f"it has neither 'steps' (a trajectory) nor the keys of a conversation ({KNOWN_LAYOUTS}){hint}")
 
 
 def _trajectory(row: Record, id: str, protocol: Protocol) -> Trajectory:
@@ -158,7 +157,13 @@ def encode_row(row: Example, layout: Layout) -> Row | None:
     """
     lengths = layout.lengths
     if isinstance(row, Conversation):
-        tokens, loss_mask = layout.tokenizer.chat(row.messages)
+        try:
+            if row.has_tools:
+                tokens, loss_mask = tool_chat(layout.tokenizer, row.messages, row.tools)
+            else:
+                tokens, loss_mask = layout.tokenizer.chat(row.messages)
+        except R3LiteError as error:
+            raise R3LiteError(f"row {row.id}: {error.cause}", error.remedy) from error
         return Row(tokens, loss_mask) if len(tokens) <= lengths.max_length else None
     question, limit = Question(row.id, row.question, row.answers), lengths.max_document_tokens
     while True:

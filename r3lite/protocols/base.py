@@ -71,6 +71,7 @@ class Protocol(ABC):
     thinks: bool = False  # whether a turn begins with <think>; if not, a thinking model's thoughts are not read
     plans: bool = False  # whether the first step is a plan of all searches
     names_sources: bool = False  # whether searches name the kind of source that they are meant for
+    most_queries: int = 1  # of a step
     verifies: bool = False  # whether an answer has to be verified before it is given
     answer_request: str = NO_MORE  # the observation before a turn in which only the answer is left to write
     answer_heading: str  # given before the answer in such a turn

@@ -37,16 +37,17 @@ class ChatTemplate:
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         # Without `strftime_now`: templates that ask for it write a fixed date then, and prompts do not change by day.
         environment.globals["raise_exception"] = _raise
-        self.variables = {"tools": None, "documents": None, "enable_thinking": thinking, **(tokens or {})}
+        self.variables = {"documents": None, "enable_thinking": thinking, **(tokens or {})}
         try:
             self._template = environment.from_string(GENERATION.sub(_condition, source))
         except TemplateError as error:
             raise R3LiteError(f"{where}: the chat template cannot be read: {error}", REMEDY) from error
 
-    def render(self, messages: Sequence[Mapping[str, str]], prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Mapping], prompt: bool = False, tools: Sequence[Mapping] = ()) -> str:
         """The text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
+        variables = self.variables | {"tools": list(tools) or None}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt, **self.variables)
+            return self._template.render(messages=messages, add_generation_prompt=prompt, **variables)
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise R3LiteError(f"{self.where}: the chat template refuses a chat of {roles}: {error}", REMEDY) from error

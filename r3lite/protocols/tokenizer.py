@@ -171,6 +171,15 @@ class Tokenizer:
             return self._plain.encode(text, add_special_tokens=False).ids
         return self._plain.encode("\n" + text, add_special_tokens=False).ids[len(self._anchor) :]
 
+    def encode_marked(self, text: str) -> list[int]:
+        """Token ids of what the chat template wrote: markup in it is special tokens."""
+        return self._markup_tokens([text])
+
+    def markup_in(self, text: str) -> str | None:
+        """The first markup in a text, if it has any."""
+        found = self._markup.search(text)
+        return found and found[0]
+
     def encode_turn(self, text: str) -> list[int]:
         """Token ids of the text of an assistant turn, as a model writes it from the turn's beginning on."""
         return self.encode_written(self.lead + text)
@@ -235,11 +244,11 @@ class Tokenizer:
         return self._markup_tokens([self._to_user, self._content("user", text), self._prompt])
 
     def chat(self, messages: Messages, prompt: bool = False) -> tuple[list[int], list[bool]]:
-        """Tokens of a whole conversation of `role` and `content`, and which of them the assistant wrote.
+        """Tokens of a whole conversation of `role` and `content`, and which of them are to be trained on.
 
-        The assistant wrote the contents of its turns and the tokens that end them. Contents are encoded apart from the
-        opening of the turn, as a model samples them after it. With `prompt` the assistant's next turn is opened;
-        without, the turns are to be trained on, and R3LiteError is raised for a thought that is switched off.
+        They are the contents of the assistant's turns and the tokens that end them, unless `train` is False there.
+        Contents are encoded apart from the opening of the turn, as a model samples them after it. With `prompt` the
+        assistant's next turn is opened; without, R3LiteError is raised for a thought that is switched off.
         """
         for message in messages:
             if message["role"] not in ROLES:
@@ -258,7 +267,7 @@ class Tokenizer:
                     opening, content = self._with_thought(opening, content)
                 tail, stop, gap = self._until_token(gap)
                 said = self.encode_written(content + tail) + [self._added[token] for token in [stop] if token]
-                parts += [(self._markup_tokens([*given[:-1], opening]), False), (said, True)]
+                parts += [(self._markup_tokens([*given[:-1], opening]), False), (said, message.get("train", True))]
                 given = [gap]
             else:
                 given += [content, gap]

@@ -6,7 +6,7 @@ import pytest
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source
-from r3lite.datasets.conversations import LAYOUTS
+from r3lite.datasets.conversations import LAYOUTS, declared, layout_of
 from r3lite.datasets.trajectories import Conversation, read_rows, row_from_json
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import ProtocolSettings
@@ -96,11 +96,203 @@ def test_r1():
     assert said(R1 | {"reasoning": "<think>\nTwo and two\nmake four.\n</think>"}) == expected  # some sets keep the tags
 
 
+S1 = {"question": "2 + 2?", "thinking_trajectories": ["Two and two\nmake four."], "attempt": "4", "solution": "four"}
+OPENR1 = {
+    "problem": "2 + 2?",
+    "solution": "It is 4.",
+    "answer": "4",
+    "source": "olympiads",
+    "generations": [
+        "<think>\na\n</think>\n\n5",
+        "<think>\nb",
+        "<think>\nc\n</think>\n\n4",
+        "<think>\nd\n</think>\n\nfour",
+    ],
+    "is_reasoning_complete": [True, False, True, True],
+    "correctness_math_verify": [False, True, True, True],
+    "messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "<think>\nc\n</think>\n\n4"}],
+}
+SAMPLE = {"sample": f"{GLAIVE['system']}\n{GLAIVE['chat']}"}
+ROWS = [MESSAGES, SHAREGPT, GLAIVE, SAMPLE, ALPACA, PROMPT, R1, S1, OPENR1]
+THOUGHT = "<think>\nTwo and two\nmake four.\n</think>\n\n"
+
+
 def test_every_layout_is_read_from_one_file(tmp_path):
-    rows = [MESSAGES, SHAREGPT, GLAIVE, ALPACA, PROMPT, R1]
-    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert [row.id for row in read_rows(tmp_path / "mixed.jsonl", FORMAT)] == [f"mixed-{i}" for i in range(1, 7)]
-    assert len(rows) == len(LAYOUTS)
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    ids = [f"mixed-{i}" for i in range(1, len(ROWS) + 1)]
+    assert [row.id for row in read_rows(tmp_path / "mixed.jsonl", FORMAT)] == ids
+    assert [layout_of(Record(row, Source(""))) for row in ROWS] == list(LAYOUTS)
+
+
+def read(row) -> Conversation:
+    return row_from_json(Record(row, Source("x.jsonl, line 1")), FORMAT, "x-1")
+
+
+def with_key(messages: list[dict], number: int, key: str, value) -> list[dict]:
+    return [*messages[:number], messages[number] | {key: value}, *messages[number + 1 :]]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=map(" ".join, LAYOUTS))
+@pytest.mark.parametrize("value", ["x", 0, False, [0], {"a": None}])
+def test_a_key_that_a_layout_does_not_declare_is_refused_by_name(row, value):
+    """It was dropped, whatever it said of the training."""
+    with pytest.raises(
+        InvalidRecord, match=r"line 1: trainable is .*, a key that is not known there\n  Remove the key"
+    ):
+        read(row | {"trainable": value})
+    assert read(row | {"trainable": None, "loss": "", "more": [], "other": {}}) == read(row)  # as tables fill columns
+
+
+@pytest.mark.parametrize(("keys", "row"), list(zip(LAYOUTS, ROWS, strict=True)))
+def test_every_key_that_a_layout_declares_is_read(keys, row):
+    tool = {"type": "function", "function": {"name": "rate", "parameters": {}}}
+    values = {"system": "Be brief.", "system_prompt": "Be brief.", "tools": [tool], "history": [["Hi", "Hello"]]}
+    values |= {"input": "Oslo", "correctness_llama": [False] * 4}
+    without = {"sample": GLAIVE["chat"]} if keys == ("sample",) else {}
+    whole = {key: values.get(key, "x") for key in declared(keys)} | row | without | {"system": "Be brief."}
+    made = read(whole)
+    assert layout_of(Record(whole, Source(""))) == keys
+    assert made.messages[0] == {"role": "system", "content": "Be brief."}
+    assert made.tools == ((tool,) if "tools" in declared(keys) else ())
+    assert tuple(m["content"] for m in made.messages[1:3]) == ("Hi", "Hello") or "history" not in declared(keys)
+
+
+@pytest.mark.parametrize(("key", "of"), [("messages", MESSAGES), ("conversations", SHAREGPT)])
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("unknown", ["trainable", "loss_weight", "name", "function_call", "refusal"])
+def test_a_key_of_a_message_that_is_not_known_is_refused_by_name(key, of, number, unknown):
+    with pytest.raises(InvalidRecord, match=rf"{key}\[{number}\].{unknown} is 0.5, a key that is not known there"):
+        read(of | {key: with_key(of[key], number, unknown, 0.5)})
+
+
+@pytest.mark.parametrize(("key", "of", "number"), [("messages", MESSAGES, 2), ("conversations", SHAREGPT, 1)])
+def test_weights_say_which_replies_are_trained_on(key, of, number):
+    """A message of weight 0 was trained on."""
+    of = of | {key: [{k: v for k, v in message.items() if k != "weight"} for message in of[key]]}
+    more = of | {key: [*of[key], *of[key][-2:]]}
+    for name, value in (("weight", 0), ("weight", 0.0), ("train", False), ("train", 0)):
+        assert [
+            m.get("train", True) for m in read(more | {key: with_key(more[key], number, name, value)}).messages
+        ] == [i != number for i in range(len(more[key]))]
+    for name, value in (("weight", 1), ("weight", 1.0), ("train", True)):
+        assert all(m.get("train", True) for m in read(of | {key: with_key(of[key], number, name, value)}).messages)
+    assert read(of | {key: with_key(of[key], number - 1, "weight", 0)}).messages[number - 1]["role"] == "user"
+    with pytest.raises(InvalidRecord, match=r"none that is not of weight 0"):
+        read(MESSAGES | {"messages": with_key(MESSAGES["messages"], 2, "weight", 0)})
+
+
+@pytest.mark.parametrize("given", [{"weight": 0.5}, {"weight": 2}, {"weight": "1"}, {"train": "yes"}, {"weight": [1]}])
+def test_weights_that_no_loss_has_are_refused_by_name(given):
+    (key,) = given
+    with pytest.raises(InvalidRecord, match=rf"messages\[2\].{key} is .*0 and false keep a message from"):
+        read(MESSAGES | {"messages": [*MESSAGES["messages"][:2], MESSAGES["messages"][2] | given]})
+
+
+def test_weights_that_say_two_things_or_are_not_the_assistants_are_refused():
+    both = {"weight": 1, "train": False}
+    with pytest.raises(InvalidRecord, match=r"messages\[2\].weight is 1 and messages\[2\].train is False: "):
+        read(MESSAGES | {"messages": [*MESSAGES["messages"][:2], MESSAGES["messages"][2] | both]})
+    with pytest.raises(InvalidRecord, match=r"messages\[1\].weight is 1: .* are the assistant's"):
+        read(MESSAGES | {"messages": with_key(MESSAGES["messages"], 1, "weight", 1)})
+
+
+def test_the_system_message_may_be_a_column():
+    for row in (SHAREGPT, ALPACA, PROMPT, R1, S1, OPENR1, MESSAGES | {"messages": MESSAGES["messages"][1:]}):
+        assert said(row | {"system": "Be brief."}) == [("system", "Be brief."), *said(row)]
+        assert said(row | {"system": " "}) == said(row)
+    assert said(MESSAGES | {"system": "Be brief."}) == said(MESSAGES)
+    with pytest.raises(InvalidRecord, match=r"two system messages, 'Be brief.' and 'Be kind.'"):
+        said(MESSAGES | {"system": "Be kind."})
+
+
+def test_alpacas_history_stands_before_the_instruction():
+    earlier = [("user", "Hi"), ("assistant", "Hello"), ("user", "And?"), ("assistant", "Well.")]
+    assert said(ALPACA | {"history": [["Hi", "Hello"], ["And?", "Well."]]}) == [*earlier, *said(ALPACA)]
+    for wrong in ([["Hi"]], [["Hi", 3]], ["Hi"], [["a", "b", "c"]]):
+        with pytest.raises(InvalidRecord, match=r"history is .*, not a list of pairs"):
+            said(ALPACA | {"history": wrong})
+
+
+def test_reasoning_content_is_a_thought():
+    reasoned = {"messages": with_key(MESSAGES["messages"], 2, "reasoning_content", "Two and two\nmake four.\n")}
+    assert said(reasoned)[-1] == ("assistant", THOUGHT + "In Norway.")
+    for content in ("", "<think>\na\n</think>\n\nb"):
+        with pytest.raises(
+            InvalidRecord, match=r"messages\[2\].reasoning_content stands beside a content that is blank"
+        ):
+            said({"messages": with_key(reasoned["messages"], 2, "content", content)})
+    with pytest.raises(InvalidRecord, match=r"messages\[1\].reasoning_content is 'x', a key that is not known"):
+        said({"messages": with_key(MESSAGES["messages"], 1, "reasoning_content", "x")})
+
+
+def test_calls_of_tools_and_what_they_bring():
+    arguments = {"of": "USD", "n": 2}
+    call = {"id": "c1", "type": "function", "function": {"name": "rate", "arguments": json.dumps(arguments)}}
+    result = {"role": "tool", "tool_call_id": "c1", "name": "rate", "content": "10.5"}
+    asked, answered = MESSAGES["messages"][1:]
+    calls = {"role": "assistant", "content": None, "tool_calls": [call]}
+    tools = [{"type": "function", "function": {"name": "rate", "parameters": {}}}]
+    made = read({"messages": [asked, calls, result, answered], "tools": json.dumps(tools)})
+    whole = call | {"function": {"name": "rate", "arguments": arguments}}
+    assert made.messages == (asked, {"role": "assistant", "content": "", "tool_calls": [whole]}, result, answered)
+    assert made.tools == tuple(tools) and made.has_tools and not read(MESSAGES).has_tools
+    flat = read({"messages": [asked, calls | {"content": "I look.", "tool_calls": [whole["function"]]}]})
+    assert flat.messages[1]["content"] == "I look."  # beside the call, which was dropped
+    assert flat.messages[1]["tool_calls"] == [{"type": "function", "function": whole["function"]}]
+    said = [("human", "?"), ("function_call", json.dumps(whole["function"])), ("observation", "10.5"), ("gpt", "So.")]
+    turns = [{"from": role, "value": value} for role, value in said]
+    factory = read({"conversations": turns, "tools": json.dumps(tools)})
+    assert [m["role"] for m in factory.messages] == ["user", "assistant", "tool", "assistant"] and factory.has_tools
+    assert factory.messages[1] == {"role": "assistant", "content": "", "tool_calls": flat.messages[1]["tool_calls"]}
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ({"function": {"name": "x", "arguments": "{"}}, r"messages\[0\].tool_calls\[0\].function.arguments: not JSON"),
+        (
+            {"function": {"name": "x", "arguments": [1]}},
+            r"tool_calls\[0\].function.arguments is \[1\], not a JSON object",
+        ),
+        ({"function": {"name": "x"}, "name": "y"}, r"tool_calls\[0\].name is 'y', a key that is not known"),
+        ({"function": {"name": "x", "strict": True}}, r"tool_calls\[0\].function.strict is True, a key"),
+        ({"function": {}}, r"tool_calls\[0\].function.name is missing"),
+        ("rate()", r"tool_calls\[0\] is 'rate\(\)', not a JSON object"),
+    ],
+)
+def test_a_call_that_no_template_can_write_is_refused_by_name(call, told):
+    with pytest.raises(InvalidRecord, match=told):
+        read({"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]})
+
+
+def test_glaive_on_one_line():
+    """Turns had to begin lines."""
+    line = " ".join(GLAIVE["chat"].replace("\nUSER is not meant here: nor is this", "").split())
+    expected = said(GLAIVE | {"chat": GLAIVE["chat"].replace("\nUSER is not meant here: nor is this", "")})
+    assert said(GLAIVE | {"chat": line}) == expected
+    system = " ".join(GLAIVE["system"].split())
+    flat = [("system", system.removeprefix("SYSTEM: ")), *expected[1:]]
+    for key in ("chat", "sample"):
+        assert said({key: f"{system} {line}"}) == flat
+        assert said({key: f"{system}\n{line.replace('<|endoftext|> ', '<|endoftext|>')}"}) == flat
+    with pytest.raises(InvalidRecord, match=r"chat goes on within a line after <.endoftext.>"):
+        said({"chat": "USER: a\nASSISTANT: b <|endoftext|> USER: c ASSISTANT: d"})
+
+
+def test_traces_of_s1_and_openr1():
+    asked = ("user", "2 + 2?")
+    assert said(S1) == [asked, ("assistant", THOUGHT + "4")]
+    assert said(OPENR1) == [asked, ("assistant", "<think>\nc\n</think>\n\n4")]  # the first that is complete and right
+    del_verdicts = {k: v for k, v in OPENR1.items() if k not in ("is_reasoning_complete", "correctness_math_verify")}
+    assert said(del_verdicts)[1][1].endswith("5")
+    assert said(OPENR1 | {"correctness_llama": [True, True, False, False]})[1][1].endswith("5")
+    for row, told in [
+        (OPENR1 | {"correctness_math_verify": [False] * 4}, "none of its generations is complete, right"),
+        (OPENR1 | {"correctness_math_verify": [True]}, "correctness_math_verify is .* not a list of 4"),
+        (S1 | {"thinking_trajectories": ["a", "b"]}, "thinking_trajectories is .*, not a list of one text"),
+    ]:
+        with pytest.raises(InvalidRecord, match=told):
+            said(row)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_the_texts_of_a_demonstration():
 
 def test_a_hurried_demonstration_is_well_formed_and_wrong():
     """It stops one hop too early and takes what it has for the answer, as a hasty teacher would."""
-    first, last = gold.steps(QUESTION, [[FILM], [PERSON]], hurried=True)
+    first, last = gold.steps(gold.hasty(QUESTION), [[FILM], [PERSON]])
     assert (first.queries, first.documents) == (("Who directed Brenn?",), (FILM,))
     assert (last.analysis, last.answer) == ("Who directed Brenn? Ann Dahl. This gives the answer.", "Ann Dahl")
     assert check_steps((first, last), build_protocol(ProtocolSettings())) is None
@@ -45,7 +45,7 @@ def test_a_demonstration_without_search_says_all_facts_and_answers():
     (step,) = gold.without_search(QUESTION)
     assert step.analysis == "Who directed Brenn? Ann Dahl. Where was Ann Dahl born? Oslo. This gives the answer."
     assert (step.queries, step.answer) == ((), "Oslo")
-    (hurried,) = gold.without_search(QUESTION, hurried=True)
+    (hurried,) = gold.without_search(gold.hasty(QUESTION))
     assert (hurried.analysis, hurried.answer) == ("Who directed Brenn? Ann Dahl. This gives the answer.", "Ann Dahl")
     assert check_steps([step], build_protocol(ProtocolSettings(format="solution"))) is None
     unsupported = with_hops(Hop("Who?", "x"))
@@ -130,11 +130,35 @@ def test_a_plan_of_a_decomposition():
     assert named.nodes[1].query == "Given Ann Dahl: where was she born?"
 
 
+def test_an_answer_is_verified_by_the_documents_that_show_it():
+    """A format that verifies rejected every demonstration."""
+    protocol = build_protocol(ProtocolSettings(verification=True))
+    made = gold.shown(QUESTION, [[OTHERS[0], FILM], [PERSON]], protocol)
+    assert made[-1].verification == "[2] Brenn shows Ann Dahl, [1] Ann Dahl shows Oslo."
+    assert check_steps(made, protocol) is None and made[:-1] == gold.steps(QUESTION, [[OTHERS[0], FILM], [PERSON]])[:-1]
+    assert gold.verified(QUESTION, made, build_protocol(ProtocolSettings())) == made
+    assert check_steps(gold.shown(QUESTION, [OTHERS, OTHERS], protocol), protocol).startswith(
+        "step 3 answers without a"
+    )
+
+
+def test_queries_that_do_not_wait_for_one_another_are_asked_at_once():
+    hops = (Hop("Who made it?", "Ann", FILM), Hop("When?", "1900", PERSON), Hop("Who ruled #1 in #2?", "Olav", FILM))
+    question, protocol = with_hops(*hops), build_protocol(ProtocolSettings(queries_per_step=3))
+    made = gold.shown(question, [[FILM], [PERSON], []], protocol)
+    assert [step.queries for step in made] == [("Who made it?", "When?"), ("Who ruled Ann in 1900?",), ()]
+    assert [list(search.documents) for search in made[0].searches] == [[FILM], [PERSON]]
+    assert made[0].analysis == "I need to find out: Who made it? When?"
+    assert made[1].analysis.startswith("Who made it? Ann. When? 1900. Next I need to find out:")
+    assert check_steps(made, protocol) is None
+    assert [len(s.queries) for s in gold.steps(question, [[]] * 3, most=1)] == [1, 1, 1, 0]
+
+
 @pytest.mark.parametrize("hurried", [False, True])
 def test_a_demonstration_that_plans_is_well_formed(hurried):
     hops = (Hop("Who made it?", "Ann", FILM), Hop("When?", "1900", PERSON), Hop("Who ruled #1 in #2?", "Olav", FILM))
     question, protocol = with_hops(*hops), build_protocol(ProtocolSettings(format="dag"))
-    steps = gold.planned(question, [[FILM], [PERSON], []], hurried)
+    steps = gold.planned(gold.hasty(question) if hurried else question, [[FILM], [PERSON], []])
     assert check_steps(steps, protocol) is None
     assert [s.queries for s in steps] == [("Who made it?", "When?"), *[("Who ruled Ann in 1900?",)] * (not hurried), ()]
     assert [list(s.documents) for s in steps[0].searches] == [[FILM], [PERSON]]

@@ -87,6 +87,23 @@ def test_a_trace_asks_for_what_follows_its_thought(sources):
     assert protocols_of(ProtocolSettings(system_prompt="Think."), mixture)["talk"] == ThinkingChat("Think.")
 
 
+def test_traces_with_a_gold_answer_of_their_own_ask_for_that(sources):
+    s1 = {"question": "2 + 2?", "thinking_trajectories": ["Two."], "attempt": "It is 4.", "solution": "4"}
+    openr1 = {"problem": "2 + 2?", "generations": ["<think>\nTwo.\n</think>\n\nIt is 4."], "answer": "4"}
+    mixture = sources(s1=([s1], {"type": "r1"}), openr1=([openr1], {"type": "r1"}))
+    assert [(q.text, q.answers, q.type) for q in questions(mixture)] == [("2 + 2?", ("4",), "r1")] * 2
+    trained = read_rows_of(DataSettings(), mixture, protocols_of(ProtocolSettings(), mixture))
+    assert [rows[0].messages[1]["content"] for rows in trained.values()] == ["<think>\nTwo.\n</think>\n\nIt is 4."] * 2
+
+
+def test_a_reply_of_weight_0_is_not_asked_for(sources):
+    said = [("user", "Hi"), ("assistant", "Hello."), ("user", "And?"), ("assistant", "No.")]
+    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    row["messages"][3]["weight"] = 0
+    (question,) = questions(sources(mine=([row], {"type": "chat"})))
+    assert (question.text, question.answers) == ("Hi", ("Hello.",))
+
+
 def test_the_type_of_a_source_reaches_the_reward_combined(sources):
     """The tools of Glaive's rows are declared in the system message, which the reward did not read."""
     types = ("chat", "coding", "function_calling")
@@ -149,6 +166,7 @@ def test_a_row_of_another_type_is_refused_with_its_source(sources, kind, row, to
         ("chat", [{"text": "x"}], "line 1: it has neither 'question' and 'answer' nor the keys of a conversation"),
         ("chat", [ROWS["chat"] | ROWS["coding"]], "which is meant?"),
         ("chat", [{"messages": [{"role": "assistant", "content": "x"}]}], "does not follow a user's message"),
+        ("chat", [ROWS["chat"] | {"tools": [{"name": "rate"}]}], "line 1: it has tools, which only SFT takes"),
         ("chat", [ROWS["chat"]] * 2, "the source mine: two rows have the id '1'"),
         ("chat", [], "holds no usable row"),
         ("function_calling", [ROWS["chat"]], "line 1: no message of the assistant calls a function"),

@@ -189,6 +189,20 @@ def test_conversations_train_every_assistant_turn(tokenizer):
     assert encode_row(conversation, layout_of(tokenizer, max_length=10)) is None
 
 
+def test_a_reply_of_weight_0_and_one_with_tools(tokenizer):
+    """Replies of weight 0 were trained on, and calls of tools left out without a word."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "One", "train": False}]
+    messages += [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Two"}]
+    layout = Layout(tokenizer, FORMAT, LengthSettings(max_length=400))
+    row = encode_row(Conversation("1", tuple(messages)), layout)
+    assert tokenizer.decode([t for t, trained in zip(row.tokens, row.loss_mask, strict=True) if trained]) == "Two"
+    call = {"type": "function", "function": {"name": "rate", "arguments": {}}}
+    with pytest.raises(
+        R3LiteError, match=r"row 1: .* the chat template does not write tool_calls .'rate'.\n  Use a model"
+    ):
+        encode_row(Conversation("1", (messages[0], messages[3] | {"tool_calls": [call]})), layout)
+
+
 def test_steps_that_search_are_refused_by_a_format_without_search():
     """They cannot be rendered: it was an AssertionError."""
     row = Record(TRAJECTORY.to_json(), Source("", ""))

@@ -27,6 +27,8 @@ SPECIAL = {
     "gemma": ["<bos>", "<end_of_turn>", "<start_of_turn>"],
 }  # fmt: skip
 SPECIAL["llama3.2"] = SPECIAL["llama3"]
+TAGS = {family: ["<think>", "</think>", "<tool_call>", "</tool_call>"] for family in ("qwen2.5", "qwen3_tools")}
+TAGS["r1"] = ["<think>", "</think>"]
 SPIECE = {"tinyllama": "prepended", "llama2": "prepended", "mistral": "first"}  # SentencePiece's space
 FOLDED = {"mistral", "gemma"}  # a system message stands before the first user message
 MERGES = [
@@ -99,7 +101,9 @@ def folder(tmp_path):
             backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens(special)
-        if thoughts is not None:
+        if thoughts is None:
+            backend.add_tokens(TAGS.get(family, []))  # of text, as the published ones are
+        else:
             backend.add_tokens([AddedToken(end, special=thoughts, normalized=False) for end in ("<think>", "</think>")])
         backend.save(str(tmp_path / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[family]}
@@ -134,7 +138,7 @@ def test_a_chat_has_the_tokens_of_transformers(folder, family, name):
 
 
 @pytest.mark.parametrize("system", [None, "Answer in\nsteps."])
-@pytest.mark.parametrize("family", [family for family in TEMPLATES if family not in ("qwen3", "r1")])
+@pytest.mark.parametrize("family", [family for family in TEMPLATES if family not in ("qwen3", "qwen3_tools", "r1")])
 def test_an_episode_grows_to_the_tokens_of_transformers(folder, family, system):
     """Templates of thinking models remove earlier thoughts; an episode keeps what was sampled."""
     path = folder(family)

@@ -90,7 +90,7 @@ def test_a_demonstration_leaves_the_thought_empty_and_reads_as_the_rollout(layou
             text = text.removeprefix("<think>") if number == 1 else text
         else:
             text = "\n</think>\n\n" + text
-        grown.write(layout.tokenizer.encode(text) + [layout.tokenizer.stop_id] * (not protocol.thinks))
+        grown.write(layout.tokenizer.encode_written(text) + [layout.tokenizer.stop_id] * (not protocol.thinks))
         layout.close_turn(grown)
         if grown.pending:
             layout.splice(grown, [[DOCUMENT]])

@@ -2,12 +2,14 @@
 
 import csv
 import io
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from r3lite.core.records import InvalidRecord, parse
 from r3lite.retrieval.documents.section import Section, Unreadable
 
+DELIMITERS = ",;\t"
 TITLES, TEXTS = ("title", "name", "heading"), ("text", "contents", "content", "body")
 
 
@@ -25,8 +27,19 @@ def read_jsonl(text: str, name: str) -> Iterator[Section]:
 
 
 def read_csv(text: str, name: str) -> Iterator[Section]:
-    """A section for each row under the first one, which names the columns."""
-    return _table(text)
+    """A section for each row under the first one, which names the columns. They stand between commas, or between
+    semicolons or tabs, as spreadsheets write where the comma is in numbers."""
+    return _table(text, delimiter=max(DELIMITERS, key=lambda delimiter: _fits(text, delimiter)))
+
+
+def _fits(text: str, delimiter: str) -> tuple[bool, int]:
+    """Whether the first rows have equally many columns, more than one; and how many the header has."""
+    try:
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        widths = [len(row) for row in itertools.islice(rows, 20) if row] or [0]
+    except csv.Error:
+        return False, 0
+    return set(widths) == {widths[0]} and widths[0] > 1, widths[0]
 
 
 def read_tsv(text: str, name: str) -> Iterator[Section]:

@@ -1,5 +1,6 @@
 """Each layout, as its sections by hand; and files that were made to do harm."""
 
+import csv
 import io
 import sys
 import time
@@ -90,6 +91,20 @@ def test_rows_are_passages_or_lines_of_their_values():
         ("Bob", "name: Bob\nextra"),
     ]
     assert sections(".tsv", 'title\ttext\nA\tsay "hi\nB\tx,y') == [("A", 'say "hi'), ("B", "x,y")]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_a_csv_has_its_columns_whatever_stands_between_them(delimiter):
+    """With semicolons, as spreadsheets write where the comma is in numbers, it was one column."""
+    rows = [["title", "text", "price"], ["A; B, C\tD", 'say "hi",\n1;5', "1,5"], ["E", "3,50; 4,50", "2,5"]]
+    file = io.StringIO(newline="")
+    csv.writer(file, delimiter=delimiter).writerows(rows)
+    assert sections(".csv", file.getvalue()) == [(title, text) for title, text, _ in rows[1:]]
+
+
+def test_commas_and_semicolons_in_a_csv_are_no_columns_by_themselves():
+    assert sections(".csv", "note\na, b; c\n") == [("", "note: a\n b; c")]
+    assert sections(".csv", "name;age\nBob;3\nAnn, Eve;4;x\n")[0] == ("Bob", "name: Bob\nage: 3")
 
 
 @pytest.mark.parametrize(
