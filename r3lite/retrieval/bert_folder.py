@@ -18,7 +18,7 @@ from r3lite.core.records import Record, Source
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer_files import check_ids, library_errors
 
-SHORTEST, LONGEST = 3, 512  # tokens of a text: [CLS], a word and [SEP]; and the most, if the folder does not say
+SHORTEST, LONGEST = 3, 512  # tokens of a text: [CLS], a word and [SEP]; and the most
 REMEDY = "Copy the model's files from their source."
 
 
@@ -34,6 +34,16 @@ def model_folder(name: str, flag: str, instead: str) -> Path:
 def optional(path: Path) -> Record:
     """The JSON object of a file that a folder may lack; an empty one then."""
     return read_record(path, REMEDY) if path.exists() else Record({}, Source(str(path), REMEDY))
+
+
+def longest(folder: Path) -> int:
+    """The most tokens of a text, up to LONGEST: sentence-transformers wrote it into sentence_bert_config.json, and since
+    5.4 as the limit of the tokenizer."""
+    config = optional(folder / "sentence_bert_config.json")
+    if "max_seq_length" in config:
+        return min(config.whole("max_seq_length", low=SHORTEST), LONGEST)
+    # One that has no limit names 1e30.
+    return int(min(optional(folder / "tokenizer_config.json").number("model_max_length", LONGEST, SHORTEST), LONGEST))
 
 
 def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:

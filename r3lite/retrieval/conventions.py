@@ -11,7 +11,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record, read_text, within
 from r3lite.core.records import Record, Source
 from r3lite.models.bert import MODEL_TYPES
-from r3lite.retrieval.bert_folder import LONGEST, REMEDY, SHORTEST, optional
+from r3lite.retrieval.bert_folder import REMEDY, longest, optional
 
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, which BertEncoder computes
 POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}  # which it computes, by their names there
@@ -81,10 +81,11 @@ def read_conventions(folder: Path) -> Conventions:
     reasons += [f"it has a module {kind}" for kind in foreign]
     reasons += [f"it pools its tokens by {mode}"] * (mode not in POOLINGS)
     reasons += ["it leaves its prompts out when it pools"] * (not pooling.flag("include_prompt", True))
+    reasons += ["it has processing_kwargs of its own"] * ("processing_kwargs" in config)
     return Conventions(
         POOLINGS.get(mode, mode),
         _prefixes(optional(folder / "config_sentence_transformers.json")),
-        min(config.whole("max_seq_length", LONGEST, low=SHORTEST), LONGEST),
+        longest(folder),
         config.flag("do_lower_case", False),
         reasons[0] if reasons else None,
     )
