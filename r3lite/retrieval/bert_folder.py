@@ -37,8 +37,8 @@ def optional(path: Path) -> Record:
 
 
 def longest(folder: Path) -> int:
-    """The most tokens of a text, up to LONGEST: sentence-transformers wrote it into sentence_bert_config.json, and since
-    5.4 as the limit of the tokenizer."""
+    """The most tokens of a text, up to LONGEST: sentence-transformers wrote it into sentence_bert_config.json, and
+    since 5.4 writes it as the limit of the tokenizer."""
     config = optional(folder / "sentence_bert_config.json")
     if "max_seq_length" in config:
         return min(config.whole("max_seq_length", low=SHORTEST), LONGEST)
