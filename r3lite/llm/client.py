@@ -16,7 +16,6 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
-import httpx2
 from tqdm import tqdm
 
 from r3lite.core import bars
@@ -27,15 +26,13 @@ from r3lite.llm.known_models import prices_of
 from r3lite.llm.limits import Budget, RateLimiter
 from r3lite.llm.replies import Reply, Request, estimated_tokens, parse
 from r3lite.llm.service import Service
-from r3lite.llm.transport import Calls, Refused, TooLarge
+from r3lite.llm.transport import BadAddress, Broken, Calls, Refused, TooLarge
 from r3lite.settings import JudgeSettings
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try
 LONGEST_WAIT = 300.0  # seconds; if a server asks for more, the request has failed
 # Failures after which the next try may succeed.
 PASSING = ("timeout", "connection", "rate_limited", "server")
-# Errors of a request that was not sent, and so costs nothing.
-NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout)
 
 
 def make_service(settings: JudgeSettings) -> Service:
@@ -192,19 +189,14 @@ class Client:
         except Refused as error:
             cost = 0.0
             return self._refusal(error)
-        except NOT_SENT as error:
-            cost = 0.0
-            kind = "timeout" if isinstance(error, httpx2.TimeoutException) else "connection"
-            return self._failure(kind, f"{type(error).__name__}: {error}"), 0.0
-        except (TimeoutError, httpx2.TimeoutException):
-            return self._failure("timeout", f"{self.settings.judge_timeout:g} s"), 0.0
-        except httpx2.HTTPError as error:
-            return self._failure("connection", f"{type(error).__name__}: {error}"), 0.0
+        except Broken as error:
+            cost = most if error.sent else 0.0
+            return self._failure(error.kind, str(error)), 0.0
         except TooLarge as error:
             return self._failure("too_large", str(error)), 0.0
         except InvalidRecord as error:
             return self._failure("malformed", error.cause), 0.0
-        except httpx2.InvalidURL as error:
+        except BadAddress as error:
             remedy = "Check --judge-model and --judge-base-url."
             raise R3LiteError(f"no request can be sent to this address: {error}", remedy) from error
         finally:

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source, parse
+from r3lite.llm.http_client import BoundedClient
 from r3lite.llm.known_models import THINKING_ROOM
 from r3lite.llm.replies import Answer, Complaint, Request, estimated_tokens, token_count
 from r3lite.llm.service import Service, read_key
-from r3lite.llm.transport import BoundedClient
 from r3lite.settings import JudgeSettings
 
 ADDRESS = "https://api.openai.com/v1"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from huggingface_hub import try_to_load_from_cache
 
 from r3lite.core.episode import Document
 from r3lite.core.files import read_record
@@ -48,6 +47,8 @@ def make_encoder(
 
 def known_dimension(name: str) -> int | None:
     """The dimensions of an encoder that is on this machine, without loading it; None if they are not known."""
+    from huggingface_hub import try_to_load_from_cache
+
     if name == HASHING:
         return HashingEncoder.DIMENSION
     path = Path(name) / "config.json" if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
