@@ -25,8 +25,8 @@ from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.known_models import prices_of
 from r3lite.llm.limits import Budget, RateLimiter
 from r3lite.llm.replies import Reply, Request, estimated_tokens, parse
-from r3lite.llm.service import Service
-from r3lite.llm.transport import BadAddress, Broken, Calls, Refused, TooLarge
+from r3lite.llm.service import Service, read_complaint
+from r3lite.llm.transport import Broken, Calls, Refused, TooLarge
 from r3lite.settings import JudgeSettings
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try
@@ -88,10 +88,7 @@ class Client:
         return reply
 
     def generate_all(
-        self,
-        requests: list[Request],
-        progress: str | None = None,
-        on_reply: Callable[[Reply], None] | None = None,
+        self, requests: list[Request], progress: str | None = None, on_reply: Callable[[Reply], None] | None = None
     ) -> list[Reply]:
         """Replies in the order of the requests, several of them sent at once; equal requests are sent once.
 
@@ -196,9 +193,6 @@ class Client:
             return self._failure("too_large", str(error)), 0.0
         except InvalidRecord as error:
             return self._failure("malformed", error.cause), 0.0
-        except BadAddress as error:
-            remedy = "Check --judge-model and --judge-base-url."
-            raise R3LiteError(f"no request can be sent to this address: {error}", remedy) from error
         finally:
             self.budget.settle(most, cost)
 
@@ -216,7 +210,7 @@ class Client:
 
     def _refusal(self, error: Refused) -> tuple[Reply, float]:
         """What a status other than 200 means; raises R3LiteError if every request would fail like it."""
-        complaint = self.service.read_complaint(error.body)
+        complaint = read_complaint(error.body)
         status, told = error.status, self._redacted(f"{error.status} {complaint.status}: {complaint.message}")
         wait = _seconds(error.retry_after, *complaint.delays)
         if status == 429 and complaint.status == "insufficient_quota":  # OpenAI's word: waiting would not help

@@ -5,8 +5,8 @@ It is that of the packages google-genai and huggingface_hub: httpx2, or httpx wh
 
 from typing import Any
 
-from r3lite.core.errors import R3LiteError
-from r3lite.llm.transport import BadAddress, Broken, Refused, TooLarge
+from r3lite.core.errors import R3LiteError, explained
+from r3lite.llm.transport import Broken, Refused, TooLarge
 
 try:
     import httpx2 as httpx
@@ -32,10 +32,9 @@ class BoundedClient(httpx.AsyncClient):
         self._most = most
 
     def build_request(self, *given: Any, **options: Any) -> httpx.Request:
-        try:
+        remedy = "Check the address, which for a judge or teacher is --judge-base-url, and --judge-model."
+        with explained(httpx.InvalidURL, "no request can be sent to this address", remedy):
             return super().build_request(*given, **options)
-        except httpx.InvalidURL as error:
-            raise BadAddress(str(error)) from error
 
     async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
         try:

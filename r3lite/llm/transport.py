@@ -35,10 +35,6 @@ class Broken(Exception):
         self.kind, self.sent = kind, sent
 
 
-class BadAddress(Exception):
-    """Something that is no address."""
-
-
 class Calls:
     """Calls that several threads make and wait for; each may take `seconds` in all."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record
@@ -79,9 +80,8 @@ def batches(encodings: list[Encoding], size: int, device: str) -> Iterator[Batch
     order = sorted(range(len(encodings)), key=lambda i: -len(encodings[i].ids))
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        lengths = torch.tensor([len(encodings[i].ids) for i in rows], device=device)
-        longest = len(encodings[rows[0]].ids)
-        padding = [[0] * (longest - len(encodings[i].ids)) for i in rows]
-        tokens = torch.tensor([encodings[i].ids + p for i, p in zip(rows, padding)], device=device)
-        segments = torch.tensor([encodings[i].type_ids + p for i, p in zip(rows, padding)], device=device)
-        yield Batch(rows, tokens, torch.arange(longest, device=device) < lengths[:, None], segments)
+        tokens, segments, real = (
+            pad_sequence([torch.tensor(getattr(encodings[i], part)) for i in rows], batch_first=True).to(device)
+            for part in ("ids", "type_ids", "attention_mask")
+        )
+        yield Batch(rows, tokens, real.bool(), segments)

@@ -12,7 +12,7 @@ import numpy as np
 from r3lite.core.episode import Document
 from r3lite.core.files import read_record
 from r3lite.retrieval.bert_encoder import BertEncoder
-from r3lite.retrieval.bert_folder import REMEDY, model_folder
+from r3lite.retrieval.bert_folder import REMEDY
 from r3lite.retrieval.conventions import passage_text, read_conventions
 from r3lite.retrieval.hashing import HASHING, HashingEncoder
 from r3lite.retrieval.sentence_encoder import SentenceEncoder
@@ -39,9 +39,8 @@ def make_encoder(
     name = settings.encoder
     if name == HASHING:
         return HashingEncoder.fit(map(passage_text, documents))
-    folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
     # Our own network if it computes what the folder's files say, else sentence-transformers.
-    made = BertEncoder if read_conventions(folder).other is None else SentenceEncoder
+    made = BertEncoder if read_conventions(name).other is None else SentenceEncoder
     return made(name, settings.encoder_style, device, batch_size, settings.encoder_dtype)
 
 

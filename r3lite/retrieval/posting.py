@@ -1,17 +1,21 @@
 """POST requests to servers that are not trusted: they end after a time and at a size, and some are tried again."""
 
 import itertools
+from collections.abc import Callable
 from time import sleep
+from typing import TypeVar
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
+from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.llm.http_client import BoundedClient
-from r3lite.llm.transport import BadAddress, Broken, Calls, Refused, TooLarge
+from r3lite.llm.transport import Broken, Calls, Refused, TooLarge
 
 TIMEOUT = 60.0  # seconds of a request in all
 TRIES, PAUSE = 3, 0.5  # seconds before the second try, doubled before the next
 LONGEST_PAUSE = 60.0  # seconds that a server may ask for
 LARGEST = 32 << 20  # bytes of a reply
 PASSING = (408, 429, 500, 502, 503, 504)  # statuses after which the next try may succeed
+T = TypeVar("T")
 
 
 class Poster:
@@ -21,8 +25,14 @@ class Poster:
         self.address, self.remedy = address, remedy
         self._client, self._calls = BoundedClient(LARGEST, headers), Calls(TIMEOUT)
 
-    def post(self, body: dict) -> str:
-        """The body of the reply, after some tries. Raises R3LiteError if there is none."""
+    def ask(self, body: dict, server: str, read: Callable[[Record], T]) -> T:
+        """What `read` makes of the reply, an object. Raises R3LiteError if there is none as that `server` gives."""
+        text = self._posted(body)
+        with explained(InvalidRecord, f"{self.address} does not reply as {server}", self.remedy):
+            return read(Record(parse(text), Source("the reply")))
+
+    def _posted(self, body: dict) -> str:
+        """The body of the reply, after some tries."""
         for number in itertools.count(1):
             pause = PAUSE * 2 ** (number - 1)
             try:
@@ -35,7 +45,7 @@ class Poster:
                     raise R3LiteError(f"{self.address} refuses: {told}", self.remedy) from error
                 if error.retry_after.isdecimal():
                     pause = max(pause, min(float(error.retry_after), LONGEST_PAUSE))
-            except (Broken, BadAddress) as error:
+            except Broken as error:
                 told = str(error)
             if number == TRIES:
                 raise R3LiteError(f"{self.address} gives no answer: {told}", self.remedy)

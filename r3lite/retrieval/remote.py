@@ -3,8 +3,7 @@
 import hashlib
 
 from r3lite.core.episode import Document, Retrieve, metadata_of
-from r3lite.core.errors import R3LiteError
-from r3lite.core.records import InvalidRecord, Record, Source, parse
+from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.retrieval.posting import Poster
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
@@ -32,14 +31,13 @@ class Remote:
         return [documents for batch in batches for documents in self._search(batch, k)]
 
     def _search(self, queries: list[str], k: int) -> list[list[Document]]:
-        body = self._poster.post({"queries": queries, "topk": k, "return_scores": True})
-        try:
-            rows = Record(parse(body), Source(f"the reply of {self.address}")).items("result")
+        def read(reply: Record) -> list[list[Document]]:
+            rows = reply.items("result")
             if len(rows) != len(queries):
                 raise InvalidRecord(f"{len(rows)} lists for {len(queries)} queries")
             return [[_document(entry, self.address) for entry in _entries(row)[:k]] for row in rows]
-        except InvalidRecord as error:
-            raise R3LiteError(f"{self.address} does not reply as a retriever: {error.cause}", REMEDY) from error
+
+        return self._poster.ask({"queries": queries, "topk": k, "return_scores": True}, "a retriever", read)
 
 
 def _entries(row: object) -> list[Record]:

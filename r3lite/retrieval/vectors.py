@@ -135,11 +135,8 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
         print(f"training    {kind} on {size:,} vectors", flush=True)  # which may take minutes, and FAISS tells nothing
         index.train(vectors.sample(size))
     _reserve(index, count)
-    with tqdm(total=count, desc="indexing", unit="", **BRIEF) as bar:
-        for start in range(0, count, BLOCK):
-            block = vectors.read(start, BLOCK)
-            add(index, [block])
-            bar.update(len(block))
+    starts = tqdm(range(0, count, BLOCK), "indexing", unit="block", **BRIEF)
+    add(index, (vectors.read(start, BLOCK) for start in starts))
     return index
 
 

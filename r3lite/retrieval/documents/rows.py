@@ -24,17 +24,8 @@ def read_jsonl(text: str, name: str) -> Iterator[Section]:
             yield _section(_parsed(line, f"line {number}: "))
 
 
-def read_csv(text: str, name: str) -> Iterator[Section]:
-    """A section for each row under the first one, which names the columns."""
-    return _table(text)
-
-
-def read_tsv(text: str, name: str) -> Iterator[Section]:
-    """The same between tabs; quotation marks have no meaning there."""
-    return _table(text, delimiter="\t", quoting=csv.QUOTE_NONE)
-
-
-def _table(text: str, **how: Any) -> Iterator[Section]:
+def read_table(text: str, name: str, **how: Any) -> Iterator[Section]:
+    """A section for each row under the first one, which names the columns; `how` is the dialect, else that of CSV."""
     try:
         rows = csv.DictReader(io.StringIO(text, newline=""), restkey="", strict=True, **how)
         yield from map(_section, rows)
