@@ -34,7 +34,7 @@ def explained(kinds: type[Exception] | tuple[type[Exception], ...], cause: str, 
         yield
     except kinds as error:
         told = error.cause if isinstance(error, R3LiteError) else " ".join(str(error).split())[:300]
-        raise R3LiteError(f"{cause}: {told}", remedy) from error
+        raise R3LiteError(f"{cause}: {told or type(error).__name__}", remedy) from error
 
 
 @contextlib.contextmanager

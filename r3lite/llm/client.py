@@ -210,14 +210,14 @@ class Client:
 
     def _refusal(self, error: Refused) -> tuple[Reply, float]:
         """What a status other than 200 means; raises R3LiteError if every request would fail like it."""
-        complaint = read_complaint(error.body)
-        status, told = error.status, self._redacted(f"{error.status} {complaint.status}: {complaint.message}")
-        wait = _seconds(error.retry_after, *complaint.delays)
-        if status == 429 and complaint.status == "insufficient_quota":  # OpenAI's word: waiting would not help
+        name, message, delays = read_complaint(error.body)
+        status, told = error.status, self._redacted(f"{error.status} {name}: {message}")
+        wait = _seconds(error.retry_after, *delays)
+        if status == 429 and name == "insufficient_quota":  # OpenAI's word: waiting would not help
             raise R3LiteError(f"the account has no credit left: {told}", "Add credit, or name another model.") from None
         if status in (401, 403) or (status == 400 and "api key" in told.lower()):
             raise R3LiteError(f"the key is not accepted: {told}", self.service.key_remedy) from None
-        if status == 404 or (status == 400 and complaint.status == "FAILED_PRECONDITION"):
+        if status == 404 or (status == 400 and name == "FAILED_PRECONDITION"):
             remedy = "Check --judge-model and --judge-base-url, and that your account may use the model."
             raise R3LiteError(f"{self.settings.judge_model} cannot be used: {told}", remedy) from None
         kind = {408: "timeout", 429: "rate_limited"}.get(status, "server" if status >= 500 else "refused")

@@ -89,15 +89,6 @@ class Answer:
     output_tokens: float
 
 
-@dataclass(frozen=True)
-class Complaint:
-    """The body of an error: the name of its status, its message, and the seconds to wait that it names, as text."""
-
-    status: str
-    message: str
-    delays: tuple[str, ...] = ()
-
-
 def estimated_tokens(*texts: str) -> float:
     """About how many tokens some texts have, rather too many."""
     return sum(len(text.encode(errors="replace")) for text in texts) / BYTES_PER_TOKEN

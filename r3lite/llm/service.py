@@ -6,7 +6,7 @@ from typing import ClassVar, Protocol
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source, parse
-from r3lite.llm.replies import Answer, Complaint, Request
+from r3lite.llm.replies import Answer, Request
 
 
 class Service(Protocol):
@@ -33,19 +33,22 @@ class Service(Protocol):
         return None
 
 
-def read_complaint(body: str) -> Complaint:
-    """What the body of an error says: {"error": {"message", "code" or "status"}}, of some servers the inner object
-    alone or a text. One of another form is its own message."""
+def read_complaint(body: str) -> tuple[str, str, tuple[str, ...]]:
+    """What the body of an error says: the name of its status, its message, and the seconds to wait that it names.
+
+    It is {"error": {"message", "code" or "status"}}, of some servers the inner object alone or a text. One of another
+    form is its own message.
+    """
     try:
         whole = Record(parse(body), Source(""))
         if isinstance(whole.values.get("error"), str):
-            return Complaint("", whole.text("error"))
+            return "", whole.text("error"), ()
         error = whole.record("error") if "error" in whole else whole
         names = [name for name in map(error.values.get, ("status", "code")) if isinstance(name, str)]
         delays = tuple(d.text("retryDelay", "", blank=True) for d in error.records("details", []))  # of Gemini
-        return Complaint(names[0] if names else "", error.text("message", body, blank=True), delays)
+        return names[0] if names else "", error.text("message", body, blank=True), delays
     except InvalidRecord:
-        return Complaint("", body)
+        return "", body, ()
 
 
 def read_key(service: str, names: tuple[str, ...], remedy: str) -> str:

@@ -13,7 +13,7 @@ from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import read_record
 from r3lite.core.records import Record, Source
 from r3lite.models.weights import resolve_folder
@@ -25,11 +25,9 @@ REMEDY = "Copy the model's files from their source."
 
 def model_folder(name: str, flag: str, instead: str) -> Path:
     """The folder of a model that `flag` names; `instead` is what to do without it, in the error."""
-    try:
+    remedy = f"Check the name and the connection, or pass {flag} FOLDER with the model's files. {instead}"
+    with explained(R3LiteError, flag, remedy):
         return resolve_folder(name)
-    except R3LiteError as error:
-        remedy = f"Check the name and the connection, or pass {flag} FOLDER with the model's files. {instead}"
-        raise R3LiteError(error.cause, remedy) from error
 
 
 def optional(path: Path) -> Record:

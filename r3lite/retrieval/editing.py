@@ -36,11 +36,9 @@ def add(folder: Path, opened: index.PassageIndex, documents: Iterable[Document])
     new = {d.id: d for d in documents}
     given = len(new)
     for there in opened.documents:
-        if (mine := new.get(there.id)) is not None:
-            if mine != there:
-                remedy = f"Delete that one first: --delete {there.id}"
-                raise R3LiteError(f"{folder} has another passage with the id {there.id!r}", remedy)
-            del new[there.id]
+        if new.pop(there.id, there) != there:
+            remedy = f"Delete that one first: --delete {there.id}"
+            raise R3LiteError(f"{folder} has another passage with the id {there.id!r}", remedy)
     if not new:
         return 0, given
     fresh, vectors = list(new.values()), opened.vectors

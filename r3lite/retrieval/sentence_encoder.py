@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from r3lite.core.episode import Document
-from r3lite.core.errors import R3LiteError, extra
+from r3lite.core.errors import explained, extra
 from r3lite.retrieval.bert_folder import LONGEST
 from r3lite.retrieval.conventions import passage_text, read_conventions, settings_of
 
@@ -27,12 +27,10 @@ class SentenceEncoder:
         with extra("encoders", what, "Or use a BERT, such as intfloat/e5-base-v2."):
             from sentence_transformers import SentenceTransformer
         how = {"use_safetensors": True, "dtype": DTYPES[dtype]}
-        try:
+        remedy = "See that all files are there, the weights as safetensors."
+        # Exception: whatever a library and a folder of a stranger come to.
+        with explained(Exception, f"sentence-transformers cannot load the encoder {name}", remedy):
             self.model = SentenceTransformer(str(found.folder), device=device, local_files_only=True, model_kwargs=how)
-        except Exception as error:  # whatever a library and a folder of a stranger come to
-            told = (str(error).strip().splitlines() or [""])[0]
-            cause = f"sentence-transformers cannot load the encoder {name}: {type(error).__name__}: {told}"
-            raise R3LiteError(cause, "See that all files are there, the weights as safetensors.") from error
         self.batch_size = batch_size
         style, self.prefixes = found.styled(style, name)
         length = min(self.model.max_seq_length or LONGEST, LONGEST)

@@ -20,7 +20,7 @@ from typing import ClassVar
 import numpy as np
 
 from r3lite.core.episode import Document, Retrieve
-from r3lite.core.errors import R3LiteError, extra
+from r3lite.core.errors import R3LiteError, explained, extra
 from r3lite.core.files import read_record, write_json
 from r3lite.core.records import Record, Source
 from r3lite.llm.limits import RateLimiter
@@ -80,11 +80,9 @@ class DuckDuckGo:
         Raises R3LiteError if there is none: to be refused for asking too often looks the same.
         """
         search = getattr(self._open(timeout=20), self.kinds[kind])
-        try:
+        # Exception: the package raises what its own libraries do.
+        with explained(Exception, "DuckDuckGo gives no documents", "Lower --web-rpm, or wait."):
             rows = search(query, max_results=count, backend="duckduckgo")
-        except Exception as error:  # the package raises what its own libraries do
-            told = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise R3LiteError(f"DuckDuckGo gives no documents: {told}", "Lower --web-rpm, or wait.") from error
         names = ("href", "title", "body") if kind == KIND else ("url", "title", "body")
         return [_page(Record(row, Source("a result of DuckDuckGo")), *names) for row in rows]
 
