@@ -92,6 +92,13 @@ def _facts(episode: Episode, em: float) -> dict[str, float]:
     return scores | {"joint_em": joint_em, "joint_f1": both.f1}
 
 
+def combined(marks: Marks) -> float | None:
+    """The combined score of a question; None if recall is unknown."""
+    if marks.recall is None:
+        return None
+    return combined_score(marks.em, marks.f1, marks.recall, marks.hops)
+
+
 def parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
     """Of each metric that is known of any question (and of METRICS in any case), two numbers of each question: what is
     summed up, and what the sum is divided by; both 0 if it is unknown."""
@@ -100,7 +107,7 @@ def parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
         "f1": [(m.f1, 1) for m in marks],
         "format_adherence": [(m.well_formed, m.steps) for m in marks],
         "retrieval_recall": [_known(m.recall) for m in marks],
-        "combined": [_known(None if m.recall is None else combined_score(m.em, m.f1, m.recall, m.hops)) for m in marks],
+        "combined": [_known(combined(m)) for m in marks],
         "mean_searches": [(m.searches, 1) for m in marks],
     }
     if any(m.judged is not None for m in marks):

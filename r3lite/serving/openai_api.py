@@ -76,15 +76,16 @@ def routes_of(desk: Desk) -> APIRouter:
     """The routes in front of a desk."""
     router = APIRouter(prefix="/v1")
     names = names_of(desk)
-    models = [{"id": name, "object": "model", "created": 0, "owned_by": "r3lite"} for name in names]
+    models = {name: {"id": name, "object": "model", "created": 0, "owned_by": "r3lite"} for name in names}
 
     @router.get("/models")
     async def all_models() -> dict[str, Any]:
-        return {"object": "list", "data": models}
+        return {"object": "list", "data": [*models.values()]}
 
     @router.get("/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        return models[place_of(name, names)]
+        check_model(name, names)
+        return models[name]
 
     @router.post("/chat/completions")
     async def complete(body: Completion, request: Request) -> Response:
@@ -112,16 +113,16 @@ def names_of(desk: Desk) -> list[str]:
     return [AUTO, *desk.modes, *(pairs if len(desk.adapters) > 1 else [])]
 
 
-def place_of(name: str, names: list[str]) -> int:
+def check_model(name: str, names: list[str]) -> None:
+    """Raises Refusal if there is no model of that name."""
     if name not in names:
         known = ", ".join(names)
         raise Refusal(404, "model_not_found", f"The model {name[:80]!r} does not exist; there are {known}.")
-    return names.index(name)
 
 
 def ask_of(body: Completion, desk: Desk, names: list[str]) -> Ask:
     """What a body asks; Refusal for what nothing here does."""
-    place_of(body.model, names)
+    check_model(body.model, names)
     refuse_extras(body, "")
     for number, message in enumerate(body.messages):
         refuse_extras(message, f"messages.{number}.")
@@ -133,6 +134,8 @@ def ask_of(body: Completion, desk: Desk, names: list[str]) -> Ask:
     system: tuple[Said, ...] = ({"role": "system", "content": instructions},) if instructions else ()
     said = tuple({"role": m.role, "content": m.text} for m in body.messages[:-1] if m.role in ("user", "assistant"))
     most = body.max_completion_tokens or body.max_tokens
+    if body.max_tokens not in (None, most):
+        raise Refusal(400, "invalid_request", "max_tokens and max_completion_tokens mean the same: pass one of them.")
     drawn = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "seed": body.seed}
     return replace(ask, earlier=system + said, max_tokens=most, **drawn)
 

@@ -74,6 +74,7 @@ def test_the_models_are_the_modes(client):
         ({"temperature": 3}, "temperature"),
         ({"extra_body": {"top_k": -2}}, "top_k"),
         ({"extra_body": {"max_tokens": 0}}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "pass one of them"),
         ({"messages": []}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
