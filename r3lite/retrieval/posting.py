@@ -50,4 +50,3 @@ class Poster:
             if number == TRIES:
                 raise R3LiteError(f"{self.address} gives no answer: {told}", self.remedy)
             sleep(pause)
-        raise AssertionError("the last try returns or raises")
