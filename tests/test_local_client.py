@@ -127,7 +127,7 @@ def test_verdicts_are_read_asked_once_and_kept(says, judge, tmp_path):
 
 SAID = {
     "The answer is right.": "malformed",
-    "```json\n" + json.dumps(GRADES) + "\n```": "malformed",
+    "```json\n" + json.dumps(GRADES)[:-1] + "\n```": "malformed",
     json.dumps(GRADES)[:-1]: "malformed",
     json.dumps(GRADES) + " I hope that helps.": "malformed",
     json.dumps({**GRADES, "steps": GRADES["steps"][:1]}): "schema",
@@ -138,7 +138,7 @@ SAID = {
 
 
 def test_what_is_no_verdict_is_missing(says, judge):
-    """Strictly: JSON in a code fence, or with a word after it, is none."""
+    """JSON with a word after it is none, and neither is a part of one, in a fenced block or not."""
     texts = {f"Who? {i}": text for i, text in enumerate(SAID)}
     says.answer = lambda prompt: texts.get(json.loads(prompt)["question"], json.dumps(GRADES))
     episodes = [episode(str(i)) for i in range(len(texts))]

@@ -190,6 +190,9 @@ def test_what_was_said_before_is_given_where_it_is_wanted_and_as_far_as_there_is
     long = ({"role": "user", "content": "first" + " and so on" * 60}, *earlier[2:])
     cut = prompt(answering, Ask("third", "chat", "base", long))
     assert "first" not in cut and "second\nassistant\n2nd\nuser\nthird" in cut
+    wanted = [Ask("x", "chat", "base", temperature=0.5, top_p=0.9, top_k=k) for k in (7, -1, None)]
+    samplers = [answering.prepare(ask, None).transcript.sampler for ask in wanted]
+    assert [(s.temperature, s.top_p, s.top_k) for s in samplers] == [(0.5, 0.9, k) for k in (7, 0, 0)]
     answering.close()
 
 

@@ -114,7 +114,8 @@ class LiveAnswers:
         kind = self._layout(ask)
         default, layout = self.config.truncation, self.layouts[kind]
         temperature = self.config.sampling.temperature if ask.temperature is None else ask.temperature
-        sampler = Sampler(temperature, default.top_k_sampling, default.top_p if ask.top_p is None else ask.top_p)
+        top_k = default.top_k_sampling if ask.top_k is None else max(ask.top_k, 0)
+        sampler = Sampler(temperature, top_k, default.top_p if ask.top_p is None else ask.top_p)
         number = next(self.asked)
         seed = f"{self.config.common.seed}/{number}" if ask.seed is None else f"{ask.seed}"
         question = Question(f"{number}", ask.text, (), source=kind)

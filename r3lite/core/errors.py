@@ -28,6 +28,16 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
+def explained(kinds: type[Exception] | tuple[type[Exception], ...], cause: str, remedy: str) -> Iterator[None]:
+    """Makes an R3LiteError of exceptions of these kinds: its cause goes on with theirs, and has a remedy of its own."""
+    try:
+        yield
+    except kinds as error:
+        told = error.cause if isinstance(error, R3LiteError) else " ".join(str(error).split())[:300]
+        raise R3LiteError(f"{cause}: {told or type(error).__name__}", remedy) from error
+
+
+@contextlib.contextmanager
 def extra(name: str, what: str, instead: str = "") -> Iterator[None]:
     """Around imports of packages that the extra `name` installs, and that `what` needs: an R3LiteError says so if one
     is not there; `instead` is what else can be done."""

@@ -36,13 +36,9 @@ def compare(a: Sequence[Marks], b: Sequence[Marks], seed: int = 0) -> dict[str, 
             continue
         differences = both[:, i, 1] - both[:, i, 0]
         spread, (ours_of_all, theirs_of_all) = interval(differences), both[0, i].tolist()
-        ends = {"low": spread["low"], "high": spread["high"], "p": _p_value(differences[1:])}
+        known = differences[1:][~np.isnan(differences[1:])]
+        rarer = min((known <= ROUNDING).sum(), (known >= -ROUNDING).sum())  # on that side of 0; 0 is on both
+        p = float(min(1.0, 2 * (1 + rarer) / (1 + len(known))))
+        ends = {"low": spread["low"], "high": spread["high"], "p": p}
         found[name] = {"a": ours_of_all, "b": theirs_of_all, "difference": spread["value"]} | ends
     return found
-
-
-def _p_value(differences: np.ndarray) -> float:
-    """Twice the share of resampled differences on the rarer side of 0; those that are 0 are on both."""
-    known = differences[~np.isnan(differences)]
-    rarer = min((known <= ROUNDING).sum(), (known >= -ROUNDING).sum())
-    return float(min(1.0, 2 * (1 + rarer) / (1 + len(known))))

@@ -20,19 +20,9 @@ from r3lite.evaluation.text_overlap import corpus_bleu, sentence_bleu
 METRICS = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
 # Means over the questions for which they are known, under the same name in predictions.jsonl.
 MEANS = (
-    "reasoning_tokens",
-    "sp_em",
-    "sp_f1",
-    "sp_precision",
-    "sp_recall",
-    "joint_em",
-    "joint_f1",
-    "rouge_l",
-    "bleu",
-    "bert_score",
-    "reasoning_accuracy",
-    "query_rationality",
-)
+    "reasoning_tokens", "sp_em", "sp_f1", "sp_precision", "sp_recall", "joint_em", "joint_f1", "rouge_l", "bleu",
+    "bert_score", "reasoning_accuracy", "query_rationality",
+)  # fmt: skip
 RESAMPLES = 2000
 
 

@@ -10,7 +10,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import read_record, write_text
 from r3lite.llm.replies import Reply, Request, parse
 
@@ -52,9 +52,9 @@ class ReplyCache:
         """Keeps a reply; raises R3LiteError if the folder cannot be written."""
         if self.folder is None:
             return
-        try:
-            with self._lock:  # equal requests of two threads would share a temporary file
-                write_text(self.folder / f"{key}.json", json.dumps({"text": reply.text}, ensure_ascii=False) + "\n")
-        except OSError as error:
-            remedy = "Make room, or pass --judge-cache FOLDER."
-            raise R3LiteError(f"replies cannot be cached in {self.folder}: {error}", remedy) from error
+        cause, remedy = f"replies cannot be cached in {self.folder}", "Make room, or pass --judge-cache FOLDER."
+        with (
+            explained(OSError, cause, remedy),
+            self._lock,
+        ):  # equal requests of two threads would share a temporary file
+            write_text(self.folder / f"{key}.json", json.dumps({"text": reply.text}, ensure_ascii=False) + "\n")

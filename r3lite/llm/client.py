@@ -16,7 +16,6 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
-import httpx2
 from tqdm import tqdm
 
 from r3lite.core import bars
@@ -26,16 +25,14 @@ from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.known_models import prices_of
 from r3lite.llm.limits import Budget, RateLimiter
 from r3lite.llm.replies import Reply, Request, estimated_tokens, parse
-from r3lite.llm.service import Service
-from r3lite.llm.transport import Calls, Refused, TooLarge
+from r3lite.llm.service import Service, read_complaint
+from r3lite.llm.transport import Broken, Calls, Refused, TooLarge
 from r3lite.settings import JudgeSettings
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try
 LONGEST_WAIT = 300.0  # seconds; if a server asks for more, the request has failed
 # Failures after which the next try may succeed.
 PASSING = ("timeout", "connection", "rate_limited", "server")
-# Errors of a request that was not sent, and so costs nothing.
-NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout)
 
 
 def make_service(settings: JudgeSettings) -> Service:
@@ -91,10 +88,7 @@ class Client:
         return reply
 
     def generate_all(
-        self,
-        requests: list[Request],
-        progress: str | None = None,
-        on_reply: Callable[[Reply], None] | None = None,
+        self, requests: list[Request], progress: str | None = None, on_reply: Callable[[Reply], None] | None = None
     ) -> list[Reply]:
         """Replies in the order of the requests, several of them sent at once; equal requests are sent once.
 
@@ -192,21 +186,13 @@ class Client:
         except Refused as error:
             cost = 0.0
             return self._refusal(error)
-        except NOT_SENT as error:
-            cost = 0.0
-            kind = "timeout" if isinstance(error, httpx2.TimeoutException) else "connection"
-            return self._failure(kind, f"{type(error).__name__}: {error}"), 0.0
-        except (TimeoutError, httpx2.TimeoutException):
-            return self._failure("timeout", f"{self.settings.judge_timeout:g} s"), 0.0
-        except httpx2.HTTPError as error:
-            return self._failure("connection", f"{type(error).__name__}: {error}"), 0.0
+        except Broken as error:
+            cost = most if error.sent else 0.0
+            return self._failure(error.kind, str(error)), 0.0
         except TooLarge as error:
             return self._failure("too_large", str(error)), 0.0
         except InvalidRecord as error:
             return self._failure("malformed", error.cause), 0.0
-        except httpx2.InvalidURL as error:
-            remedy = "Check --judge-model and --judge-base-url."
-            raise R3LiteError(f"no request can be sent to this address: {error}", remedy) from error
         finally:
             self.budget.settle(most, cost)
 
@@ -224,14 +210,14 @@ class Client:
 
     def _refusal(self, error: Refused) -> tuple[Reply, float]:
         """What a status other than 200 means; raises R3LiteError if every request would fail like it."""
-        complaint = self.service.read_complaint(error.body)
-        status, told = error.status, self._redacted(f"{error.status} {complaint.status}: {complaint.message}")
-        wait = _seconds(error.retry_after, *complaint.delays)
-        if status == 429 and complaint.status == "insufficient_quota":  # OpenAI's word: waiting would not help
+        name, message, delays = read_complaint(error.body)
+        status, told = error.status, self._redacted(f"{error.status} {name}: {message}")
+        wait = _seconds(error.retry_after, *delays)
+        if status == 429 and name == "insufficient_quota":  # OpenAI's word: waiting would not help
             raise R3LiteError(f"the account has no credit left: {told}", "Add credit, or name another model.") from None
         if status in (401, 403) or (status == 400 and "api key" in told.lower()):
             raise R3LiteError(f"the key is not accepted: {told}", self.service.key_remedy) from None
-        if status == 404 or (status == 400 and complaint.status == "FAILED_PRECONDITION"):
+        if status == 404 or (status == 400 and name == "FAILED_PRECONDITION"):
             remedy = "Check --judge-model and --judge-base-url, and that your account may use the model."
             raise R3LiteError(f"{self.settings.judge_model} cannot be used: {told}", remedy) from None
         kind = {408: "timeout", 429: "rate_limited"}.get(status, "server" if status >= 500 else "refused")

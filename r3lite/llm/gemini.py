@@ -6,11 +6,11 @@ from google import genai
 from google.genai import types
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.records import InvalidRecord, Record, Source, parse
+from r3lite.core.records import Record, Source, parse
+from r3lite.llm.http_client import BoundedClient
 from r3lite.llm.known_models import THINKING_ROOM, thinking
-from r3lite.llm.replies import Answer, Complaint, Request, estimated_tokens, token_count
+from r3lite.llm.replies import Answer, Request, estimated_tokens, token_count
 from r3lite.llm.service import Service, read_key
-from r3lite.llm.transport import BoundedClient
 from r3lite.settings import JudgeSettings
 
 KEYS = ("GOOGLE_API_KEY", "GEMINI_API_KEY")
@@ -90,12 +90,3 @@ class GeminiService(Service):
         written = token_count(usage, "candidatesTokenCount") or estimated_tokens(text)
         thoughts = token_count(usage, "thoughtsTokenCount")
         return Answer(text, failure, detail, read, written + (limit if thoughts is None else thoughts))
-
-    def read_complaint(self, body: str) -> Complaint:
-        """The body of an error; one of another form is its own message."""
-        try:
-            error = Record(parse(body), Source("")).record("error")
-            delays = tuple(d.text("retryDelay", "", blank=True) for d in error.records("details", []))
-            return Complaint(error.text("status", "", blank=True), error.text("message", "", blank=True), delays)
-        except InvalidRecord:
-            return Complaint("", body)

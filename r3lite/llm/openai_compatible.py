@@ -8,11 +8,11 @@ import re
 from typing import ClassVar
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.records import InvalidRecord, Record, Source, parse
+from r3lite.core.records import Record, Source, parse
+from r3lite.llm.http_client import BoundedClient
 from r3lite.llm.known_models import THINKING_ROOM
-from r3lite.llm.replies import Answer, Complaint, Request, estimated_tokens, token_count
+from r3lite.llm.replies import Answer, Request, estimated_tokens, token_count
 from r3lite.llm.service import Service, read_key
-from r3lite.llm.transport import BoundedClient
 from r3lite.settings import JudgeSettings
 
 ADDRESS = "https://api.openai.com/v1"
@@ -77,18 +77,6 @@ class OpenAIService(Service):
         read = token_count(usage, "prompt_tokens") or prompt_tokens
         written = token_count(usage, "completion_tokens") or max(estimated_tokens(text), 1.0)
         return Answer(text, failure, refusal or reason, read, written)
-
-    def read_complaint(self, body: str) -> Complaint:
-        """Errors are {"error": {"message", "type", "code"}}, of some servers the inner object alone or a text."""
-        try:
-            whole = Record(parse(body), Source(""))
-            if isinstance(whole.values.get("error"), str):
-                return Complaint("", whole.text("error"))
-            error = whole.record("error") if "error" in whole else whole
-            code = error.values.get("code")
-            return Complaint(code if isinstance(code, str) else "", error.text("message", body, blank=True))
-        except InvalidRecord:
-            return Complaint("", body)
 
 
 def closed(schema: dict) -> dict:

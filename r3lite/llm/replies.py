@@ -4,6 +4,7 @@ Knows no network. A reply that failed is a `Reply` with the kind of its failure,
 """
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from r3lite.core import records
 from r3lite.core.records import InvalidRecord, Record
 
+# JSON in a fenced block, which models write where nothing holds them to a schema.
+FENCED = re.compile(r"```\w*\s*([\[{].*[\]}])\s*```", re.DOTALL)
 BYTES_PER_TOKEN = 3  # for estimates that are rather too high; about 4 in English
 
 FAILURES = {
@@ -86,15 +89,6 @@ class Answer:
     output_tokens: float
 
 
-@dataclass(frozen=True)
-class Complaint:
-    """The body of an error: the name of its status, its message, and the seconds to wait that it names, as text."""
-
-    status: str
-    message: str
-    delays: tuple[str, ...] = ()
-
-
 def estimated_tokens(*texts: str) -> float:
     """About how many tokens some texts have, rather too many."""
     return sum(len(text.encode(errors="replace")) for text in texts) / BYTES_PER_TOKEN
@@ -109,11 +103,15 @@ def token_count(usage: Record, key: str) -> int | None:
 
 
 def parse(text: str, request: Request) -> Reply:
-    """The reply that a text is to a request."""
+    """The reply that a text is to a request; JSON may come after thoughts or in a fenced block."""
     if request.read is None:
         return Reply(text=text)
+    body = text.strip()
+    if not body.startswith(("{", "[")):
+        body = body.rpartition("</think>")[2]
+        body = fenced[1] if (fenced := FENCED.search(body)) else body
     try:
-        data = records.parse(text)
+        data = records.parse(body)
     except records.InvalidRecord as error:
         return Reply(text=text, failure="malformed", detail=str(error))
     try:

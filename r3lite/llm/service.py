@@ -2,14 +2,14 @@
 
 import os
 import re
-from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from r3lite.core.errors import R3LiteError
-from r3lite.llm.replies import Answer, Complaint, Request
+from r3lite.core.records import InvalidRecord, Record, Source, parse
+from r3lite.llm.replies import Answer, Request
 
 
-class Service(ABC):
+class Service(Protocol):
     """How one kind of server is asked, and what its answers mean."""
 
     secret: str  # the key; empty if there is none
@@ -19,25 +19,36 @@ class Service(ABC):
     circumstances: ClassVar[dict] = {}
 
     @property
-    @abstractmethod
     def room(self) -> int:
         """Output tokens that a request is given beyond its own, for the model's thoughts."""
 
-    @abstractmethod
     async def send(self, request: Request, limit: int) -> str:
         """The body of the server's reply; at most `limit` tokens are to be written."""
 
-    @abstractmethod
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
         """What the body of a reply says; raises InvalidRecord if it is none."""
-
-    @abstractmethod
-    def read_complaint(self, body: str) -> Complaint:
-        """What the body of an error says."""
 
     def gives_way(self, reason: str) -> str | None:
         """After a refusal: how requests will be made from now on, to be said; None if there is no other way."""
         return None
+
+
+def read_complaint(body: str) -> tuple[str, str, tuple[str, ...]]:
+    """What the body of an error says: the name of its status, its message, and the seconds to wait that it names.
+
+    It is {"error": {"message", "code" or "status"}}, of some servers the inner object alone or a text. One of another
+    form is its own message.
+    """
+    try:
+        whole = Record(parse(body), Source(""))
+        if isinstance(whole.values.get("error"), str):
+            return "", whole.text("error"), ()
+        error = whole.record("error") if "error" in whole else whole
+        names = [name for name in map(error.values.get, ("status", "code")) if isinstance(name, str)]
+        delays = tuple(d.text("retryDelay", "", blank=True) for d in error.records("details", []))  # of Gemini
+        return names[0] if names else "", error.text("message", body, blank=True), delays
+    except InvalidRecord:
+        return "", body, ()
 
 
 def read_key(service: str, names: tuple[str, ...], remedy: str) -> str:

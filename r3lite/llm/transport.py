@@ -1,6 +1,6 @@
-"""HTTP calls that end: after a time in all, at a size, and at once if the run stops.
+"""Calls that end: after a time in all, and at once if the run stops; and what may go wrong with them.
 
-A server may send a byte at a time or never stop sending; a limit on each read bounds neither. Knows no model, no key.
+A server may send a byte at a time, which no limit on each read bounds. Knows no model, no key and no HTTP.
 """
 
 import asyncio
@@ -10,54 +10,29 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-import httpx2
-
-MAX_REPLY = 4 << 20  # bytes
-
 
 class Stopped(Exception):
     """The run is over: a thread that waits gives up."""
 
 
 class TooLarge(Exception):
-    """A reply of more than MAX_REPLY bytes."""
+    """A reply of more bytes than are read."""
 
 
 class Refused(Exception):
     """A reply with a status other than 200."""
 
-    def __init__(self, response: httpx2.Response):
-        super().__init__(response.status_code)
-        self.status, self.body = response.status_code, response.text
-        self.retry_after = response.headers.get("retry-after", "")
+    def __init__(self, status: int, body: str, retry_after: str):
+        super().__init__(status)
+        self.status, self.body, self.retry_after = status, body, retry_after
 
 
-class BoundedClient(httpx2.AsyncClient):
-    """Reads at most MAX_REPLY bytes of a reply; raises TooLarge or, if its status is not 200, Refused.
+class Broken(Exception):
+    """A call without a reply: the `kind` is timeout or connection; `sent` unless the request never left."""
 
-    It follows no redirect: httpx would send the key along to another server.
-    """
-
-    def __init__(self):
-        # A few bytes of a compressed reply may unpack to any size.
-        super().__init__(headers={"accept-encoding": "identity"}, follow_redirects=False)
-
-    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-        response = await super().send(request, **(options | {"stream": True}))
-        try:
-            if response.headers.get("content-encoding", "identity") != "identity":
-                raise httpx2.DecodingError("the reply is compressed, which was not asked for", request=request)
-            body = bytearray()
-            async for chunk in response.aiter_raw():
-                body += chunk
-                if len(body) > MAX_REPLY:
-                    raise TooLarge(f"more than {MAX_REPLY >> 20} MiB")
-        finally:
-            await response.aclose()
-        whole = httpx2.Response(response.status_code, headers=response.headers, content=bytes(body), request=request)
-        if whole.status_code != 200:
-            raise Refused(whole)
-        return whole
+    def __init__(self, told: str, kind: str, sent: bool = True):
+        super().__init__(told)
+        self.kind, self.sent = kind, sent
 
 
 class Calls:
@@ -70,7 +45,7 @@ class Calls:
         self._lock = threading.Lock()
 
     def run(self, call: Callable[[], Coroutine]) -> Any:
-        """What a call returns or raises; TimeoutError after its time, Stopped if the run ends."""
+        """What a call returns or raises; Broken after its time, Stopped if the run ends."""
         with self._lock:
             if self._ending.is_set():
                 raise Stopped
@@ -78,6 +53,8 @@ class Calls:
             self._under_way.add(future)
         try:
             return future.result()
+        except TimeoutError as error:
+            raise Broken(f"timeout: no reply within {self.seconds:g} s", "timeout") from error
         finally:
             future.cancel()  # if it was the wait that ended
             with self._lock:

@@ -10,7 +10,7 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import DTYPES
 from r3lite.models.bert import load_bert
-from r3lite.retrieval.bert_folder import Batch, batches, model_folder, text_tokenizer
+from r3lite.retrieval.bert_folder import Batch, batches, text_tokenizer
 from r3lite.retrieval.conventions import passage_text, read_conventions, settings_of
 
 
@@ -18,18 +18,17 @@ class BertEncoder:
     """A BERT sentence encoder: the last hidden states of a text, pooled as its folder says and scaled to length 1."""
 
     def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
-        folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
-        found = read_conventions(folder)
+        found = read_conventions(name)
         if found.other:
             remedy = "Use another, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2."
-            raise R3LiteError(f"{folder} is not an encoder that r3lite computes itself: {found.other}", remedy)
-        self.model = load_bert(folder, DTYPES[dtype], device)
+            raise R3LiteError(f"{found.folder} is not an encoder that r3lite computes itself: {found.other}", remedy)
+        self.model = load_bert(found.folder, DTYPES[dtype], device)
         self.device, self.batch_size, self.pooling, self.lower = device, batch_size, found.pooling, found.lower
         style, self.prefixes = found.styled(style, name)
         config = self.model.config
         self.dimension = config.hidden_size
         length = min(found.max_length, config.max_position_embeddings - config.first_position)
-        self.tokenizer = text_tokenizer(folder / "tokenizer.json", length, config.vocab_size)
+        self.tokenizer = text_tokenizer(found.folder / "tokenizer.json", length, config.vocab_size)
         self.settings = settings_of(name, style, self.prefixes, length, self.dimension, dtype)
         if found.pooling != "mean":  # which indexes of before have not
             self.settings["pooling"] = found.pooling

@@ -11,29 +11,38 @@ from pathlib import Path
 import torch
 from tokenizers import Encoding, Tokenizer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import read_record
 from r3lite.core.records import Record, Source
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer_files import check_ids, library_errors
 
-SHORTEST, LONGEST = 3, 512  # tokens of a text: [CLS], a word and [SEP]; and the most, if the folder does not say
+SHORTEST, LONGEST = 3, 512  # tokens of a text: [CLS], a word and [SEP]; and the most
 REMEDY = "Copy the model's files from their source."
 
 
 def model_folder(name: str, flag: str, instead: str) -> Path:
     """The folder of a model that `flag` names; `instead` is what to do without it, in the error."""
-    try:
+    remedy = f"Check the name and the connection, or pass {flag} FOLDER with the model's files. {instead}"
+    with explained(R3LiteError, flag, remedy):
         return resolve_folder(name)
-    except R3LiteError as error:
-        remedy = f"Check the name and the connection, or pass {flag} FOLDER with the model's files. {instead}"
-        raise R3LiteError(error.cause, remedy) from error
 
 
 def optional(path: Path) -> Record:
     """The JSON object of a file that a folder may lack; an empty one then."""
     return read_record(path, REMEDY) if path.exists() else Record({}, Source(str(path), REMEDY))
+
+
+def longest(folder: Path) -> int:
+    """The most tokens of a text, up to LONGEST: sentence-transformers wrote it into sentence_bert_config.json, and
+    since 5.4 writes it as the limit of the tokenizer."""
+    config = optional(folder / "sentence_bert_config.json")
+    if "max_seq_length" in config:
+        return min(config.whole("max_seq_length", low=SHORTEST), LONGEST)
+    # One that has no limit names 1e30.
+    return int(min(optional(folder / "tokenizer_config.json").number("model_max_length", LONGEST, SHORTEST), LONGEST))
 
 
 def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
@@ -69,9 +78,8 @@ def batches(encodings: list[Encoding], size: int, device: str) -> Iterator[Batch
     order = sorted(range(len(encodings)), key=lambda i: -len(encodings[i].ids))
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        lengths = torch.tensor([len(encodings[i].ids) for i in rows], device=device)
-        longest = len(encodings[rows[0]].ids)
-        padding = [[0] * (longest - len(encodings[i].ids)) for i in rows]
-        tokens = torch.tensor([encodings[i].ids + p for i, p in zip(rows, padding)], device=device)
-        segments = torch.tensor([encodings[i].type_ids + p for i, p in zip(rows, padding)], device=device)
-        yield Batch(rows, tokens, torch.arange(longest, device=device) < lengths[:, None], segments)
+        tokens, segments, real = (
+            pad_sequence([torch.tensor(getattr(encodings[i], part)) for i in rows], batch_first=True).to(device)
+            for part in ("ids", "type_ids", "attention_mask")
+        )
+        yield Batch(rows, tokens, real.bool(), segments)

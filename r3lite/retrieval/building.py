@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from r3lite.core.episode import Document
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_writable, names_in, read_record, write_json
 from r3lite.retrieval import index
 from r3lite.retrieval.encoder import Encoder
@@ -41,23 +41,20 @@ def check_output(folder: str | Path) -> Path:
     Makes the folders above it, so that encoding, which may take hours, does not begin where nothing can be written.
     """
     remedy = "Name a new or empty folder for --output."
-    try:
+    kinds = (OSError, ValueError)  # ValueError: a name that no folder can have
+    with explained(kinds, f"the index {folder} cannot be written", remedy):
         folder = Path(folder).resolve()
         check_writable(folder.parent)
         if _old(folder).exists() and not folder.exists():
             _old(folder).rename(folder)  # a kill came before the new index was in its place
         names = names_in(folder)
-    except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
-        raise R3LiteError(f"the index {folder} cannot be written: {error}", remedy) from error
     if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
         raise R3LiteError(f"{folder} itself cannot be replaced by an index", "Name a folder in it for --output.")
     if foreign := {n for n in names - index.OWN - {WAITING, PLAN} if not index.PARTS.fullmatch(n)}:
         raise R3LiteError(f"{folder} is there and is no index: it holds {min(foreign)}", remedy)
     if names:
-        try:
+        with explained(R3LiteError, f"{folder} is there", remedy):
             index.read_manifest(folder)
-        except R3LiteError as error:
-            raise R3LiteError(error.cause, remedy) from error
     return folder
 
 
@@ -76,11 +73,8 @@ def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gath
     work.mkdir(exist_ok=True)
     try:
         fingerprint = write_passages(work, documents)
-        passages = Passages(work, None, np.empty(0, np.int64), "")
-        try:
+        with contextlib.closing(Passages(work, None, np.empty(0, np.int64), "")) as passages:
             yield Gathered(folder, work, passages, fingerprint)
-        finally:
-            passages.close()
     finally:
         if not (work / WAITING).exists():
             shutil.rmtree(work, ignore_errors=True)
@@ -93,8 +87,8 @@ def replaces(build: Gathered, encoder: Encoder) -> bool:
         return False
     kept = index.read_manifest(folder)
     for key in ("encoder", "style"):
-        if kept.text(key, None) != encoder.settings.get(key):
-            then, now = kept.text(key, None), encoder.settings.get(key)
+        then, now = kept.text(key, None), encoder.settings.get(key)
+        if then != now:
             raise R3LiteError(f"{folder} holds an index with {key} {then}, not {now}", remedy)
     if kept.text("fingerprint") != build.fingerprint:
         raise R3LiteError(f"{folder} holds an index of another corpus, or of this one before it was changed", remedy)

@@ -11,7 +11,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record, read_text, within
 from r3lite.core.records import Record, Source
 from r3lite.models.bert import MODEL_TYPES
-from r3lite.retrieval.bert_folder import LONGEST, REMEDY, SHORTEST, optional
+from r3lite.retrieval.bert_folder import REMEDY, longest, model_folder, optional
 
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, which BertEncoder computes
 POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}  # which it computes, by their names there
@@ -28,6 +28,7 @@ STYLES = (*PREFIXES, OWN)
 class Conventions:
     """Of one folder."""
 
+    folder: Path
     pooling: str  # mean: over all tokens; cls: the first; last: the last one
     prefixes: tuple[str, str] | None  # of queries and of passages; None: the folder names none
     max_length: int
@@ -67,11 +68,12 @@ def passage_text(document: Document) -> str:
     return f"{document.title} {document.text}" if document.title else document.text
 
 
-def read_conventions(folder: Path) -> Conventions:
-    """The conventions of an encoder's folder. What it does not say is as sentence-transformers takes it.
+def read_conventions(name: str) -> Conventions:
+    """The conventions of an encoder, a folder or a hub id. What it does not say is as sentence-transformers takes it.
 
     Raises R3LiteError if a file is not of the form that it has.
     """
+    folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
     foreign, place = _modules(folder)
     pooling = optional(folder / place / "config.json")
     mode = _pooling(pooling)
@@ -81,10 +83,12 @@ def read_conventions(folder: Path) -> Conventions:
     reasons += [f"it has a module {kind}" for kind in foreign]
     reasons += [f"it pools its tokens by {mode}"] * (mode not in POOLINGS)
     reasons += ["it leaves its prompts out when it pools"] * (not pooling.flag("include_prompt", True))
+    reasons += ["it has processing_kwargs of its own"] * ("processing_kwargs" in config)
     return Conventions(
+        folder,
         POOLINGS.get(mode, mode),
         _prefixes(optional(folder / "config_sentence_transformers.json")),
-        min(config.whole("max_seq_length", LONGEST, low=SHORTEST), LONGEST),
+        longest(folder),
         config.flag("do_lower_case", False),
         reasons[0] if reasons else None,
     )

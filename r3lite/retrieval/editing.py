@@ -36,11 +36,9 @@ def add(folder: Path, opened: index.PassageIndex, documents: Iterable[Document])
     new = {d.id: d for d in documents}
     given = len(new)
     for there in opened.documents:
-        if (mine := new.get(there.id)) is not None:
-            if mine != there:
-                remedy = f"Delete that one first: --delete {there.id}"
-                raise R3LiteError(f"{folder} has another passage with the id {there.id!r}", remedy)
-            del new[there.id]
+        if new.pop(there.id, there) != there:
+            remedy = f"Delete that one first: --delete {there.id}"
+            raise R3LiteError(f"{folder} has another passage with the id {there.id!r}", remedy)
     if not new:
         return 0, given
     fresh, vectors = list(new.values()), opened.vectors
@@ -53,7 +51,7 @@ def add(folder: Path, opened: index.PassageIndex, documents: Iterable[Document])
     write_passages(folder, fresh, vectors.places)
     names, number = index.parts(manifest), _next(manifest)
     if waiting.ntotal > max(MANY, vectors.base.ntotal // 10):
-        path, kind = folder / index.part(manifest, "index"), manifest.text("kind", "flat")
+        path, kind = folder / index.part(manifest, "index"), manifest.text("kind")
         whole = open_vectors(path, kind, REMEDY, mapped=False)
         starts = range(0, waiting.ntotal, BLOCK)
         add_vectors(whole, (waiting.reconstruct_n(i, min(BLOCK, waiting.ntotal - i)) for i in starts))
@@ -75,8 +73,7 @@ def delete(folder: Path, ids: Iterable[str]) -> int:
         raise R3LiteError(f"{folder} has no passage with the id {lacking!r}", "Ids are in its passages.jsonl.")
     if len(numbers) == len(passages):
         raise R3LiteError(f"no passage of {folder} would stay", "Remove the folder instead.")
-    places = np.array(numbers) if passages.live is None else passages.live[numbers]
-    after = np.union1d(deleted, places).astype("<i8")
+    after = np.union1d(deleted, [passages.live[i] for i in numbers]).astype("<i8")
     name = f"deleted-{_next(manifest)}.bin"
     (folder / name).write_bytes(after.tobytes())
     names = _without(index.parts(manifest), "deleted") | {name: index.digest(folder / name)}

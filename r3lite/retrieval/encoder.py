@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from huggingface_hub import try_to_load_from_cache
 
 from r3lite.core.episode import Document
 from r3lite.core.files import read_record
 from r3lite.retrieval.bert_encoder import BertEncoder
-from r3lite.retrieval.bert_folder import REMEDY, model_folder
+from r3lite.retrieval.bert_folder import REMEDY
 from r3lite.retrieval.conventions import passage_text, read_conventions
 from r3lite.retrieval.hashing import HASHING, HashingEncoder
 from r3lite.retrieval.sentence_encoder import SentenceEncoder
@@ -40,14 +39,15 @@ def make_encoder(
     name = settings.encoder
     if name == HASHING:
         return HashingEncoder.fit(map(passage_text, documents))
-    folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
     # Our own network if it computes what the folder's files say, else sentence-transformers.
-    made = BertEncoder if read_conventions(folder).other is None else SentenceEncoder
+    made = BertEncoder if read_conventions(name).other is None else SentenceEncoder
     return made(name, settings.encoder_style, device, batch_size, settings.encoder_dtype)
 
 
 def known_dimension(name: str) -> int | None:
     """The dimensions of an encoder that is on this machine, without loading it; None if they are not known."""
+    from huggingface_hub import try_to_load_from_cache
+
     if name == HASHING:
         return HashingEncoder.DIMENSION
     path = Path(name) / "config.json" if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")

@@ -28,8 +28,7 @@ class Condition:
 
     def value(self, document: Document) -> str | float | bool | None:
         """That of the field in a passage; None if it has none."""
-        own = {"id": document.id, "title": document.title}
-        return own[self.key] if self.key in own else dict(document.metadata).get(self.key)
+        return (dict(document.metadata) | {"id": document.id, "title": document.title}).get(self.key)
 
     def fits(self, value: str | float | bool) -> bool:
         """Numbers are compared as such, and texts in any letter case; `*` in `=` and `!=` stands for any text."""

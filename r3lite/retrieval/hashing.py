@@ -65,15 +65,10 @@ class HashingEncoder:
 
     def encode_queries(self, texts: list[str]) -> np.ndarray:
         """Vectors [N, DIMENSION] of N texts, passages as well as queries; zero where a text has no known word."""
-        rows, ids, times = [], [], []
-        for row, text in enumerate(texts):
-            for word, count in Counter(words(text)).items():
-                if word in self.word_ids:
-                    rows.append(row)
-                    ids.append(self.word_ids[word])
-                    times.append(count)
-        rows, ids = np.array(rows, dtype=np.int64), np.array(ids, dtype=np.int64)
-        weights = (1 + np.log(np.array(times, dtype=np.float64))) * self.idf[ids]
+        counted = ((row, *counts) for row, text in enumerate(texts) for counts in Counter(words(text)).items())
+        known = [(row, self.word_ids[word], times) for row, word, times in counted if word in self.word_ids]
+        rows, ids, times = np.array(known, dtype=np.int64).reshape(-1, 3).T
+        weights = (1 + np.log(times)) * self.idf[ids]
         flat = rows[:, None] * self.DIMENSION + self.places[ids]  # [words of all texts, HASHES]
         signed = weights[:, None] * self.signs[ids]
         out = np.bincount(flat.ravel(), signed.ravel(), minlength=len(texts) * self.DIMENSION)

@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from r3lite.core.episode import Document
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import PIECE, PIECES, check_regular, read_record
 from r3lite.core.records import Record
 from r3lite.retrieval import corpus
@@ -161,7 +161,7 @@ def _refuse(folder: Path, what: str, kept, asked, remedy: str) -> NoReturn:
 
 def read_manifest(folder: Path) -> Record:
     remedy = f"Build it: {BUILD} --output {folder}"
-    try:
+    with explained(R3LiteError, f"{folder} is no index that this version reads", remedy):
         manifest = read_record(folder / MANIFEST, remedy)
         if (version := manifest.whole("version")) != VERSION:
             raise manifest.error(f"version {version} and not {VERSION}")
@@ -170,21 +170,19 @@ def read_manifest(folder: Path) -> Record:
         for key in ("dimension", "passages"):
             manifest.whole(key, low=1)
         manifest.choice("style", STYLES, "plain")
-        manifest.choice("kind", CLASSES, "flat")
+        manifest.values.setdefault("kind", "flat")  # an older index has neither
+        manifest.values.setdefault("files", {VECTORS: manifest.text("vectors", None)})
+        manifest.choice("kind", CLASSES)
         for name in parts(manifest):
             if not PARTS.fullmatch(name):
                 raise manifest.error(f"{name!r} is not a file of an index")
-    except R3LiteError as error:
-        raise R3LiteError(f"{folder} is no index that this version reads: {error.cause}", remedy) from error
     return manifest
 
 
 def parts(manifest: Record) -> dict[str, str | None]:
     """The files of vectors and of deletions that belong to an index, with their digests; older indexes have none."""
-    if "files" not in manifest:
-        return {VECTORS: manifest.text("vectors", None)}
     files = manifest.record("files")
-    return {name: files.text(name) for name in files.values}
+    return {name: files.text(name, None) for name in files.values}
 
 
 def part(manifest: Record, kind: str) -> str | None:
@@ -218,7 +216,7 @@ def read_deleted(folder: Path, manifest: Record, remedy: str) -> np.ndarray:
 def read_vectors(folder: Path, manifest: Record, remedy: str) -> tuple[Vectors, dict[int, np.ndarray]]:
     """The vectors of an index, and some of them as the encoder gave them, by their places."""
     opened = {}
-    for role, kind in (("index", manifest.text("kind", "flat")), ("added", "flat")):
+    for role, kind in (("index", manifest.text("kind")), ("added", "flat")):
         if name := part(manifest, role):
             _check_digest(folder / name, parts(manifest)[name], remedy)
             opened[role] = open_vectors(folder / name, kind, remedy)

@@ -33,10 +33,8 @@ class Lexical:
         self.documents, self._tokenize = documents, bm25s.tokenize
         self._stemmer = Stemmer.Stemmer("english")
         words: list[list[str]] = []
-        with tqdm(total=len(documents), desc="reading words", unit="", **BRIEF) as bar:
-            for start in range(0, len(documents), BLOCK):
-                words += self._words([passage_text(d) for d in documents[start : start + BLOCK]])
-                bar.update(len(words) - bar.n)
+        for start in tqdm(range(0, len(documents), BLOCK), "reading words", unit="block", **BRIEF):
+            words += self._words([passage_text(d) for d in documents[start : start + BLOCK]])
         if not any(words):
             raise R3LiteError("no passage has a word that BM25 counts", "Use another --corpus or --retriever.")
         self.bm25 = bm25s.BM25(k1=1.5, b=0.75, method="lucene")

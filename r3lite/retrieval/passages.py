@@ -35,21 +35,21 @@ class Passages(Sequence[Document]):
             raise R3LiteError(f"{self.path} is shorter than it was when it was indexed", remedy)
         with open(self.path, "rb") as file:
             self._text = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ) if self.size else b""
-        self.live = np.delete(np.arange(len(self.ends)), deleted) if len(deleted) else None  # places
+        places = len(self.ends)
+        self.live: Sequence[int] = np.delete(np.arange(places), deleted) if len(deleted) else range(places)
 
     def __len__(self) -> int:
-        return len(self.ends) if self.live is None else len(self.live)
+        return len(self.live)
 
     def __getitem__(self, i):
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(len(self)))]
-        i = range(len(self))[i]
-        return self.at(i if self.live is None else int(self.live[i]))
+        return self.at(int(self.live[i]))
 
     def only(self, fit: np.ndarray) -> "Passages":
         """Those of the passages for which `fit` [N] is true."""
         kept = copy.copy(self)
-        kept.live = (np.arange(len(self.ends)) if self.live is None else self.live)[fit]
+        kept.live = np.array(self.live)[fit]
         return kept
 
     def at(self, place: int) -> Document:

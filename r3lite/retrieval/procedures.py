@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -97,10 +98,10 @@ def read_procedures(path: str | Path, missing_ok: bool = False) -> list[Procedur
 
 
 def to_json(procedures: list[Procedure]) -> str:
-    rows = [asdict(procedure) for procedure in procedures]
-    for step in (step for row in rows for step in row["steps"]):
-        if not step["condition"]:
-            del step["condition"]
+    def named(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in pairs if value or key != "condition"}
+
+    rows = [asdict(procedure, dict_factory=named) for procedure in procedures]
     return json.dumps(rows, ensure_ascii=False, indent=2) + "\n"
 
 

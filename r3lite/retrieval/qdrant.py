@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from r3lite.core.episode import Document, Retrieve, metadata_of
-from r3lite.core.errors import R3LiteError, extra
+from r3lite.core.errors import R3LiteError, explained, extra
 from r3lite.core.records import Record, Source
 from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.search import Search
@@ -113,10 +113,8 @@ class Collection:
         """Whatever goes wrong with the server, as R3LiteError."""
         from qdrant_client.http.exceptions import ApiException
 
-        try:
+        with explained((ApiException, ValueError), self.address, REMEDY):  # ValueError: of the embedded server
             yield
-        except (ApiException, ValueError) as error:  # ValueError: of the embedded server
-            raise R3LiteError(f"{self.address}: {' '.join(str(error).split())[:300]}", REMEDY) from error
 
 
 def point_id(passage: Document) -> str:

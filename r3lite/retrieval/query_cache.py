@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from r3lite.core.episode import Document
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import explained
 from r3lite.core.files import check_regular, check_writable
 from r3lite.retrieval.encoder import Encoder
 
@@ -36,14 +36,12 @@ class QueryCache:
         check_writable(self.path.absolute().parent)
         if self.path.exists():
             check_regular(self.path, "Name a file for --query-cache.")
-        try:
+        with explained(sqlite3.Error, f"--query-cache {path} cannot be used", "Name another one."):
             self._file = sqlite3.connect(self.path, WAIT, isolation_level="IMMEDIATE", check_same_thread=False)
             # What a power cut loses of a cache is encoded again.
             self._file.execute("PRAGMA synchronous = OFF")
             columns = "id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB"
             self._file.execute(f"CREATE TABLE IF NOT EXISTS queries ({columns})")
-        except sqlite3.Error as error:
-            raise R3LiteError(f"--query-cache {path} cannot be used: {error}", "Name another one.") from error
 
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
         """The vector of each key: that which is kept, else what `make` gives for its place, which is kept then."""

@@ -1,8 +1,9 @@
 """The remote retriever: what a server finds that speaks HTTP as Search-R1's does (server.py), read with distrust."""
 
+import hashlib
+
 from r3lite.core.episode import Document, Retrieve, metadata_of
-from r3lite.core.errors import R3LiteError
-from r3lite.core.records import InvalidRecord, Record, Source, parse
+from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.retrieval.posting import Poster
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
@@ -30,14 +31,13 @@ class Remote:
         return [documents for batch in batches for documents in self._search(batch, k)]
 
     def _search(self, queries: list[str], k: int) -> list[list[Document]]:
-        body = self._poster.post({"queries": queries, "topk": k, "return_scores": True})
-        try:
-            rows = Record(parse(body), Source(f"the reply of {self.address}")).items("result")
+        def read(reply: Record) -> list[list[Document]]:
+            rows = reply.items("result")
             if len(rows) != len(queries):
                 raise InvalidRecord(f"{len(rows)} lists for {len(queries)} queries")
             return [[_document(entry, self.address) for entry in _entries(row)[:k]] for row in rows]
-        except InvalidRecord as error:
-            raise R3LiteError(f"{self.address} does not reply as a retriever: {error.cause}", REMEDY) from error
+
+        return self._poster.ask({"queries": queries, "topk": k, "return_scores": True}, "a retriever", read)
 
 
 def _entries(row: object) -> list[Record]:
@@ -47,10 +47,12 @@ def _entries(row: object) -> list[Record]:
 def _document(whole: Record, address: str) -> Document:
     """A document of a reply, with or without a score; without a title and a text of its own, those of `contents`."""
     inner = whole.record("document") if "document" in whole else whole
-    title, text = inner.text("title", None, blank=True), inner.text("text", None, blank=True)
+    title, text = inner.text("title", "", blank=True), inner.text("text", None, blank=True)
     if text is None:
         first, _, rest = inner.text("contents", blank=True).partition("\n")
-        title, text = (first.strip().strip('"'), rest) if rest else (title or "", first)
+        title, text = (first.strip().strip('"'), rest) if rest else (title, first)
     source = inner.text("source", None) or address
-    id, score = inner.identifier("id"), whole.number("score", None)
-    return Document(id, title or "", text, score=score, source=source, metadata=metadata_of(inner))
+    # Search-R1's servers of web search give no ids: the same text has the same one.
+    id = inner.identifier("id", None) or hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
+    score = whole.number("score", None)
+    return Document(id, title, text, score=score, source=source, metadata=metadata_of(inner))

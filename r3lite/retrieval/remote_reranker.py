@@ -1,7 +1,8 @@
 """A reranker on another machine: the cross-encoder of a server of ours (server.py), read with distrust."""
 
-from r3lite.core.errors import R3LiteError
-from r3lite.core.records import InvalidRecord, Record, Source, parse
+import itertools
+
+from r3lite.core.records import InvalidRecord, Record
 from r3lite.retrieval.posting import Poster
 
 BATCH = 64  # passages of a request
@@ -17,24 +18,19 @@ class RemoteReranker:
 
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]:
         """The score of each pair of query and passage. Raises R3LiteError if the server does not give them."""
-        groups: dict[str, list[int]] = {}
-        for place, (query, _) in enumerate(pairs):
-            groups.setdefault(query, []).append(place)
-        scores = [0.0] * len(pairs)
-        for query, places in groups.items():
-            for start in range(0, len(places), BATCH):
-                batch = places[start : start + BATCH]
-                for place, score in zip(batch, self._scores(query, [pairs[i][1] for i in batch]), strict=True):
-                    scores[place] = score
+        scores: list[float] = []
+        for query, same in itertools.groupby(pairs, key=lambda pair: pair[0]):
+            passages = [passage for _, passage in same]
+            for start in range(0, len(passages), BATCH):
+                scores += self._scores(query, passages[start : start + BATCH])
         return scores
 
     def _scores(self, query: str, passages: list[str]) -> list[float]:
-        body = self._poster.post({"query": query, "documents": passages})
-        try:
-            rows = Record(parse(body), Source(f"the reply of {self.address}")).records("result")
+        def read(reply: Record) -> list[float]:
+            rows = reply.records("result")
             found = {row.whole("index", high=len(passages) - 1): row.number("score") for row in rows}
             if len(found) != len(passages):
                 raise InvalidRecord(f"{len(found)} scores for {len(passages)} passages")
             return [found[i] for i in range(len(passages))]
-        except InvalidRecord as error:
-            raise R3LiteError(f"{self.address} does not reply as a reranker: {error.cause}", REMEDY) from error
+
+        return self._poster.ask({"query": query, "documents": passages}, "a reranker", read)

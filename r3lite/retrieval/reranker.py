@@ -12,7 +12,7 @@ from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import DTYPES
 from r3lite.models.bert import load_bert_scorer
-from r3lite.retrieval.bert_folder import LONGEST, REMEDY, batches, model_folder, text_tokenizer
+from r3lite.retrieval.bert_folder import REMEDY, batches, longest, model_folder, text_tokenizer
 from r3lite.retrieval.conventions import passage_text
 
 MODEL = "cross-encoder/ms-marco-MiniLM-L-6-v2"  # what --rerank auto names
@@ -36,7 +36,7 @@ class CrossEncoder:
         folder = model_folder(MODEL if name == "auto" else name, "--rerank", "Or leave --rerank out.")
         self.model, self.batch_size = load_bert_scorer(folder, DTYPES[dtype]), batch_size
         config, path = self.model.config, folder / "tokenizer.json"
-        self.tokenizer = text_tokenizer(path, min(LONGEST, config.max_position_embeddings), config.vocab_size)
+        self.tokenizer = text_tokenizer(path, min(longest(folder), config.max_position_embeddings), config.vocab_size)
         if self.tokenizer.num_special_tokens_to_add(is_pair=True) != SPECIAL or config.type_vocab_size < 2:
             raise R3LiteError(f"{path} does not tell two texts apart, as a cross-encoder's does", REMEDY)
 

@@ -9,25 +9,22 @@ from dataclasses import replace
 
 from r3lite.core.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval import golden, hybrid, lexical, semantic
+from r3lite.retrieval import golden, hybrid, lexical
 from r3lite.retrieval.reranker import CANDIDATES, Reranked
+from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
 
 GIVE_UP = 100  # queries that fail in a row, after which a run stops: it would learn nothing
 
 
-def _none(setup: Setup, top_k: int) -> Retrieve:
-    return lambda pairs: [[] for _ in pairs]
-
-
 # By the values of --retriever that are no addresses and no services of the web: how each is built, given how many
 # documents a query shall bring.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
-    "semantic": semantic.build,
+    "semantic": lambda setup, top_k: Search(setup.index, top_k, setup.own),
     "lexical": lexical.build,
     "hybrid": hybrid.build,
     "golden": golden.build,
-    "none": _none,
+    "none": lambda setup, top_k: lambda pairs: [[] for _ in pairs],
 }
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from r3lite.core.episode import Document
-from r3lite.core.errors import R3LiteError, extra
-from r3lite.retrieval.bert_folder import LONGEST, model_folder
+from r3lite.core.errors import explained, extra
+from r3lite.retrieval.bert_folder import LONGEST
 from r3lite.retrieval.conventions import passage_text, read_conventions, settings_of
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -22,18 +22,15 @@ class SentenceEncoder:
     """
 
     def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
-        folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
-        found = read_conventions(folder)
+        found = read_conventions(name)
         what = f"the encoder {name} ({found.other})"
         with extra("encoders", what, "Or use a BERT, such as intfloat/e5-base-v2."):
             from sentence_transformers import SentenceTransformer
         how = {"use_safetensors": True, "dtype": DTYPES[dtype]}
-        try:
-            self.model = SentenceTransformer(str(folder), device=device, local_files_only=True, model_kwargs=how)
-        except Exception as error:  # whatever a library and a folder of a stranger come to
-            told = (str(error).strip().splitlines() or [""])[0]
-            cause = f"sentence-transformers cannot load the encoder {name}: {type(error).__name__}: {told}"
-            raise R3LiteError(cause, "See that all files are there, the weights as safetensors.") from error
+        remedy = "See that all files are there, the weights as safetensors."
+        # Exception: whatever a library and a folder of a stranger come to.
+        with explained(Exception, f"sentence-transformers cannot load the encoder {name}", remedy):
+            self.model = SentenceTransformer(str(found.folder), device=device, local_files_only=True, model_kwargs=how)
         self.batch_size = batch_size
         style, self.prefixes = found.styled(style, name)
         length = min(self.model.max_seq_length or LONGEST, LONGEST)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from r3lite.core.episode import Document, Failure, Question, Retrieve
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import explained
 from r3lite.core.records import WHOLE, InvalidRecord, Record, Source, parse
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -75,16 +75,12 @@ class Handler(BaseHTTPRequestHandler):
             self._say(404, {"error": "not found"})
 
     def do_POST(self) -> None:
-        try:
-            length = int(self.headers.get("content-length", ""))
-        except ValueError:
-            self._say(411, {"error": "a content-length is needed"})
-            return
-        if not 0 <= length <= LARGEST:
-            self._say(413, {"error": f"at most {LARGEST >> 20} MiB"})
+        length = self.headers.get("content-length", "")
+        if not length.isdecimal() or len(length) > 9 or int(length) > LARGEST:
+            self._say(413, {"error": f"a content-length is needed, of at most {LARGEST >> 20} MiB"})
             return
         try:
-            request = Record(parse(self.rfile.read(length).decode()), Source(""))
+            request = Record(parse(self.rfile.read(int(length)).decode()), Source(""))
             self._say(200, self.server.service.answer(self.path, request))
         except InvalidRecord as error:
             self._say(400, {"error": error.cause})
@@ -113,10 +109,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, service: Service, host: str, port: int):
         self.service = service
-        try:
+        with explained(OSError, f"{host}:{port} cannot be listened on", "Pass another --port."):
             super().__init__((host, port), Handler)
-        except OSError as error:
-            raise R3LiteError(f"{host}:{port} cannot be listened on: {error}", "Pass another --port.") from error
 
 
 def serve(setup: Setup, host: str, port: int) -> None:

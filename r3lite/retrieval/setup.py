@@ -12,7 +12,6 @@ from r3lite.retrieval.encoder import Encoder, make_encoder
 from r3lite.retrieval.filters import fitting
 from r3lite.retrieval.hashing import HASHING
 from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
-from r3lite.retrieval.remote_reranker import RemoteReranker
 from r3lite.retrieval.reranker import CrossEncoder, Reranker
 from r3lite.settings import RetrievalSettings
 from r3lite.settings.retrieval import SOURCES
@@ -98,7 +97,11 @@ class Setup:
         if self.like:
             return self.like.reranker
         name = self.settings.rerank
-        return RemoteReranker(name) if "://" in name else CrossEncoder(name, self.settings.encoder_dtype)
+        if "://" in name:
+            from r3lite.retrieval.remote_reranker import RemoteReranker
+
+            return RemoteReranker(name)
+        return CrossEncoder(name, self.settings.encoder_dtype)
 
     def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages of the index, refused if another corpus than theirs is named beside it."""

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 from r3lite.retrieval.index_size import BLOCK, CODEWORDS, LEAST, LINKS, SUBSPACE, item_bytes, lists_of, sample_of
 
 CLASSES = {
@@ -135,11 +135,8 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
         print(f"training    {kind} on {size:,} vectors", flush=True)  # which may take minutes, and FAISS tells nothing
         index.train(vectors.sample(size))
     _reserve(index, count)
-    with tqdm(total=count, desc="indexing", unit="", **BRIEF) as bar:
-        for start in range(0, count, BLOCK):
-            block = vectors.read(start, BLOCK)
-            add(index, [block])
-            bar.update(len(block))
+    starts = tqdm(range(0, count, BLOCK), "indexing", unit="block", **BRIEF)
+    add(index, (vectors.read(start, BLOCK) for start in starts))
     return index
 
 
@@ -201,10 +198,8 @@ def write_vectors(index: faiss.Index, path: Path) -> None:
 def open_vectors(path: Path, kind: str, remedy: str, mapped: bool = True) -> faiss.Index:
     """The index of a file. It is mapped into memory and read as it is needed where FAISS can do so: not on Windows."""
     flags = faiss.IO_FLAG_MMAP_IFC if mapped and os.name != "nt" else 0
-    try:
+    with explained((RuntimeError, MemoryError), f"{path} cannot be read", remedy):
         index = faiss.read_index(str(path), flags)
-    except (RuntimeError, MemoryError) as error:
-        raise R3LiteError(f"{path} cannot be read", remedy) from error
     if type(index).__name__ != CLASSES[kind] or index.metric_type != faiss.METRIC_INNER_PRODUCT:
         raise R3LiteError(f"{path} is a {type(index).__name__}, not an {CLASSES[kind]} of inner products", remedy)
     return index

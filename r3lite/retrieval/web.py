@@ -20,9 +20,9 @@ from typing import ClassVar
 import numpy as np
 
 from r3lite.core.episode import Document, Retrieve
-from r3lite.core.errors import R3LiteError, extra
+from r3lite.core.errors import R3LiteError, explained, extra
 from r3lite.core.files import read_record, write_json
-from r3lite.core.records import InvalidRecord, Record, Source, parse
+from r3lite.core.records import Record, Source
 from r3lite.llm.limits import RateLimiter
 from r3lite.retrieval.documents import html
 from r3lite.retrieval.documents.chunks import count_tokens, sentences
@@ -56,12 +56,12 @@ class Exa:
         """Pages with url, title and text, best first."""
         body = {"query": query, "numResults": count, "contents": {"text": {"maxCharacters": PAGE}}}
         category = self.kinds[kind]
-        text = self._poster.post(body | ({"category": category} if category else {}))
-        try:
-            rows = Record(parse(text), Source("the reply of exa.ai")).records("results")
-            return [_page(row, "url", "title", "text") for row in rows[:count]]
-        except InvalidRecord as error:
-            raise R3LiteError(f"exa.ai does not reply as documented: {error.cause}", self._poster.remedy) from error
+        body |= {"category": category} if category else {}
+
+        def read(reply: Record) -> list[dict[str, str]]:
+            return [_page(row, "url", "title", "text") for row in reply.records("results")[:count]]
+
+        return self._poster.ask(body, "documented", read)
 
 
 class DuckDuckGo:
@@ -80,11 +80,9 @@ class DuckDuckGo:
         Raises R3LiteError if there is none: to be refused for asking too often looks the same.
         """
         search = getattr(self._open(timeout=20), self.kinds[kind])
-        try:
+        # Exception: the package raises what its own libraries do.
+        with explained(Exception, "DuckDuckGo gives no documents", "Lower --web-rpm, or wait."):
             rows = search(query, max_results=count, backend="duckduckgo")
-        except Exception as error:  # the package raises what its own libraries do
-            told = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise R3LiteError(f"DuckDuckGo gives no documents: {told}", "Lower --web-rpm, or wait.") from error
         names = ("href", "title", "body") if kind == KIND else ("url", "title", "body")
         return [_page(Record(row, Source("a result of DuckDuckGo")), *names) for row in rows]
 
@@ -94,11 +92,8 @@ SERVICES = {"exa": Exa, "duckduckgo": DuckDuckGo}
 
 def _page(row: Record, url: str, title: str, text: str) -> dict[str, str]:
     """What is kept of a result; a service may leave out its title or text."""
-
-    def cut(key: str, most: int) -> str:
-        return row.text(key, blank=True)[:most] if row.values.get(key) is not None else ""
-
-    return {"url": cut(url, ADDRESS), "title": cut(title, TITLE), "text": cut(text, PAGE)}
+    kept = {"url": (url, ADDRESS), "title": (title, TITLE), "text": (text, PAGE)}
+    return {name: row.text(key, "", blank=True)[:most] for name, (key, most) in kept.items()}
 
 
 class Recorded:

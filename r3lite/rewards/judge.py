@@ -54,26 +54,23 @@ Documents are cut after {DOCUMENT_LENGTH} characters."""
 
 # The JSON schema of a verdict. It is part of the name of a cached reply: if it changes, every episode is judged anew.
 _SHARES = ("relevance", "rationality", "coherence")
-_SHARE = {"maximum": 1, "minimum": 0, "type": "number"}
-_STEP_SCHEMA = {
-    "description": "What the judge is asked to say of one step.",
-    "properties": {"step": {"title": "Step", "type": "integer"}}
-    | {name: {**_SHARE, "title": name.title()} for name in _SHARES},
-    "required": ["step", *_SHARES],
-    "title": "StepGrade",
-    "type": "object",
-}
-SCHEMA = {
-    "$defs": {"StepGrade": _STEP_SCHEMA},
-    "description": "What the judge is asked to say of an episode.",
-    "properties": {
-        "answer_is_right": {"title": "Answer Is Right", "type": "boolean"},
-        "steps": {"items": {"$ref": "#/$defs/StepGrade"}, "title": "Steps", "type": "array"},
-    },
-    "required": ["answer_is_right", "steps"],
-    "title": "Grade",
-    "type": "object",
-}
+
+
+def _object(title: str, told: str, **properties: dict) -> dict:
+    """The schema of an object that must have all of these properties."""
+    return {"description": told, "properties": properties, "required": [*properties], "title": title, "type": "object"}
+
+
+_SHARE = {name: {"maximum": 1, "minimum": 0, "type": "number", "title": name.title()} for name in _SHARES}
+_STEP = _object(
+    "StepGrade", "What the judge is asked to say of one step.", step={"title": "Step", "type": "integer"}, **_SHARE
+)
+SCHEMA = {"$defs": {"StepGrade": _STEP}} | _object(
+    "Grade",
+    "What the judge is asked to say of an episode.",
+    answer_is_right={"title": "Answer Is Right", "type": "boolean"},
+    steps={"items": {"$ref": "#/$defs/StepGrade"}, "title": "Steps", "type": "array"},
+)
 
 
 def read_verdict(data: Any, episode: Episode) -> Verdict:

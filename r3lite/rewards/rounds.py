@@ -87,10 +87,7 @@ def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:
 
 
 def episode_records(
-    number: int,
-    episodes: Sequence[Episode],
-    scored: Sequence[Scored | None],
-    learned: Sequence[bool] | None = None,
+    number: int, episodes: Sequence[Episode], scored: Sequence[Scored | None], learned: Sequence[bool] | None = None
 ) -> list[dict]:
     """The lines of episodes.jsonl for round `number`: what the model wrote, and what it was paid for it.
 

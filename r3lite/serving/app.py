@@ -29,7 +29,7 @@ from r3lite.settings import LimitSettings, ServerSettings
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]", "::1"]
 
 
-class Generate(BaseModel):
+class Generate(BaseModel, extra="forbid"):
     """The body of POST /generate."""
 
     query: Text
@@ -112,10 +112,13 @@ def add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")[:80]
-        where = where if re.fullmatch(r"[\w.]+", where) else "the request"
-        return failure(Refusal(400, "invalid_request", f"{where}: {first['msg']}"))
+        if "json" not in request.headers.get("content-type", ""):
+            return failure(Refusal(400, "invalid_request", "The header Content-Type must be application/json."))
+        inner = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union: of the type that fits best
+        # Without the names of a union's types, such as list[Part].
+        places = [part for part in map(str, inner["loc"][1:]) if re.fullmatch(r"[\w-]{1,80}", part)]
+        where = "character " * (inner["type"] == "json_invalid") + (".".join(places) or "the body")
+        return failure(Refusal(400, "invalid_request", f"{where}: {inner['msg']}"))
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:

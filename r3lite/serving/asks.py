@@ -28,6 +28,7 @@ class Ask:
     earlier: tuple[Message, ...] = ()
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
     max_tokens: int | None = None
     seed: int | None = None
 

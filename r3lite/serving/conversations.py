@@ -18,7 +18,7 @@ class Conversations:
     held: int = 0  # bytes of text now
     _of: OrderedDict[str, deque[Turn]] = field(default_factory=OrderedDict)
 
-    def messages(self, id: str, all_but_last: bool = False) -> tuple[Message, ...]:
+    def messages(self, id: str | None, all_but_last: bool = False) -> tuple[Message, ...]:
         """The messages of a conversation so far; `all_but_last`: without its last turn, which is tried again."""
         turns = list(self._of.get(id, ()))
         pairs = turns[:-1] if all_but_last else turns

@@ -84,8 +84,6 @@ class Desk:
 
     def continued(self, ask: Ask, conversation: str | None, retry: bool) -> Ask:
         """The ask with what was said before it in its conversation."""
-        if conversation is None:
-            return ask
         return replace(ask, earlier=self.conversations.messages(conversation, all_but_last=retry))
 
     def remember(self, ask: Ask, conversation: str | None, answer: Answer, retry: bool) -> None:

@@ -50,11 +50,9 @@ class Guard:
         try:
             self._check(scope, Headers(scope=scope))
             body = await asyncio.wait_for(self._body(scope, receive), BODY_SECONDS)
-        except Refusal as refusal:
-            await failure(refusal)(scope, receive, send)
-            return
-        except TimeoutError:
-            await failure(Refusal(408, "timeout", "The request took too long to arrive."))(scope, receive, send)
+        except (Refusal, TimeoutError) as error:
+            late = Refusal(408, "timeout", "The request took too long to arrive.")
+            await failure(error if isinstance(error, Refusal) else late)(scope, receive, send)
             return
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

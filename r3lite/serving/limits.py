@@ -45,6 +45,4 @@ class Places:
         self.taken[client] += 1
 
     def free(self, client: str) -> None:
-        self.taken[client] -= 1
-        if not self.taken[client]:
-            del self.taken[client]
+        self.taken -= Counter((client,))  # which forgets a client that has none left

@@ -3,7 +3,7 @@
 import os
 import socket
 
-from r3lite.core.errors import R3LiteError, extra
+from r3lite.core.errors import R3LiteError, explained, extra
 from r3lite.settings import ServerSettings
 
 TOKEN = "R3LITE_TOKEN"
@@ -31,8 +31,6 @@ def token_of(server: ServerSettings) -> str | None:
 def listen(server: ServerSettings) -> socket.socket:
     """A socket at the address of the settings."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    try:
+    remedy = "Pass another --port or --host; --port 0 takes any that is free."
+    with explained(OSError, f"nothing can listen at {server.host}, port {server.port}", remedy):
         return socket.create_server((server.host, server.port), family=family)
-    except OSError as error:
-        cause = f"nothing can listen at {server.host}, port {server.port}: {error.strerror or error}"
-        raise R3LiteError(cause, "Pass another --port or --host; --port 0 takes any that is free.") from error

@@ -24,20 +24,25 @@ from r3lite.serving.desk import AUTO, Desk
 from r3lite.serving.guard import Text, client_of
 from r3lite.serving.streams import STREAM, Events, answer_of, server_sent
 
-# Parameters that change what is answered and that nothing here does; a value other than these is refused.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1), "stop": (None, [], ""), "tools": (None, []), "functions": (None, []), "logprobs": (None, False),
-    "logit_bias": (None, {}), "response_format": (None, {"type": "text"}),
-    "presence_penalty": (None, 0), "frequency_penalty": (None, 0), "modalities": (None, ["text"]),
+# What changes no answer, and values of other fields that ask for what is done anyway. All else is refused by its name.
+HARMLESS = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "reasoning_content", "refusal", "annotations",
+}  # fmt: skip
+NEUTRAL: dict[str, list[Any]] = {
+    "n": [1], "stop": [[], ""], "stop_token_ids": [[]], "tools": [[]], "functions": [[]], "tool_calls": [[]],
+    "tool_choice": ["none", "auto"], "function_call": ["none", "auto"], "logprobs": [False], "top_logprobs": [0],
+    "logit_bias": [{}], "response_format": [{"type": "text"}], "modalities": [["text"]], "min_p": [0],
+    "presence_penalty": [0], "frequency_penalty": [0], "repetition_penalty": [1],
 }  # fmt: skip
 
 
-class Part(BaseModel):
+class Part(BaseModel, extra="forbid"):
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel):
+class Message(BaseModel, extra="allow"):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[Part] | None = None
 
@@ -48,7 +53,7 @@ class Message(BaseModel):
         return "\n".join(part.text for part in self.content)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, extra="forbid"):
     include_usage: bool = False
 
 
@@ -61,6 +66,7 @@ class Completion(BaseModel, extra="allow"):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2, allow_inf_nan=False)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1, allow_inf_nan=False)] = None
+    top_k: Annotated[int | None, Field(ge=-1)] = None  # 0 or -1: all tokens
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     seed: int | None = None
@@ -70,15 +76,16 @@ def routes_of(desk: Desk) -> APIRouter:
     """The routes in front of a desk."""
     router = APIRouter(prefix="/v1")
     names = names_of(desk)
-    models = [{"id": name, "object": "model", "created": 0, "owned_by": "r3lite"} for name in names]
+    models = {name: {"id": name, "object": "model", "created": 0, "owned_by": "r3lite"} for name in names}
 
     @router.get("/models")
     async def all_models() -> dict[str, Any]:
-        return {"object": "list", "data": models}
+        return {"object": "list", "data": [*models.values()]}
 
     @router.get("/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        return models[place_of(name, names)]
+        check_model(name, names)
+        return models[name]
 
     @router.post("/chat/completions")
     async def complete(body: Completion, request: Request) -> Response:
@@ -106,19 +113,19 @@ def names_of(desk: Desk) -> list[str]:
     return [AUTO, *desk.modes, *(pairs if len(desk.adapters) > 1 else [])]
 
 
-def place_of(name: str, names: list[str]) -> int:
+def check_model(name: str, names: list[str]) -> None:
+    """Raises Refusal if there is no model of that name."""
     if name not in names:
         known = ", ".join(names)
         raise Refusal(404, "model_not_found", f"The model {name[:80]!r} does not exist; there are {known}.")
-    return names.index(name)
 
 
 def ask_of(body: Completion, desk: Desk, names: list[str]) -> Ask:
     """What a body asks; Refusal for what nothing here does."""
-    place_of(body.model, names)
-    for name, fine in UNSUPPORTED.items():
-        if (body.model_extra or {}).get(name) not in fine:
-            raise Refusal(400, "unsupported_parameter", f"This server does not support {name}.")
+    check_model(body.model, names)
+    refuse_extras(body, "")
+    for number, message in enumerate(body.messages):
+        refuse_extras(message, f"messages.{number}.")
     if body.messages[-1].role != "user":
         raise Refusal(400, "invalid_request", "The last message must be of the user.")
     mode, _, adapter = body.model.partition("/")
@@ -127,8 +134,17 @@ def ask_of(body: Completion, desk: Desk, names: list[str]) -> Ask:
     system: tuple[Said, ...] = ({"role": "system", "content": instructions},) if instructions else ()
     said = tuple({"role": m.role, "content": m.text} for m in body.messages[:-1] if m.role in ("user", "assistant"))
     most = body.max_completion_tokens or body.max_tokens
-    drawn = {"temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
+    if body.max_tokens not in (None, most):
+        raise Refusal(400, "invalid_request", "max_tokens and max_completion_tokens mean the same: pass one of them.")
+    drawn = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "seed": body.seed}
     return replace(ask, earlier=system + said, max_tokens=most, **drawn)
+
+
+def refuse_extras(given: Completion | Message, place: str) -> None:
+    """Raises Refusal for a field that nothing here does."""
+    for name, value in (given.model_extra or {}).items():
+        if value is not None and name not in HARMLESS and value not in NEUTRAL.get(name, []):
+            raise Refusal(400, "unsupported_parameter", f"This server does not support {place}{name[:80]}.")
 
 
 async def chunks(

@@ -141,6 +141,24 @@ def test_thoughts_are_not_the_reply(server, asked):
     assert server.requests[0][2]["max_tokens"] == ASK.max_output_tokens + 8192
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '```json\n{"mark": 1, "why": "like ```this```"}\n```',
+        'My verdict:\n\n```\n{"mark": 1}\n```\nIt is fair.',
+        'Is {"mark": 0} fair?\n</think>\n\n{"mark": 1}',
+        '<think>```json\n{"mark": 0}\n```</think>```json {"mark": 1}```',
+        '{"mark": 1, "why": "</think>"}',
+    ],
+)
+def test_json_may_come_in_a_fenced_block_or_after_thoughts(server, asked, tmp_path, text):
+    """Such verdicts were malformed: a template that opens the thoughts leaves only their end in the reply."""
+    server.says(said(text))
+    assert asked(tmp_path).generate(ASK).value.mark == 1
+    assert asked(tmp_path).generate(ASK).cached and len(server.requests) == 1
+    assert asked().generate(Request("Go on.")).text.endswith(text[-12:])  # what is no JSON keeps its fence
+
+
 def test_the_name_of_the_limit_that_a_server_wants_is_remembered(server, asked, capsys):
     message = (
         "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."

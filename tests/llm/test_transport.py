@@ -81,6 +81,41 @@ def test_a_signal_ends_a_wait_for_a_server_that_drips(gemini, said, tmp_path, nu
     assert time.monotonic() - start < 10
 
 
+BLOCKED = """
+import builtins, sys
+real, without = builtins.__import__, sys.argv[1].split(",")
+def imported(name, globals=None, *more, **named):
+    if name in without and (globals or {}).get("__name__", "").startswith("r3lite"):
+        raise ImportError(f"no module {name}")
+    return real(name, globals, *more, **named)
+builtins.__import__ = imported
+import r3lite.assembly.reinforcement, r3lite.assembly.rl_setup, r3lite.retrieval.retriever
+from r3lite.core.errors import R3LiteError
+from r3lite.llm.client import Client, Request
+from r3lite.settings import JudgeSettings
+try:
+    client = Client(JudgeSettings(judge="openai", judge_model="m", judge_base_url=sys.argv[2], judge_retries=0))
+    print(client.generate(Request("x")).failure, sys.modules["r3lite.llm.http_client"].httpx.__name__)
+except R3LiteError as error:
+    print(error.remedy)
+"""
+
+
+@pytest.mark.parametrize(
+    ("without", "told"),
+    [("httpx", "malformed httpx2"), ("httpx2", "malformed httpx"), ("httpx,httpx2", "pip install httpx2")],
+)
+def test_either_http_client_does_and_training_imports_without_any(gemini, said, without, told):
+    """google-genai and huggingface_hub bring one; with other versions of these, RL could not be imported."""
+    if told.startswith("malformed"):
+        pytest.importorskip(told.split()[1])
+    gemini.script = [said("", status=200)]
+    gemini.script[0].body = b"no JSON"
+    command = [sys.executable, "-c", BLOCKED, without, gemini.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert told in done.stdout, done.stderr
+
+
 def wait_until(condition, seconds=10):
     deadline = time.monotonic() + seconds
     while not condition():

@@ -194,6 +194,8 @@ def says(*documents) -> dict:
         ({"document": {"id": "7", "contents": "One line"}, "score": 1}, ("7", "", "One line", 1.0)),
         ({"document": {"id": "7", "title": "T", "contents": "One line"}, "score": 1}, ("7", "T", "One line", 1.0)),
         ({"id": "7", "title": "T", "text": "B"}, ("7", "T", "B", None)),
+        # Search-R1's servers of web search (google_search_server.py, serp_search_server.py) name no id.
+        ({"document": {"contents": '"Rome"\nIn Italy.'}}, ("6138698964eb6546", "Rome", "In Italy.", None)),
     ],
 )  # fmt: skip
 def test_documents_of_other_servers(running, entry, expected):
@@ -201,6 +203,14 @@ def test_documents_of_other_servers(running, entry, expected):
     ((document,),) = Remote(running(fake)).search(["q"], 3)
     assert (document.id, document.title, document.text, document.score) == expected
     assert fake.asked == [{"queries": ["q"], "topk": 3, "return_scores": True}]
+
+
+def test_without_ids_the_same_text_is_the_same_document_and_another_is_not(running):
+    rome, oslo = ({"document": {"contents": f'"{name}"\nA town.'}} for name in ("Rome", "Oslo"))
+    fake = Scripted((200, says(rome, oslo), 0), (200, says(rome), 0))
+    remote = Remote(running(fake))
+    (first,), (again,) = remote.search(["q"], 3), remote.search(["r"], 3)
+    assert again[0] == first[0] and len({document.id for document in first}) == 2
 
 
 def test_no_more_documents_than_were_asked_for(running):
@@ -211,7 +221,7 @@ def test_no_more_documents_than_were_asked_for(running):
 @pytest.mark.parametrize(
     "body",
     [b"<html>", [], {}, {"result": 5}, {"result": []}, {"result": [[], []]}, {"result": [5]}, {"result": [["text"]]},
-     says({"document": 5}), says({"document": {"id": "1"}}), says({"document": {"contents": "x"}}),
+     says({"document": 5}), says({"document": {"id": "1"}}), says({"document": {"id": [], "contents": "x"}}),
      says({"id": "1", "contents": 7}), b'{"result": [[{"id": "1", "text": "x", "score": NaN}]]}', b"[" * 100_000],
 )  # fmt: skip
 def test_what_is_no_reply_of_a_retriever_is_told(running, slept, body):

@@ -53,6 +53,15 @@ def test_scores_are_those_of_transformers(folder):
     assert CrossEncoder(str(folder)).scores([]) == []
 
 
+def test_pairs_are_cut_where_sentence_transformers_cuts_them(folder, tmp_path):
+    from sentence_transformers import CrossEncoder as Theirs
+
+    theirs = Theirs(str(folder), device="cpu", max_length=32)
+    theirs.save_pretrained(str(tmp_path / "saved"))
+    logits = theirs.predict(PAIRS, activation_fn=torch.nn.Identity())
+    assert CrossEncoder(str(tmp_path / "saved")).scores(PAIRS) == pytest.approx(logits.tolist(), abs=1e-4)
+
+
 def test_in_bf16_scores_are_nearly_the_same(folder):
     exact, coarse = torch.tensor(CrossEncoder(str(folder)).scores(PAIRS)), CrossEncoder(str(folder), "bf16")
     assert all(weight.dtype == torch.bfloat16 for weight in coarse.model.parameters())

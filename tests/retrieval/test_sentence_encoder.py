@@ -76,6 +76,33 @@ def test_xlm_r_is_our_own_network(made, pooling):
     assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("length", [64, 256])
+def test_the_length_is_where_its_writer_puts_it(minilm, tmp_path, length):
+    """Since 5.4 it is the limit of the tokenizer: long texts were read to 512 tokens, and their vectors differed."""
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(minilm), device="cpu")
+    theirs.max_seq_length = length
+    theirs.save_pretrained(str(tmp_path / "saved"))
+    assert "max_seq_length" not in json.loads((tmp_path / "saved" / "sentence_bert_config.json").read_text())
+    ours = BertEncoder(str(tmp_path / "saved"), "plain")
+    assert ours.settings["max_length"] == length
+    long = [f"{word} lies in Norway, and the river there is long. " * 60 for word in ("Oslo", "Bergen")]
+    assert ours.encode_queries(long) == pytest.approx(theirs.encode(long), abs=1e-5)
+
+
+def test_a_tokenizer_without_a_limit_and_settings_of_its_own(made):
+    folder, _ = made("xlm-roberta", "mean")
+    limits = folder / "tokenizer_config.json"
+    limits.write_text(json.dumps(json.loads(limits.read_text()) | {"model_max_length": 10**30}))
+    assert BertEncoder(str(folder), "plain").settings["max_length"] == 64  # its positions
+    file = folder / "sentence_bert_config.json"
+    own = {"processing_kwargs": {"text": {"max_length": 8}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    ours = make_encoder(encoder_settings(str(folder), "auto"), [])  # which the package itself computes
+    assert isinstance(ours, SentenceEncoder)
+
+
 @pytest.mark.parametrize("prompts", [None, {"query": "query : ", "document": "passage : "}])
 def test_another_network_is_that_of_sentence_transformers(made, prompts):
     folder, theirs = made("modernbert", "cls", prompts)

@@ -74,6 +74,7 @@ def test_modes_adapters_and_auto(serving):
         ({"query": "  "}, 400, "empty"),
         ({"query": 5}, 400, "invalid_request"),
         ({}, 400, "invalid_request"),
+        ({"query": "x", "top_k": 5}, 400, "invalid_request"),
         ([], 400, "invalid_request"),
         ("{", 400, "invalid_request"),
         ("[" * 100_000, 400, None),
@@ -185,6 +186,7 @@ def test_other_origins_and_names(serving):
     # A page elsewhere whose own name resolves to this machine, and a form, which needs no permission.
     assert send(running, "GET", "/api/health", Host="example.org")[0] == 400
     assert send(running, "POST", "/generate", '{"query": "x"}', Content_Type="text/plain")[0] == 400
+    assert "Content-Type must be application/json" in send(running, "POST", "/generate", "{}", Content_Type="")[2]
     named = serving(server=ServerSettings(cors_origins=("https://example.org",)))
     allowed = send(named, "POST", "/generate", {"query": "x"}, **origin)[1]["access-control-allow-origin"]
     assert allowed == "https://example.org"

@@ -3,6 +3,8 @@
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs the extra test")
+pytest.importorskip("fastapi", reason="needs the extra serve")
+from r3lite.serving.openai_api import HARMLESS, NEUTRAL  # noqa: E402
 
 
 @pytest.fixture
@@ -46,11 +48,13 @@ def test_messages_and_parameters_reach_the_model(client):
         {"role": "assistant", "content": "1"},
         {"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "three"}]},
     ]
-    client.chat.completions.create(model="chat/rl", messages=messages, temperature=0.5, top_p=0.9, max_tokens=5, seed=3)
+    client.chat.completions.create(
+        model="chat/rl", messages=messages, temperature=0.5, top_p=0.9, max_tokens=5, seed=3, extra_body={"top_k": 7}
+    )
     (ask,) = client.answering.asked
     assert (ask.text, ask.mode, ask.adapter) == ("two\nthree", "chat", "rl")
     assert [tuple(m.values()) for m in ask.earlier] == [("system", "be brief"), ("user", "one"), ("assistant", "1")]
-    assert (ask.temperature, ask.top_p, ask.max_tokens, ask.seed) == (0.5, 0.9, 5, 3)
+    assert (ask.temperature, ask.top_p, ask.top_k, ask.max_tokens, ask.seed) == (0.5, 0.9, 7, 5, 3)
 
 
 def test_the_models_are_the_modes(client):
@@ -68,14 +72,47 @@ def test_the_models_are_the_modes(client):
         ({"stop": ["x"]}, "does not support stop"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "does not support tools"),
         ({"temperature": 3}, "temperature"),
+        ({"extra_body": {"top_k": -2}}, "top_k"),
         ({"extra_body": {"max_tokens": 0}}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "pass one of them"),
         ({"messages": []}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            r"messages\.0\.content\.0\.type: Input should be 'text'",
+        ),
+        ({"messages": [*asked("x"), {"role": "user", "content": 5}]}, r"messages\.1\.content: Input should be a valid"),
+        ({"messages": [*asked("x"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, r"messages\.1\.tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}]}, "content.0.cache"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "last message must be of the user"),
     ],
 )
 def test_what_is_not_done_is_refused(client, more, told):
     with pytest.raises(openai.BadRequestError, match=told):
         client.chat.completions.create(**{"model": "chat", "messages": asked("x"), **more})
+
+
+# What vLLM, SGLang and OpenAI take beside what is served here.
+FOREIGN = {
+    "repetition_penalty": 1.2, "guided_json": {}, "structured_outputs": {"json": {}}, "stop_token_ids": [5],
+    "min_p": 0.1, "tool_choice": "required", "logprobs": True, "top_logprobs": 2, "reasoning_effort": "high",
+    "response_format": {"type": "json_object"}, "chat_template_kwargs": {"enable_thinking": False}, "n": 0, "best": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_not_known_to_be_harmless_is_refused_by_its_name(client, name):
+    """They were ignored: the answer came with status 200, and was drawn without them."""
+    with pytest.raises(openai.BadRequestError, match=f"does not support {name}"):
+        client.chat.completions.create(model="chat", messages=asked("x"), extra_body={name: FOREIGN[name]})
+    assert client.answering.asked == []
+
+
+def test_what_changes_no_answer_is_taken(client):
+    more = {name: values[0] for name, values in NEUTRAL.items()} | {name: "x" for name in HARMLESS}
+    more |= dict.fromkeys(FOREIGN.keys() - NEUTRAL.keys())  # null is as good as absent
+    earlier = [*asked("one"), {"role": "assistant", "content": "1", "reasoning_content": "x", "refusal": None}]
+    client.chat.completions.create(model="chat", messages=[*earlier, *asked("two")], extra_body=more | {"top_k": -1})
+    assert client.answering.asked[0].top_k == -1
 
 
 def test_a_failure_in_a_stream_is_an_error_of_the_client(client):

@@ -1,13 +1,15 @@
 """A folder of people's own documents made into passages; one file a layout."""
 
 from collections.abc import Callable, Iterator
+from csv import QUOTE_NONE
+from functools import partial
 
-from r3lite.retrieval.documents import html, markdown, pdf, python, rows, text
+from r3lite.retrieval.documents import html, markdown, pdf, python, rows
 from r3lite.retrieval.documents.section import Section
 
 # By the end of a file's name: what makes sections of its text, and of its path in the folder.
 TEXTS: dict[str, Callable[[str, str], Iterator[Section]]] = {
-    ".txt": text.read,
+    ".txt": lambda text, name: iter([Section(text)]),
     ".md": markdown.read,
     ".markdown": markdown.read,
     ".html": html.read,
@@ -15,7 +17,7 @@ TEXTS: dict[str, Callable[[str, str], Iterator[Section]]] = {
     ".json": rows.read_json,
     ".jsonl": rows.read_jsonl,
     ".csv": rows.read_csv,
-    ".tsv": rows.read_tsv,
+    ".tsv": partial(rows.read_table, delimiter="\t", quoting=QUOTE_NONE),  # quotation marks have no meaning there
     ".py": python.read,
 }
 # The same of files that are not text, from their bytes.

@@ -90,23 +90,23 @@ def _files(root: Path, skipped: list[tuple[str, str, str]]) -> Iterator[str]:
             folders.clear()
             continue
         for name in list(folders):
-            if reason := "hidden" if name.startswith(".") else "a link" if (here / name).is_symlink() else None:
+            if reason := _left_out(here / name):
                 folders.remove(name)
                 skipped.append((_name(here / name, root) + "/", reason, ""))
         folders.sort()
         for name in sorted(files):
             shown = _name(here / name, root)
             suffix = PurePosixPath(name).suffix.lower()
-            if "\ufffd" in shown:
-                skipped.append((shown, "whose name cannot be shown", ""))
-            elif name.startswith("."):
-                skipped.append((shown, "hidden", ""))
-            elif (here / name).is_symlink():
-                skipped.append((shown, "a link", ""))
+            if reason := "whose name cannot be shown" if "\ufffd" in shown else _left_out(here / name):
+                skipped.append((shown, reason, ""))
             elif suffix not in TEXTS.keys() | BINARIES.keys():
                 skipped.append((shown, "of an unknown kind", suffix))
             else:
                 yield shown
+
+
+def _left_out(path: Path) -> str:
+    return "hidden" if path.name.startswith(".") else "a link" if path.is_symlink() else ""
 
 
 def _name(path: Path, root: Path) -> str:

@@ -29,7 +29,7 @@ def read_jsonl(text: str, name: str) -> Iterator[Section]:
 def read_csv(text: str, name: str) -> Iterator[Section]:
     """A section for each row under the first one, which names the columns. They stand between commas, or between
     semicolons or tabs, as spreadsheets write where the comma is in numbers."""
-    return _table(text, delimiter=max(DELIMITERS, key=lambda delimiter: _fits(text, delimiter)))
+    return read_table(text, name, delimiter=max(DELIMITERS, key=lambda delimiter: _fits(text, delimiter)))
 
 
 def _fits(text: str, delimiter: str) -> tuple[bool, int]:
@@ -42,12 +42,8 @@ def _fits(text: str, delimiter: str) -> tuple[bool, int]:
     return set(widths) == {widths[0]} and widths[0] > 1, widths[0]
 
 
-def read_tsv(text: str, name: str) -> Iterator[Section]:
-    """The same between tabs; quotation marks have no meaning there."""
-    return _table(text, delimiter="\t", quoting=csv.QUOTE_NONE)
-
-
-def _table(text: str, **how: Any) -> Iterator[Section]:
+def read_table(text: str, name: str, **how: Any) -> Iterator[Section]:
+    """A section for each row under the first one, which names the columns; `how` is the dialect."""
     try:
         rows = csv.DictReader(io.StringIO(text, newline=""), restkey="", strict=True, **how)
         yield from map(_section, rows)
