@@ -72,8 +72,9 @@ class RetrievalSettings(Section):
     """folder that records web results; a query found there is not sent again"""
     web_replay: bool = False
     """take web results from --web-cache only: the same documents as before, without network"""
-    noise_rate: Fraction = 0.0
-    """share of the question's other paragraphs that are mixed with the gold ones, in random order (golden)"""
+    noise_rate: Fraction | None = None
+    """share of each question's other paragraphs that stay beside its gold ones, drawn with --seed: mixed with them in
+    random order (golden; by default none), or searched (semantic, lexical, hybrid without a corpus; by default all)"""
 
     @property
     def from_questions(self) -> bool:
@@ -98,7 +99,8 @@ class RetrievalSettings(Section):
     @property
     def of_sources(self) -> "dict[str, RetrievalSettings]":
         """The settings of the retriever of each kind of source that has one of its own."""
-        own, shared = {}, ("corpus", "index", "source_index", "query_cache")  # the last: that of all is used
+        own: dict[str, RetrievalSettings] = {}
+        shared = ("corpus", "index", "source_index", "noise_rate", "query_cache")  # the last: that of all is used
         for entry in self.source_index or ():
             name, _, place = (part.strip() for part in entry.partition("="))
             named = {"retriever": place} if "://" in place or place in SERVICES else {"index": place}
@@ -127,6 +129,7 @@ class RetrievalSettings(Section):
         if self.context == "question" and (self.corpus or self.index):
             given = "--index" if self.index else "--corpus"
             raise UsageError(f"--context question searches the question's own paragraphs: leave {given} out")
+        self._check_noise()
         self._check_filter()
         encodes = self.retriever in ("semantic", "hybrid") or self.is_collection or self.is_web
         if self.query_cache and (not encodes or self.encoder == "hashing"):
@@ -136,6 +139,12 @@ class RetrievalSettings(Section):
             raise UsageError(f"the address of --rerank {problem}; pass one such as http://host:8000/rerank")
         if self.rerank and self.retriever in ("golden", "none"):
             raise UsageError(f"--rerank orders what a search brings, and --retriever {self.retriever} does not search")
+
+    def _check_noise(self) -> None:
+        if self.noise_rate is not None and (not self.from_questions or self.retriever == "none"):
+            given = {"--corpus": self.corpus, "--index": self.index, f"--retriever {self.retriever}": True}
+            name = next(name for name, value in given.items() if value)
+            raise UsageError(f"--noise-rate is for the paragraphs that come with questions: leave it or {name} out")
 
     def _check_filter(self) -> None:
         if self.filter and (self.is_remote or self.is_web or self.retriever in ("golden", "none")):
