@@ -19,7 +19,7 @@ NO_MORE = "Nothing more can be looked up. Give the final answer."
 LAYOUT_FAULTS = {
     CUT_OFF: "was not finished within the token limit",
     ANSWER_WAS_FORCED: "searches although only the final answer was allowed",
-    NO_ROOM: "searches with no room left for documents",
+    NO_ROOM: "has no room for documents",
 }
 # Faults of protocols whose steps have a query or an answer.
 STEP_FAULTS = {

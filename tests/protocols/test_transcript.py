@@ -252,7 +252,7 @@ def test_a_search_without_room_for_documents_is_told_from_one_too_many(tokenizer
     layout.lengths = replace(layout.lengths, max_length=len(transcript.tokens) + 200)
     layout.splice(transcript, [DOCUMENTS])
     step = transcript.held or transcript.steps[-1]
-    assert step.faults == ("no_room",) and "no room left for documents" in protocol.faults["no_room"]
+    assert step.faults == ("no_room",) and "no room for documents" in protocol.faults["no_room"]
 
 
 @for_every_protocol
