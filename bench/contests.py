@@ -20,7 +20,6 @@ from r3lite.core.grant import Grant, Memory
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.models.linear import linear
 from r3lite.rollout.engine import Engine
-from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Sequence
 
@@ -60,8 +59,8 @@ class Ours:
             for ids in full_prompts(batch, prompt):
                 sequences.append(Sequence(Question("q", "q", ()), stream=random.Random(0)))
                 sequences[-1].observe(ids)
-            with self.precision.autocast(), Fetcher(lambda pairs: []) as fetcher:
-                engine.run_sequences(sequences, fetcher, lambda: None)
+            with self.precision.autocast():
+                engine.finish(sequences, lambda pairs: [], heard=True)
             check_lengths(sequences, new)
 
         return work

@@ -1,6 +1,11 @@
 """A short cold start of the tiny model, and runs of reinforcement learning from there."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ from r3lite.core.files import shipped
 from r3lite.training import checkpoint, metrics
 
 WORLD = shipped("data", "world")
+SHORT = "--max-steps 2 --max-new-tokens 64 --max-hops 1 --warmup 0 --learning-rate-schedule linear"
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +48,18 @@ def arguments(cold: Path, output: Path, *more: str) -> list[str]:
         str(cold / "sft"),
     ]
     return ["--preset", "tiny", *small.split(), *data, "--output", str(output), *more]
+
+
+def kill_after(step: int, arguments: list[str], output: Path) -> None:
+    """Starts a run and kills it when a step is logged; its end may come before, if it is the last."""
+    command = [sys.executable, "-m", "r3lite.ppo", *arguments]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])})
+    log = output / "metrics.jsonl"
+    while not (log.exists() and len(log.read_text().splitlines()) >= step):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
 
 
 def logged(output: Path, name: str) -> list[dict]:

@@ -218,9 +218,10 @@ def test_a_passage_takes_two_lines(text):
     assert lines[0].startswith("  [17] Title: ") and lines[0].strip() != "[17] Title:"
 
 
-def test_the_command_that_quickstart_names_is_understood(tmp_path):
-    config = quickstart.QuickstartConfig()
-    python, m, module, *argv = shlex.split(stages.asking(tmp_path / "my runs", config))
+def test_the_command_that_quickstart_names_is_understood(tmp_path, capsys):
+    stages.print_what_next(tmp_path / "my runs", quickstart.QuickstartConfig())
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "r3lite.ask" in line)
+    python, m, module, *argv = shlex.split(line)
     assert (python, m, module) == ("python", "-m", "r3lite.ask")
     config = resolve("ask", ask.AskConfig(), argv, COMMANDS)
     assert config.ask.question == "Who is married to the composer of Jelsan Janli?"

@@ -19,8 +19,7 @@ from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rewards.reward import Scored
 from r3lite.rl.batch import Batch, Rollout
-from tests.cold_start import WORLD, arguments, logged, same
-from tests.test_ppo import SHORT
+from tests.cold_start import SHORT, WORLD, arguments, logged, same
 
 TINY = resolve_folder("tiny")
 CPU = ["--preset", "tiny", "--device", "cpu", "--dtype", "fp32"]

@@ -1,5 +1,5 @@
-"""A model on this device that is asked what remote models are asked: the same requests, replies, cache and caps as
-`llm.client.Client`; used by evaluate, ppo and tune_prompt.
+"""A model on this device that is asked what remote models are asked: the same requests, replies, cache and caps; used
+by evaluate, ppo and tune_prompt.
 
 It is loaded whenever there is something to ask, beside the run's own model, and dropped then, as the memory plan of the
 run counts it (`memory.work.JudgeWork`). So its weights cost memory only while it replies, and loading them costs
@@ -8,19 +8,14 @@ some seconds each time.
 
 import functools
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tqdm import tqdm
-
 from r3lite.assembly.policy import check_lengths, load_frozen
-from r3lite.core import bars
 from r3lite.core.episode import CUT_OFF, Question
 from r3lite.core.grant import Grant
 from r3lite.devices.precision import Precision, dtype_name, resolve_device, resolve_dtype
-from r3lite.llm.cache import ReplyCache, digest
-from r3lite.llm.client import Client
+from r3lite.llm.client import CachingClient, Client
 from r3lite.llm.limits import Budget
 from r3lite.llm.replies import Reply, Request, parse
 from r3lite.memory.workloads import judge_work
@@ -54,20 +49,18 @@ def client_maker(
     return make
 
 
-class LocalClient:
+class LocalClient(CachingClient):
     """Asks the model of a folder. Replies are greedy, or at --judge-temperature, each from a stream of its own."""
 
     def __init__(self, settings: JudgeSettings, cache: Path | None, model: ModelSettings, memory: MemorySettings):
-        self.settings, self.work = settings, judge_work(settings, model)
+        super().__init__(settings, cache, Budget(settings.judge_max_calls))
+        self.work = judge_work(settings, model)
         self.folder = weights.resolve_folder(settings.local_model or model.model)
         self.tokenizer = Tokenizer.load(self.folder)
         check_lengths(self.folder, self.tokenizer.size, self.work.row_tokens)
         device = resolve_device(model.device)
         self.precision = Precision(resolve_dtype(model.dtype, device), device)
         self.nf4_cache = memory.nf4_cache
-        self.budget = Budget(settings.judge_max_calls)
-        self._cache = ReplyCache(cache)
-        self._counts, self._failures = Counter(), Counter()
 
     @functools.cached_property
     def circumstances(self) -> dict:
@@ -77,49 +70,14 @@ class LocalClient:
         limits = {"temperature": self.settings.judge_temperature, "max_length": self.work.row_tokens}
         return {"service": "local", "model": model} | numbers | limits
 
-    def generate_all(
-        self,
-        requests: list[Request],
-        progress: str | None = None,
-        on_reply: Callable[[Reply], None] | None = None,
-    ) -> list[Reply]:
-        """Replies in the order of the requests; equal requests are asked once. See Client.generate_all."""
-        keys = [digest(request, self.circumstances) for request in requests]
-        replies: dict[str, Reply] = {}
-        bar = tqdm(total=len(set(keys)), unit="request", **bars.named(progress, "asking"))
-
-        def take(key: str, reply: Reply) -> None:
-            replies[key] = reply
-            self._counts["cache_hits"] += reply.cached
-            if reply.failure:
-                self._failures[reply.failure] += 1
-            elif not reply.cached:
-                self._cache.store(key, reply)
-            bar.update()
-            if on_reply:
-                on_reply(reply)
-
-        with bar:
-            waiting, hindered = {}, {}
-            for key, request in dict(zip(keys, requests)).items():
-                if reply := self._cache.recall(key, request):
-                    take(key, reply)
-                elif reply := self._hindrance(request):
-                    hindered[key] = reply
-                else:
-                    waiting[key] = request
-            if waiting:
-                self._ask(waiting, take)
-            for key, reply in hindered.items():  # last: `on_reply` may raise at one, and the others are kept by then
-                take(key, reply)
-        return [replies[key] for key in keys]
-
-    def counts(self) -> dict[str, float]:
-        """Requests, cache hits, tokens and failures (also by kind) so far. It costs no money."""
-        counts = {"calls": self.budget.calls}
-        counts |= {name: self._counts[name] for name in ("cache_hits", "input_tokens", "output_tokens")}
-        counts["failures"] = self._failures.total()
-        return counts | {f"failures/{kind}": n for kind, n in sorted(self._failures.items())}
+    def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
+        """Asks those that can be asked together; those that cannot come last: `take` may raise at one."""
+        hindrances = {key: self._hindrance(request) for key, request in requests.items()}
+        if asked := {key: request for key, request in requests.items() if hindrances[key] is None}:
+            self._ask(asked, take)
+        for key, reply in hindrances.items():
+            if reply is not None:
+                take(key, self._kept(key, reply))
 
     def _hindrance(self, request: Request) -> Reply | None:
         """Why a request cannot be asked, if it cannot; else it counts as asked."""
@@ -136,8 +94,8 @@ class LocalClient:
     def _ask(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
         """Gives `take` the reply to each request, by its key, as soon as it is there."""
 
-        def listener(key: str, request: Request) -> Listener:
-            return Listener(lambda text: None, lambda sequence: take(key, self._reply(sequence, request)))
+        def over(key: str, sequence: Sequence) -> None:
+            take(key, self._kept(key, self._reply(sequence, requests[key])))
 
         longest = max(request.max_output_tokens for request in requests.values())
         lengths = LengthSettings(max_new_tokens=longest, max_length=self.work.row_tokens)
@@ -146,7 +104,7 @@ class LocalClient:
         activation_checkpointing.enable(model, grant)
         layout = Layout(self.tokenizer, Chat(), lengths)
         engine = Engine(model, layout, sampler, grant, autocast=self.precision.autocast)
-        listeners = [listener(key, request) for key, request in requests.items()]
+        listeners = [Listener(lambda text: None, functools.partial(over, key)) for key in requests]
         questions = [as_question(request) for request in requests.values()]
         engine.run(questions, list(requests), lambda pairs: [[] for _ in pairs], listeners=listeners)
 
@@ -164,6 +122,5 @@ def as_question(request: Request) -> Question:
     """A request as the chat that the model is given; what a server is told of the reply's form stands in it as text."""
     form = FORM.format(schema=json.dumps(request.schema)) if request.schema else None
     system = "\n\n".join(text for text in (request.system, form) if text)
-    turns = [("user", "assistant")[i % 2] for i in range(len(request.earlier))]
-    pairs = [("system", system)] * bool(system) + list(zip(turns, request.earlier, strict=True))
+    pairs = [("system", system)] * bool(system) + request.turns("assistant")[:-1]
     return Question("request", request.prompt, (), earlier=tuple({"role": r, "content": text} for r, text in pairs))

@@ -129,7 +129,7 @@ class RoundSampler:
         if self.guidance:
             questions = self.guidance.with_replayed(questions, replayed)
         with watch.stage("rollout"):
-            sequences = self._run((questions, seeds))
+            sequences = self.engine.grant.attempt("sample", self.engine.run, questions, seeds, self.retrieve)
         groups = [i // rl.num_generations for i in range(len(sequences))]
         with watch.stage("score"):
             told = curriculum.changing_weights(self.config.reward, number)
@@ -153,10 +153,6 @@ class RoundSampler:
         """What each episode of round `number` is paid; see `score_all`."""
         settings = curriculum.of_round(self.config.reward, number)
         return score_all([sequence.episode() for sequence in sequences], settings, self.judge)
-
-    def _run(self, drawn: tuple[list[Question], list[str]]) -> list[Sequence]:
-        questions, seeds = drawn
-        return self.engine.grant.attempt("sample", self.engine.run, questions, seeds, self.retrieve)
 
     def _expanded(self, number: int, first: Round) -> Round:
         """The round with another end for some episodes that failed halfway: grounded expansion (arXiv 2601.21699)."""
@@ -189,8 +185,9 @@ class RoundSampler:
         sequences, scored, groups = list(sampled.sequences), list(sampled.scored), list(sampled.groups)
 
         def more(attempt: int, count: int) -> Rewards:
-            many = rl.num_generations
-            added, start = self._run(self.order.of_refill(number, attempt, count, used)), max(groups) + 1
+            many, start = rl.num_generations, max(groups) + 1
+            drawn = self.order.of_refill(number, attempt, count, used)
+            added = self.engine.grant.attempt("sample", self.engine.run, *drawn, self.retrieve)
             used.update(s.question.id for s in added)
             new = Round(added, self.score(number, added), [start + i // many for i in range(len(added))])
             for all_of_round, ours in ((sequences, new.sequences), (scored, new.scored), (groups, new.groups)):

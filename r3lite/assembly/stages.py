@@ -78,6 +78,13 @@ def output_of(config: QuickstartConfig) -> Path:
     return out
 
 
+def arguments_of(format: str, out: Path) -> tuple[list[str], list[str], list[str]]:
+    """What a command is given of a format: one that reads its texts, one that retrieves, and one that samples."""
+    spoken = ["--format", format, *OWN_PROMPT] if format != "r3" else []
+    search = [*spoken, *(["--retriever", "none"] if format == "solution" else ["--index", str(out / "index")])]
+    return spoken, search, [*search, *ROOM.get(format, [])]
+
+
 def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType]) -> None:
     """Runs the stages one after another, then prints the table."""
     start = time.monotonic()
@@ -85,9 +92,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     out = output_of(config)
     world = shipped("data", "world")
     shared = ["--preset", common.preset, "--seed", str(common.seed)]
-    spoken = spoken_in(settings.format)
-    search = [*spoken, *retrieved_from(out, settings.format)]
-    samples = [*search, *ROOM.get(settings.format, [])]
+    spoken, search, samples = arguments_of(settings.format, out)
     quick = {name: arguments if settings.quick else [] for name, arguments in FEW.items()}
 
     def evaluated(name: str, adapter: Path | None, minutes: float) -> Stage:
@@ -131,10 +136,11 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     minutes = run_stage(title, commands, "ppo", arguments)
     stages.append(evaluated(name.upper(), out / name, minutes))
     report(stages, teacher(trajectories), out, (time.monotonic() - start) / 60, config)
+    print_what_next(out, config)
 
 
 def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, config: QuickstartConfig) -> None:
-    """The table, what RL changed with its paired interval, and where to look next; `quickstart.json` has the same."""
+    """The table, and what RL changed with its paired interval; `quickstart.json` has the same."""
     columns = {"EM": "em", "F1": "f1", "format": "format_adherence"}
     columns |= {"recall": "retrieval_recall", "searches": "mean_searches"}
     n = stages[0].scores["n"]
@@ -161,45 +167,25 @@ def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, conf
         print(f"{message} right; leave it out to see the model learn")
     found = {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
     write_json(out / "quickstart.json", found)
+
+
+def print_what_next(out: Path, config: QuickstartConfig) -> None:
+    """Where to look next, with the commands that use the trained model."""
+    *_, samples = arguments_of(config.quickstart.format, out)
+    rl = out / config.quickstart.algorithm
+    command, preset = ["python", "-m"], ["--preset", config.common.preset]
+    question = next(read_jsonl(shipped("data", "world", "test.jsonl"))).text("question")
+    ask = [*command, "r3lite.ask", *preset, "--adapter", str(rl), *samples, question]
+    serve = [*command, "r3lite.serve", *preset, "--adapters", f"sft={out / 'sft'},rl={rl}", *samples]
     print(f"""
 where to look next
-  answers:          {after.folder / "predictions.jsonl"}
-  rewards:          {out / config.quickstart.algorithm / "episodes.jsonl"}
-  training curves:  {out / config.quickstart.algorithm / "metrics.jsonl"}
+  answers:          {out / f"evaluate-{rl.name}" / "predictions.jsonl"}
+  rewards:          {rl / "episodes.jsonl"}
+  training curves:  {rl / "metrics.jsonl"}
   report:           python -m r3lite.report {out}
   your own data:    docs/tutorial.md, and README.md, "Train on HotpotQA"
   ask it yourself:
-    {asking(out, config)}
+    {shlex.join(ask)}
   on a page in the browser (pip install -e '.[serve]'):
-    {serving(out, config)}
+    {shlex.join(serve)}
 """)
-
-
-def spoken_in(format: str) -> list[str]:
-    """What a command is given of a format."""
-    return ["--format", format, *OWN_PROMPT] if format != "r3" else []
-
-
-def retrieved_from(out: Path, format: str) -> list[str]:
-    """What a command is given of the retriever of a format."""
-    return ["--index", str(out / "index")] if format != "solution" else ["--retriever", "none"]
-
-
-def spoken_to(out: Path, config: QuickstartConfig) -> list[str]:
-    """What the commands that use the trained model are given of its format and its retriever."""
-    name = config.quickstart.format
-    return [*spoken_in(name), *ROOM.get(name, []), *retrieved_from(out, name)]
-
-
-def asking(out: Path, config: QuickstartConfig) -> str:
-    """The command that asks the trained model the first of the test questions."""
-    question = next(read_jsonl(shipped("data", "world", "test.jsonl"))).text("question")
-    paths = ["--adapter", str(out / config.quickstart.algorithm), *spoken_to(out, config)]
-    return shlex.join(["python", "-m", "r3lite.ask", "--preset", config.common.preset, *paths, question])
-
-
-def serving(out: Path, config: QuickstartConfig) -> str:
-    """The command that serves both trained models on a page."""
-    adapters = f"sft={out / 'sft'},rl={out / config.quickstart.algorithm}"
-    paths = ["--adapters", adapters, *spoken_to(out, config)]
-    return shlex.join(["python", "-m", "r3lite.serve", "--preset", config.common.preset, *paths])

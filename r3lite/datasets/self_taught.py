@@ -18,7 +18,7 @@ from r3lite.core.files import append_jsonl, write_jsonl
 from r3lite.core.records import Record, Source
 from r3lite.datasets.collected import Earlier, Tally, rejections_of
 from r3lite.datasets.trajectories import Trajectory, check_steps, row_from_json
-from r3lite.protocols.base import ANSWER_WAS_FORCED, Protocol
+from r3lite.protocols.base import ANSWER_WAS_FORCED, NO_ROOM, Protocol
 from r3lite.settings import CollectSettings
 
 BLOCK = 32  # questions that are sampled together, and written together
@@ -130,7 +130,7 @@ def chosen(
 def fault(episode: Episode, protocol: Protocol, min_f1: float, retrieves: bool) -> str | None:
     """Why an episode is not to be learned from, or None; `retrieves`: there is a retriever, whose documents count."""
     faults = [name for step in episode.steps for name in step.faults]
-    if ANSWER_WAS_FORCED in faults:
+    if ANSWER_WAS_FORCED in faults or NO_ROOM in faults:
         return "forced answer"
     if CUT_OFF in (episode.finish, *faults):
         return "cut off"

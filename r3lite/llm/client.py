@@ -1,4 +1,5 @@
-"""A client of remote models: structured or plain replies, cached, limited, retried, counted.
+"""Clients of models that are asked for replies, structured or plain: what is cached and counted alike, and a client of
+remote models, limited and retried.
 
 Owns everything between a prompt and its reply but the form in which a service takes and gives it (service.py). A reply
 that is missing, blocked, cut or malformed is a `Reply` with the kind of its failure, not an exception; only what would
@@ -46,11 +47,84 @@ def make_service(settings: JudgeSettings) -> Service:
     return GeminiService(settings)
 
 
-class Client:
-    """Asks one model. Its calls are made by threads of its own; the caller's thread only waits.
+class CachingClient:
+    """What a client does however it asks: replies in the order of the requests, from a cache, counted.
 
-    `cache` is the folder of cached replies.
+    A client of its own says what a reply depends on beside the request, `circumstances`, and how requests are asked.
     """
+
+    circumstances: dict
+    counted = ("cache_hits", "input_tokens", "output_tokens")
+    _prices: tuple[float, float] | None = None
+
+    def __init__(self, settings: JudgeSettings, cache: Path | None, budget: Budget):
+        """`cache` is the folder of cached replies."""
+        self.settings, self.budget = settings, budget
+        self._cache = ReplyCache(cache)
+        self._counts, self._failures = Counter(), Counter()
+        self._lock = threading.Lock()
+
+    def generate_all(
+        self,
+        requests: list[Request],
+        progress: str | None = None,
+        on_reply: Callable[[Reply], None] | None = None,
+    ) -> list[Reply]:
+        """Replies in the order of the requests; equal requests are asked once.
+
+        `progress` names a progress bar. `on_reply` is called with each reply as it comes; if it raises, all ends.
+        """
+        keys = [self._key_of(request) for request in requests]
+        waiting, replies = dict(zip(keys, requests)), {}
+
+        def take(key: str, reply: Reply) -> None:
+            replies[key] = reply
+            bar.update()
+            if on_reply:
+                on_reply(reply)
+
+        with tqdm(total=len(waiting), unit="request", **bars.named(progress, "asking")) as bar:
+            for key, request in list(waiting.items()):
+                if reply := self._cache.recall(key, request):
+                    del waiting[key]
+                    take(key, self._kept(key, reply))
+            if waiting:
+                self._ask_all(waiting, take)
+        return [replies[key] for key in keys]
+
+    def counts(self) -> dict[str, float]:
+        """This client's requests, cache hits, failures (also by kind), tokens and US dollars so far.
+
+        Without a price of the model there is no `cost`.
+        """
+        with self._lock:
+            counts = {"calls": self.budget.calls} | {name: self._counts[name] for name in self.counted}
+            counts |= {"cost": self.budget.cost} if self._prices else {}
+            counts["failures"] = self._failures.total()
+            return counts | {f"failures/{kind}": n for kind, n in sorted(self._failures.items())}
+
+    def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
+        """Gives `take` the reply to each request, `_kept`, by the request's key, as soon as it is there."""
+        raise NotImplementedError
+
+    def _key_of(self, request: Request) -> str:
+        return digest(request, self.circumstances)
+
+    def _kept(self, key: str, reply: Reply) -> Reply:
+        """The reply, counted and, unless it has failed, in the cache."""
+        if not (reply.failure or reply.cached):
+            self._cache.store(key, reply)
+        with self._lock:
+            self._counts["cache_hits"] += reply.cached
+            if reply.failure:
+                self._failures[reply.failure] += 1
+        return reply
+
+
+class Client(CachingClient):
+    """Asks one remote model. Its calls are made by threads of its own; the caller's thread only waits."""
+
+    counted = ("retries", *CachingClient.counted)
 
     def __init__(
         self,
@@ -59,57 +133,40 @@ class Client:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] | None = None,
     ):
-        self.settings, self.service = settings, make_service(settings)
+        self.service = make_service(settings)
+        super().__init__(settings, cache, Budget(settings.judge_max_calls, settings.judge_max_cost))
         self._prices = prices_of(settings)
-        self._cache = ReplyCache(cache)
         self._calls = Calls(settings.judge_timeout)
         self._sleep = sleep or self._calls.sleep
         self.limiter = RateLimiter(settings.judge_rpm, clock, self._sleep)
-        self.budget = Budget(settings.judge_max_calls, settings.judge_max_cost)
         self._jitter = random.Random()
         self._ways = 0  # how often the way of asking has changed
-        self._counts, self._failures = Counter(), Counter()
-        self._lock = threading.Lock()
 
     def generate(self, request: Request) -> Reply:
         """One reply, from the cache if it is there. Raises R3LiteError only for what would fail every request."""
         return self.generate_all([request])[0]
 
-    def _generate(self, request: Request, key: str) -> Reply:
-        reply = self._cache.recall(key, request)
-        if reply is None:
-            reply = self._ask(request)
-            if reply.failure is None:
-                self._cache.store(key, reply)
-        with self._lock:
-            self._counts["cache_hits"] += reply.cached
-            if reply.failure:
-                self._failures[reply.failure] += 1
-        return reply
+    @property
+    def circumstances(self) -> dict:
+        """What a reply depends on beside the request."""
+        s = self.settings
+        circumstances = {"model": s.judge_model, "address": s.judge_base_url, "thinking": s.judge_thinking}
+        return circumstances | {"temperature": s.judge_temperature} | self.service.circumstances
 
-    def generate_all(
-        self, requests: list[Request], progress: str | None = None, on_reply: Callable[[Reply], None] | None = None
-    ) -> list[Reply]:
-        """Replies in the order of the requests, several of them sent at once; equal requests are sent once.
-
-        `progress` names a progress bar. `on_reply` is called with each reply as it comes; if it raises, all ends.
-        """
-        keys = [self._key_of(r) for r in requests]
-        replies: dict[str, Reply] = {}
+    def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
+        """Sends several of the requests at once."""
         self._calls.begin()
         pool = ThreadPoolExecutor(self.settings.judge_concurrency)
-        bar = tqdm(total=len(set(keys)), unit="request", **bars.named(progress, "asking"))
         try:
-            futures = {pool.submit(self._generate, r, key): key for key, r in dict(zip(keys, requests)).items()}
+            futures = {
+                pool.submit(lambda k, r: self._kept(k, self._ask(r)), *item): item[0] for item in requests.items()
+            }
             pending = set(futures)
             while pending:
                 # With a timeout, because on Windows Ctrl-C does not interrupt a wait without one.
                 done, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
                 for future in done:
-                    reply = replies[futures[future]] = future.result()
-                    bar.update()
-                    if on_reply:
-                        on_reply(reply)
+                    take(futures[future], future.result())
         except R3LiteError:
             # Requests already sent are paid for: their replies may reach the cache before the run stops.
             self._calls.end()
@@ -118,25 +175,6 @@ class Client:
         finally:
             self._calls.end(at_once=True)
             pool.shutdown(wait=False, cancel_futures=True)
-            bar.close()
-        return [replies[k] for k in keys]
-
-    def counts(self) -> dict[str, float]:
-        """This client's requests, cache hits, failures (also by kind), tokens and US dollars so far.
-
-        Without a price of the model there is no `cost`.
-        """
-        names = ("retries", "cache_hits", "input_tokens", "output_tokens")
-        with self._lock:
-            counts = {"calls": self.budget.calls} | {n: self._counts[n] for n in names}
-            counts |= {"cost": self.budget.cost} if self._prices else {}
-            counts["failures"] = self._failures.total()
-            return counts | {f"failures/{kind}": n for kind, n in sorted(self._failures.items())}
-
-    def _key_of(self, request: Request) -> str:
-        s = self.settings
-        circumstances = {"model": s.judge_model, "address": s.judge_base_url, "thinking": s.judge_thinking}
-        return digest(request, circumstances | {"temperature": s.judge_temperature} | self.service.circumstances)
 
     # Asking
 

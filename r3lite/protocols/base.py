@@ -12,13 +12,14 @@ from functools import cached_property
 from r3lite.core.episode import Step
 from r3lite.protocols.templates import messages
 
-CUT_OFF, ANSWER_WAS_FORCED = "cut_off", "answer_was_forced"
+CUT_OFF, ANSWER_WAS_FORCED, NO_ROOM = "cut_off", "answer_was_forced", "no_room"
 BLANK_QUERY, REPEATED_QUERY = "blank_query", "repeated_query"  # faults of every protocol that searches
 NO_MORE = "Nothing more can be looked up. Give the final answer."
 # Faults that a layout finds, whatever the protocol; worded to follow `step k`.
 LAYOUT_FAULTS = {
     CUT_OFF: "was not finished within the token limit",
     ANSWER_WAS_FORCED: "searches although only the final answer was allowed",
+    NO_ROOM: "has no room for documents",
 }
 # Faults of protocols whose steps have a query or an answer.
 STEP_FAULTS = {

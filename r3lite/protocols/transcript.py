@@ -19,6 +19,8 @@ from r3lite.settings import LengthSettings
 
 ANSWER_ROOM = 32  # tokens kept free for a forced answer, as long as the limit of an episode allows
 LEAST_DOCUMENT = 16  # a document is not cut below this many tokens; it is dropped instead, or the row is too long
+# Tokens of a title. It is cut no further, however little room there is: it tells which passages are gold.
+LONGEST_TITLE = 64
 
 
 @dataclass
@@ -195,7 +197,7 @@ class Layout:
         elif not step.searches or (self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults):
             transcript.finish = MALFORMED
         elif sum(bool(s.searches) for s in steps) >= self.lengths.max_hops:
-            self._force_answer(transcript, step)
+            self._force_answer(transcript, step, base.ANSWER_WAS_FORCED)
             return
         transcript.add_step(step)
         if transcript.finish is None:
@@ -225,7 +227,7 @@ class Layout:
                 cause = f"--max-length {self.lengths.max_length} leaves no room for {what}"
                 raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.")
             transcript.step_ends.pop()
-            self._force_answer(transcript, transcript.steps.pop())
+            self._force_answer(transcript, transcript.steps.pop(), base.NO_ROOM)
             return
         transcript.observe(given)
         if self.opening.forces_answer:
@@ -249,13 +251,13 @@ class Layout:
                 transcript.observe(self._observation(transcript, transcript.steps))
         return transcript
 
-    def _force_answer(self, transcript: Transcript, step: Step) -> None:
+    def _force_answer(self, transcript: Transcript, step: Step, why: str) -> None:
         """Opens a last turn in which only the answer of a step is left to write, after the protocol's request for it.
 
-        The step keeps its analysis and loses its queries.
+        The step keeps its analysis, loses its queries and has the fault `why`.
         """
         request = self._end(transcript) + self._given(self.protocol.answer_request)
-        step = replace(step, searches=(), faults=(*step.faults, base.ANSWER_WAS_FORCED))
+        step = replace(step, searches=(), faults=(*step.faults, why))
         self._begin_answer(transcript, step, request, self._answer_opening(transcript))
 
     def _answer_opening(self, transcript: Transcript) -> str:
@@ -299,9 +301,13 @@ class Layout:
                 return last, None
 
     def _cut(self, step: Step, documents: Sequence[Sequence[Document]], max_tokens: int) -> Step:
-        """The step with these documents of each of its queries, their texts cut."""
-        cut = [[replace(d, text=self.tokenizer.cut(d.text, max_tokens)) for d in found] for found in documents]
-        return step.with_documents(cut)
+        """The step with these documents of each of its queries, their titles and texts cut."""
+
+        def cut(d: Document) -> Document:
+            title = self.tokenizer.cut(d.title, LONGEST_TITLE)
+            return replace(d, title=title, text=self.tokenizer.cut(d.text, max_tokens))
+
+        return step.with_documents([[cut(d) for d in found] for found in documents])
 
     def _observation(self, transcript: Transcript, steps: Sequence[Step]) -> list[int]:
         """The tokens of what follows the searches of the last of the steps."""

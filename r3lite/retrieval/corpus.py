@@ -5,6 +5,7 @@ Owns the spellings of a passage's fields and the fingerprint of a corpus; knows 
 
 import hashlib
 import json
+import random
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -74,6 +75,12 @@ def count_lines(path: str) -> int:
     """Lines of a file that are not blank."""
     with open_regular(path, REMEDY) as file:
         return sum(1 for line in file if line.strip())
+
+
+def noise(question: Question, rate: float, draw: random.Random) -> list[Document]:
+    """So great a share of a question's paragraphs that are not gold, drawn at random."""
+    others = [d for d in question.documents if question.gold_index(d) is None]
+    return draw.sample(others, round(rate * len(others)))
 
 
 def from_questions(questions: Iterable[Question]) -> list[Document]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.core.errors import R3LiteError
+from r3lite.retrieval.corpus import noise
 from r3lite.retrieval.setup import Setup
 
 
@@ -19,7 +20,7 @@ def build(setup: Setup, top_k: int) -> Retrieve:
     return lambda pairs: [paragraphs(question, setup.settings.noise_rate, setup.seed) for question, _ in pairs]
 
 
-def paragraphs(question: Question, noise_rate: float, seed: int) -> list[Document]:
+def paragraphs(question: Question, noise_rate: float | None, seed: int) -> list[Document]:
     """The gold paragraphs in their order; mixed with so great a share of the question's others, if it is above 0.
 
     A question brings the same ones in the same order each time. Others are drawn at random, and all are shuffled, so
@@ -27,8 +28,7 @@ def paragraphs(question: Question, noise_rate: float, seed: int) -> list[Documen
     """
     documents = list(question.gold)
     if noise_rate:
-        others = [d for d in question.documents if question.gold_index(d) is None]
         draw = random.Random(f"{seed}/{question.id}/noise")
-        documents += draw.sample(others, round(noise_rate * len(others)))
+        documents += noise(question, noise_rate, draw)
         draw.shuffle(documents)
     return [replace(d, source="golden") for d in documents]

@@ -1,5 +1,6 @@
 """What a retriever is built from: the settings, the questions, and the corpus or index that these choose."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,7 +42,7 @@ class Setup:
         if settings.context == "question" and bare:
             message = f"--context question searches the question's own paragraphs, and question {bare[0]} has none"
             raise R3LiteError(message, "Name a --corpus in place of --context question.")
-        documents = corpus.from_questions(self.questions)
+        documents = corpus.from_questions(replace(q, documents=self._kept(q)) for q in self.questions)
         if not documents:
             remedy = "Pass --corpus FILE.jsonl (id, title, text), --index FOLDER, or --retriever none."
             raise R3LiteError("there is nothing to retrieve from: questions in --data come without paragraphs", remedy)
@@ -117,7 +118,18 @@ class Setup:
         """Places in `documents` of the paragraphs that come with each question, if a search is confined to them."""
         if self.settings.context == "corpus":
             return None
-        return [tuple(sorted({self._places[d.title, d.text] for d in q.documents})) for q in questions]
+        return [tuple(sorted({self._places[d.title, d.text] for d in self._kept(q)})) for q in questions]
+
+    def _kept(self, question: Question) -> tuple[Document, ...]:
+        """The paragraphs of a question that may be found: all of them, or what --noise-rate leaves."""
+        rate = self.settings.noise_rate
+        if rate is None:
+            return question.documents
+        if not question.gold:
+            remedy = "Leave it out, or use HotpotQA, 2WikiMultiHopQA or MuSiQue."
+            raise R3LiteError(f"--noise-rate needs gold paragraphs: question {question.id} has none", remedy)
+        others = corpus.noise(question, rate, random.Random(f"{self.seed}/{question.id}/noise"))
+        return tuple(d for d in question.documents if d in others or question.gold_index(d) is not None)
 
     @cached_property
     def _places(self) -> dict[tuple[str, str], int]:

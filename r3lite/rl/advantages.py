@@ -37,11 +37,6 @@ def gae(rewards: Tensor, values: Tensor, action_mask: Tensor, gamma: float, lam:
     return advantages, (advantages + values) * action_mask
 
 
-def returns_to_go(rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
-    """What is paid at each action token and, discounted, at the action tokens after it: GAE without a critic [B, T]."""
-    return gae(rewards, torch.zeros_like(rewards), action_mask, gamma, 1.0)[0]
-
-
 def group_normalized(returns: Tensor, groups: Tensor, eps: float = 1e-4) -> Tensor:
     """GRPO's advantage (arXiv 2402.03300): (R - mean) / (std + eps) within a group, for returns and groups [B].
 

@@ -16,16 +16,14 @@ def action_states(model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
     return states_before(model, batch.token_rows(), batch.action_mask.tolist())
 
 
-def action_logprobs(model: CausalLM, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
-    """Log-probabilities [N] of the action tokens, under the distribution that they were drawn from.
+def action_logprobs(
+    model: CausalLM, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK, entropies: bool = False
+) -> Tensor:
+    """Log-probabilities [N] of the action tokens, under the distributions that they were drawn from; or the entropies
+    [N] of these, in nats.
 
     The first `vocabulary` rows of the head are the tokens that may be sampled; the temperature is the sampler's.
     """
     hidden, targets = action_states(model, batch)
-    return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk)[0]
-
-
-def action_entropies(model: CausalLM, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK) -> Tensor:
-    """The entropies [N], in nats, of the distributions that the action tokens were drawn from."""
-    hidden, targets = action_states(model, batch)
-    return token_logprobs(hidden, model.head_weight[:vocabulary], targets, temperature, chunk, with_entropy=True)[1]
+    head = model.head_weight[:vocabulary]
+    return token_logprobs(hidden, head, targets, temperature, chunk, with_entropy=entropies)[entropies]

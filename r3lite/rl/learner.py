@@ -25,7 +25,7 @@ from r3lite.models.lora import cast_once, use_adapter
 from r3lite.models.packing import groups
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import ActionTokens, Batch
-from r3lite.rl.forward import action_entropies, action_logprobs, action_states
+from r3lite.rl.forward import action_logprobs, action_states
 from r3lite.rl.mismatch import sampling_metrics
 from r3lite.rl.sums import GUIDED, OFF_POLICY, TOKENS, Sums, added, means_of, summed
 from r3lite.settings import RLSettings
@@ -86,25 +86,20 @@ class Learner:
         with use_adapter(self.model, self.reference):
             return self.policy_logprobs(batch)
 
-    def policy_logprobs(self, batch: Batch) -> Tensor:
-        """Log-probabilities [B, T] of the action tokens under the adapter that is switched on."""
-        return self._at_actions(batch, action_logprobs)
-
-    def mean_entropies(self, batch: Batch) -> Tensor:
-        """The mean entropy [B] of the policy at each row's action tokens, in nats."""
-        entropies = self.grant.attempt("update", self._at_actions, batch, action_entropies)
-        return entropies.sum(-1) / batch.action_mask.sum(-1)
-
     @torch.no_grad()
-    def _at_actions(self, batch: Batch, what: Callable[..., Tensor]) -> Tensor:
-        """`action_logprobs` or `action_entropies` of a batch, [B, T], in as many passes as memory asks for."""
-        found = torch.zeros_like(batch.logprobs)
-        chunk = self.grant.memory.loss_chunk
+    def policy_logprobs(self, batch: Batch, entropies: bool = False) -> Tensor:
+        """Log-probabilities [B, T] of the action tokens under the adapter that is switched on, or their entropies."""
+        found, chunk = torch.zeros_like(batch.logprobs), self.grant.memory.loss_chunk
         with self.precision.autocast():
             for rows in self.micro_batches(batch):
                 part = batch.rows(rows)
-                found[rows] = part.spread(what(self.model, part, self.vocabulary, self.temperature, chunk).cpu())
+                of_part = action_logprobs(self.model, part, self.vocabulary, self.temperature, chunk, entropies)
+                found[rows] = part.spread(of_part.cpu())
         return found
+
+    def mean_entropies(self, batch: Batch) -> Tensor:
+        """The mean entropy [B] of the policy at each row's action tokens, in nats."""
+        return self.grant.attempt("update", self.policy_logprobs, batch, True).sum(-1) / batch.action_mask.sum(-1)
 
     def mini_batches(self, batch: Batch, seed: str) -> list[list[int]]:
         """The rows of each optimizer step of an epoch; `seed` shuffles what the algorithm keeps together."""
@@ -191,8 +186,5 @@ class Learner:
 
     def explain_overflow(self) -> str:
         """Runs the newest micro-batch once more; says which layer overflowed first, or that none did."""
-        return hooks.explain_overflow(self.model, self._run_last)
-
-    def _run_last(self) -> None:
         with self.precision.autocast():
-            action_states(self.model, self._last)
+            return hooks.explain_overflow(self.model, lambda: action_states(self.model, self._last))

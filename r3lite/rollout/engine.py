@@ -69,7 +69,7 @@ class Engine:
         for sequence, listener in zip(sequences, listeners or [None] * len(sequences), strict=True):
             sequence.listener = listener
             self.layout_of(sequence).open(sequence)
-        return self._finished(sequences, retrieve, progress, bool(listeners))
+        return self.finish(sequences, retrieve, progress, bool(listeners))
 
     def run_on(self, begun: list[tuple[Sequence, int]], seeds: list[str], retrieve: Retrieve) -> list[Sequence]:
         """Another end for each of some finished sequences, from where it stood after so many of its steps.
@@ -78,10 +78,10 @@ class Engine:
         """
         pairs = zip(begun, seeds, strict=True)
         sequences = [sequence.restarted(steps, random.Random(seed)) for (sequence, steps), seed in pairs]
-        return self._finished(sequences, retrieve)
+        return self.finish(sequences, retrieve)
 
     @torch.no_grad()
-    def _finished(
+    def finish(
         self, sequences: list[Sequence], retrieve: Retrieve, progress: str | None = None, heard: bool = False
     ) -> list[Sequence]:
         """The same sequences, which were opened, at their ends. What is `heard` while it is sampled needs no bar."""
@@ -94,17 +94,14 @@ class Engine:
                 if pending := [s for s in sequences if s.pending]:  # a baseline's
                     for sequence, documents in fetcher.fetch(pending):
                         self._splice(sequence, documents)
-                self.run_sequences([s for s in sequences if s.finish is None], fetcher, bar.update)
+                opened = [s for s in sequences if s.finish is None]
+                scheduler, decoder = self.begin(opened, min(self.grant.memory.rollout_batch_size, len(opened)))
+                with cast_once(self.model, self.model.head_weight.dtype):
+                    while scheduler.unfinished:
+                        self.iterate(scheduler, decoder, fetcher, bar.update)
         finally:
             self.model.train(training)
         return sequences
-
-    def run_sequences(self, sequences: list[Sequence], fetcher: Fetcher, over: Callable[[], object]) -> None:
-        """Runs opened sequences to their ends; `over` is called at each."""
-        scheduler, decoder = self.begin(sequences, min(self.grant.memory.rollout_batch_size, len(sequences)))
-        with cast_once(self.model, self.model.head_weight.dtype):
-            while scheduler.unfinished:
-                self.iterate(scheduler, decoder, fetcher, over)
 
     def begin(self, sequences: list[Sequence], rows: int) -> tuple[Scheduler, Decoder]:
         """The scheduler and the decoder that run sequences in a new cache of `rows` rows."""

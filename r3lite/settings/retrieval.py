@@ -72,8 +72,9 @@ class RetrievalSettings(Section):
     """folder that records web results; a query found there is not sent again"""
     web_replay: bool = False
     """take web results from --web-cache only: the same documents as before, without network"""
-    noise_rate: Fraction = 0.0
-    """share of the question's other paragraphs that are mixed with the gold ones, in random order (golden)"""
+    noise_rate: Fraction | None = None
+    """share of each question's other paragraphs that stay beside its gold ones, drawn with --seed: mixed with them in
+    random order (golden; by default none), or searched (semantic, lexical, hybrid without a corpus; by default all)"""
 
     @property
     def from_questions(self) -> bool:
@@ -98,7 +99,8 @@ class RetrievalSettings(Section):
     @property
     def of_sources(self) -> "dict[str, RetrievalSettings]":
         """The settings of the retriever of each kind of source that has one of its own."""
-        own, shared = {}, ("corpus", "index", "source_index", "query_cache")  # the last: that of all is used
+        own: dict[str, RetrievalSettings] = {}
+        shared = ("corpus", "index", "source_index", "noise_rate", "query_cache")  # the last: that of all is used
         for entry in self.source_index or ():
             name, _, place = (part.strip() for part in entry.partition("="))
             named = {"retriever": place} if "://" in place or place in SERVICES else {"index": place}

@@ -4,7 +4,7 @@ import pytest
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Episode, Question, Step
 from r3lite.datasets.self_taught import chosen
-from r3lite.protocols.base import ANSWER_WAS_FORCED
+from r3lite.protocols.base import ANSWER_WAS_FORCED, NO_ROOM
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import CollectSettings, ProtocolSettings
 
@@ -38,6 +38,7 @@ def choose(*episodes, keep=2, min_f1=0.8, retrieves=True):
         ({"answer": None, "finish": MALFORMED}, "step 3 has neither a query nor an answer"),
         ({"finish": CUT_OFF, "faults": ("cut_off",)}, "cut off"),
         ({"faults": (ANSWER_WAS_FORCED,)}, "forced answer"),
+        ({"faults": (NO_ROOM,)}, "forced answer"),
         # Right by chance in every second episode, whatever was read.
         ({"question": VERDICT, "answer": "Yes"}, None),
         ({"question": VERDICT, "answer": "Yes", "found": ((FILM,), ())}, "guessed: a gold paragraph was not retrieved"),

@@ -85,7 +85,7 @@ def test_no_room_is_cut_off(says):
     engine = says("single-retrieval", " Ada", max_length=180)
     (sequence,) = engine.run(QUESTIONS[:1], ["0"], lambda pairs: [[DOCUMENT] for _ in pairs])
     (step,) = sequence.episode().steps
-    assert sequence.finish == CUT_OFF and step.searches == () and step.faults == ("answer_was_forced",)
+    assert sequence.finish == CUT_OFF and step.searches == () and step.faults == ("no_room",)
 
 
 def test_a_protocol_with_one_turn_has_the_same_baselines(says, tokenizer):

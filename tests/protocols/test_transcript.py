@@ -1,5 +1,7 @@
 """The layout of an episode in tokens, for a protocol of user turns and one that stays in one assistant turn."""
 
+from dataclasses import replace
+
 import pytest
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Search, Step
@@ -7,7 +9,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import SOLUTION, WORKING_OUT, Tags
-from r3lite.protocols.transcript import LEAST_DOCUMENT, OPENINGS, Layout, Transcript
+from r3lite.protocols.transcript import LEAST_DOCUMENT, LONGEST_TITLE, OPENINGS, Layout, Transcript
 from r3lite.settings import LengthSettings, ProtocolSettings
 
 QUESTION = Question("q", "Where?", ("here",))
@@ -223,6 +225,34 @@ def test_documents_are_cut_then_dropped_then_an_answer_is_forced(tokenizer, prot
             assert documents and len(transcript.tokens) + 100 <= limit
         assert len(transcript.tokens) < limit
     assert {n for n, _ in seen} == {0, 1, 2}
+
+
+def test_a_long_title_takes_no_more_room_than_a_title_may(tokenizer, protocol):
+    """However long it is, the other documents are there as they are without it, and no answer is forced."""
+    layout = Layout(tokenizer, protocol, LengthSettings(max_length=1000, max_new_tokens=100))
+    endless = Document("9", "endless " * 25_000, "Short.")
+    for documents in ([endless, *SHORT], [*SHORT, endless], [endless]):
+        transcript = opened(layout)
+        ask(layout, transcript)
+        layout.splice(transcript, [documents])
+        found = transcript.steps[0].documents
+        assert transcript.held is None and not transcript.steps[0].faults
+        assert [(d.id, d.text) for d in found] == [(d.id, d.text) for d in documents]
+        (cut,) = (d.title for d in found if d.id == "9")
+        assert endless.title.startswith(cut) and 0 < len(tokenizer.encode(cut)) <= LONGEST_TITLE
+        assert all(d in found for d in SHORT if d in documents)
+    laid = layout.lay_out(QUESTION, [Step.asking("a", "q", [endless]), ANSWER], 50)
+    assert laid.steps[0].documents[0].title == cut
+
+
+def test_a_search_without_room_for_documents_is_told_from_one_too_many(tokenizer, protocol):
+    layout = Layout(tokenizer, protocol, LengthSettings(max_length=1000, max_new_tokens=100))
+    transcript = opened(layout)
+    ask(layout, transcript)
+    layout.lengths = replace(layout.lengths, max_length=len(transcript.tokens) + 200)
+    layout.splice(transcript, [DOCUMENTS])
+    step = transcript.held or transcript.steps[-1]
+    assert step.faults == ("no_room",) and "no room for documents" in protocol.faults["no_room"]
 
 
 @for_every_protocol

@@ -146,7 +146,7 @@ def test_a_full_episode_is_forced_to_answer_rather_than_cut(scripted):
         engine = scripted(script, forced=" yes", protocol=PROTOCOL, lengths=lengths)
         (sequence,) = engine.run(questions(1), ["s"], lambda pairs: [DOCUMENTS for _ in pairs])
         assert sequence.finish == ANSWERED and sequence.episode().prediction == "yes"
-        assert len(sequence.tokens) <= limit and sequence.steps[-1].faults == ("answer_was_forced",)
+        assert len(sequence.tokens) <= limit and sequence.steps[-1].faults == ("no_room",)
 
 
 def test_without_room_for_an_answer_the_episode_is_cut_off_at_once(scripted):

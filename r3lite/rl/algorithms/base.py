@@ -1,6 +1,7 @@
 """What an algorithm has to say. The learner does everything else, and is the same for all of them."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -15,7 +16,7 @@ from r3lite.rl.normalizers import token_mean
 from r3lite.settings import LengthSettings, RLSettings
 
 
-class Algorithm(ABC):
+class Algorithm:
     """The methods stand in the order in which the learner calls them.
 
     An algorithm holds its settings and the limits of an episode; its only state is a factor of the KL's weight.
@@ -28,6 +29,7 @@ class Algorithm(ABC):
     has_episode_ratios: ClassVar[bool] = False  # if so, `known.episode_log_ratios` is there for `log_ratios`
     has_traces: ClassVar[bool] = False  # if so, a teacher's traces join the groups of their questions
     has_replay: ClassVar[bool] = False  # if so, successes of earlier rounds do
+    compare: ClassVar[Callable[[Tensor, Tensor], Tensor]]  # advantages [B] of returns [B] within groups [B]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
     own: ClassVar[frozenset[str]] = frozenset()  # settings that it reads and some other algorithm does not
 
@@ -65,12 +67,18 @@ class Algorithm(ABC):
         kl = losses.KL_ESTIMATES[self.estimator](batch.old, batch.reference)
         return batch.rewards - self.kl_weight * kl * batch.action_mask
 
-    @abstractmethod
+    def returns(self, batch: Batch) -> Tensor:
+        """What each episode of a group is compared by, [B]."""
+        return self.paid(batch).sum(-1)
+
     def with_advantages(self, batch: Batch) -> Batch:
         """The round's batch with `advantages` [B, T] and, with a critic, `value_targets` [B, T].
 
-        `batch.reference` is there if --kl-beta is not 0.
+        `batch.reference` is there if --kl-beta is not 0. By default all tokens of an episode get what `compare` makes
+        of the returns of its group.
         """
+        of_episodes = self.compare(self.returns(batch), batch.groups)
+        return replace(batch, advantages=of_episodes[:, None] * batch.action_mask)
 
     def units(self, batch: Batch) -> list[list[int]]:
         """Rows that stay together when an epoch is shuffled into mini-batches: each alone, or the groups.
@@ -109,10 +117,7 @@ class Algorithm(ABC):
         if known.reference is not None:
             metrics["kl"] = losses.k3_kl(logprobs, known.reference)
             if self.kl_in == "loss":
-                kl = metrics["kl"]
-                if self.estimator != "k3":
-                    kl = losses.KL_ESTIMATES[self.estimator](logprobs, known.reference)
-                loss = loss + self.kl_weight * kl
+                loss = loss + self.kl_weight * losses.KL_ESTIMATES[self.estimator](logprobs, known.reference)
         return loss, metrics
 
     def value_loss(self, known: ActionTokens, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

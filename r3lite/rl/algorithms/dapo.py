@@ -11,12 +11,8 @@ normalizer  mean over all action tokens of the mini-batch (eq. 12), without thos
 L_max is the most tokens that an episode may sample, L_cache its last fifth: the paper has 20,480 and 4,096.
 """
 
-from dataclasses import replace
-
-import torch
 from torch import Tensor
 
-from r3lite.rl.advantages import group_normalized
 from r3lite.rl.algorithms.grpo import Grpo
 from r3lite.rl.batch import Batch
 from r3lite.rl.normalizers import token_mean
@@ -31,16 +27,17 @@ class Dapo(Grpo):
         cache = s.overlong_cache * most
         return s.overlong_penalty * ((batch.action_mask.sum(-1) - (most - cache)) / cache).clamp(0, 1)
 
-    def with_advantages(self, batch: Batch) -> Batch:
-        returns = batch.returns - self.length_penalties(batch)
-        return replace(batch, advantages=group_normalized(returns, batch.groups)[:, None] * batch.action_mask)
+    def returns(self, batch: Batch) -> Tensor:
+        return super().returns(batch) - self.length_penalties(batch)
+
+    def filtered(self, batch: Batch) -> Tensor:
+        """Which episodes [B] have no loss."""
+        return batch.cut_off & (self.settings.overlong_filter == "on")
 
     def weights(self, batch: Batch) -> Tensor:
-        filtered = batch.cut_off if self.settings.overlong_filter == "on" else torch.zeros_like(batch.cut_off)
-        return token_mean(batch.action_mask & ~filtered[:, None])
+        return token_mean(batch.action_mask & ~self.filtered(batch)[:, None])
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Also what length cost in the mean, and the share of episodes without a loss."""
-        filtered = float(batch.cut_off.float().mean()) if self.settings.overlong_filter == "on" else 0.0
-        penalty = float(self.length_penalties(batch).mean())
-        return super().statistics(batch) | {"overlong/penalty": penalty, "overlong/filtered": filtered}
+        shares = {"overlong/penalty": self.length_penalties(batch), "overlong/filtered": self.filtered(batch).float()}
+        return super().statistics(batch) | {name: float(x.mean()) for name, x in shares.items()}

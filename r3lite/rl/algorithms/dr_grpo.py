@@ -7,8 +7,6 @@ normalizer  sum over each episode's action tokens / a constant, the most tokens 
             over the episodes of the mini-batch: no 1 / length, under which a long wrong answer costs a token less
 """
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from r3lite.rl.advantages import group_centered
@@ -18,10 +16,8 @@ from r3lite.rl.normalizers import episode_sum
 
 
 class DrGrpo(Grpo):
+    compare = staticmethod(group_centered)
     own = Grpo.own | {"length_constant"}
-
-    def with_advantages(self, batch: Batch) -> Batch:
-        return replace(batch, advantages=group_centered(batch.returns, batch.groups)[:, None] * batch.action_mask)
 
     def weights(self, batch: Batch) -> Tensor:
         return episode_sum(batch.action_mask, self.settings.length_constant or self.lengths.most_sampled)

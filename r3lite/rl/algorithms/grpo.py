@@ -6,8 +6,6 @@ loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy
 normalizer  mean over each episode's action tokens, then mean over the episodes of the mini-batch
 """
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from r3lite.rl.advantages import group_normalized
@@ -18,10 +16,8 @@ from r3lite.rl.normalizers import episode_mean
 
 class Grpo(Algorithm):
     has_groups = True
+    compare = staticmethod(group_normalized)
     own = frozenset({"refill_limit", "expand_limit"})
-
-    def with_advantages(self, batch: Batch) -> Batch:
-        return replace(batch, advantages=group_normalized(batch.returns, batch.groups)[:, None] * batch.action_mask)
 
     def weights(self, batch: Batch) -> Tensor:
         return episode_mean(batch.action_mask)

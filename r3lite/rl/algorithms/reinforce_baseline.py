@@ -19,8 +19,8 @@ from r3lite.rl.batch import Batch
 
 class ReinforceBaseline(Algorithm):
     has_groups = True
+    compare = staticmethod(group_centered)
     own = frozenset({"refill_limit", "expand_limit"})
 
     def with_advantages(self, batch: Batch) -> Batch:
-        centered = group_centered(batch.returns, batch.groups)[:, None] * batch.action_mask
-        return replace(batch, advantages=whiten(centered, batch.action_mask))
+        return replace(batch, advantages=whiten(super().with_advantages(batch).advantages, batch.action_mask))

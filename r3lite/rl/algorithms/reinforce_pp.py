@@ -12,7 +12,9 @@ mean off first, is in `reinforce_baseline.py`.
 
 from dataclasses import replace
 
-from r3lite.rl.advantages import returns_to_go, whiten
+import torch
+
+from r3lite.rl.advantages import gae, whiten
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import Batch
 
@@ -22,5 +24,6 @@ class ReinforcePlusPlus(Algorithm):
     own = frozenset({"gamma"})
 
     def with_advantages(self, batch: Batch) -> Batch:
-        worth = returns_to_go(self.paid(batch), batch.action_mask, self.settings.gamma)
-        return replace(batch, advantages=whiten(worth, batch.action_mask))
+        paid, mask = self.paid(batch), batch.action_mask
+        returns, _ = gae(paid, torch.zeros_like(paid), mask, self.settings.gamma, 1.0)
+        return replace(batch, advantages=whiten(returns, mask))

@@ -8,8 +8,6 @@ loss        -A_i log pi(y_i): its gradient is that of the clipped loss below whe
 normalizer  sum over each episode's action tokens, mean over the episodes of the mini-batch
 """
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from r3lite.rl.advantages import leave_one_out
@@ -21,11 +19,8 @@ from r3lite.rl.normalizers import episode_sum
 class Rloo(Algorithm):
     has_groups = True
     kl_in = "reward"
+    compare = staticmethod(leave_one_out)
     own = frozenset({"refill_limit", "expand_limit"})
-
-    def with_advantages(self, batch: Batch) -> Batch:
-        returns = self.paid(batch).sum(-1)
-        return replace(batch, advantages=leave_one_out(returns, batch.groups)[:, None] * batch.action_mask)
 
     def weights(self, batch: Batch) -> Tensor:
         return episode_sum(batch.action_mask)

@@ -1,0 +1,147 @@
+"""`ppo` with each algorithm: killed or stopped and resumed, and beside the algorithm that it builds on."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3lite import ppo
+from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.training import checkpoint, metrics
+from tests.cold_start import SHORT, arguments, kill_after, logged, same
+
+# Each algorithm with what it has of its own, and with all that is kept from round to round.
+VARIANTS = {
+    "ppo": "--value-clip none --kl-beta 0.05 --kl-target 0.01",
+    "grpo": "--old-logprobs trainer --importance-cap 2 --refill-limit 2",
+    "dr-grpo": "--kl-beta 0.05 --kl-estimator k2 --expand-limit 3",
+    "dapo": "--kl-beta 0.05 --kl-target 0.01",
+    "gspo": "--update-epochs 2 --mini-batch-size 3",
+    "rloo": "--kl-beta 0.05 --kl-target 0.01 --lora-plus-ratio 8",
+    "reinforce++": "--kl-beta 0.05",
+    "reinforce++-baseline": "--kl-beta 0.05 --kl-target 0.01",
+    "luffy": "--trace-share 1 --old-logprobs trainer --kl-target 0.01",
+    "exgrpo": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05",
+    "hybrid": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05 --trace-min-outcome 1",
+    "dgpo": "--teacher tiny --nf4-cache none --kl-beta 0.05 --expand-limit 3",
+}
+
+
+def variant(cold: Path, output: Path, name: str, *more: str) -> list[str]:
+    traces = ["--traces", str(cold / "rows.jsonl")] if ALGORITHMS[name].has_traces else []
+    return arguments(cold, output, "--algorithm", name, *SHORT.split(), *VARIANTS[name].split(), *traces, *more)
+
+
+# A run's state is the same with these as with others, or they are killed and resumed by a test of their own below.
+LIKE_OTHERS = ("dr-grpo", "rloo", "reinforce++", "gspo", "exgrpo", "hybrid")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LIKE_OTHERS else n for n in ALGORITHMS]
+)
+def test_every_algorithm_stopped_and_resumed_equals_uninterrupted(cold, tmp_path, name):
+    whole, parts = variant(cold, tmp_path / "whole", name), variant(cold, tmp_path / "parts", name)
+    assert ppo.main(whole) == 0
+    assert ppo.main([*parts, "--stop-after", "1"]) == 0
+    assert ppo.main([*parts, "--resume", "auto"]) == 0
+    same(tmp_path / "whole", tmp_path / "parts", 2)
+    first, second = logged(tmp_path / "whole", "metrics.jsonl")
+    assert second["learning_rate"] == pytest.approx(first["learning_rate"] / 2) and first["grad_norm"] > 0
+    if "--kl-target" in VARIANTS[name]:
+        assert second["kl_beta"] == pytest.approx(0.98 * first["kl_beta"]) and first["kl_beta"] == 0.05
+    assert ("refill/kept" in first) == (name in ("grpo", "dapo"))
+
+
+def test_dynamic_sampling_killed_and_resumed_equals_uninterrupted(cold, tmp_path):
+    """So short, many groups are paid alike. They are replaced, and all that was sampled is told."""
+    flags = f"{SHORT} --max-steps 3 --save-every 2 --refill-limit 2"
+    whole, parts = ([*variant(cold, tmp_path / name, "dapo"), *flags.split()] for name in ("whole", "parts"))
+    assert ppo.main(whole) == 0
+    kill_after(3, parts, tmp_path / "parts")
+    assert ppo.main([*parts, "--resume", "auto"]) == 0
+    same(tmp_path / "whole", tmp_path / "parts", 3)
+    records, episodes = (logged(tmp_path / "whole", f"{name}.jsonl") for name in ("metrics", "episodes"))
+    assert sum(r["refill/attempts"] for r in records) > 0 and sum(r["refill/kept"] for r in records) > 0
+    for r in records:
+        mine = [e for e in episodes if e["step"] == r["step"]]
+        groups = [mine[i : i + 3] for i in range(0, len(mine), 3)]
+        assert len(groups) == r["refill/groups"] and len({e["id"] for e in mine}) == min(6, len(groups))
+        differ = [len({sum(e["step_rewards"]) for e in group}) > 1 for group in groups]
+        assert [group[0]["learned"] for group in groups] == differ and sum(differ) == r["refill/kept"]
+        assert ("loss" in r) == any(differ) and r.get("frac_reward_zero_std", 0) == 0
+        if r["refill/kept"] < 2:
+            assert r["refill/attempts"] == 2
+
+
+def test_expanded_episodes_killed_and_resumed_equal_uninterrupted(cold, tmp_path):
+    """They go on from a step that brought a new gold paragraph, and all before it is as it was."""
+    flags = "--algorithm dapo --max-steps 3 --save-every 2 --refill-limit 1 --expand-limit 4 --warmup 0"
+    whole, parts = (arguments(cold, tmp_path / name, *flags.split()) for name in ("whole", "parts"))
+    assert ppo.main(whole) == 0
+    kill_after(3, parts, tmp_path / "parts")
+    assert ppo.main([*parts, "--resume", "auto"]) == 0
+    same(tmp_path / "whole", tmp_path / "parts", 3)
+    records, episodes = (logged(tmp_path / "whole", f"{name}.jsonl") for name in ("metrics", "episodes"))
+    assert sum(r["expand/episodes"] for r in records) > 0
+    for r in records:
+        assert r["expand/zero_std_after"] <= r["expand/zero_std_before"] and r["expand/episodes"] <= 4
+        mine = [e for e in episodes if e["step"] == r["step"]]
+        grown = [e for e in mine if "expanded" in e]
+        assert len(grown) == r["expand/episodes"]
+        for e in grown:
+            origin, steps = mine[e["expanded"]["from"]], e["expanded"]["steps"]
+            assert e["steps"][:steps] == origin["steps"][:steps] and origin["rewards"]["em"] < 1
+            assert e["id"] == origin["id"] and e["learned"] == origin["learned"] and origin["steps"][steps - 1]["query"]
+            assert 0 < e["rewards"]["recall"] >= origin["rewards"]["recall"]
+
+
+# More rounds than questions, so that what succeeded may be asked again.
+REPLAYED = "--max-steps 4 --save-every 2 --max-hops 2 --limit 4"
+
+
+# hybrid has the traces of the one and the replays of the other.
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("luffy", "exgrpo")), "hybrid"])
+def test_off_policy_runs_killed_and_resumed_equal_uninterrupted(cold, tmp_path, name):
+    """The replay buffer is in the checkpoint: begun anew, it would have nothing to replay."""
+    whole, parts = (variant(cold, tmp_path / folder, name, *REPLAYED.split()) for folder in ("whole", "parts"))
+    assert ppo.main(whole) == 0
+    kill_after(3, parts, tmp_path / "parts")
+    assert ppo.main([*parts, "--resume", "auto"]) == 0
+    same(tmp_path / "whole", tmp_path / "parts", 4)
+    one, other = (checkpoint.read(tmp_path / folder / "checkpoint-4") for folder in ("whole", "parts"))
+    assert one.state["kept"] == other.state["kept"] and one.tensors.keys() == other.tensors.keys()
+    records = logged(tmp_path / "whole", "metrics.jsonl")
+    assert ("replay" in one.tensors) == (name != "luffy")
+    if name != "luffy":
+        assert all(r["off_policy/replays"] <= 1 for r in records) and len(one.tensors["replay"]) % 3 == 0
+        assert all(torch.equal(tensor, other.tensors["replay"][key]) for key, tensor in one.tensors["replay"].items())
+    if name != "exgrpo":
+        assert sum(r["off_policy/traces"] for r in records) > 0
+    used = [r for r in records if r["off_policy/token_share"]]
+    assert all(0 < r["off_policy/shaped_ratio"] < 1 and r["off_policy/logp"] < 0 for r in used)
+
+
+def test_without_its_traces_or_replays_an_algorithm_is_what_it_builds_on(cold, tmp_path):
+    """To the bit: luffy without traces and exgrpo that replays nothing are grpo, hybrid without traces is exgrpo."""
+
+    def run(folder: str, name: str, flags: str) -> Path:
+        traces = ["--traces", str(cold / "rows.jsonl")] if ALGORITHMS[name].has_traces else []
+        more = [*SHORT.split(), *flags.split(), "--max-hops", "2", "--limit", "4", "--outcome-f1", "1", *traces]
+        assert ppo.main(arguments(cold, tmp_path / folder, "--algorithm", name, *more)) == 0
+        return tmp_path / folder
+
+    def equal(one: Path, other: Path) -> None:
+        first, second = (checkpoint.read(path / "checkpoint-2").tensors for path in (one, other))
+        for group in checkpoint.GROUPS:
+            assert all(torch.equal(tensor, second[group][name]) for name, tensor in first[group].items())
+        for one_record, other_record in zip(logged(one, "metrics.jsonl"), logged(other, "metrics.jsonl"), strict=True):
+            shared = metrics.repeatable(one_record).keys() & metrics.repeatable(other_record).keys()
+            assert {"loss", "kl", "entropy", "grad_norm", "reward"} <= shared
+            assert {k: one_record[k] for k in shared} == {k: other_record[k] for k in shared}
+
+    grpo = run("grpo", "grpo", "--kl-beta 0.05")
+    equal(grpo, run("luffy", "luffy", "--trace-share 0"))
+    equal(grpo, run("exgrpo", "exgrpo", "--replay-start 1"))
+    replays = "--replay-start 0 --replay-min-outcome 0.05"
+    exgrpo = run("replaying", "exgrpo", replays)
+    equal(exgrpo, run("hybrid", "hybrid", f"--trace-share 0 {replays}"))
