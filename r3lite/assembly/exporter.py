@@ -13,7 +13,7 @@ from r3lite.devices.precision import DTYPES
 from r3lite.exporting import parity
 from r3lite.exporting.card import Facts, card, modelfile
 from r3lite.exporting.files import CARD, FILES, GGUF, MODELFILE
-from r3lite.models import lora, weights
+from r3lite.models import lora, saving, weights
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.projections import Nf4Linear
 from r3lite.protocols.base import Protocol
@@ -75,11 +75,11 @@ def in_folder(model: CausalLM, source: Path, output: Path, settings: ExportSetti
         for path, layer in list(model.named_modules()):
             if isinstance(layer, Nf4Linear):  # one without an adapter; `to` would round its absmax, too
                 model.set_submodule(path, layer.dense())
-        weights.save_merged(model.to(DTYPES[kind]), source, output, most)
+        saving.save_merged(model.to(DTYPES[kind]), source, output, most)
         return weights.load_model(output, DTYPES[kind], "cpu")
     with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as parent:
         dense = Path(parent) / "dense"  # as weights are quantized while they are read
-        weights.save_merged(model, source, dense)
+        saving.save_merged(model, source, dense)
         quantized = weights.load_model(dense, torch.float32, "cpu", quantize=True)
-        weights.save_nf4(quantized, dense, output)
+        saving.save_nf4(quantized, dense, output)
     return weights.load_model(output, torch.float32, "cpu")

@@ -21,7 +21,7 @@ from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
 from r3lite.devices.speed import warn_of_slow_fp16
 from r3lite.memory.plan import Plan, announce, enforce
 from r3lite.memory.shrinking import ShrinkingGrant
-from r3lite.models import activation_checkpointing, compiled, lora, weights
+from r3lite.models import activation_checkpointing, compiled, lora, saving, weights
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.config_file import is_nf4, read_config
 from r3lite.models.value_head import ValueHead
@@ -215,7 +215,7 @@ def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None
         return weights.load_model(kept, dtype, device)
     model = weights.load_model(folder, dtype, device, quantize=True)
     try:
-        weights.save_nf4(model, folder, kept)
+        saving.save_nf4(model, folder, kept)
         print(f"the quantized weights are kept in {kept}", file=sys.stderr)
     except (OSError, SafetensorError) as error:  # a full disk costs the next start some seconds, not this run
         print(f"warning: the quantized weights cannot be kept in {kept}: {error}", file=sys.stderr)
@@ -227,7 +227,7 @@ def _state_of(folder: Path, dtype: torch.dtype) -> str:
     weight_files = [path for path in sorted(folder.glob("*.safetensors*")) if path.is_file()]
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files]
     state = hashlib.sha256(repr((str(folder.resolve()), str(dtype), stats, weights.fingerprint(folder))).encode())
-    for path in (folder / name for name in weights.VERBATIM):
+    for path in (folder / name for name in saving.VERBATIM):
         if path.is_file():
             state.update(path.name.encode() + path.read_bytes())
     return state.hexdigest()[:16]
