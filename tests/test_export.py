@@ -11,7 +11,7 @@ import torch
 
 from r3lite import export
 from r3lite.core.files import read_record
-from r3lite.exporting.card import modelfile
+from r3lite.exporting.chats import modelfile
 from r3lite.exporting.parity import compare
 from r3lite.models import lora
 from r3lite.models.tensor_files import read_tensors, shards_of
@@ -285,7 +285,7 @@ def test_the_modelfile_is_the_prompt_of_an_episode():
 @pytest.mark.parametrize(
     ("flags", "status", "told"),
     [
-        (["--output", "x"], 2, "--adapter is missing"),
+        (["--output", "x", "--form", "adapter"], 2, "--adapter is missing"),
         (["--adapter", "RUN"], 2, "--output is missing"),
         (["--adapter", "RUN", "--output", "x", "--weights", "q8_0"], 2, "q8_0 is for --form gguf"),
         (["--adapter", "RUN", "--output", "x", "--weights", "nf4", "--form", "gguf"], 2, "nf4 is for --form folder"),

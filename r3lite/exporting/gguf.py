@@ -19,23 +19,27 @@ from tqdm import tqdm
 
 from r3lite.core.files import PART, read_record
 from r3lite.core.records import Record
+from r3lite.exporting.chats import trained_template
 from r3lite.models import lora
 from r3lite.models.causal_lm import CausalLM, ModelConfig, divisors, stretch
 from r3lite.models.gguf_files import ROPE, Header, gguf_name, heads_of, row_order
 from r3lite.models.gguf_tokenizer import SPLITS, split_of
 from r3lite.models.weights import checkpoint_tensors
-from r3lite.protocols.tokenizer_files import chat_template
+from r3lite.protocols.tokenizer import Tokenizer
 
 REMEDY = "Use --form folder."
 ENDINGS = {"lora_A": "lora_a", "lora_B": "lora_b"}  # PEFT's and GGUF's
 TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
 
 
-def write(model: CausalLM, folder: Path, path: Path, weights: str, name: str) -> None:
-    """Writes a model without adapters, with the tokenizer of `folder`; the file appears whole or not at all."""
+def write(model: CausalLM, folder: Path, tokenizer: Tokenizer, path: Path, weights: str, name: str) -> None:
+    """Writes a model without adapters, with the tokenizer of `folder`; the file appears whole or not at all.
+
+    Special tokens and chat template are those of the training, as `tokenizer` has them.
+    """
     with _writer(path, model) as writer:
         _add_sizes(writer, model, name)
-        _add_tokenizer(writer, folder, model.config.vocab_size)
+        _add_tokenizer(writer, folder, tokenizer, model.config.vocab_size)
         _add_tensors(writer, model, gguf.GGMLQuantizationType[TYPES[weights]])
 
 
@@ -133,7 +137,7 @@ def _add_tensors(writer, model: CausalLM, wanted) -> None:
         writer.add_tensor(gguf_name(name), numbers, raw_dtype=kind)
 
 
-def _add_tokenizer(writer, folder: Path, rows: int) -> None:
+def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> None:
     """The byte-level BPE of `tokenizer.json`; ids up to the embedding's `rows` that it lacks are padding."""
     record = read_record(folder / "tokenizer.json", REMEDY)
     model, split = record.record("model"), split_of(record)
@@ -155,16 +159,12 @@ def _add_tokenizer(writer, folder: Path, rows: int) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(merges)
+    ids = {name: tokens.index(token) for name, token in tokenizer.special_tokens.items() if token in tokens}
+    for name, id in ids.items():
+        getattr(writer, f"add_{name}_id")(id)
     settings = read_record(folder / "tokenizer_config.json", REMEDY)
-    ids = {}
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = settings.values.get(key)
-        value = value.get("content") if isinstance(value, dict) else value  # as versions before 5 of transformers
-        if value in tokens:
-            ids[key] = tokens.index(value)
-            getattr(writer, f"add_{key}_id")(ids[key])
     writer.add_add_bos_token("bos_token" in ids and _begins_with_bos(record, settings, tokens[ids["bos_token"]]))
-    writer.add_chat_template(chat_template(folder, settings))
+    writer.add_chat_template(trained_template(tokenizer))
 
 
 def _begins_with_bos(definition: Record, settings: Record, bos: str) -> bool:

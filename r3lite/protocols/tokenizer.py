@@ -18,11 +18,10 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record
 from r3lite.protocols.chat_template import REMEDY as TEMPLATE_REMEDY
 from r3lite.protocols.chat_template import ROLES, THINK, THOUGHT_END, ChatTemplate
-from r3lite.protocols.tokenizer_files import REMEDY, chat_template, check_ids, library_errors, token_text
+from r3lite.protocols.tokenizer_files import REMEDY, SPECIAL, chat_template, check_ids, library_errors, special_tokens
 
 # Chats whose tokens must be those of the rendered template: of the first message's role, up to the assistant's turn.
 PROBES = ("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user")
-SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what a template may name
 
 
 def _probe() -> str:
@@ -120,7 +119,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         record = read_record(path, REMEDY.format(path.name))
         config = read_record(folder / "tokenizer_config.json", REMEDY.format("tokenizer_config.json"))
-        tokens = {name: token for name in SPECIAL if (token := token_text(config, name)) is not None}
+        tokens = special_tokens(config)
         source = chat_template(folder, config)
         if not source:
             raise R3LiteError(f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY)
@@ -150,7 +149,7 @@ class Tokenizer:
         contents = {"system": "Answer in steps.", "user": "Who wrote it, and when?", "assistant": "Step 1: I look."}
         for roles in PROBES:
             messages = [{"role": role, "content": contents[role]} for role in roles]
-            text = self.template.render(self._folded(messages), prompt=True)
+            text = self.template.render(self.folded(messages), prompt=True)
             expected = self._marked.encode(text, add_special_tokens=False).ids
             ids, _ = self.chat(messages, prompt=True)
             if ids != expected:
@@ -168,6 +167,12 @@ class Tokenizer:
         """CRC-32 of the tokens by their ids: models share a vocabulary if theirs are equal."""
         tokens = sorted(self._marked.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
         return f"{zlib.crc32(repr(tokens).encode()):08x}"
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Those of `tokenizer_config.json` by name, with the end of a turn and the padding that training uses."""
+        given = {name: self.template.variables[name] for name in SPECIAL if name in self.template.variables}
+        return given | {"eos_token": self.stop, "pad_token": self._marked.id_to_token(self.pad_id)}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text that goes on after other text, never special tokens: markup in it is text, too."""
@@ -217,7 +222,7 @@ class Tokenizer:
     def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
         """The text of a chat up to the assistant's turn, without the token that a tokenizer puts before each text."""
         first = self._marked.decode(self._marked.encode("").ids, skip_special_tokens=False)
-        return self.template.render(self._folded(messages), prompt=True).removeprefix(first)
+        return self.template.render(self.folded(messages), prompt=True).removeprefix(first)
 
     @cached_property
     def opening(self) -> list[int]:
@@ -242,7 +247,7 @@ class Tokenizer:
         for message in messages:
             if message["role"] not in ROLES:
                 raise R3LiteError(f"a message has the role {message['role']!r}", f"The roles are {', '.join(ROLES)}.")
-        messages = self._folded(messages)
+        messages = self.folded(messages)
         roles = tuple(message["role"] for message in messages)
         gaps = self.template.gaps(roles, prompt)
         ids: list[int] = []
@@ -268,7 +273,7 @@ class Tokenizer:
         add(self._markup_tokens(given))
         return ids, written
 
-    def _folded(self, messages: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
+    def folded(self, messages: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
         """Messages with the system message before the first user message, if the template has no place for it."""
         if self._takes_system or not messages or messages[0]["role"] != "system":
             return messages

@@ -305,9 +305,10 @@ def test_commands_take_a_file_as_model(tmp_path, capsys):
 def test_a_sentencepiece_tokenizer_is_not_written(tmp_path):
     """That of Llama 2, TinyLlama and Mistral."""
     source = write_model(tmp_path / "source", "mistral", "gpt-2")
+    tokenizer = Tokenizer.load(source)
     content = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     content["model"]["byte_fallback"], content["pre_tokenizer"] = True, {"type": "Metaspace", "replacement": "_"}
     (source / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(R3LiteError, match="the tokenizer is a SentencePiece one"):
-        write_gguf(source, tmp_path / "out" / "x.gguf")
+        write_gguf(source, tmp_path / "out" / "x.gguf", tokenizer=tokenizer)
     assert not (tmp_path / "out").exists()
