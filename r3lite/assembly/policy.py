@@ -185,12 +185,11 @@ def _compile(model: CausalLM, device: torch.device, nf4: bool) -> None:
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
 
     began = time.perf_counter()
-    slower = "a base in NF4 would be slower on a CPU" if nf4 and device.type == "cpu" else None
-    if reason := slower or compiled.missing_compiler(device):
+    dense = None if nf4 and device.type == "cuda" else "it is for a base in NF4 on a CUDA card"
+    if reason := dense or compiled.missing_compiler(device):
         print(f"warning: nothing is compiled in spite of --compile: {reason}", file=sys.stderr)
         return
-    what = "layers in passes without gradients" + (", and the dequantization of NF4 weights" if nf4 else "")
-    print(f"compiling {what} ...", file=sys.stderr)
+    print("compiling the dequantization of NF4 weights ...", file=sys.stderr)
     try:
         compiled.enable(model)
     except TorchDynamoException as error:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from r3lite.models.linear import linear
-from r3lite.models.nf4 import Nf4Weight, code_points, dequantize, joined
+from r3lite.models.nf4 import Nf4Weight, dequantize
 from r3lite.models.stacks import adjacent, side_by_side
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -189,38 +189,6 @@ class Stack:
             A = side_by_side([adapter.A for adapter in self.on])
             self.casts[dtype] = A.to(dtype), [adapter.B.to(dtype) for adapter in self.on]
         return self.casts[dtype]
-
-
-class Operands(NamedTuple):
-    """The tensors by which linear layers multiply the same x [N, in], and those of the adapter that is on."""
-
-    weight: Tensor | Nf4Weight  # [sum of out, in], in x's dtype or in NF4
-    points: Tensor | None  # the values of NF4's codes, if it is
-    bias: Tensor | None  # [sum of out]
-    A: Tensor | None  # [sum of r, in], in the dtype of the adapter's products; None: no layer has an adapter
-    Bs: list[Tensor]  # each [out, r]
-    scale: float
-    outs: list[tuple[int, bool]]  # of each layer: its features, and whether it has an adapter
-
-
-def operands(layers: Sequence[nn.Module], dtype: torch.dtype, rows: int) -> Operands:
-    """What `project` would multiply `rows` rows of `dtype` by, without gradients and dropout.
-
-    As `.data`: of a view, which is what most of these are, compiled code checks the tensor that it shows too.
-    """
-    stack = Stack.of(layers)
-    weights = [base.weight for base in stack.bases]
-    packed = joined(weights) if all(isinstance(weight, Nf4Weight) for weight in weights) else []
-    if len(packed) == 1:
-        weight, points = Nf4Weight(*(part.data for part in vars(packed[0]).values())), code_points(packed[0].device)
-    else:
-        weight, points = stack.weight(dtype).data, None
-    bias = None if stack.bias is None else stack.bias.to(dtype).data
-    if not stack.on:
-        return Operands(weight, points, bias, None, [], 1.0, stack.outs)
-    few = _adapts_in_fp32(rows, dtype, weight.device)
-    A, Bs = stack.cast(torch.float32 if few else dtype)
-    return Operands(weight, points, bias, A.data, [B.data for B in Bs], stack.on[0].scale, stack.outs)
 
 
 def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = None) -> Tensor:
