@@ -23,8 +23,8 @@ from r3lite.core.spans import Spans
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.hooks import explain_overflow
 from r3lite.models.kv_cache import KVCache, Prefill
-from r3lite.models.lora import cast_once
 from r3lite.models.linear import linear
+from r3lite.models.lora import cast_once
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
 from r3lite.rollout.fetcher import Fetcher
