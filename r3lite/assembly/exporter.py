@@ -94,9 +94,10 @@ def write_form(
 
     if form == "gguf":
         gguf.write(model, folder, tokenizer, output / GGUF, settings.weights, name)
-        gguf.fill(model, output / GGUF)
+        header = Header(output / GGUF)
+        gguf.fill(model, header)
         modelfile = chats.modelfile(GGUF, protocol, tokenizer)
-        chats.check_gguf(output / GGUF, gguf_tokenizer.files(Header(output / GGUF)), modelfile, messages, prompt)
+        chats.check_gguf(output / GGUF, gguf_tokenizer.files(header), modelfile, messages, prompt)
         write_text(output / MODELFILE, modelfile)
     elif form == "gguf-adapter":
         gguf.write_adapter(model, TRAINED, output / ADAPTER, settings.weights, name)

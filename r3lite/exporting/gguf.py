@@ -174,11 +174,10 @@ def _begins_with_bos(definition: Record, settings: Record, bos: str) -> bool:
 
 
 @torch.no_grad()
-def fill(model: CausalLM, path: Path) -> None:
+def fill(model: CausalLM, found: Header) -> None:
     """Puts the weights of a file into a model of the same sizes."""
-    found = Header(path)
     for name, tensor in checkpoint_tensors(model).items():
-        tensor.copy_(_from_file(model, name, found.rows(gguf_name(name))))
+        tensor.copy_(_from_file(model, name, found.tensors[gguf_name(name)][:]))
 
 
 @torch.no_grad()
@@ -186,4 +185,4 @@ def fill_adapter(model: CausalLM, adapter: str, path: Path) -> None:
     """Puts the weights of a file of `write_adapter` into an adapter of the same shape."""
     found = Header(path)
     for name, parameter in lora.adapter_parameters(model, adapter).items():
-        parameter.copy_(_from_file(model, name, found.rows(_adapter_name(name))))
+        parameter.copy_(_from_file(model, name, found.tensors[_adapter_name(name)][:]))

@@ -15,7 +15,7 @@ from r3lite.models import nf4
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.config_file import config_record
 from r3lite.models.projections import Nf4Linear
-from r3lite.models.tensor_files import shards_of, write_tensors
+from r3lite.models.tensor_files import write_tensors
 from r3lite.models.weights import (
     FINGERPRINT,
     INDEX,
@@ -61,16 +61,14 @@ def save_merged(
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], max_shard: int | None) -> None:
     """Writes tensors as one file, or as several and an index, under the names that transformers gives them."""
-    parts = shards_of(tensors, max_shard) if max_shard else [tensors]
-    if len(parts) == 1:
-        return write_tensors(folder / SINGLE, tensors)
-    places = {}
-    for number, part in enumerate(parts, 1):
-        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
-        write_tensors(folder / name, part)
-        places |= dict.fromkeys(part, name)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    most, pattern = max_shard or 1 << 62, "model{suffix}.safetensors"
+    parts = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=most)
+    for name, held in parts.filename_to_tensors.items():
+        write_tensors(folder / name, {tensor: tensors[tensor] for tensor in held})
+    if parts.is_sharded:
+        write_json(folder / INDEX, {"metadata": parts.metadata, "weight_map": parts.tensor_to_filename})
 
 
 def save_nf4(model: CausalLM, source_folder: str | Path, out_folder: str | Path) -> None:

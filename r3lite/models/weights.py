@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import gguf_of, read_record, shipped
+from r3lite.core.files import GGUF_POINTER, read_record, shipped
 from r3lite.core.records import shown
 from r3lite.models import bitsandbytes_weights, gguf_folder, nf4
 from r3lite.models.causal_lm import CausalLM, ModelConfig
@@ -226,8 +226,8 @@ def tensor_places(folder: Path) -> dict[str, Path]:
 
 def _shards(folder: Path) -> list[Path]:
     """The files that a folder's weights are in."""
-    if found := gguf_of(folder):
-        return found
+    if (folder / GGUF_POINTER).exists():
+        return [folder / GGUF_POINTER]
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
