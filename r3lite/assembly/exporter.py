@@ -101,7 +101,7 @@ def write_form(
         write_text(output / MODELFILE, modelfile)
     elif form == "gguf-adapter":
         gguf.write_adapter(model, TRAINED, output / ADAPTER, settings.weights, name)
-        gguf.fill_adapter(model, TRAINED, output / ADAPTER)
+        gguf.fill_adapter(model, TRAINED, Header(output / ADAPTER))
     elif form == "adapter":
         chats.check_folder(folder, tokenizer.template.variables[chats.SWITCH], messages, prompt)
         fingerprint, dtype = weights.fingerprint(folder), DTYPES[settings.weights]

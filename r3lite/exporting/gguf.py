@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -69,22 +70,17 @@ def _architecture(config: ModelConfig) -> str:
     return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
 
 
-def _row_order(model: CausalLM, name: str, rows: int) -> np.ndarray | None:
-    """Which row of a file each row of a checkpoint's tensor is; None if they are the same. Of an adapter B has rows."""
+def _heads(model: CausalLM, name: str) -> int:
+    """By how many heads the rows of a checkpoint's tensor are reordered in a file; 0: not at all. An adapter's B has
+    rows."""
     config = model.config
     heads = heads_of(name, _architecture(config), config.num_attention_heads, config.num_key_value_heads)
-    return row_order(rows, heads) if heads and "lora_A" not in name else None
+    return 0 if "lora_A" in name else heads
 
 
 def _to_file(model: CausalLM, name: str, tensor: Tensor) -> np.ndarray:
-    order = _row_order(model, name, len(tensor))
-    numbers = tensor.float().numpy()
-    return numbers if order is None else numbers[np.argsort(order)]
-
-
-def _from_file(model: CausalLM, name: str, numbers: Tensor) -> Tensor:
-    order = _row_order(model, name, len(numbers))
-    return numbers if order is None else numbers[order]
+    numbers, heads = tensor.float().numpy(), _heads(model, name)
+    return numbers[np.argsort(row_order(len(numbers), heads))] if heads else numbers
 
 
 @contextlib.contextmanager
@@ -177,12 +173,11 @@ def _begins_with_bos(definition: Record, settings: Record, bos: str) -> bool:
 def fill(model: CausalLM, found: Header) -> None:
     """Puts the weights of a file into a model of the same sizes."""
     for name, tensor in checkpoint_tensors(model).items():
-        tensor.copy_(_from_file(model, name, found.tensors[gguf_name(name)][:]))
+        tensor.copy_(replace(found.tensors[gguf_name(name)], heads=_heads(model, name))[:])
 
 
 @torch.no_grad()
-def fill_adapter(model: CausalLM, adapter: str, path: Path) -> None:
+def fill_adapter(model: CausalLM, adapter: str, found: Header) -> None:
     """Puts the weights of a file of `write_adapter` into an adapter of the same shape."""
-    found = Header(path)
     for name, parameter in lora.adapter_parameters(model, adapter).items():
-        parameter.copy_(_from_file(model, name, found.tensors[_adapter_name(name)][:]))
+        parameter.copy_(replace(found.tensors[_adapter_name(name)], heads=_heads(model, name))[:])

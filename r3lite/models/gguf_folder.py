@@ -6,7 +6,7 @@ reads them.
 
 import contextlib
 import hashlib
-import shutil
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -48,15 +48,13 @@ def of(path: Path) -> Path:
     files[GGUF_POINTER] = {"file": str(path), "tensors": header.published()}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=PART, dir=folder.parent))
-        try:
+        how = {"prefix": f".{folder.name}.", "suffix": PART, "dir": folder.parent}
+        with tempfile.TemporaryDirectory(**how, ignore_cleanup_errors=True) as made:
             for name, content in files.items():
-                write_json(made / name, content)
-            made.chmod(0o755)
+                write_json(Path(made, name), content)
+            os.chmod(made, 0o755)
             with contextlib.suppress(OSError if folder.is_dir() else ()):
-                made.rename(folder)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+                os.rename(made, folder)
     except OSError as error:
         raise R3LiteError(f"{folder} cannot be written: {error}", "It holds the tokenizer of the GGUF file.") from error
     return folder

@@ -205,15 +205,11 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
     shapes, r = {}, config.r
     for path, linear in _targets(model, config.targets):
         shapes[_key(path, "A")], shapes[_key(path, "B")] = (r, linear.in_features), (linear.out_features, r)
-    for what, keys in (
-        ("lacks the tensor", shapes.keys() - tensors),
-        ("has the unexpected tensor", tensors.keys() - shapes),
-    ):
-        if keys:
-            raise R3LiteError(
-                f"{folder / WEIGHTS} {what} {min(keys)}",
-                f"Its target_modules are {', '.join(config.targets)}; is it of this model?",
-            )
+    missing = shapes.keys() - tensors
+    if keys := missing or tensors.keys() - shapes:
+        what = "lacks the tensor" if missing else "has the unexpected tensor"
+        remedy = f"Its target_modules are {', '.join(config.targets)}; is it of this model?"
+        raise R3LiteError(f"{folder / WEIGHTS} {what} {min(keys)}", remedy)
     for key, shape in shapes.items():
         if tuple(tensors[key].shape) != shape:
             raise R3LiteError(

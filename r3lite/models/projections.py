@@ -137,7 +137,6 @@ class Stack:
         self.on = [adapter for adapter in adapters if adapter]
         self.dropout = max((adapter.dropout for adapter in self.on), default=0.0)
         sizes = [base.out_features for base in self.bases]
-        self.outs = [(size, adapter is not None) for size, adapter in zip(sizes, adapters, strict=True)]
         # Of each adapter that is on: it, its columns of the output, and its columns of all A x side by side.
         self.places: list[tuple[Adapter, slice, slice]] = []
         column = rank = 0
@@ -218,17 +217,12 @@ def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = No
     return out if residual is None or added is not None else residual + out  # under autocast the residual is wider
 
 
-def _adapts_in_fp32(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether an adapter's products with `rows` rows of x, of `dtype`, are computed in fp32: see FEW_ROWS."""
-    return rows <= FEW_ROWS and dtype.itemsize == 2 and device.type == "cpu"
-
-
 def _without_gradients(stack: Stack, x: Tensor, dropped: Tensor | None, added: Tensor | None) -> Tensor:
     """The layers' outputs [N, sum of out] for x [N, in], of which the adapters get `dropped` if that is given."""
     out, adapter_x = _frozen(stack, x, added), x if dropped is None else dropped
     if not stack.on:
         return out
-    if _adapts_in_fp32(len(x), x.dtype, x.device):
+    if len(x) <= FEW_ROWS and x.dtype.itemsize == 2 and x.device.type == "cpu":
         A, Bs = stack.cast(torch.float32)
         low = F.linear(adapter_x.float(), A)  # [N, sum of r]
         for B, (adapter, columns, ranks) in zip(Bs, stack.places, strict=True):
