@@ -41,9 +41,9 @@ def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
     The base of a chat model may end its texts by another token than that of a turn, and then never stops.
     """
-    configs = [folder / name for name in (GENERATION, CONFIG) if (folder / name).is_file()]
-    found = [read_record(path, "Copy it from the model's source.").values.get("eos_token_id") for path in configs]
-    theirs = [id for value in found for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)]
+    path = folder / (GENERATION if (folder / GENERATION).is_file() else CONFIG)
+    found = read_record(path, "Copy it from the model's source.").values.get("eos_token_id")
+    theirs = [id for id in (found if isinstance(found, list) else [found]) if isinstance(id, int)]
     ids, tokens = {"eos_token_id": tokenizer.stop_id, "pad_token_id": tokenizer.pad_id}, tokenizer.special_tokens
     ends = list(dict.fromkeys([tokenizer.stop_id, *theirs]))
     made: dict[str, Any] = {CONFIG: ids, GENERATION: ids | {"eos_token_id": ends}, TOKENIZER: dict(tokens)}

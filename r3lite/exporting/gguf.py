@@ -6,7 +6,6 @@ Norms and biases stay in fp32, as there.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +18,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from r3lite.core.files import PART, read_record
-from r3lite.core.records import Record
 from r3lite.exporting.chats import trained_template
 from r3lite.models import lora
 from r3lite.models.causal_lm import CausalLM, ModelConfig, divisors, stretch
@@ -158,15 +156,8 @@ def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> Non
     ids = {name: tokens.index(token) for name, token in tokenizer.special_tokens.items() if token in tokens}
     for name, id in ids.items():
         getattr(writer, f"add_{name}_id")(id)
-    settings = read_record(folder / "tokenizer_config.json", REMEDY)
-    writer.add_add_bos_token("bos_token" in ids and _begins_with_bos(record, settings, tokens[ids["bos_token"]]))
+    writer.add_add_bos_token("bos_token" in ids and tokenizer.first == tokens[ids["bos_token"]])
     writer.add_chat_template(trained_template(tokenizer))
-
-
-def _begins_with_bos(definition: Record, settings: Record, bos: str) -> bool:
-    """Whether a tokenizer puts `bos` before a text."""
-    processor = json.dumps(definition.values.get("post_processor"))
-    return settings.flag("add_bos_token", "TemplateProcessing" in processor and json.dumps(bos) in processor)
 
 
 @torch.no_grad()

@@ -72,12 +72,16 @@ def token_loss(
         found = _statistics(logits, targets[rows], temperature, with_entropy, to_gradients=trains)
         if not trains:
             return *loss(rows, *found), None
-        value, measured, grad_logprobs, grad_entropies = _value_and_grads(loss, rows, *found)
-        if grad_entropies is None:
+        with torch.enable_grad():
+            inputs = [x.requires_grad_() for x in found if x is not None]
+            value, measured = loss(rows, *found)
+        grad_logprobs, *grad_entropies = torch.autograd.grad(value, inputs, allow_unused=True)
+        value = value.detach()
+        if not grad_entropies or grad_entropies[0] is None:  # the loss does not depend on them
             scale = grad_logprobs / (-_unit(logits.dtype) * temperature)
             return value, measured, linear(logits, head_weight.t()).float() * scale[:, None]
         del logits  # before they are computed again
-        grads = grad_logprobs, grad_entropies
+        grads = grad_logprobs, *grad_entropies
         return value, measured, _grad_hidden(hidden[rows], head_weight, targets[rows], found[1], *grads, temperature)
 
     return _Loss.apply(hidden, head_weight, len(targets), chunk, of_chunk, trains)
@@ -177,21 +181,6 @@ class _Loss(torch.autograd.Function):
     def backward(ctx, grad_total, _):
         (grad_hidden,) = ctx.saved_tensors
         return (grad_hidden * grad_total).to(ctx.dtype), None, None, None, None, None
-
-
-def _value_and_grads(
-    loss: Loss, rows: slice, logprobs: Tensor, entropies: Tensor | None
-) -> tuple[Tensor, Metrics, Tensor, Tensor | None]:
-    """A chunk's loss, its metrics, and the loss's gradients [n] with respect to log-probabilities and entropies.
-
-    The last is None if the loss does not depend on the entropies.
-    """
-    with torch.enable_grad():
-        inputs = [x.requires_grad_() for x in (logprobs, entropies) if x is not None]
-        value, metrics = loss(rows, logprobs, entropies)
-    grad_logprobs, *grad_entropies = torch.autograd.grad(value, inputs, allow_unused=True)
-    assert grad_logprobs is not None, "the loss does not depend on the log-probabilities"
-    return value.detach(), metrics, grad_logprobs, grad_entropies[0] if grad_entropies else None
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

@@ -7,6 +7,7 @@ a checkpoint.
 import contextlib
 import functools
 import hashlib
+import os
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -44,10 +45,7 @@ def resolve_folder(model: str) -> Path:
     """The folder of a model: of `tiny` (the shipped checkpoint), a folder, a GGUF file, or a hub id (downloaded)."""
     if model == "tiny":
         return shipped("checkpoints", "tiny")
-    try:
-        folder = Path(model).expanduser()
-    except RuntimeError:  # ~name of nobody here
-        folder = Path(model)
+    folder = Path(os.path.expanduser(model))  # which leaves ~name of nobody here as it is
     if folder.is_dir():
         return folder
     if folder.suffix == ".gguf":

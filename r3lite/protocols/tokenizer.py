@@ -221,8 +221,12 @@ class Tokenizer:
 
     def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
         """The text of a chat up to the assistant's turn, without the token that a tokenizer puts before each text."""
-        first = self._marked.decode(self._marked.encode("").ids, skip_special_tokens=False)
-        return self.template.render(self.folded(messages), prompt=True).removeprefix(first)
+        return self.template.render(self.folded(messages), prompt=True).removeprefix(self.first)
+
+    @property
+    def first(self) -> str:
+        """The token that the tokenizer puts before each text, or nothing."""
+        return self._marked.decode(self._marked.encode("").ids, skip_special_tokens=False)
 
     @cached_property
     def opening(self) -> list[int]:
