@@ -10,7 +10,6 @@ import torch
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record, write_json
-from r3lite.core.records import Record
 from r3lite.devices.machine import processor
 
 KEPT = "~/.cache/r3lite/speeds.json"  # what was measured, by device and version of PyTorch, beside the weights in NF4
@@ -88,7 +87,7 @@ def card(name: str) -> Speeds | None:
 def measured(device: torch.device) -> Speeds | None:
     """What was measured of a device with this version of PyTorch, and kept; None if nothing was that can be read."""
     try:
-        found = _kept().record(_key(device_name(device)))
+        found = read_record(os.path.expanduser(KEPT), remedy="").record(_key(device_name(device)))
         flops, reads = (found.record(name) for name in ("flops", "reads"))
         return Speeds(
             name=found.text("name"),
@@ -106,7 +105,7 @@ def measured(device: torch.device) -> Speeds | None:
 def keep(speeds: Speeds) -> str:
     """Keeps what was measured of a device for later runs; returns why that cannot be, or nothing."""
     try:
-        others = _kept().values
+        others = read_record(os.path.expanduser(KEPT), remedy="").values
     except R3LiteError:
         others = {}
     try:
@@ -114,10 +113,6 @@ def keep(speeds: Speeds) -> str:
     except OSError as error:
         return str(error)
     return ""
-
-
-def _kept() -> Record:
-    return read_record(os.path.expanduser(KEPT), remedy="")
 
 
 def _key(name: str) -> str:

@@ -141,7 +141,9 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     filled = model.state_dict(keep_vars=True)
     expected = filled if method == nf4.METHOD else dense  # of the folder
     found = [name for name in places if name.partition(".weight.")[0] not in theirs]
-    _check_names(folder, expected.keys(), found, model.config.tie_word_embeddings)
+    unexpected = [n for n in found if n not in expected and not _is_surplus(n, config.tie_word_embeddings)]
+    _refuse_names(folder, "missing", [name for name in expected if name not in found])
+    _refuse_names(folder, "unexpected", unexpected)
     memory = StackMemory(filled, dtype, torch.device(device))
     by_file = defaultdict(list)
     for name in expected:
@@ -247,13 +249,6 @@ def _shards(folder: Path) -> list[Path]:
 def _is_surplus(name: str, tied: bool) -> bool:
     """Whether a tensor is not needed: some exporters write computed ones, and a head that is the embedding."""
     return bool(COMPUTED.fullmatch(name)) or (tied and name == HEAD)
-
-
-def _check_names(folder: Path, expected, found, tied: bool) -> None:
-    missing = [name for name in expected if name not in found]
-    unexpected = [name for name in found if name not in expected and not _is_surplus(name, tied)]
-    _refuse_names(folder, "missing", missing)
-    _refuse_names(folder, "unexpected", unexpected)
 
 
 def _refuse_names(folder: Path, what: str, names: list[str]) -> None:
