@@ -43,7 +43,9 @@ def shape_of(model: str) -> tuple[ModelConfig, int, Packed | None]:
     if model.lower() in known and not Path(model).is_dir():
         return *known[model.lower()], None
     folder = resolve_folder(model)
-    return model_config(folder), vocabulary_of(folder), _packed(folder)
+    # A plan needs no weights.
+    sizes = model_config(folder) if any(folder.glob("*.safetensors")) else read_config(folder)
+    return sizes, vocabulary_of(folder), _packed(folder)
 
 
 def _packed(folder: Path) -> Packed | None:
