@@ -54,8 +54,8 @@ RANGES = [
     (functions._RMSNorm, ("backward",), ELEMENTWISE),
     (functions._SwiGLU, ("backward",), ELEMENTWISE),
     (functions._Rotated, ("backward",), ELEMENTWISE),
-    (logprobs._TokenLoss, ("forward", "backward"), HEAD),
-    (logprobs._TokenLogprobs, ("forward", "backward"), HEAD),
+    (logprobs._Loss, ("forward", "backward"), HEAD),
+    (logprobs, ("_logits", "_statistics"), HEAD),
     (Engine, ("_decode",), HEAD),  # what is left of it after the model and the sampler
     (causal_lm.CausalLM, ("forward",), OTHER),
     (Sampler, ("__call__",), SAMPLING),

@@ -54,23 +54,16 @@ def generate(
     new: int,
     precision: Precision,
     merged: bool = False,
-    compiled: bool = False,
 ) -> Callable[..., None]:
     """Sampling of `new` tokens after each prompt, or of as many as it is called with; none ends early.
 
-    The adapter is on, or merged. Compiled is a decoding step, as transformers does it with a cache of a fixed size.
+    The adapter is on, or merged.
     """
-    from transformers import CompileConfig
-
     model = peft_model(folder, precision).eval()
     model = with_folded_head(model.merge_and_unload() if merged else model)
     model.generation_config.eos_token_id = None
     ids = torch.tensor(prompts, device=precision.device)  # [B, T]
     how = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0}
-    if compiled:
-        config = CompileConfig(fullgraph=False, mode="default")
-        config._compile_all_devices = True  # a CPU too, as its comment says
-        how |= {"cache_implementation": "static", "compile_config": config}
 
     @torch.no_grad()
     def work(new: int = new) -> None:

@@ -2,7 +2,6 @@
 
     python -m bench.throughput --models DIR                      # everything that is installed
     python -m bench.throughput --only decode sft --repeats 5
-    python -m bench.throughput --only compiled                   # decoding by torch.compile, on all sides
     python -m bench.throughput --only scaling                    # how cost grows; r3lite alone
     python -m bench.throughput --only encoder --corpus FILE      # vectors of a corpus's first passages, in fp32
 
@@ -30,13 +29,12 @@ from bench.full_length import full_prompts
 from bench.scaling import growths
 from r3lite.core.files import shipped
 from r3lite.devices.precision import Precision
-from r3lite.models import compiled as compile_
 
 NEW = 64  # tokens of a decoding contest
 BATCHES = (1, 8, 32)
 ROWS = (512, 1024)  # tokens of a row of an SFT contest
 GIB = 4  # budget of SFT
-KINDS = ("decode", "compiled", "prefill", "sft", "grpo", "ppo", "encoder", "scaling")
+KINDS = ("decode", "prefill", "sft", "grpo", "ppo", "encoder", "scaling")
 PEFT, MERGED = "transformers + peft", "transformers, adapter merged"
 TRL_SFT = "transformers + peft, TRL's loss"
 SPEED = records.Bench(
@@ -69,16 +67,6 @@ def planned(kind: str, flags: argparse.Namespace, precision: Precision) -> list[
         }
         return Contest(f"decode, batch {batch}", batch * NEW, work)
 
-    def compiled(batch: int) -> Contest:
-        assert not (reason := compile_.missing_compiler(precision.device)), reason
-        eager, ours, prompts = Ours(folder, precision), Ours(folder, precision), full_prompts(batch, PROMPT)
-        compile_.enable(ours.model)
-        work = {OURS: ours.decode(batch, NEW), f"{OURS}, not compiled": eager.decode(batch, NEW)}
-        for name, merged in ((PEFT, False), (MERGED, True)):
-            work[name] = peers.generate(folder, prompts, NEW, precision, merged, compiled=True)
-            work[f"{name}, not compiled"] = peers.generate(folder, prompts, NEW, precision, merged)
-        return Contest(f"decode, compiled, batch {batch}", batch * NEW, work)
-
     def prefill(batch: int) -> Contest:
         ours = Ours(folder, precision)
         theirs = peers.generate(folder, full_prompts(batch, PROMPT), 1, precision)
@@ -107,7 +95,6 @@ def planned(kind: str, flags: argparse.Namespace, precision: Precision) -> list[
 
     return {
         "decode": [partial(decode, batch) for batch in BATCHES],
-        "compiled": [partial(compiled, batch) for batch in BATCHES[:2]],
         "prefill": [partial(prefill, batch) for batch in BATCHES],
         "sft": [partial(sft, tokens) for tokens in ROWS],
         "grpo": [grpo],

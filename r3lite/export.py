@@ -14,14 +14,18 @@ from r3lite.settings import CommandConfig, ExportSettings, ProtocolSettings
 
 @dataclass(frozen=True)
 class ExportConfig(CommandConfig):
-    """Merges an adapter into its base and writes the result for other programs into the folder --output.
+    """Merges an adapter into its base and writes the result for other programs into the folder --output; without
+    --adapter, the base as it is.
 
     python -m r3lite.export --adapter runs/ppo --output my-model
     python -m r3lite.export --adapter runs/ppo --form gguf --weights q8_0 --output my-gguf
     python -m r3lite.export --adapter runs/ppo --form adapter --weights fp32 --output my-adapter
+    python -m r3lite.export --model Qwen/Qwen2.5-0.5B --form gguf --output base-gguf
     python -m r3lite.export --adapter runs/ppo --output my-model --push me/my-model --yes
 
-    The merge is in fp32, and takes 4 bytes a weight of memory. What was written is read back and compared: after
+    The merge is in fp32, and takes 4 bytes a weight of memory. Format, prompts, chat template and the token that ends
+    a turn are those of the adapter's run, and an export of which other programs would make another prompt is refused.
+    What was written is read back and compared: after
     --prompts prompts, the logits of both, and whether the likeliest next token is the same. The folder has a model card
     with base, settings, scores (--evaluation), prompt and a snippet, and for GGUF a Modelfile for Ollama.
     """
@@ -31,8 +35,6 @@ class ExportConfig(CommandConfig):
 
 
 def export(config: ExportConfig) -> None:
-    from r3lite.protocols.registry import build_protocol
-
     settings = config.export
     if config.common.output is None:
         raise UsageError("--output is missing: the folder to write")
@@ -41,7 +43,6 @@ def export(config: ExportConfig) -> None:
             import gguf  # noqa: F401
     if settings.yes:
         hub.token()  # before the merge, too
-    protocol = build_protocol(config.protocol)
     scores = {}
     if settings.evaluation:
         scores = read_record(Path(settings.evaluation) / "scores.json", "Name the folder of an evaluation.").values
@@ -54,7 +55,7 @@ def export(config: ExportConfig) -> None:
         else:
             from r3lite.assembly import exporter
 
-            exporter.write(settings, config.protocol.format, protocol, scores, output)
+            exporter.write(settings, config.protocol, scores, output)
         if settings.push:
             print(hub.summary(output, settings.push, settings.push_as))
             if settings.yes:

@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from r3lite.models.config_file import read_config
 from r3lite.models.gguf_tokenizer import SPLITS
 from r3lite.models.weights import load_model
+from r3lite.protocols.tokenizer import Tokenizer as ChatTokenizer
 
 SIZES = {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}  # fmt: skip
@@ -89,10 +90,10 @@ def write_model(folder: Path, kind: str, split: str | None = None, **changes) ->
     return folder
 
 
-def write_gguf(source: Path, path: Path, weights: str = "fp32") -> Path:
+def write_gguf(source: Path, path: Path, weights: str = "fp32", tokenizer: ChatTokenizer | None = None) -> Path:
     from r3lite.exporting import gguf
 
     model = load_model(source, torch.float32, "cpu")
     assert model.config == read_config(source)
-    gguf.write(model, source, path, weights, "test")
+    gguf.write(model, source, tokenizer or ChatTokenizer.load(source), path, weights, "test")
     return path

@@ -11,10 +11,11 @@ import torch
 
 from r3lite import export
 from r3lite.core.files import read_record
-from r3lite.exporting.card import modelfile
+from r3lite.exporting.chats import modelfile
 from r3lite.exporting.parity import compare
 from r3lite.models import lora
-from r3lite.models.tensor_files import read_tensors, shards_of
+from r3lite.models.saving import write_weights
+from r3lite.models.tensor_files import read_tensors
 from r3lite.models.weights import checkpoint_tensors, load_model, resolve_folder
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
@@ -101,9 +102,15 @@ def test_shards_are_read_by_transformers(run, expected, tmp_path):
     assert (by_transformers(tmp_path / "x") - expected).abs().max() <= 1e-4
 
 
-def test_parts_of_a_file_by_hand():
+def test_a_tensor_is_in_one_file_and_files_keep_their_limit(tmp_path):
+    """A tensor that is larger has a file by itself."""
     tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in zip("abcde", (3, 2, 9, 1, 4), strict=True)}
-    assert [list(part) for part in shards_of(tensors, 5)] == [["a", "b"], ["c"], ["d", "e"]]
+    write_weights(tmp_path, tensors, 5)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    held = [read_tensors(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert index["metadata"]["total_size"] == 19 and set(index["weight_map"]) == set("abcde")
+    assert sorted(name for file in held for name in file) == list("abcde")
+    assert all(sum(t.nbytes for t in file.values()) <= 5 or list(file) == ["c"] for file in held)
 
 
 @pytest.mark.parametrize(("weights", "rslora"), [("fp32", False), ("fp32", True), ("fp16", False), ("bf16", False)])
@@ -285,7 +292,7 @@ def test_the_modelfile_is_the_prompt_of_an_episode():
 @pytest.mark.parametrize(
     ("flags", "status", "told"),
     [
-        (["--output", "x"], 2, "--adapter is missing"),
+        (["--output", "x", "--form", "adapter"], 2, "--adapter is missing"),
         (["--adapter", "RUN"], 2, "--output is missing"),
         (["--adapter", "RUN", "--output", "x", "--weights", "q8_0"], 2, "q8_0 is for --form gguf"),
         (["--adapter", "RUN", "--output", "x", "--weights", "nf4", "--form", "gguf"], 2, "nf4 is for --form folder"),

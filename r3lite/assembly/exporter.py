@@ -1,73 +1,122 @@
 """Writes a trained model for other programs, with a card, and compares what was written with what it was made of."""
 
+import shutil
 import tempfile
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from r3lite.assembly.policy import check_base
+from r3lite.assembly.policy import check_base, warn_of_other_format
+from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped, write_text
 from r3lite.datasets.qa import read_questions
 from r3lite.devices.precision import DTYPES
-from r3lite.exporting import parity
-from r3lite.exporting.card import Facts, card, modelfile
-from r3lite.exporting.files import CARD, FILES, GGUF, MODELFILE
-from r3lite.models import lora, weights
+from r3lite.exporting import chats, parity
+from r3lite.exporting.card import Facts, card
+from r3lite.exporting.files import ADAPTER, CARD, FILES, GGUF, MODELFILE
+from r3lite.models import gguf_tokenizer, lora, saving, weights
 from r3lite.models.causal_lm import CausalLM
+from r3lite.models.gguf_files import Header
 from r3lite.models.projections import Nf4Linear
 from r3lite.protocols.base import Protocol
+from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
-from r3lite.settings import ExportSettings, LengthSettings, ModelSettings
+from r3lite.settings import ExportSettings, LengthSettings, ModelSettings, ProtocolSettings
 from r3lite.settings.common import budget_bytes
 from r3lite.training.earlier_run import settings_of
 
+TRAINED = "trained"  # the adapter's name
 
-def write(settings: ExportSettings, format: str, protocol: Protocol, scores: dict, output: Path) -> None:
-    """Merges, or not, writes and reads back; tells what is written and how near the two are."""
-    folder = weights.resolve_folder(settings.model)
-    check_base(ModelSettings(model=settings.model, adapter=settings.adapter), weights.fingerprint(folder))
-    tokenizer, prompts = Tokenizer.load(folder), None
+
+def write(settings: ExportSettings, asked: ProtocolSettings, scores: dict, output: Path) -> None:
+    """Merges, or not, writes and reads back; tells what is written and how near the two are.
+
+    Removes what it wrote if another program would make another prompt of it than the training had.
+    """
+    folder, run = weights.resolve_folder(settings.model), {}
+    if settings.adapter:
+        check_base(ModelSettings(model=settings.model, adapter=settings.adapter), weights.fingerprint(folder))
+        run = settings_of(settings.adapter)
+    asked = as_trained(asked, run)
+    warn_of_other_format(settings.adapter, asked)
+    protocol, tokenizer = build_protocol(asked), Tokenizer.load(folder, run.get("thinking", "auto"))
+    layout, prompts = Layout(tokenizer, protocol, LengthSettings()), None
     if settings.prompts:
-        layout = Layout(tokenizer, protocol, LengthSettings())
         path = settings.questions or str(shipped("data", "world", "test.jsonl"))
         prompts = [layout.prompt(question.text) for question in islice(read_questions(path), settings.prompts)]
     model = weights.load_model(folder, torch.float32, "cpu")
-    lora.load_adapter(model, "trained", settings.adapter, trainable=False)
-    lora.set_adapter(model, "trained")
+    if settings.adapter:
+        lora.load_adapter(model, TRAINED, settings.adapter, trainable=False)
+        lora.set_adapter(model, TRAINED)
     before = parity.next_logits(model, prompts, tokenizer.size, "before") if prompts else None
-    file, name = FILES[settings.form], Path(settings.adapter).name
-    written = output / file if file else output
-    if merged := settings.form in ("folder", "gguf"):
-        lora.merge_adapter(model, "trained")
-    if settings.form.startswith("gguf"):
-        from r3lite.exporting import gguf  # needs an extra
-
-    if settings.form == "gguf":
-        gguf.write(model, folder, written, settings.weights, name)
-        gguf.fill(model, written)
-        write_text(output / MODELFILE, modelfile(GGUF, protocol, tokenizer))
-    elif settings.form == "gguf-adapter":
-        gguf.write_adapter(model, "trained", written, settings.weights, name)
-        gguf.fill_adapter(model, "trained", written)
-    elif settings.form == "adapter":
-        fingerprint, dtype = weights.fingerprint(folder), DTYPES[settings.weights]
-        lora.save_adapter(model, "trained", output, settings.model, fingerprint, dtype)
-        lora.load_adapter(model, "written", output, trainable=False)
-        lora.set_adapter(model, "written")
-    else:
-        model = in_folder(model, folder, output, settings)
-    run = settings_of(settings.adapter)
-    facts = Facts(settings.model, settings.weights, file, merged, run, settings.license, scores)
-    write_text(output / CARD, card(facts, protocol, format))
+    merged, file = settings.form in ("folder", "gguf"), FILES[settings.form]
+    if merged and settings.adapter:
+        lora.merge_adapter(model, TRAINED)
+    try:
+        model = write_form(model, folder, settings, protocol, tokenizer, output)
+    except R3LiteError:
+        shutil.rmtree(output, ignore_errors=True)
+        raise
+    facts = Facts(settings.model, settings.weights, file, merged, bool(settings.adapter), run, settings.license, scores)
+    write_text(output / CARD, card(facts, protocol, asked.format, tokenizer))
     size = sum(path.stat().st_size for path in output.iterdir())
+    written = output / file if file else output
     print(f"written to  {written}, {size / (1 << 20):,.0f} MiB in all, with a card in {output / CARD}")
     if before is not None:
         print(parity.compare(before, parity.next_logits(model, prompts, tokenizer.size, "after")).told())
 
 
-def in_folder(model: CausalLM, source: Path, output: Path, settings: ExportSettings) -> CausalLM:
+def as_trained(asked: ProtocolSettings, run: dict[str, Any]) -> ProtocolSettings:
+    """The step format and the prompts of an adapter's run, where others are not asked for."""
+    usual = vars(ProtocolSettings())
+    found = {name: None if value == "none" else value for name, value in run.items() if name in usual}
+    return replace(asked, **{name: value for name, value in found.items() if getattr(asked, name) == usual[name]})
+
+
+def write_form(
+    model: CausalLM,
+    folder: Path,
+    settings: ExportSettings,
+    protocol: Protocol,
+    tokenizer: Tokenizer,
+    output: Path,
+) -> CausalLM:
+    """Writes a model or its adapter in the form of --form, and returns the model as it is read back."""
+    name, form = Path(settings.adapter or settings.model).name, settings.form
+    prompt = Layout(tokenizer, protocol, LengthSettings()).prompt(chats.QUESTION)
+    messages = chats.opening(tokenizer, protocol, chats.QUESTION)
+    if form.startswith("gguf"):
+        from r3lite.exporting import gguf  # needs an extra
+
+    if form == "gguf":
+        gguf.write(model, folder, tokenizer, output / GGUF, settings.weights, name)
+        header = Header(output / GGUF)
+        gguf.fill(model, header)
+        modelfile = chats.modelfile(GGUF, protocol, tokenizer)
+        chats.check_gguf(output / GGUF, gguf_tokenizer.files(header), modelfile, messages, prompt)
+        write_text(output / MODELFILE, modelfile)
+    elif form == "gguf-adapter":
+        gguf.write_adapter(model, TRAINED, output / ADAPTER, settings.weights, name)
+        gguf.fill_adapter(model, TRAINED, Header(output / ADAPTER))
+    elif form == "adapter":
+        chats.check_folder(folder, tokenizer.template.variables[chats.SWITCH], messages, prompt)
+        fingerprint, dtype = weights.fingerprint(folder), DTYPES[settings.weights]
+        lora.save_adapter(model, TRAINED, output, settings.model, fingerprint, dtype)
+        lora.load_adapter(model, "written", output, trainable=False)
+        lora.set_adapter(model, "written")
+    else:
+        model = in_folder(model, folder, output, settings, chats.changes(folder, tokenizer))
+        chats.check_folder(output, None, messages, prompt)
+    return model
+
+
+def in_folder(
+    model: CausalLM, source: Path, output: Path, settings: ExportSettings, changes: dict[str, Any]
+) -> CausalLM:
     """Writes the model as a folder and returns it as it is read back."""
     kind = settings.weights
     if kind != "nf4":
@@ -75,11 +124,11 @@ def in_folder(model: CausalLM, source: Path, output: Path, settings: ExportSetti
         for path, layer in list(model.named_modules()):
             if isinstance(layer, Nf4Linear):  # one without an adapter; `to` would round its absmax, too
                 model.set_submodule(path, layer.dense())
-        weights.save_merged(model.to(DTYPES[kind]), source, output, most)
+        saving.save_merged(model.to(DTYPES[kind]), source, output, most, changes)
         return weights.load_model(output, DTYPES[kind], "cpu")
     with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as parent:
         dense = Path(parent) / "dense"  # as weights are quantized while they are read
-        weights.save_merged(model, source, dense)
+        saving.save_merged(model, source, dense, changes=changes)
         quantized = weights.load_model(dense, torch.float32, "cpu", quantize=True)
-        weights.save_nf4(quantized, dense, output)
+        saving.save_nf4(quantized, dense, output)
     return weights.load_model(output, torch.float32, "cpu")

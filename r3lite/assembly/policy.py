@@ -24,7 +24,7 @@ from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
 from r3lite.devices.speed import warn_of_slow_fp16
 from r3lite.memory.plan import Plan, announce, enforce
 from r3lite.memory.shrinking import ShrinkingGrant
-from r3lite.models import activation_checkpointing, compiled, lora, weights
+from r3lite.models import activation_checkpointing, compiled, lora, saving, weights
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.config_file import is_nf4, read_config
 from r3lite.models.value_head import ValueHead
@@ -206,12 +206,11 @@ def _compile(model: CausalLM, device: torch.device, nf4: bool) -> None:
     from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
 
     began = time.perf_counter()
-    slower = "a base in NF4 would be slower on a CPU" if nf4 and device.type == "cpu" else None
-    if reason := slower or compiled.missing_compiler(device):
+    dense = None if nf4 and device.type == "cuda" else "it is for a base in NF4 on a CUDA card"
+    if reason := dense or compiled.missing_compiler(device):
         print(f"warning: nothing is compiled in spite of --compile: {reason}", file=sys.stderr)
         return
-    what = "layers in passes without gradients" + (", and the dequantization of NF4 weights" if nf4 else "")
-    print(f"compiling {what} ...", file=sys.stderr)
+    print("compiling the dequantization of NF4 weights ...", file=sys.stderr)
     try:
         compiled.enable(model)
     except TorchDynamoException as error:
@@ -236,7 +235,7 @@ def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None
         return weights.load_model(kept, dtype, device)
     model = weights.load_model(folder, dtype, device, quantize=True)
     try:
-        weights.save_nf4(model, folder, kept)
+        saving.save_nf4(model, folder, kept)
         print(f"the quantized weights are kept in {kept}", file=sys.stderr)
     except (OSError, SafetensorError) as error:  # a full disk costs the next start some seconds, not this run
         print(f"warning: the quantized weights cannot be kept in {kept}: {error}", file=sys.stderr)
@@ -248,7 +247,7 @@ def _state_of(folder: Path, dtype: torch.dtype) -> str:
     weight_files = [path for path in sorted(folder.glob("*.safetensors*")) if path.is_file()]
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files]
     state = hashlib.sha256(repr((str(folder.resolve()), str(dtype), stats, weights.fingerprint(folder))).encode())
-    for path in (folder / name for name in weights.VERBATIM):
+    for path in (folder / name for name in saving.VERBATIM):
         if path.is_file():
             state.update(path.name.encode() + path.read_bytes())
     return state.hexdigest()[:16]

@@ -10,7 +10,6 @@ import torch
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record, write_json
-from r3lite.core.records import Record
 from r3lite.devices.machine import processor
 
 KEPT = "~/.cache/r3lite/speeds.json"  # what was measured, by device and version of PyTorch, beside the weights in NF4
@@ -20,6 +19,7 @@ GIB = 1 << 30
 # Seconds of the host for a kernel, assumed for every card of the table: 4 to 6 microseconds were measured on an
 # RTX 5070 Ti (https://susun-blog.com/blog/pegainfer-3-cuda-graph). `speed` measures what PyTorch takes.
 LAUNCH = 5e-6
+CPUTRONIC, TOPCPU = "https://cputronic.com", "https://topcpu.net/pt/gpu-c"  # pages of cards
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,12 @@ def _card(name: str, gib: int, gigabytes: float, fp32: float, half: dict[str, fl
     return Speeds(name, gigabytes * 1e9, flops, LAUNCH, source, gib * GIB)
 
 
-def _ampere(name: str, gib: int, gigabytes: float, fp32: float, source: str) -> Speeds:
-    """A GeForce card since Ampere: its tensor cores have fp16 and bf16, at twice its rate of fp32."""
+def _ampere(name: str, gib: int, gigabytes: float, fp32: float, one: str, other: str) -> Speeds:
+    """A GeForce card since Ampere: its tensor cores have fp16 and bf16, at twice its rate of fp32.
+
+    Its figures are those of a page that compares `one` with `other`.
+    """
+    source = f"https://hmc-tech.com/gpu/nvidia-geforce-{one}-vs-nvidia-geforce-{other}"
     return _card(name, gib, gigabytes, fp32, {"fp16": 2 * fp32, "bf16": 2 * fp32}, source)
 
 
@@ -54,38 +58,16 @@ def _ampere(name: str, gib: int, gigabytes: float, fp32: float, source: str) -> 
 # is assumed for them. Turing (all up to the T4) has no bf16. A card of a laptop is slower the less power the laptop
 # gives it: the middle is taken, and named. Of cards that differ in their memory under one name the slower is taken.
 CARDS = (
-    _card("MX450", 2, 64.0, 2.285, {"fp16": 2.285}, "https://cputronic.com/it/gpu/nvidia-geforce-mx450-30-5w-8gbps"),
-    _card("GTX 1650", 4, 128.1, 2.984, {"fp16": 2.984}, "https://cputronic.com/gpu/nvidia-geforce-gtx-1650"),
-    _card(
-        "GTX 1650 GDDR6", 4, 192.0, 2.849, {"fp16": 2.849}, "https://cputronic.com/gpu/nvidia-geforce-gtx-1650-gddr6"
-    ),
-    _card("GTX 1660", 6, 192.1, 5.027, {"fp16": 5.027}, "https://cputronic.com/en/gpu/nvidia-geforce-gtx-1660"),
-    _card(
-        "RTX 2060", 6, 336.0, 6.451, {"fp16": 25.8}, "https://topcpu.net/pt/gpu-c/geforce-rtx-2060-vs-geforce-rtx-4060"
-    ),
+    _card("MX450", 2, 64.0, 2.285, {"fp16": 2.285}, f"{CPUTRONIC}/it/gpu/nvidia-geforce-mx450-30-5w-8gbps"),
+    _card("GTX 1650", 4, 128.1, 2.984, {"fp16": 2.984}, f"{CPUTRONIC}/gpu/nvidia-geforce-gtx-1650"),
+    _card("GTX 1650 GDDR6", 4, 192.0, 2.849, {"fp16": 2.849}, f"{CPUTRONIC}/gpu/nvidia-geforce-gtx-1650-gddr6"),
+    _card("GTX 1660", 6, 192.1, 5.027, {"fp16": 5.027}, f"{CPUTRONIC}/en/gpu/nvidia-geforce-gtx-1660"),
+    _card("RTX 2060", 6, 336.0, 6.451, {"fp16": 25.8}, f"{TOPCPU}/geforce-rtx-2060-vs-geforce-rtx-4060"),
     _card("T4", 16, 320.0, 8.141, {"fp16": 65.13}, "https://sysrqmts.com/en/gpus/nvidia/tesla/t4"),
-    _ampere(  # 55 W of 35 to 80
-        "RTX 3050 Laptop",
-        4,
-        192.0,
-        6.08,
-        "https://hmc-tech.com/gpu/nvidia-geforce-rtx-3050-laptop-50w-vs-nvidia-geforce-rtx-3050-laptop-55w",
-    ),
-    _ampere(  # 85 W of 60 to 115
-        "RTX 3060 Laptop",
-        6,
-        336.0,
-        11.41,
-        "https://hmc-tech.com/gpu/nvidia-geforce-rtx-4060-laptop-45w-vs-nvidia-geforce-rtx-3060-laptop-85w",
-    ),
-    _ampere(  # 90 W of 35 to 115
-        "RTX 4060 Laptop",
-        8,
-        256.0,
-        12.35,
-        "https://hmc-tech.com/gpu/nvidia-geforce-rtx-4060-laptop-90w-vs-nvidia-geforce-rtx-3060-laptop-95w",
-    ),
-    _ampere("RTX 4060", 8, 272.0, 15.11, "https://hmc-tech.com/gpu/nvidia-geforce-rtx-4060-vs-nvidia-geforce-rtx-4060"),
+    _ampere("RTX 3050 Laptop", 4, 192.0, 6.08, "rtx-3050-laptop-50w", "rtx-3050-laptop-55w"),  # 55 W of 35 to 80
+    _ampere("RTX 3060 Laptop", 6, 336.0, 11.41, "rtx-4060-laptop-45w", "rtx-3060-laptop-85w"),  # 85 W of 60 to 115
+    _ampere("RTX 4060 Laptop", 8, 256.0, 12.35, "rtx-4060-laptop-90w", "rtx-3060-laptop-95w"),  # 90 W of 35 to 115
+    _ampere("RTX 4060", 8, 272.0, 15.11, "rtx-4060", "rtx-4060"),
 )
 
 
@@ -105,7 +87,7 @@ def card(name: str) -> Speeds | None:
 def measured(device: torch.device) -> Speeds | None:
     """What was measured of a device with this version of PyTorch, and kept; None if nothing was that can be read."""
     try:
-        found = _kept().record(_key(device_name(device)))
+        found = read_record(os.path.expanduser(KEPT), remedy="").record(_key(device_name(device)))
         flops, reads = (found.record(name) for name in ("flops", "reads"))
         return Speeds(
             name=found.text("name"),
@@ -123,7 +105,7 @@ def measured(device: torch.device) -> Speeds | None:
 def keep(speeds: Speeds) -> str:
     """Keeps what was measured of a device for later runs; returns why that cannot be, or nothing."""
     try:
-        others = _kept().values
+        others = read_record(os.path.expanduser(KEPT), remedy="").values
     except R3LiteError:
         others = {}
     try:
@@ -131,10 +113,6 @@ def keep(speeds: Speeds) -> str:
     except OSError as error:
         return str(error)
     return ""
-
-
-def _kept() -> Record:
-    return read_record(os.path.expanduser(KEPT), remedy="")
 
 
 def _key(name: str) -> str:

@@ -1,13 +1,13 @@
-"""What tells the users of an export how to use it: a model card, and Ollama's Modelfile."""
+"""The model card of an export, which tells its users what it is and how to use it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from r3lite.exporting.chats import QUESTION, SWITCH, opening
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 
 SCORES = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall of the gold paragraphs", "combined": "combined"}
-QUESTION = "Who is married to the composer of Jelsan Janli?"
 TOLD = ("data", "algorithm", "max_steps", "learning_rate", "lora_r", "lora_alpha", "batch_size", "seed", "max_length")
 
 
@@ -18,34 +18,31 @@ class Facts:
     base: str
     weights: str
     file: str | None  # the GGUF file; None: a folder
-    merged: bool  # into the base, or the adapter alone
+    merged: bool  # whether it has the base, or is an adapter alone
+    trained: bool  # whether an adapter is in it
     run: Mapping[str, object]  # the settings of the adapter's run, if they are known
     license: str | None = None
     scores: Mapping[str, dict] = field(default_factory=dict)
 
 
-def card(facts: Facts, protocol: Protocol, format: str) -> str:
+def card(facts: Facts, protocol: Protocol, format: str, tokenizer: Tokenizer) -> str:
     """README.md of an export, with the header that the Hugging Face hub reads."""
     what = f"A LoRA adapter merged into {facts.base}" if facts.merged else f"A LoRA adapter of {facts.base}"
+    what = what if facts.trained else f"The model {facts.base} as it is"
+    messages = opening(tokenizer, protocol, "{question}")
     parts = [
         _head(facts),
-        f"# {facts.base}, trained with r3lite",
-        f"{what}, weights in {facts.weights}. It answers questions in steps, each of "
-        "which reasons and then asks a retriever or answers.",
+        f"# {facts.base}, {'trained with' if facts.trained else 'exported by'} r3lite",
+        f"{what}, weights in {facts.weights}. {'It answers' if facts.trained else 'The prompt asks it to answer'} "
+        "questions in steps, each of which reasons and then asks a retriever or answers.",
         _run(facts.run),
         _scores(facts.scores),
         f"## Prompt\n\nThe step format is `{format}`. An episode opens with:",
-        "\n".join(["```text", *(f"[{said['role']}]\n{said['content']}" for said in _opening(protocol)), "```"]),
+        "\n".join(["```text", *(f"[{said['role']}]\n{said['content']}" for said in messages), "```"]),
         "## Use",
-        _use(facts, protocol),
+        _use(facts, messages, tokenizer),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _opening(protocol: Protocol, question: str = "{question}") -> list[dict[str, str]]:
-    """The messages that an episode opens with: system message, worked example, question."""
-    system = [{"role": "system", "content": protocol.system}] if protocol.system else []
-    return [*system, *protocol.shots, {"role": "user", "content": protocol.opening(question)}]
 
 
 def _head(facts: Facts) -> str:
@@ -70,9 +67,9 @@ def _scores(scores: Mapping[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def _use(facts: Facts, protocol: Protocol) -> str:
+def _use(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     if facts.file is None:
-        return _transformers(protocol, facts)
+        return _transformers(facts, messages, tokenizer)
     if facts.merged:
         return f"""```
 ollama create my-model -f Modelfile   # in this folder
@@ -88,13 +85,17 @@ llama-cli -m BASE.gguf --lora {facts.file} -cnv   # llama.cpp; BASE.gguf is the 
 It does not retrieve: the model writes its first query, and you give it the documents."""
 
 
-def _transformers(protocol: Protocol, facts: Facts) -> str:
-    *before, last = _opening(protocol)
+def _transformers(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
+    *before, last = messages
     given = "".join(f"    {message!r},\n" for message in before)
     imported, base, which = "from transformers import AutoModelForCausalLM, AutoTokenizer", "folder", "--model FOLDER"
-    if not facts.merged:  # the tokenizer is in the base's folder
+    thinking = ends = ""
+    if not facts.merged:  # tokenizer, template and the token at the end of texts are the base's
         imported = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
         base, which = repr(facts.base), f"--model {facts.base} --adapter FOLDER"
+        ends = f", eos_token_id={tokenizer.stop_id}"
+        if SWITCH in tokenizer.template.source:
+            thinking = f", {SWITCH}={tokenizer.template.variables[SWITCH]}"
     return f"""```python
 {imported}
 
@@ -106,19 +107,11 @@ messages = [
 {given}    {{"role": "user", "content": prompt.replace("{{question}}", {QUESTION!r})}},
 ]
 inputs = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True{thinking}
 )
-written = model.generate(**inputs, max_new_tokens=128, do_sample=False)
+written = model.generate(**inputs, max_new_tokens=128, do_sample=False{ends})
 print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
 
 It does not retrieve: the model writes its first query, and you give it the documents.
 `python -m r3lite.ask {which} --index INDEX` does both."""
-
-
-def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:
-    """Ollama's Modelfile: the weights, and a template that puts what is asked into the prompt."""
-    opened = tokenizer.chat_text(_opening(protocol, "\0"))
-    opened = opened.replace("{{", "{ {").replace('"""', "'''").replace("\0", "{{ .Prompt }}")
-    template = opened + "{{ .Response }}"
-    return f'FROM ./{file}\nTEMPLATE """{template}"""\nPARAMETER stop {tokenizer.stop}\nPARAMETER temperature 0\n'

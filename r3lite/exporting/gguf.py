@@ -6,9 +6,9 @@ Norms and biases stay in fp32, as there.
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -18,24 +18,27 @@ from torch import Tensor
 from tqdm import tqdm
 
 from r3lite.core.files import PART, read_record
-from r3lite.core.records import Record
+from r3lite.exporting.chats import trained_template
 from r3lite.models import lora
 from r3lite.models.causal_lm import CausalLM, ModelConfig, divisors, stretch
 from r3lite.models.gguf_files import ROPE, Header, gguf_name, heads_of, row_order
 from r3lite.models.gguf_tokenizer import SPLITS, split_of
 from r3lite.models.weights import checkpoint_tensors
-from r3lite.protocols.tokenizer_files import chat_template
+from r3lite.protocols.tokenizer import Tokenizer
 
 REMEDY = "Use --form folder."
 ENDINGS = {"lora_A": "lora_a", "lora_B": "lora_b"}  # PEFT's and GGUF's
 TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
 
 
-def write(model: CausalLM, folder: Path, path: Path, weights: str, name: str) -> None:
-    """Writes a model without adapters, with the tokenizer of `folder`; the file appears whole or not at all."""
+def write(model: CausalLM, folder: Path, tokenizer: Tokenizer, path: Path, weights: str, name: str) -> None:
+    """Writes a model without adapters, with the tokenizer of `folder`; the file appears whole or not at all.
+
+    Special tokens and chat template are those of the training, as `tokenizer` has them.
+    """
     with _writer(path, model) as writer:
         _add_sizes(writer, model, name)
-        _add_tokenizer(writer, folder, model.config.vocab_size)
+        _add_tokenizer(writer, folder, tokenizer, model.config.vocab_size)
         _add_tensors(writer, model, gguf.GGMLQuantizationType[TYPES[weights]])
 
 
@@ -65,22 +68,17 @@ def _architecture(config: ModelConfig) -> str:
     return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "llama"
 
 
-def _row_order(model: CausalLM, name: str, rows: int) -> np.ndarray | None:
-    """Which row of a file each row of a checkpoint's tensor is; None if they are the same. Of an adapter B has rows."""
+def _heads(model: CausalLM, name: str) -> int:
+    """By how many heads the rows of a checkpoint's tensor are reordered in a file; 0: not at all. An adapter's B has
+    rows."""
     config = model.config
     heads = heads_of(name, _architecture(config), config.num_attention_heads, config.num_key_value_heads)
-    return row_order(rows, heads) if heads and "lora_A" not in name else None
+    return 0 if "lora_A" in name else heads
 
 
 def _to_file(model: CausalLM, name: str, tensor: Tensor) -> np.ndarray:
-    order = _row_order(model, name, len(tensor))
-    numbers = tensor.float().numpy()
-    return numbers if order is None else numbers[np.argsort(order)]
-
-
-def _from_file(model: CausalLM, name: str, numbers: Tensor) -> Tensor:
-    order = _row_order(model, name, len(numbers))
-    return numbers if order is None else numbers[order]
+    numbers, heads = tensor.float().numpy(), _heads(model, name)
+    return numbers[np.argsort(row_order(len(numbers), heads))] if heads else numbers
 
 
 @contextlib.contextmanager
@@ -133,7 +131,7 @@ def _add_tensors(writer, model: CausalLM, wanted) -> None:
         writer.add_tensor(gguf_name(name), numbers, raw_dtype=kind)
 
 
-def _add_tokenizer(writer, folder: Path, rows: int) -> None:
+def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> None:
     """The byte-level BPE of `tokenizer.json`; ids up to the embedding's `rows` that it lacks are padding."""
     record = read_record(folder / "tokenizer.json", REMEDY)
     model, split = record.record("model"), split_of(record)
@@ -155,35 +153,22 @@ def _add_tokenizer(writer, folder: Path, rows: int) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(merges)
-    settings = read_record(folder / "tokenizer_config.json", REMEDY)
-    ids = {}
-    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = settings.values.get(key)
-        value = value.get("content") if isinstance(value, dict) else value  # as versions before 5 of transformers
-        if value in tokens:
-            ids[key] = tokens.index(value)
-            getattr(writer, f"add_{key}_id")(ids[key])
-    writer.add_add_bos_token("bos_token" in ids and _begins_with_bos(record, settings, tokens[ids["bos_token"]]))
-    writer.add_chat_template(chat_template(folder, settings))
-
-
-def _begins_with_bos(definition: Record, settings: Record, bos: str) -> bool:
-    """Whether a tokenizer puts `bos` before a text."""
-    processor = json.dumps(definition.values.get("post_processor"))
-    return settings.flag("add_bos_token", "TemplateProcessing" in processor and json.dumps(bos) in processor)
+    ids = {name: tokens.index(token) for name, token in tokenizer.special_tokens.items() if token in tokens}
+    for name, id in ids.items():
+        getattr(writer, f"add_{name}_id")(id)
+    writer.add_add_bos_token("bos_token" in ids and tokenizer.first == tokens[ids["bos_token"]])
+    writer.add_chat_template(trained_template(tokenizer))
 
 
 @torch.no_grad()
-def fill(model: CausalLM, path: Path) -> None:
+def fill(model: CausalLM, found: Header) -> None:
     """Puts the weights of a file into a model of the same sizes."""
-    found = Header(path)
     for name, tensor in checkpoint_tensors(model).items():
-        tensor.copy_(_from_file(model, name, found.rows(gguf_name(name))))
+        tensor.copy_(replace(found.tensors[gguf_name(name)], heads=_heads(model, name))[:])
 
 
 @torch.no_grad()
-def fill_adapter(model: CausalLM, adapter: str, path: Path) -> None:
+def fill_adapter(model: CausalLM, adapter: str, found: Header) -> None:
     """Puts the weights of a file of `write_adapter` into an adapter of the same shape."""
-    found = Header(path)
     for name, parameter in lora.adapter_parameters(model, adapter).items():
-        parameter.copy_(_from_file(model, name, found.rows(_adapter_name(name))))
+        parameter.copy_(replace(found.tensors[_adapter_name(name)], heads=_heads(model, name))[:])

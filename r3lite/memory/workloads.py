@@ -19,7 +19,7 @@ from r3lite.models.causal_lm import ModelConfig
 from r3lite.models.config_file import is_nf4, quant_method, read_config
 from r3lite.models.lora import read_adapter_config
 from r3lite.models.nf4 import Packed
-from r3lite.models.weights import resolve_folder, tensor_places
+from r3lite.models.weights import model_config, resolve_folder, tensor_places
 from r3lite.protocols.tokenizer_files import vocabulary_of
 from r3lite.settings import (
     JudgeSettings,
@@ -43,7 +43,9 @@ def shape_of(model: str) -> tuple[ModelConfig, int, Packed | None]:
     if model.lower() in known and not Path(model).is_dir():
         return *known[model.lower()], None
     folder = resolve_folder(model)
-    return read_config(folder), vocabulary_of(folder), _packed(folder)
+    # A plan needs no weights.
+    sizes = model_config(folder) if any(folder.glob("*.safetensors")) else read_config(folder)
+    return sizes, vocabulary_of(folder), _packed(folder)
 
 
 def _packed(folder: Path) -> Packed | None:

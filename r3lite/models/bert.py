@@ -204,15 +204,12 @@ def _filled(
     ignored = (*ignored, "embeddings.position_ids")  # which old exporters wrote
     stored = {_plain(name): tensor for name, tensor in read_tensors(path).items()}
     found = {name: tensor for name, tensor in stored.items() if not name.startswith(ignored)}
-    wrong = [f"{n} is missing" for n in expected if n not in found] + [
-        f"{n} is unexpected" for n in found if n not in expected
-    ]
-    wrong = wrong or [
-        f"{n} has the shape {list(found[n].shape)} and not {list(s)}"
-        for n, s in expected.items()
-        if found[n].shape != s
-    ]
-    wrong = wrong or [f"{n} is of type {t.dtype}" for n, t in found.items() if not t.is_floating_point()]
+    wrong = [f"{n} is missing" for n in expected if n not in found]
+    wrong += [f"{n} is unexpected" for n in found if n not in expected]
+    if not wrong:
+        shapes = {n: (list(found[n].shape), list(shape)) for n, shape in expected.items()}
+        wrong = [f"{n} has the shape {has} and not {needs}" for n, (has, needs) in shapes.items() if has != needs]
+        wrong += [f"{n} is of type {t.dtype}" for n, t in found.items() if not t.is_floating_point()]
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise R3LiteError(f"{path}: {wrong[0]}{more}", "config.json and the weights are not of the same model.")

@@ -12,7 +12,6 @@ Shape legend, used in every file of r3lite:
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from r3lite.models.attention import AttentionContext, CausalRows
 from r3lite.models.embedding import embedding
 from r3lite.models.functions import rms_norm, rotate_, swiglu
-from r3lite.models.linear import linear
 from r3lite.models.projections import project
 
 
@@ -167,18 +165,11 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, layer_idx)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
-        self.compiled: Callable[..., Tensor] | None = None  # replaced by models.compiled
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, tile: int | None = None
     ) -> Tensor:
         """[B, T, C] -> [B, T, C]; `tile` is explained at MLP."""
-        if self.compiled is not None and not torch.is_grad_enabled():
-            return self.compiled(self, x, cos, sin, context, tile)
-        return self.halves(x, cos, sin, context, tile)
-
-    def halves(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext, tile: int | None) -> Tensor:
-        """The same, not compiled."""
         return self.feed_forward(self.attend(x, cos, sin, context), tile)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
@@ -218,7 +209,6 @@ class CausalLM(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.run_layer = run_layer  # replaced by models.activation_checkpointing
-        self.head_product = linear  # of a decode step's hidden states [N, C] and the head; replaced by models.compiled
 
     @property
     def head_weight(self) -> Tensor:

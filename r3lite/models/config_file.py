@@ -15,6 +15,11 @@ SIZES = {
     "num_attention_heads": 1 << 12, "num_key_value_heads": 1 << 12,
 }  # fmt: skip
 
+NF4 = "Of quantized ones those are read that are in NF4 by bitsandbytes (*-bnb-4bit) or by r3lite."
+QUANTIZED = f"{bitsandbytes_weights.REMEDY} {NF4}"
+SLIDING = "r3lite computes full attention only; switch it off if your rows are shorter than the window."
+ROPE = "Only llama3 is supported. Remove it to train within the length that the model was made for."
+
 
 @dataclass(frozen=True)
 class Family:
@@ -101,24 +106,13 @@ def _check_supported(record: Record, model_type: str, rope: list[Record]) -> Non
     activation, partial = record.text("hidden_act", "silu"), record.number("partial_rotary_factor", 1)
     kind = next((k for k in map(_rope_type, rope) if k not in ("default", "llama3")), None)
     biased = next((k for k in ("attention_bias", "mlp_bias") if model_type != "qwen2" and record.flag(k, False)), None)
+    sliding_what = "sliding-window attention is switched on (use_sliding_window, sliding_window, layer_types)"
+    rope_what = f"rope scaling of type {shown(kind)} is set (rope_scaling, rope_parameters)"
     for wrong, what, remedy in (
-        (
-            quantized is not None,
-            quantized,
-            f"{bitsandbytes_weights.REMEDY} Of quantized ones those are read that are in NF4 by bitsandbytes "
-            "(*-bnb-4bit) or by r3lite.",
-        ),
-        (
-            sliding,
-            "sliding-window attention is switched on (use_sliding_window, sliding_window, layer_types)",
-            "r3lite computes full attention only; switch it off if your rows are shorter than the window.",
-        ),
+        (quantized is not None, quantized, QUANTIZED),
+        (sliding, sliding_what, SLIDING),
         (activation != "silu", f"hidden_act is {shown(activation)}", "Only silu is supported."),
-        (
-            kind is not None,
-            f"rope scaling of type {shown(kind)} is set (rope_scaling, rope_parameters)",
-            "Only llama3 is supported. Remove it to train within the length that the model was made for.",
-        ),
+        (kind is not None, rope_what, ROPE),
         (partial != 1, f"partial_rotary_factor is {partial:g}", "Only rotation of whole heads is supported."),
         (record.flag("rope_interleaved", False), "rope_interleaved is true", "Only halves of heads are rotated."),
         (biased is not None, f"{biased} is true", f"Linear layers of {model_type} models have no biases here."),

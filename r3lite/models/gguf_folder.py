@@ -1,18 +1,19 @@
 """A GGUF file as a model folder: `config.json` and the tokenizer's files, made of its keys and kept in the cache.
 
-The weights stay where they are: `core.files.GGUF_POINTER` in the folder says where, and `gguf_files` reads them.
+The weights stay where they are: `core.files.GGUF_POINTER` in the folder says where each tensor is, and `gguf_files`
+reads them.
 """
 
 import contextlib
 import hashlib
-import shutil
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from r3lite.core.errors import R3LiteError, extra
+from r3lite.core.errors import R3LiteError
 from r3lite.core.files import GGUF_POINTER, PART, check_regular, write_json
 from r3lite.core.records import shown
 from r3lite.models import gguf_tokenizer
@@ -20,7 +21,7 @@ from r3lite.models.causal_lm import RopeScaling, divisors, stretch
 from r3lite.models.gguf_files import ARCHITECTURES, EMBEDDING, REMEDY, ROPE, Header
 
 CACHE = "~/.cache/r3lite"
-LAYOUT = 1  # of what is made here: a folder of another is not used
+LAYOUT = 2  # of what is made here: a folder of another is not used
 CLASSES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 SIZES = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
@@ -37,26 +38,23 @@ LOW, HIGH, ORIGINAL = 1.0, 4.0, 8192
 def of(path: Path) -> Path:
     """The folder of a file, made if it is not in the cache; R3LiteError if the file cannot be used."""
     check_regular(path, "Name a model folder or a GGUF file.")
-    with extra("gguf", "a GGUF model"):
-        import gguf  # noqa: F401
     status, path = path.stat(), path.resolve()
     key = hashlib.sha256(repr((LAYOUT, str(path), status.st_size, status.st_mtime_ns)).encode()).hexdigest()[:16]
     folder = Path(CACHE).expanduser() / f"{path.stem}-gguf-{key}"
     if folder.is_dir():
         return folder
     header = Header(path)
-    files = {"config.json": _config(header), **gguf_tokenizer.files(header), GGUF_POINTER: {"file": str(path)}}
+    files = {"config.json": _config(header), **gguf_tokenizer.files(header)}
+    files[GGUF_POINTER] = {"file": str(path), "tensors": header.published()}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=PART, dir=folder.parent))
-        try:
+        how = {"prefix": f".{folder.name}.", "suffix": PART, "dir": folder.parent}
+        with tempfile.TemporaryDirectory(**how, ignore_cleanup_errors=True) as made:
             for name, content in files.items():
-                write_json(made / name, content)
-            made.chmod(0o755)
+                write_json(Path(made, name), content)
+            os.chmod(made, 0o755)
             with contextlib.suppress(OSError if folder.is_dir() else ()):
-                made.rename(folder)
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+                os.rename(made, folder)
     except OSError as error:
         raise R3LiteError(f"{folder} cannot be written: {error}", "It holds the tokenizer of the GGUF file.") from error
     return folder
@@ -104,7 +102,7 @@ def _config(header: Header) -> dict[str, Any]:
 
 def _scaling(header: Header, head_dim: int, theta: float) -> dict[str, Any]:
     """`rope_scaling` of Llama 3.1 and later, from what a file multiplies each divisor by."""
-    found = header.rows(ROPE)
+    found = header.tensors[ROPE][:]
     scaling = RopeScaling(round(found.max().item(), 4), LOW, HIGH, ORIGINAL)
     expected = stretch(divisors(head_dim, theta), scaling)
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):

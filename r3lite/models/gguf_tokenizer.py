@@ -1,6 +1,11 @@
 """The byte-level BPE tokenizer of a GGUF file as `tokenizer.json`, and llama.cpp's names of how texts are split."""
 
+import json
 from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record, shown
@@ -14,6 +19,11 @@ SPLITS = {
     "llama-bpe": (("Split", QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")), ("ByteLevel", False)),
     "smollm": (("Digits", True), ("ByteLevel", True)),
     "gpt-2": (("ByteLevel", True),),
+}
+PARTS = {
+    "Split": lambda pattern: pre_tokenizers.Split(Regex(pattern), "isolated"),
+    "Digits": lambda apart: pre_tokenizers.Digits(individual_digits=apart),
+    "ByteLevel": lambda splits: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits),
 }
 ALIASES = {"deepseek-r1-qwen": "qwen2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 WHOLE_FIRST = "llama-bpe"  # a piece that is a token is not merged from its bytes: ignore_merges
@@ -36,14 +46,6 @@ def _essence(part: dict[str, Any]) -> tuple[str, Any]:
     if part.get("type") == "ByteLevel" and not part.get("add_prefix_space"):
         return "ByteLevel", part.get("use_regex", True)
     return part.get("type", ""), part.get("individual_digits")
-
-
-def _part(kind: str, setting: Any) -> dict[str, Any]:
-    if kind == "Split":
-        return {"type": kind, "pattern": {"Regex": setting}, "behavior": "Isolated", "invert": False}
-    if kind == "Digits":
-        return {"type": kind, "individual_digits": setting}
-    return {"type": kind, "add_prefix_space": False, "trim_offsets": True, "use_regex": setting}
 
 
 def ends(header: Header) -> dict[str, Any]:
@@ -83,48 +85,30 @@ def files(header: Header) -> dict[str, dict[str, Any]]:
         "clean_up_tokenization_spaces": False,
         "chat_template": header.keys.get("tokenizer.chat_template"),
     }
-    definition = _definition(tokens, kinds, merges, split)
+    try:
+        backend = _backend(tokens, kinds, merges, split)
+    except Exception as error:  # the Rust library raises bare Exception for every kind of fault
+        raise R3LiteError(f"{header.path}: its tokenizer cannot be used: {error}", FOLDER) from error
     if keys["pre"] == "qwen2":
-        definition["normalizer"] = {"type": "NFC"}
+        backend.normalizer = normalizers.NFC()
     if bos:
-        definition["post_processor"] = _begun_by(bos, tokens.index(bos))
+        backend.post_processor = TemplateProcessing(f"{bos} $A", f"{bos} $A {bos}:1 $B:1", [(bos, tokens.index(bos))])
+    definition = json.loads(backend.to_str())
     return {"tokenizer.json": definition, "tokenizer_config.json": settings, "generation_config.json": ends(header)}
 
 
-def _definition(tokens: list[str], kinds: list[int], merges: list[str], split: str) -> dict[str, Any]:
-    """`tokenizer.json`. Tokens that text is not merged to are added ones; those of no use are left out."""
+def _backend(tokens: list[str], kinds: list[int], merges: list[str], split: str) -> Backend:
+    """The tokenizer. Tokens that text is not merged to are added ones; those of no use are left out."""
     used = {id: token for id, token in enumerate(tokens) if kinds[id] != UNUSED and token != f"[PAD{id}]"}
     added = [id for id in used if kinds[id] in (CONTROL, USER_DEFINED)]
     vocabulary = {token: id for id, token in used.items() if kinds[id] not in (CONTROL, USER_DEFINED)}
     # The tokenizers library numbers added tokens on from the vocabulary; one with another number must be in it.
     if added != list(range(len(vocabulary), len(used))):
         vocabulary = {token: id for id, token in used.items()}
-    parts = [_part(*part) for part in SPLITS[split]]
-    bare = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": id, "content": used[id], **bare, "special": kinds[id] == CONTROL} for id in added],
-        "normalizer": None,
-        "pre_tokenizer": parts[0] if len(parts) == 1 else {"type": "Sequence", "pretokenizers": parts},
-        "post_processor": None,
-        "decoder": _part("ByteLevel", True),
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-            "ignore_merges": split == WHOLE_FIRST, "vocab": vocabulary, "merges": [m.split(" ", 1) for m in merges],
-        },
-    }  # fmt: skip
-
-
-def _begun_by(bos: str, id: int) -> dict[str, Any]:
-    """A post-processor that puts a token before each text."""
-    first = {"SpecialToken": {"id": bos, "type_id": 0}}
-    texts = [{"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")]
-    return {
-        "type": "TemplateProcessing",
-        "single": [first, texts[0]],
-        "pair": [first, texts[0], {"SpecialToken": {"id": bos, "type_id": 1}}, texts[1]],
-        "special_tokens": {bos: {"id": bos, "ids": [id], "tokens": [bos]}},
-    }
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    backend = Backend(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=split == WHOLE_FIRST))
+    parts = [PARTS[kind](setting) for kind, setting in SPLITS[split]]
+    backend.pre_tokenizer = parts[0] if len(parts) == 1 else pre_tokenizers.Sequence(parts)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(used[id], normalized=False, special=kinds[id] == CONTROL) for id in added])
+    return backend

@@ -1,6 +1,7 @@
 """Forward hooks on a model: a watch on the size of activations."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Self
 
@@ -28,19 +29,16 @@ class ActivationWatch(contextlib.ExitStack):
 
     def __enter__(self) -> Self:
         for i, layer in enumerate(self.model.model.layers):
-            self.enter_context(layer.register_forward_hook(self._hook(f"model.layers.{i}")))
+            self.enter_context(layer.register_forward_hook(functools.partial(self._see, f"model.layers.{i}")))
         return self
 
-    def _hook(self, name: str):
-        def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-            largest = output.detach().abs().max().item()  # nan if there is one
-            before = self.largest.get(name, 0.0)
-            # A nan once seen stays: it compares as neither greater nor less.
-            self.largest[name] = before if before != before or largest <= before else largest
-            if self.first_overflow is None and not largest < float("inf"):
-                self.first_overflow = name
-
-        return hook
+    def _see(self, name: str, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
+        largest = output.detach().abs().max().item()  # nan if there is one
+        before = self.largest.get(name, 0.0)
+        # A nan once seen stays: it compares as neither greater nor less.
+        self.largest[name] = before if before != before or largest <= before else largest
+        if self.first_overflow is None and not largest < float("inf"):
+            self.first_overflow = name
 
     def report(self) -> str:
         """One line: the layer that overflowed first, if any, and how large activations were before that."""

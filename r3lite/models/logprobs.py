@@ -27,6 +27,7 @@ Loss = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Metrics]]
 """Rows, their log-probabilities [n] and entropies [n] -> the loss they add, a scalar, and its metrics, detached."""
 
 
+@torch.no_grad()
 def token_logprobs(
     hidden: Tensor,
     head_weight: Tensor,
@@ -39,10 +40,14 @@ def token_logprobs(
 
     The head is [V, C]; pass only its first rows if ids beyond the tokenizer must have no probability. Logits are
     computed in the head's dtype, as in the sampler, and normalized in fp32. With `with_entropy`, also returns the
-    entropy [N] in nats, else None. Both are fp32 and differentiable in `hidden`; the backward pass recomputes the
-    logits.
+    entropy [N] in nats, else None. Both are fp32, and without gradients: those are `token_loss`'s.
     """
-    return _TokenLogprobs.apply(hidden, head_weight, targets, temperature, chunk, with_entropy)
+    parts = [
+        _statistics(_logits(hidden[rows], head_weight), targets[rows], temperature, with_entropy)
+        for rows in _chunks(len(targets), chunk)
+    ] or [(hidden.new_zeros(0, dtype=torch.float32),) * 2]
+    logprobs, entropies = (None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))
+    return logprobs, entropies if with_entropy else None
 
 
 def token_loss(
@@ -60,17 +65,26 @@ def token_loss(
     the gradient with respect to `hidden` is computed in the forward pass and the logits are computed once, not twice;
     twice only for a loss that depends on the entropies.
     """
-    if torch.is_grad_enabled() and hidden.requires_grad:
-        return _TokenLoss.apply(hidden, head_weight, targets, loss, temperature, chunk, with_entropy)
-    total, metrics = torch.zeros((), device=hidden.device), []
-    for rows in _chunks(len(targets), chunk):
+    trains = torch.is_grad_enabled() and hidden.requires_grad
+
+    def of_chunk(rows: slice) -> tuple[Tensor, Metrics, Tensor | None]:
         logits = _logits(hidden[rows], head_weight)
-        logprobs, entropies = _statistics(logits, targets[rows], temperature, with_entropy)
-        del logits  # before the next chunk's are computed
-        value, measured = loss(rows, logprobs, entropies)
-        total += value
-        metrics.append(measured)
-    return total, metrics
+        found = _statistics(logits, targets[rows], temperature, with_entropy, to_gradients=trains)
+        if not trains:
+            return *loss(rows, *found), None
+        with torch.enable_grad():
+            inputs = [x.requires_grad_() for x in found if x is not None]
+            value, measured = loss(rows, *found)
+        grad_logprobs, *grad_entropies = torch.autograd.grad(value, inputs, allow_unused=True)
+        value = value.detach()
+        if not grad_entropies or grad_entropies[0] is None:  # the loss does not depend on them
+            scale = grad_logprobs / (-_unit(logits.dtype) * temperature)
+            return value, measured, linear(logits, head_weight.t()).float() * scale[:, None]
+        del logits  # before they are computed again
+        grads = grad_logprobs, *grad_entropies
+        return value, measured, _grad_hidden(hidden[rows], head_weight, targets[rows], found[1], *grads, temperature)
+
+    return _Loss.apply(hidden, head_weight, len(targets), chunk, of_chunk, trains)
 
 
 def cross_entropy(rows: slice, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Metrics]:
@@ -118,7 +132,24 @@ def chosen_loss(
     `chosen` [N, k] are their ids, different ones in a row; they may be in host memory. The head is applied once; the
     gradient with respect to `hidden` is computed in the forward pass.
     """
-    return _ChosenLoss.apply(hidden, head_weight, chosen, loss, temperature, chunk)
+
+    def of_chunk(rows: slice) -> tuple[Tensor, Metrics, Tensor]:
+        logits = _logits(hidden[rows], head_weight)
+        ids = chosen[rows].to(hidden.device, torch.long, non_blocking=True)  # [n, k]
+        few = list(_chunks(len(logits), wide_rows(logits.device.type)))
+        logprobs = torch.cat([_log_softmax(logits[w], temperature).gather(-1, ids[w]) for w in few])
+        with torch.enable_grad():
+            value, measured = loss(rows, logprobs.requires_grad_())
+        (grad,) = torch.autograd.grad(value, logprobs)  # [n, k]
+        # With p = softmax(logits / T) and g_j the gradient of log p(j): dL/dlogit_v = (g_v - p_v sum_j g_j) / T.
+        unit = _unit(logits.dtype) / grad.abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny * UNIT)  # [n]
+        grad = grad * unit[:, None]
+        for w in few:
+            probs = _log_softmax(logits[w], temperature).exp_()  # [w, V]
+            logits[w] = probs.mul_(-grad[w].sum(-1, keepdim=True)).scatter_add_(-1, ids[w], grad[w])
+        return value.detach(), measured, linear(logits, head_weight.t()).float() / (unit * temperature)[:, None]
+
+    return _Loss.apply(hidden, head_weight, len(chosen), chunk, of_chunk, True)
 
 
 def wide_rows(device_type: str) -> int:
@@ -126,92 +157,21 @@ def wide_rows(device_type: str) -> int:
     return 8 if device_type == "cpu" else 32
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _Loss(torch.autograd.Function):
+    """The sum of a loss over chunks of rows; `of_chunk` gives its value and metrics and, if it trains, the gradient
+    [n, C] with respect to a chunk's hidden states."""
+
     @staticmethod
-    def forward(ctx, hidden, head_weight, targets, temperature, chunk, with_entropy):
+    def forward(ctx, hidden, head_weight, count, chunk, of_chunk, trains):
         assert not head_weight.requires_grad, "the head is frozen"
-        parts = [
-            _statistics(_logits(hidden[rows], head_weight), targets[rows], temperature, with_entropy)
-            for rows in _chunks(len(targets), chunk)
-        ] or [(hidden.new_zeros(0, dtype=torch.float32),) * 2]
-        logprobs, entropies = (None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, head_weight, targets, entropies if with_entropy else None)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return logprobs, entropies if with_entropy else None
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, head_weight, targets, entropies = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        for rows in _chunks(len(targets), ctx.chunk):
-            grad_hidden[rows] = _grad_hidden(
-                hidden[rows],
-                head_weight,
-                targets[rows],
-                None if entropies is None else entropies[rows],
-                grad_logprobs[rows],
-                None if grad_entropies is None else grad_entropies[rows],
-                ctx.temperature,
-            )
-        return grad_hidden, None, None, None, None, None
-
-
-class _TokenLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, head_weight, targets, loss, temperature, chunk, with_entropy):
-        assert not head_weight.requires_grad, "the head is frozen"
-        grad_hidden = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device) if trains else None
         total, metrics = torch.zeros((), device=hidden.device), []
-        for rows in _chunks(len(targets), chunk):
-            logits = _logits(hidden[rows], head_weight)
-            logprobs, entropies = _statistics(logits, targets[rows], temperature, with_entropy, to_gradients=True)
-            value, measured, grad_logprobs, grad_entropies = _value_and_grads(loss, rows, logprobs, entropies)
+        for rows in _chunks(count, chunk):
+            value, measured, grad = of_chunk(rows)
             total += value
             metrics.append(measured)
-            if grad_entropies is None:
-                scale = grad_logprobs / (-_unit(logits.dtype) * temperature)
-                grad_hidden[rows] = linear(logits, head_weight.t()).float() * scale[:, None]
-            del logits  # before the next chunk's are computed
-            if grad_entropies is not None:
-                grad_hidden[rows] = _grad_hidden(
-                    hidden[rows], head_weight, targets[rows], entropies, grad_logprobs, grad_entropies, temperature
-                )
-        ctx.save_for_backward(grad_hidden)
-        ctx.dtype = hidden.dtype
-        return total, metrics
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_total, _):
-        (grad_hidden,) = ctx.saved_tensors
-        return (grad_hidden * grad_total).to(ctx.dtype), None, None, None, None, None, None
-
-
-class _ChosenLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, head_weight, chosen, loss, temperature, chunk):
-        assert not head_weight.requires_grad, "the head is frozen"
-        grad_hidden = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device)
-        total, metrics = torch.zeros((), device=hidden.device), []
-        for rows in _chunks(len(chosen), chunk):
-            logits = _logits(hidden[rows], head_weight)
-            ids = chosen[rows].to(hidden.device, torch.long, non_blocking=True)  # [n, k]
-            few = list(_chunks(len(logits), wide_rows(logits.device.type)))
-            logprobs = torch.cat([_log_softmax(logits[w], temperature).gather(-1, ids[w]) for w in few])
-            with torch.enable_grad():
-                value, measured = loss(rows, logprobs.requires_grad_())
-            (grad,) = torch.autograd.grad(value, logprobs)  # [n, k]
-            total += value.detach()
-            metrics.append(measured)
-            # With p = softmax(logits / T) and g_j the gradient of log p(j): dL/dlogit_v = (g_v - p_v sum_j g_j) / T.
-            unit = _unit(logits.dtype) / grad.abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny * UNIT)  # [n]
-            grad = grad * unit[:, None]
-            for w in few:
-                probs = _log_softmax(logits[w], temperature).exp_()  # [w, V]
-                logits[w] = probs.mul_(-grad[w].sum(-1, keepdim=True)).scatter_add_(-1, ids[w], grad[w])
-            grad_hidden[rows] = linear(logits, head_weight.t()).float() / (unit * temperature)[:, None]
-            del logits  # before the next chunk's are computed
+            if trains:
+                grad_hidden[rows] = grad
         ctx.save_for_backward(grad_hidden)
         ctx.dtype = hidden.dtype
         return total, metrics
@@ -221,21 +181,6 @@ class _ChosenLoss(torch.autograd.Function):
     def backward(ctx, grad_total, _):
         (grad_hidden,) = ctx.saved_tensors
         return (grad_hidden * grad_total).to(ctx.dtype), None, None, None, None, None
-
-
-def _value_and_grads(
-    loss: Loss, rows: slice, logprobs: Tensor, entropies: Tensor | None
-) -> tuple[Tensor, Metrics, Tensor, Tensor | None]:
-    """A chunk's loss, its metrics, and the loss's gradients [n] with respect to log-probabilities and entropies.
-
-    The last is None if the loss does not depend on the entropies.
-    """
-    with torch.enable_grad():
-        inputs = [x.requires_grad_() for x in (logprobs, entropies) if x is not None]
-        value, metrics = loss(rows, logprobs, entropies)
-    grad_logprobs, *grad_entropies = torch.autograd.grad(value, inputs, allow_unused=True)
-    assert grad_logprobs is not None, "the loss does not depend on the log-probabilities"
-    return value.detach(), metrics, grad_logprobs, grad_entropies[0] if grad_entropies else None
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

@@ -174,24 +174,11 @@ def save_adapter(
     metadata = {FINGERPRINT: fingerprint} if fingerprint else {}
     tensors = {key: tensor.to(dtype or tensor.dtype) for key, tensor in adapter_parameters(model, name).items()}
     write_tensors(folder / WEIGHTS, tensors, metadata)
-    write_json(
-        folder / CONFIG,
-        {
-            "base_model_name_or_path": base_model,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "inference_mode": True,
-            "lora_alpha": config.alpha,
-            "lora_dropout": config.dropout,
-            "modules_to_save": None,
-            "peft_type": "LORA",
-            "r": config.r,
-            "target_modules": sorted(config.targets),
-            "task_type": "CAUSAL_LM",
-            "use_dora": False,
-            "use_rslora": config.rslora,
-        },
-    )
+    unused = {"bias": "none", "fan_in_fan_out": False, "modules_to_save": None, "use_dora": False}
+    shape = {"r": config.r, "lora_alpha": config.alpha, "lora_dropout": config.dropout, "use_rslora": config.rslora}
+    shape |= {"target_modules": sorted(config.targets), "base_model_name_or_path": base_model}
+    kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
+    write_json(folder / CONFIG, dict(sorted((unused | shape | kind).items())))
 
 
 def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: bool) -> None:
@@ -200,20 +187,16 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
     Raises R3LiteError, naming the key or the tensor, if it uses a feature that r3lite lacks or does not fit the model.
     """
     folder = adapter_folder(folder)
-    config = _parse_config(_read_config(folder))
+    config = _parse_config(read_record(folder / CONFIG, REMEDY))
     tensors = read_tensors(folder / WEIGHTS, REMEDY)
     shapes, r = {}, config.r
     for path, linear in _targets(model, config.targets):
         shapes[_key(path, "A")], shapes[_key(path, "B")] = (r, linear.in_features), (linear.out_features, r)
-    for what, keys in (
-        ("lacks the tensor", shapes.keys() - tensors),
-        ("has the unexpected tensor", tensors.keys() - shapes),
-    ):
-        if keys:
-            raise R3LiteError(
-                f"{folder / WEIGHTS} {what} {min(keys)}",
-                f"Its target_modules are {', '.join(config.targets)}; is it of this model?",
-            )
+    missing = shapes.keys() - tensors
+    if keys := missing or tensors.keys() - shapes:
+        what = "lacks the tensor" if missing else "has the unexpected tensor"
+        remedy = f"Its target_modules are {', '.join(config.targets)}; is it of this model?"
+        raise R3LiteError(f"{folder / WEIGHTS} {what} {min(keys)}", remedy)
     for key, shape in shapes.items():
         if tuple(tensors[key].shape) != shape:
             raise R3LiteError(
@@ -228,13 +211,13 @@ def load_adapter(model: nn.Module, name: str, folder: str | Path, trainable: boo
 def read_adapter_config(folder: str | Path) -> LoraConfig | None:
     """Shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None if it has no adapter."""
     folder = adapter_folder(folder)
-    return _parse_config(_read_config(folder)) if (folder / CONFIG).exists() else None
+    return _parse_config(read_record(folder / CONFIG, REMEDY)) if (folder / CONFIG).exists() else None
 
 
 def read_base(folder: str | Path) -> tuple[str, str | None]:
     """Name and fingerprint of the base that an adapter was trained on; None if none is recorded."""
     folder = adapter_folder(folder)
-    name = _read_config(folder).text("base_model_name_or_path", "", blank=True)
+    name = read_record(folder / CONFIG, REMEDY).text("base_model_name_or_path", "", blank=True)
     with opened(folder / WEIGHTS, REMEDY) as file:
         return name, (file.metadata() or {}).get(FINGERPRINT)
 
@@ -246,10 +229,6 @@ def adapter_folder(folder: str | Path) -> Path:
     checkpoints = sorted(folder.glob("checkpoint-*/adapter"), key=lambda p: (len(p.parent.name), p.parent.name))
     places = (folder, folder / "adapter", *reversed(checkpoints))
     return next((place for place in places if (place / CONFIG).is_file()), folder)
-
-
-def _read_config(folder: Path) -> Record:
-    return read_record(folder / CONFIG, REMEDY)
 
 
 def _parse_config(record: Record) -> LoraConfig:

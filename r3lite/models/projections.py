@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from r3lite.models.linear import linear
-from r3lite.models.nf4 import Nf4Weight, code_points, dequantize, joined
+from r3lite.models.nf4 import Nf4Weight, dequantize
 from r3lite.models.stacks import adjacent, side_by_side
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -137,7 +137,6 @@ class Stack:
         self.on = [adapter for adapter in adapters if adapter]
         self.dropout = max((adapter.dropout for adapter in self.on), default=0.0)
         sizes = [base.out_features for base in self.bases]
-        self.outs = [(size, adapter is not None) for size, adapter in zip(sizes, adapters, strict=True)]
         # Of each adapter that is on: it, its columns of the output, and its columns of all A x side by side.
         self.places: list[tuple[Adapter, slice, slice]] = []
         column = rank = 0
@@ -191,38 +190,6 @@ class Stack:
         return self.casts[dtype]
 
 
-class Operands(NamedTuple):
-    """The tensors by which linear layers multiply the same x [N, in], and those of the adapter that is on."""
-
-    weight: Tensor | Nf4Weight  # [sum of out, in], in x's dtype or in NF4
-    points: Tensor | None  # the values of NF4's codes, if it is
-    bias: Tensor | None  # [sum of out]
-    A: Tensor | None  # [sum of r, in], in the dtype of the adapter's products; None: no layer has an adapter
-    Bs: list[Tensor]  # each [out, r]
-    scale: float
-    outs: list[tuple[int, bool]]  # of each layer: its features, and whether it has an adapter
-
-
-def operands(layers: Sequence[nn.Module], dtype: torch.dtype, rows: int) -> Operands:
-    """What `project` would multiply `rows` rows of `dtype` by, without gradients and dropout.
-
-    As `.data`: of a view, which is what most of these are, compiled code checks the tensor that it shows too.
-    """
-    stack = Stack.of(layers)
-    weights = [base.weight for base in stack.bases]
-    packed = joined(weights) if all(isinstance(weight, Nf4Weight) for weight in weights) else []
-    if len(packed) == 1:
-        weight, points = Nf4Weight(*(part.data for part in vars(packed[0]).values())), code_points(packed[0].device)
-    else:
-        weight, points = stack.weight(dtype).data, None
-    bias = None if stack.bias is None else stack.bias.to(dtype).data
-    if not stack.on:
-        return Operands(weight, points, bias, None, [], 1.0, stack.outs)
-    few = _adapts_in_fp32(rows, dtype, weight.device)
-    A, Bs = stack.cast(torch.float32 if few else dtype)
-    return Operands(weight, points, bias, A.data, [B.data for B in Bs], stack.on[0].scale, stack.outs)
-
-
 def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = None) -> Tensor:
     """The outputs of linear layers for the same x [..., in], side by side: [..., sum of out]; plus `residual` if given.
 
@@ -250,17 +217,12 @@ def project(layers: Sequence[nn.Module], x: Tensor, residual: Tensor | None = No
     return out if residual is None or added is not None else residual + out  # under autocast the residual is wider
 
 
-def _adapts_in_fp32(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether an adapter's products with `rows` rows of x, of `dtype`, are computed in fp32: see FEW_ROWS."""
-    return rows <= FEW_ROWS and dtype.itemsize == 2 and device.type == "cpu"
-
-
 def _without_gradients(stack: Stack, x: Tensor, dropped: Tensor | None, added: Tensor | None) -> Tensor:
     """The layers' outputs [N, sum of out] for x [N, in], of which the adapters get `dropped` if that is given."""
     out, adapter_x = _frozen(stack, x, added), x if dropped is None else dropped
     if not stack.on:
         return out
-    if _adapts_in_fp32(len(x), x.dtype, x.device):
+    if len(x) <= FEW_ROWS and x.dtype.itemsize == 2 and x.device.type == "cpu":
         A, Bs = stack.cast(torch.float32)
         low = F.linear(adapter_x.float(), A)  # [N, sum of r]
         for B, (adapter, columns, ranks) in zip(Bs, stack.places, strict=True):

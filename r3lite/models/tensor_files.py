@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import PART, check_regular
+from r3lite.core.files import GGUF_POINTER, PART, check_regular
 from r3lite.core.records import parse
 from r3lite.models.gguf_files import GgufTensors
 
@@ -23,7 +23,7 @@ def opened(path: str | Path, remedy: str = REMEDY) -> Iterator[safe_open | GgufT
     """A file whose tensors are read one by one within the `with` block; R3LiteError if that fails."""
     check_regular(path, remedy)  # safetensors would wait for a pipe for ever
     try:
-        if Path(path).suffix == ".gguf":
+        if Path(path).name == GGUF_POINTER:
             yield GgufTensors(Path(path))
             return
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -54,19 +54,6 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def shards_of(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """The tensors in their order, in parts of at most `limit` bytes; a tensor that is larger is a part by itself."""
-    parts: list[dict[str, Tensor]] = [{}]
-    room = limit
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and parts[-1]:
-            parts.append({})
-            room = limit
-        parts[-1][name] = tensor
-        room -= tensor.nbytes
-    return parts
 
 
 def _sort_metadata(path: Path) -> None:

@@ -1,16 +1,16 @@
-"""Model folders: found or downloaded, read into a CausalLM, fingerprinted, written merged or in NF4.
+"""Model folders: found or downloaded, read into a CausalLM, fingerprinted; `saving` writes them.
 
 Owns the names and spellings of published checkpoints. All it knows of adapters is that their tensors do not belong to
 a checkpoint.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
 import re
-import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,24 +20,22 @@ from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import PART, gguf_of, read_record, shipped, write_json
+from r3lite.core.files import GGUF_POINTER, read_record, shipped
 from r3lite.core.records import shown
 from r3lite.models import bitsandbytes_weights, gguf_folder, nf4
-from r3lite.models.causal_lm import CausalLM
-from r3lite.models.config_file import SIZES, config_record, quant_method, read_config
+from r3lite.models.causal_lm import CausalLM, ModelConfig
+from r3lite.models.config_file import SIZES, quant_method, read_config
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.stacks import StackMemory
-from r3lite.models.tensor_files import opened, shards_of, write_tensors
+from r3lite.models.tensor_files import opened
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
-VERBATIM = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Written by old exporters; computed here.
 COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SAMPLED_ROWS = 4  # of each tensor, for the fingerprint
+COMPARED_ROWS = 4096  # of head and embedding at a time
 FINGERPRINT = "base_fingerprint"  # key in a file's metadata
 SOURCE = "Copy {} from the model's source."
 MISMATCH = "config.json and the weights are not of the same model."
@@ -47,10 +45,7 @@ def resolve_folder(model: str) -> Path:
     """The folder of a model: of `tiny` (the shipped checkpoint), a folder, a GGUF file, or a hub id (downloaded)."""
     if model == "tiny":
         return shipped("checkpoints", "tiny")
-    try:
-        folder = Path(model).expanduser()
-    except RuntimeError:  # ~name of nobody here
-        folder = Path(model)
+    folder = Path(os.path.expanduser(model))  # which leaves ~name of nobody here as it is
     if folder.is_dir():
         return folder
     if folder.suffix == ".gguf":
@@ -81,12 +76,11 @@ def fingerprint(folder: str | Path) -> str | None:
     numbers are read. A folder of `save_nf4` has that of its source, or None if it was written before fingerprints were.
     """
     folder = Path(folder)
-    config = read_config(folder)
     if quant_method(folder) == nf4.METHOD:
         with opened(folder / SINGLE) as file:
             return (file.metadata() or {}).get(FINGERPRINT)
-    by_file = defaultdict(list)
-    for name, path in tensor_places(folder).items():
+    config, places, by_file = model_config(folder), tensor_places(folder), defaultdict(list)
+    for name, path in places.items():
         if not _is_surplus(name, config.tie_word_embeddings):
             by_file[path].append(name)
     rows = {}
@@ -102,6 +96,28 @@ def fingerprint(folder: str | Path) -> str | None:
     return digest.hexdigest()[:16]
 
 
+def model_config(folder: str | Path) -> ModelConfig:
+    """The sizes of `config.json`; if embedding and head are tied there and the weights have another head, untied.
+
+    transformers computes with that head, too. One that equals the embedding, as old exporters wrote, is not needed.
+    """
+    config, places = read_config(folder), tensor_places(Path(folder))
+    if config.tie_word_embeddings and HEAD in places and EMBEDDING in places:
+        return replace(config, tie_word_embeddings=_are_equal(places, EMBEDDING, HEAD))
+    return config
+
+
+def _are_equal(places: dict[str, Path], *names: str) -> bool:
+    """Whether two tensors of a folder have the same shape and numbers."""
+    with contextlib.ExitStack() as files:
+        one, other = (files.enter_context(opened(places[name])).get_slice(name) for name in names)
+        rows = one.get_shape()[0]
+        return one.get_shape() == other.get_shape() and all(
+            torch.equal(one[i : i + COMPARED_ROWS].float(), other[i : i + COMPARED_ROWS].float())
+            for i in range(0, rows, COMPARED_ROWS)
+        )
+
+
 def load_model(folder: str | Path, dtype: torch.dtype, device: str | torch.device, quantize: bool = False) -> CausalLM:
     """The model of a folder, frozen and in evaluation mode, in `dtype` on `device`.
 
@@ -111,12 +127,12 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     naming a tensor that is missing, unexpected or of the wrong shape or type.
     """
     folder = Path(folder)
-    config, places = read_config(folder), tensor_places(folder)
+    config, places = model_config(folder), tensor_places(folder)
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     _refuse_names(folder, "missing", [name for name in [last] if name not in places])  # a thousand layers take a while
     with torch.device("meta"):
         model = CausalLM(config)
-    dense, linears, method = model.state_dict(keep_vars=True), _layer_linears(model), quant_method(folder)
+    dense, linears, method = model.state_dict(keep_vars=True), layer_linears(model), quant_method(folder)
     is_theirs = method == bitsandbytes_weights.METHOD
     theirs = bitsandbytes_weights.packed_layers(places) & linears.keys() if is_theirs else set()
     for path in theirs if is_theirs else linears if method or quantize else ():
@@ -125,7 +141,9 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     filled = model.state_dict(keep_vars=True)
     expected = filled if method == nf4.METHOD else dense  # of the folder
     found = [name for name in places if name.partition(".weight.")[0] not in theirs]
-    _check_names(folder, expected.keys(), found, model.config.tie_word_embeddings)
+    unexpected = [n for n in found if n not in expected and not _is_surplus(n, config.tie_word_embeddings)]
+    _refuse_names(folder, "missing", [name for name in expected if name not in found])
+    _refuse_names(folder, "unexpected", unexpected)
     memory = StackMemory(filled, dtype, torch.device(device))
     by_file = defaultdict(list)
     for name in expected:
@@ -170,7 +188,7 @@ def _read_beside(folder: Path, places: dict[str, Path], path: Path, file: safe_o
         return other.get_tensor(name)
 
 
-def _layer_linears(model: nn.Module) -> dict[str, nn.Linear]:
+def layer_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """The dense linears of the layers, by path; the head is not one of them and stays dense like the embedding."""
     return {
         path: module
@@ -208,8 +226,8 @@ def tensor_places(folder: Path) -> dict[str, Path]:
 
 def _shards(folder: Path) -> list[Path]:
     """The files that a folder's weights are in."""
-    if found := gguf_of(folder):
-        return found
+    if (folder / GGUF_POINTER).exists():
+        return [folder / GGUF_POINTER]
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
@@ -229,15 +247,8 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _is_surplus(name: str, tied: bool) -> bool:
-    """Whether a tensor is not needed: some exporters write computed ones, and the head of a tied model."""
-    return bool(COMPUTED.fullmatch(name)) or (tied and name == "lm_head.weight")
-
-
-def _check_names(folder: Path, expected, found, tied: bool) -> None:
-    missing = [name for name in expected if name not in found]
-    unexpected = [name for name in found if name not in expected and not _is_surplus(name, tied)]
-    _refuse_names(folder, "missing", missing)
-    _refuse_names(folder, "unexpected", unexpected)
+    """Whether a tensor is not needed: some exporters write computed ones, and a head that is the embedding."""
+    return bool(COMPUTED.fullmatch(name)) or (tied and name == HEAD)
 
 
 def _refuse_names(folder: Path, what: str, names: list[str]) -> None:
@@ -248,95 +259,19 @@ def _refuse_names(folder: Path, what: str, names: list[str]) -> None:
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The base weights, dense, under their published names and without adapters, also while adapters are attached."""
-    tensors = _base_tensors(dict(model.named_parameters()))
+    tensors = base_tensors(dict(model.named_parameters()))
     dense = {
         f"{path}.weight": nf4.dequantize([module.weight], module.dtype)
         for path, module in model.named_modules()
         if isinstance(module, Nf4Linear)
     }
-    return tensors | _base_tensors(dense)
+    return tensors | base_tensors(dense)
 
 
-def _base_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def base_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that do not belong to an adapter, under the names that they have without adapters."""
     return {
         name.replace(".base.", "."): tensor.detach()
         for name, tensor in tensors.items()
         if ".lora_A." not in name and ".lora_B." not in name
     }
-
-
-def save_merged(
-    model: CausalLM, source_folder: str | Path, out_folder: str | Path, max_shard: int | None = None
-) -> None:
-    """Writes the base weights as a checkpoint that transformers reads, with config and tokenizer files of the source.
-
-    An adapter to be included is merged before (`lora.merge_adapter`); those still attached are left out. NF4 weights
-    are written dense. `config.json` names the dtype that is written, under the source's key. With `max_shard` there
-    are several files, of at most `max_shard` bytes unless one tensor is larger. The folder appears whole or not at all.
-    Raises R3LiteError if it exists and is not empty.
-    """
-    key = "dtype" if "dtype" in config_record(Path(source_folder)).values else "torch_dtype"
-    dtype = {key: str(model.head_weight.dtype).removeprefix("torch.")}
-
-    def write(folder: Path) -> None:
-        write_weights(folder, checkpoint_tensors(model), max_shard)
-
-    _write_folder(Path(source_folder), Path(out_folder), write, dtype)
-
-
-def write_weights(folder: Path, tensors: dict[str, Tensor], max_shard: int | None) -> None:
-    """Writes tensors as one file, or as several and an index, under the names that transformers gives them."""
-    parts = shards_of(tensors, max_shard) if max_shard else [tensors]
-    if len(parts) == 1:
-        return write_tensors(folder / SINGLE, tensors)
-    places = {}
-    for number, part in enumerate(parts, 1):
-        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
-        write_tensors(folder / name, part)
-        places |= dict.fromkeys(part, name)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-
-
-def save_nf4(model: CausalLM, source_folder: str | Path, out_folder: str | Path) -> None:
-    """Writes a model loaded with `quantize` in the layout of `models.nf4`, so that it need not be quantized again.
-
-    Adapters are left out. The folder has the same files as that of `save_merged`, and appears in the same way.
-    """
-    assert not _layer_linears(model), "a layer has dense linears"
-    packed = [module for module in model.modules() if isinstance(module, Nf4Linear)]
-    assert all(module.absmax.dtype == torch.int8 for module in packed), "a folder of bitsandbytes is kept as it is"
-    extra, base = {"quantization_config": nf4.LAYOUT}, fingerprint(source_folder)
-    metadata = {FINGERPRINT: base} if base else {}
-
-    def write(folder: Path) -> None:
-        write_tensors(folder / SINGLE, _base_tensors(model.state_dict()), metadata)
-
-    _write_folder(Path(source_folder), Path(out_folder), write, extra)
-
-
-def _write_folder(source: Path, out: Path, write: Callable[[Path], None], extra: dict) -> None:
-    """Writes a model folder: the source's files, and what `write` puts there.
-
-    In `config.json` the keys of `extra` take the place of the source's quantization.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise R3LiteError(f"{out} is there already", "Name a new folder for the checkpoint.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}{PART}")
-    try:
-        temporary.mkdir()
-        for name in VERBATIM:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, temporary / name)
-        config = config_record(source).values
-        wanted = {key: value for key, value in config.items() if key != "quantization_config"} | extra
-        if wanted != config:
-            write_json(temporary / "config.json", wanted)
-        write(temporary)
-        if out.exists():
-            out.rmdir()  # empty; Windows renames onto nothing
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -24,12 +24,12 @@ GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
 class ChatTemplate:
     """What a chat template writes before, between and after the contents of messages.
 
-    `thinking` is the template's `enable_thinking`.
+    `thinking` is the template's `enable_thinking`; None: not set, as other programs leave it.
     """
 
-    def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None, thinking: bool = False):
+    def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None, thinking: bool | None = False):
         """`tokens` are the special tokens that a template may name, such as `bos_token`; `where` is for errors."""
-        self.where = where
+        self.source, self.where = source, where
         self._gaps: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -37,7 +37,8 @@ class ChatTemplate:
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         # Without `strftime_now`: templates that ask for it write a fixed date then, and prompts do not change by day.
         environment.globals["raise_exception"] = _raise
-        self.variables = {"documents": None, "enable_thinking": thinking, **(tokens or {})}
+        switch = {} if thinking is None else {"enable_thinking": thinking}
+        self.variables = {"documents": None, **switch, **(tokens or {})}
         try:
             self._template = environment.from_string(GENERATION.sub(_condition, source))
         except TemplateError as error:

@@ -18,13 +18,12 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record
 from r3lite.protocols.chat_template import EMPTY_THOUGHT, ROLES, THINK, THOUGHT_END, ChatTemplate
 from r3lite.protocols.chat_template import REMEDY as TEMPLATE_REMEDY
-from r3lite.protocols.tokenizer_files import REMEDY, chat_template, check_ids, library_errors, token_text
+from r3lite.protocols.tokenizer_files import REMEDY, SPECIAL, chat_template, check_ids, library_errors, special_tokens
 
 # Chats whose tokens must be those of the rendered template: of the first message's role, up to the assistant's turn.
 PROBES = ("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user")
 THOUGHT_ENDS = (THINK, THOUGHT_END)
 Messages = Sequence[dict[str, str]]  # of `role` and `content`
-SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what a template may name
 
 
 def _probe() -> str:
@@ -125,7 +124,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         record = read_record(path, REMEDY.format(path.name))
         config = read_record(folder / "tokenizer_config.json", REMEDY.format("tokenizer_config.json"))
-        tokens = {name: token for name in SPECIAL if (token := token_text(config, name)) is not None}
+        tokens = special_tokens(config)
         source = chat_template(folder, config)
         if not source:
             raise R3LiteError(f"the tokenizer in {folder} has no chat template", TEMPLATE_REMEDY)
@@ -152,7 +151,7 @@ class Tokenizer:
         contents = {"system": "Answer in steps.", "user": "Who wrote it, and when?", "assistant": "Step 1: I look."}
         for roles in PROBES:
             messages = [{"role": role, "content": contents[role]} for role in roles]
-            text = self.template.render(self._folded(messages), prompt=True)
+            text = self.template.render(self.folded(messages), prompt=True)
             expected = self._marked.encode(text, add_special_tokens=False).ids
             self._space_first = self._space_first and self.chat(messages, prompt=True)[0] == expected
             if (ids := self.chat(messages, prompt=True)[0]) != expected:
@@ -164,6 +163,12 @@ class Tokenizer:
         """CRC-32 of the tokens by their ids: models share a vocabulary if theirs are equal."""
         tokens = sorted(self._marked.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
         return f"{zlib.crc32(repr(tokens).encode()):08x}"
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Those of `tokenizer_config.json` by name, with the end of a turn and the padding that training uses."""
+        given = {name: self.template.variables[name] for name in SPECIAL if name in self.template.variables}
+        return given | {"eos_token": self.stop, "pad_token": self._marked.id_to_token(self.pad_id)}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text that goes on after other text, never special tokens: markup in it is text, too."""
@@ -226,8 +231,12 @@ class Tokenizer:
 
     def chat_text(self, messages: Messages) -> str:
         """The text of a chat up to the assistant's turn, without the token that a tokenizer puts before each text."""
-        first = self._marked.decode(self._marked.encode("").ids, skip_special_tokens=False)
-        return self.template.render(self._folded(messages), prompt=True).removeprefix(first)
+        return self.template.render(self.folded(messages), prompt=True).removeprefix(self.first)
+
+    @property
+    def first(self) -> str:
+        """The token that the tokenizer puts before each text, or nothing."""
+        return self._marked.decode(self._marked.encode("").ids, skip_special_tokens=False)
 
     @cached_property
     def opening(self) -> list[int]:
@@ -253,7 +262,7 @@ class Tokenizer:
         for message in messages:
             if message["role"] not in ROLES:
                 raise R3LiteError(f"a message has the role {message['role']!r}", f"The roles are {', '.join(ROLES)}.")
-        messages = self._folded(messages)
+        messages = self.folded(messages)
         roles = tuple(message["role"] for message in messages)
         gaps = self.template.gaps(roles, prompt)
         parts: list[tuple[list[int], bool]] = []  # with whether the assistant wrote them
@@ -293,7 +302,7 @@ class Tokenizer:
             cause = "replies with a thought in <think> are trained on, and the chat template switches thoughts off"
             raise R3LiteError(cause, "Pass --thinking on, here and to all commands that use the adapter.")
 
-    def _folded(self, messages: Messages) -> Messages:
+    def folded(self, messages: Messages) -> Messages:
         """Messages with the system message before the first user message, if the template has no place for it."""
         if self._takes_system or not messages or messages[0]["role"] != "system":
             return messages

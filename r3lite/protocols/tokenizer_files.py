@@ -10,6 +10,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_record, read_text
 from r3lite.core.records import Record
 
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # what a template may name
 REMEDY = "A model folder needs {}; copy it from the model's source."
 
 
@@ -56,8 +57,10 @@ def chat_template(folder: Path, config: Record) -> str:
     return named.get("default", "")
 
 
-def token_text(config: Record, name: str) -> str | None:
-    """A special token of `tokenizer_config.json`: text, or an object with its content."""
-    if isinstance(config.values.get(name), dict):
-        return config.record(name).text("content")
-    return config.text(name, None)
+def special_tokens(config: Record) -> dict[str, str]:
+    """The special tokens of a `tokenizer_config.json` that it has: each is text, or an object with its content."""
+    found = {}
+    for name in SPECIAL:
+        holder, key = (config.record(name), "content") if isinstance(config.values.get(name), dict) else (config, name)
+        found[name] = holder.text(key, None)
+    return {name: token for name, token in found.items() if token is not None}

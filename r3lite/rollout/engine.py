@@ -23,6 +23,7 @@ from r3lite.core.spans import Spans
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.hooks import explain_overflow
 from r3lite.models.kv_cache import KVCache, Prefill
+from r3lite.models.linear import linear
 from r3lite.models.lora import cast_once
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.decoder import Decoder, GraphDecoder
@@ -167,7 +168,7 @@ class Engine:
         if not rows:
             return
         hidden = decoder([s.tokens[-1] for s in rows])  # [B, C]
-        logits = self.model.head_product(hidden, self.model.head_weight)  # [B, V]
+        logits = linear(hidden, self.model.head_weight)  # [B, V]
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
         drawn = [*self._sample(logits, rows)]
         if self.value_head is not None:

@@ -203,8 +203,8 @@ class ExportSettings(Section):
 
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """the base: folder, GGUF file, hub id, or tiny"""
-    adapter: Annotated[str | None, Required("a run folder or its adapter/; it is merged into --model")] = None
-    """LoRA adapter that is merged into the base: a run folder or its adapter/"""
+    adapter: str | None = None
+    """LoRA adapter that is merged into the base: a run folder or its adapter/; without it, the base alone is written"""
     form: Literal["folder", "gguf", "adapter", "gguf-adapter"] = "folder"
     """folder: as transformers and vLLM read it; gguf: as llama.cpp and Ollama read it (extra gguf); adapter: the
     adapter alone, as PEFT reads it; gguf-adapter: the same for llama.cpp's --lora (extra gguf)"""
@@ -230,6 +230,8 @@ class ExportSettings(Section):
     """upload; without it, --push prints what would be uploaded"""
 
     def check(self) -> None:
+        if self.adapter is None and self.form.endswith("adapter"):
+            raise UsageError(f"--adapter is missing: --form {self.form} writes it alone; name a run folder")
         if self.form != "gguf" and self.weights == "q8_0":
             raise UsageError("--weights q8_0 is for --form gguf; others have fp32, bf16, fp16, and a folder nf4")
         if self.form != "folder" and self.weights == "nf4":

@@ -26,8 +26,7 @@ class ModelSettings(Section):
     """thoughts in <think> before each turn, of a model whose chat template can switch them (Qwen3); auto: off. They are
     part of --max-new-tokens, and of no step"""
     compile: bool = False
-    """torch.compile for layers in passes without gradients (decoding, scoring, validation), and on a card for NF4
-    weights in all passes; takes up to minutes at the start; on a CPU it helps in bf16 with one episode at a time"""
+    """torch.compile for the dequantization of a base in NF4 on a CUDA card; takes up to minutes at the start"""
 
 
 @dataclass(frozen=True)

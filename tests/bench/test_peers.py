@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from bench import contests, full_length, peers
@@ -40,15 +39,6 @@ def test_generate_ends_no_turn_early(folder, made, merged):
     work = peers.generate(folder, full_length.full_prompts(3, 8), 12, FP32, merged=merged)
     work()
     assert any("lora" in name for name, _ in made[0].named_parameters()) is not merged
-
-
-@pytest.mark.slow
-def test_a_compiled_peer_compiles_its_decoding_step(compiler, folder, made):
-    work = peers.generate(folder, full_length.full_prompts(1, 8), 12, FP32, compiled=True)
-    work()
-    graphs = counters["stats"]["unique_graphs"]
-    work(9)
-    assert 0 < graphs == counters["stats"]["unique_graphs"]
 
 
 def test_a_peer_that_samples_fewer_tokens_stops_the_bench(folder, made):

@@ -26,7 +26,8 @@ from r3lite.memory.planner import peak
 from r3lite.memory.work import Workload
 from r3lite.models import lora
 from r3lite.models.kv_cache import KVCache
-from r3lite.models.weights import load_model, resolve_folder, save_nf4
+from r3lite.models.saving import save_nf4
+from r3lite.models.weights import load_model, resolve_folder
 from r3lite.protocols.transcript import Layout
 from r3lite.settings import LoraSettings
 from r3lite.settings.common import budget_bytes

@@ -3,6 +3,8 @@
 import shutil
 from dataclasses import replace
 
+from safetensors.torch import load_file, save_file
+
 from r3lite.core.grant import Memory
 from r3lite.memory import planner, workloads
 from r3lite.memory.known_models import QWEN_TOKENS
@@ -84,3 +86,12 @@ def test_a_judge_and_a_teacher_in_a_folder_in_nf4_are_planned_as_that(small_mode
     assert w.teacher.packed == w.judge.packed == nf4.Packed(320 * 128, (numbers - 320 * 128) // 64)
     works = planner.as_judge(w, w.judge), planner.as_teacher(w, Memory(), w.teacher)[0]
     assert [work.packed for work in works] == [w.judge.packed] * 2
+
+
+def test_a_plan_counts_a_head_of_its_own_and_needs_no_weights(tmp_path):
+    folder = shutil.copytree(resolve_folder("tiny"), tmp_path / "tiny")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
+    assert not workloads.shape_of(str(folder))[0].tie_word_embeddings
+    (folder / "model.safetensors").unlink()
+    assert workloads.shape_of(str(folder))[0].tie_word_embeddings

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from r3lite.core.errors import R3LiteError
 from r3lite.models.config_file import is_nf4, read_config
 from r3lite.models.lora import adapter_parameters, add_adapter, merge_adapter, set_adapter
-from r3lite.models.weights import checkpoint_tensors, fingerprint, load_model, save_merged, save_nf4
+from r3lite.models.saving import save_merged, save_nf4
+from r3lite.models.weights import checkpoint_tensors, fingerprint, load_model
 from tests.packed_folders import CONFIG, STATE, write_packed
 
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6}  # blocks do not fill their last group

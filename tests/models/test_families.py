@@ -7,7 +7,7 @@ import torch
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.grant import Grant, Memory
-from r3lite.models import activation_checkpointing, compiled
+from r3lite.models import activation_checkpointing
 from r3lite.models.config_file import FAMILIES, read_config
 from r3lite.models.lora import adapter_parameters, add_adapter, save_adapter, set_adapter
 from r3lite.models.weights import checkpoint_tensors, load_model
@@ -103,16 +103,6 @@ def test_nf4_is_the_dequantized_model(folders, kind):
         dense.get_parameter(name).copy_(tensor)
     ids = torch.arange(7, 47)[None]
     assert (packed(ids) - dense(ids)).abs().max() < 1e-5
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_compiled_layers_normalize_heads(compiler, folders):
-    model = load_model(folders("qwen3", SMALL), torch.float32, "cpu")
-    ids = torch.arange(7, 47)[None]
-    expected = model(ids)
-    compiled.enable(model)
-    assert 0 < (model(ids) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer as Backend
 
 from r3lite import export, sft
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import folder_fingerprint
+from r3lite.core.files import folder_fingerprint, write_json
 from r3lite.models import gguf_files, gguf_folder, lora
 from r3lite.models.config_file import read_config
-from r3lite.models.gguf_files import gguf_name, published_name
+from r3lite.models.gguf_files import Header, gguf_name, published_name
 from r3lite.models.tensor_files import opened
 from r3lite.models.weights import checkpoint_tensors, fingerprint, load_model, resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
@@ -119,7 +119,8 @@ def test_numbers_are_those_of_the_package(tmp_path, monkeypatch, kind):
     expected = torch.tensor(gguf.quants.dequantize(data, Q[kind]).astype(np.float32))
     halves = expected.reshape(3, 4, 2, 512).swapaxes(1, 2).reshape(24, 512)
     monkeypatch.setattr(gguf_files, "TILE", 5 * 512)
-    with opened(tmp_path / "x.gguf") as file:
+    write_json(tmp_path / "gguf.json", {"tensors": Header(tmp_path / "x.gguf").published()})
+    with opened(tmp_path / "gguf.json") as file:
         for name, wanted in (("mlp.up_proj", expected), ("self_attn.q_proj", halves)):
             name = f"model.layers.0.{name}.weight"
             same = {"rtol": 0, "atol": 0, "equal_nan": True}
@@ -244,7 +245,7 @@ def test_tensors_that_no_such_model_has_are_refused(models, tmp_path):
         resolve_folder(str(other))
 
 
-def test_a_damaged_file_is_an_error_that_names_it(models, tmp_path, cache):
+def test_a_damaged_file_is_an_error_that_names_it(models, tmp_path, monkeypatch):
     """A file that ends early, or says that a list is longer than the file, neither hangs nor takes memory."""
     content = models("qwen3")[1].read_bytes()
     path = tmp_path / "x.gguf"
@@ -260,6 +261,14 @@ def test_a_damaged_file_is_an_error_that_names_it(models, tmp_path, cache):
             load_model(resolve_folder(str(path)), torch.float32, "cpu")
         except R3LiteError as error:
             assert "x" in str(error)
+    numbers = b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"x", 9, 0, 1 << 60)  # a list of bytes
+    path.write_bytes(numbers + bytes(100))
+    with pytest.raises(R3LiteError, match="damaged or truncated \\(it ends early"):
+        resolve_folder(str(path))
+    monkeypatch.setattr(gguf_files, "MOST_READS", 1000)
+    path.write_bytes(numbers + bytes(2000))
+    with pytest.raises(R3LiteError, match="more than 1,000 values"):
+        resolve_folder(str(path))
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60))
     with pytest.raises(R3LiteError, match="damaged"):
         resolve_folder(str(path))
@@ -305,9 +314,10 @@ def test_commands_take_a_file_as_model(tmp_path, capsys):
 def test_a_sentencepiece_tokenizer_is_not_written(tmp_path):
     """That of Llama 2, TinyLlama and Mistral."""
     source = write_model(tmp_path / "source", "mistral", "gpt-2")
+    tokenizer = Tokenizer.load(source)
     content = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     content["model"]["byte_fallback"], content["pre_tokenizer"] = True, {"type": "Metaspace", "replacement": "_"}
     (source / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(R3LiteError, match="the tokenizer is a SentencePiece one"):
-        write_gguf(source, tmp_path / "out" / "x.gguf")
+        write_gguf(source, tmp_path / "out" / "x.gguf", tokenizer=tokenizer)
     assert not (tmp_path / "out").exists()

@@ -33,10 +33,14 @@ def test_values_and_gradients(inputs, temperature, chunk):
     ours, theirs = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
     logprobs, entropies = token_logprobs(ours, head, targets, temperature, chunk, with_entropy=True)
     expected = plain(theirs, head, targets, temperature)
-    assert logprobs.dtype == entropies.dtype == torch.float32
+    assert logprobs.dtype == entropies.dtype == torch.float32 and not logprobs.requires_grad
     assert torch.allclose(logprobs.double(), expected[0], atol=1e-5)
     assert torch.allclose(entropies.double(), expected[1], atol=1e-5)
-    (logprobs * upstream[0] + entropies * upstream[1]).sum().backward()
+
+    def weighted(rows, logprobs, entropies):
+        return (logprobs * upstream[0, rows] + entropies * upstream[1, rows]).sum(), {}
+
+    token_loss(ours, head, targets, weighted, temperature, chunk, with_entropy=True)[0].backward()
     (expected[0] * upstream[0] + expected[1] * upstream[1]).sum().backward()
     assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-4)
 
@@ -57,18 +61,14 @@ def losses_of(inputs):
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("fused", [True, False])
-def test_gradients_against_the_plain_path_in_float64(inputs, dtype, bound, fused):
+def test_gradients_against_the_plain_path_in_float64(inputs, dtype, bound):
     hidden, head, targets, _ = inputs
     head = head / C**0.5  # logits of size 1, as a model has them
     loss = losses_of(inputs)
     ours = hidden.to(dtype).requires_grad_()
     theirs = ours.detach().double().requires_grad_()
     how = dict(temperature=0.7, chunk=8, with_entropy=True)
-    if fused:
-        value, _ = token_loss(ours, head.to(dtype), targets, loss, **how)
-    else:
-        value, _ = loss(slice(None), *token_logprobs(ours, head.to(dtype), targets, **how))
+    value, _ = token_loss(ours, head.to(dtype), targets, loss, **how)
     expected, _ = loss(slice(None), *plain(theirs, head.to(dtype), targets, 0.7))
     assert value.item() == pytest.approx(expected.item(), rel=10 * bound)
     (value * 3).backward()
@@ -138,8 +138,7 @@ def test_the_logits_are_never_there_as_a_whole(inputs):
     with NoMoreRows(8):
         token_loss(hidden, head, targets, losses_of(inputs), chunk=8, with_entropy=True)[0].backward()
     with NoMoreRows(8) as watch:
-        logprobs, entropies = token_logprobs(hidden, head, targets, chunk=8, with_entropy=True)
-        (logprobs + entropies).sum().backward()
+        token_logprobs(hidden, head, targets, chunk=8, with_entropy=True)
     assert watch.seen == 8
     with pytest.raises(AssertionError, match="made a tensor"), NoMoreRows(8):
         token_logprobs(hidden, head, targets, chunk=9)
@@ -149,8 +148,8 @@ def test_no_chunk_of_logits_is_kept_for_the_backward_pass(inputs):
     hidden, head, targets, _ = inputs
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        token_logprobs(hidden.requires_grad_(), head, targets, chunk=8, with_entropy=True)
-    assert not [shape for shape in kept if V in shape and C not in shape]
+        token_loss(hidden.requires_grad_(), head, targets, losses_of(inputs), chunk=8, with_entropy=True)
+    assert kept and not [shape for shape in kept if V in shape and C not in shape]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -186,7 +185,7 @@ def test_no_rows(inputs):
     hidden.requires_grad_()
     logprobs, entropies = token_logprobs(hidden[:0], head, targets[:0], with_entropy=True)
     assert logprobs.shape == entropies.shape == (0,)
-    logprobs.sum().backward()
+    token_loss(hidden[:0], head, targets[:0], cross_entropy)[0].backward()
     assert hidden.grad.abs().sum() == 0
 
 

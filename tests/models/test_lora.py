@@ -19,7 +19,8 @@ from r3lite.models.lora import (
     switch_of,
     use_adapter,
 )
-from r3lite.models.weights import fingerprint, load_model, save_merged
+from r3lite.models.saving import save_merged
+from r3lite.models.weights import fingerprint, load_model
 
 IDS = torch.arange(5, 45)[None]
 

@@ -17,7 +17,8 @@ from r3lite.models import activation_checkpointing, nf4, projections
 from r3lite.models.lora import LoraLinear, adapter_parameters, add_adapter, merge_adapter, remove_adapter, use_adapter
 from r3lite.models.nf4 import dequantize, quantize
 from r3lite.models.projections import Nf4Linear
-from r3lite.models.weights import checkpoint_tensors, load_model, save_merged, save_nf4
+from r3lite.models.saving import save_merged, save_nf4
+from r3lite.models.weights import checkpoint_tensors, load_model
 
 IDS = torch.arange(5, 45)[None]
 SIZES = {"intermediate_size": 128}  # in_features must be multiples of 64

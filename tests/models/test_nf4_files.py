@@ -11,7 +11,8 @@ from r3lite.core.errors import R3LiteError
 from r3lite.models import nf4
 from r3lite.models.config_file import read_config
 from r3lite.models.lora import add_adapter, remove_adapter
-from r3lite.models.weights import load_model, save_nf4
+from r3lite.models.saving import save_nf4
+from r3lite.models.weights import load_model
 
 IDS = torch.arange(5, 45)[None]
 SIZES = {"intermediate_size": 128}  # in_features must be multiples of 64

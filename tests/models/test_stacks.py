@@ -8,8 +8,9 @@ from safetensors.torch import load_file, save_file
 from r3lite.models import lora
 from r3lite.models.nf4 import dequantize, quantize
 from r3lite.models.projections import Nf4Linear, Stack, project
+from r3lite.models.saving import save_nf4
 from r3lite.models.stacks import side_by_side, stacked, stacks
-from r3lite.models.weights import load_model, save_nf4
+from r3lite.models.weights import load_model
 
 SIZES = {"hidden_size": 128, "intermediate_size": 320}
 

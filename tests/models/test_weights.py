@@ -16,7 +16,8 @@ from r3lite.core.errors import R3LiteError
 from r3lite.models import nf4, tensor_files, weights
 from r3lite.models.config_file import read_config
 from r3lite.models.lora import adapter_parameters, add_adapter, use_adapter
-from r3lite.models.weights import load_model, resolve_folder, save_merged
+from r3lite.models.saving import save_merged, save_nf4
+from r3lite.models.weights import fingerprint, load_model, model_config, resolve_folder
 
 
 def shard(folder):
@@ -75,15 +76,48 @@ def test_dtype_decides_and_everything_is_frozen(small_model, write_folder, tmp_p
     assert not any(t.is_meta for t in model.state_dict().values())
 
 
-def test_a_tied_head_is_the_embedding_even_if_the_file_has_a_head(small_model, write_folder, tmp_path):
-    folder = write_folder(small_model(), tmp_path)
+def add_head(folder, head):
+    """Writes `head` of the embedding beside it, and what old exporters wrote."""
     tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = torch.full_like(tensors["model.embed_tokens.weight"], 9.0)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # old exporters wrote it
-    save_file(tensors, folder / "model.safetensors")
+    tensors["lm_head.weight"] = head(tensors["model.embed_tokens.weight"].clone())
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_a_head_that_equals_a_tied_embedding_is_the_embedding(small_model, write_folder, tmp_path):
+    folder = write_folder(small_model(), tmp_path)
+    before = fingerprint(folder)
+    add_head(folder, torch.Tensor.double)  # in another type
     model = load_model(folder, torch.float32, "cpu")
     assert model.head_weight is model.model.embed_tokens.weight
-    assert model.head_weight.max() < 9
+    assert model_config(folder).tie_word_embeddings and fingerprint(folder) == before
+
+
+def test_a_head_that_differs_from_a_tied_embedding_is_used(small_model, write_folder, tmp_path, monkeypatch):
+    """It was dropped, and transformers computes with it."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(weights, "COMPARED_ROWS", 50)
+    folder = write_folder(small_model(intermediate_size=128), tmp_path / "source")
+    before = fingerprint(folder)
+
+    def last_row_differs(embedding):
+        embedding[-1] += 1
+        return embedding
+
+    add_head(folder, last_row_differs)
+    ids = torch.arange(20)[None]
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+    model = load_model(folder, torch.float32, "cpu")
+    assert (model.logits(model(ids)) - expected).abs().max() < 1e-4
+    assert not model.config.tie_word_embeddings and fingerprint(folder) != before
+    save_merged(model, folder, tmp_path / "merged")
+    save_nf4(load_model(folder, torch.float32, "cpu", quantize=True), folder, tmp_path / "nf4")
+    for written in (tmp_path / "merged", tmp_path / "nf4"):
+        assert not read_config(written).tie_word_embeddings and fingerprint(written) == fingerprint(folder)
+        assert torch.equal(load_model(written, torch.float32, "cpu").head_weight, model.head_weight)
+    (expected,) = expected.unbind()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert (merged(ids).logits[0] - expected).abs().max() < 1e-4
 
 
 class LivePeak(TorchDispatchMode):

@@ -13,7 +13,7 @@ from r3lite.models.logprobs import TopTokens
 from r3lite.models.value_head import ValueHead
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.forward import action_logprobs
+from r3lite.rl.forward import action_logprobs, action_states
 from r3lite.rl.learner import Learner
 from r3lite.settings import LengthSettings, RLSettings
 from r3lite.settings.rl import PAPERS
@@ -92,7 +92,8 @@ def taught(batch: Batch, rows, k: int = 5) -> Batch:
 @pytest.fixture
 def logprobs(model, batch):
     """The policy's log-probabilities [N] of the batch's action tokens, with gradients."""
-    return action_logprobs(model, batch, VOCABULARY, 1.0)
+    hidden, tokens = action_states(model, batch)
+    return model.logits(hidden)[:, :VOCABULARY].log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
 @pytest.fixture

@@ -1,0 +1,106 @@
+"""Chats of an export: its special tokens and its template are those of the training, and so are its prompts."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import read_record
+from r3lite.core.records import Record, Source
+from r3lite.protocols.base import Protocol
+from r3lite.protocols.chat_template import ChatTemplate
+from r3lite.protocols.tokenizer import Tokenizer
+from r3lite.protocols.tokenizer_files import chat_template, special_tokens
+
+QUESTION = "Who is married to the composer of Jelsan Janli?"
+SWITCH = "enable_thinking"  # of some templates
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
+SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
+REMEDY = "Nothing is kept of it. Use another --form, or a base whose tokenizer files are as published."
+
+
+def opening(tokenizer: Tokenizer, protocol: Protocol, question: str) -> list[dict[str, str]]:
+    """The messages that an episode opens with, as the chat template takes them: system, worked example, question."""
+    system = [{"role": "system", "content": protocol.system}] if protocol.system else []
+    messages = [*system, *protocol.shots, {"role": "user", "content": protocol.opening(question)}]
+    return list(tokenizer.folded(messages))
+
+
+def trained_template(tokenizer: Tokenizer) -> str:
+    """The chat template of the training; thoughts are switched as they were, whatever a program's default is."""
+    source = tokenizer.template.source
+    value = str(tokenizer.template.variables[SWITCH]).lower()
+    return f"{{%- set {SWITCH} = {value} %}}{source}" if SWITCH in source else source
+
+
+def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the files of an export say otherwise than those of its base, for `saving.save_merged`.
+
+    The base of a chat model may end its texts by another token than that of a turn, and then never stops.
+    """
+    path = folder / (GENERATION if (folder / GENERATION).is_file() else CONFIG)
+    found = read_record(path, "Copy it from the model's source.").values.get("eos_token_id")
+    theirs = [id for id in (found if isinstance(found, list) else [found]) if isinstance(id, int)]
+    ids, tokens = {"eos_token_id": tokenizer.stop_id, "pad_token_id": tokenizer.pad_id}, tokenizer.special_tokens
+    ends = list(dict.fromkeys([tokenizer.stop_id, *theirs]))
+    made: dict[str, Any] = {CONFIG: ids, GENERATION: ids | {"eos_token_id": ends}, TOKENIZER: dict(tokens)}
+    if (folder / SPECIAL).is_file():
+        made[SPECIAL] = tokens
+    if (folder / TEMPLATE).is_file():
+        made[TEMPLATE] = trained_template(tokenizer)
+    else:
+        made[TOKENIZER]["chat_template"] = trained_template(tokenizer)
+    return made
+
+
+def check_folder(folder: Path, thinking: bool | None, messages: list[dict[str, str]], ids: list[int]) -> None:
+    """`check` of what transformers makes of a model folder; `thinking` is what its user passes, None: nothing."""
+    definition, config = (folder / "tokenizer.json").read_text(encoding="utf-8"), read_record(folder / TOKENIZER, "")
+    template = ChatTemplate(chat_template(folder, config), str(folder), special_tokens(config), thinking)
+    check(str(folder), definition, template.render(messages, prompt=True), ids)
+
+
+def check_gguf(
+    path: Path, files: dict[str, dict[str, Any]], modelfile: str, messages: list[dict[str, str]], ids: list[int]
+) -> None:
+    """`check` of what llama.cpp and Ollama make of a GGUF file that was read as `files`, and of its Modelfile."""
+    definition, config = json.dumps(files["tokenizer.json"]), Record(files[TOKENIZER], Source(str(path)))
+    template = ChatTemplate(config.text("chat_template"), str(path), special_tokens(config), None)
+    check(str(path), definition, template.render(messages, prompt=True), ids)
+    check(f"{path.parent / 'Modelfile'}", definition, filled(modelfile, QUESTION), ids, adds_first=True)
+
+
+def check(where: str, definition: str, text: str, ids: list[int], adds_first: bool = False) -> None:
+    """Raises R3LiteError unless a prompt has the tokens `ids` of the training, in the tokenizer of an export.
+
+    `adds_first`: the program puts the token before it that the tokenizer puts before each text.
+    """
+    backend = Backend.from_str(definition)
+    found = backend.encode(text, add_special_tokens=adds_first).ids
+    if found != ids:
+        made, trained = (backend.decode(tokens, skip_special_tokens=False) for tokens in (found, ids))
+        raise R3LiteError(
+            f"{where}: other programs would make the prompt {made!r}, and training had {trained!r}", REMEDY
+        )
+
+
+def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:
+    """Ollama's Modelfile: the weights, and a template that puts what is asked into the prompt."""
+    text = tokenizer.chat_text(opening(tokenizer, protocol, "\0"))
+    text = re.sub(r'{{|"""', lambda found: f"{{{{ {json.dumps(found[0])} }}}}", text).replace("\0", "{{ .Prompt }}")
+    stop = f"PARAMETER stop {tokenizer.stop}\nPARAMETER temperature 0\n"
+    return f'FROM ./{file}\nTEMPLATE """{text}{{{{ .Response }}}}"""\n{stop}'
+
+
+def filled(modelfile: str, question: str) -> str:
+    """The prompt that Ollama makes of a Modelfile."""
+    template = re.search(r'TEMPLATE """(.*?)"""\n', modelfile, re.DOTALL)[1]
+    values = {".Prompt": question, ".Response": ""}
+
+    def value(action: re.Match) -> str:
+        return values[action[1]] if action[1] in values else json.loads(action[1])
+
+    return re.sub(r'{{ (\.\w+|"(?:\\.|[^"\\])*") }}', value, template)

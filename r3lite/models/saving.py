@@ -1,0 +1,123 @@
+"""Model folders, written: merged, or in NF4. `weights` reads them."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import PART, read_record, write_json, write_text
+from r3lite.models import nf4
+from r3lite.models.causal_lm import CausalLM
+from r3lite.models.config_file import config_record
+from r3lite.models.projections import Nf4Linear
+from r3lite.models.tensor_files import write_tensors
+from r3lite.models.weights import (
+    FINGERPRINT,
+    INDEX,
+    SINGLE,
+    SOURCE,
+    base_tensors,
+    checkpoint_tensors,
+    fingerprint,
+    layer_linears,
+)
+
+CONFIG = "config.json"
+VERBATIM = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+
+
+def save_merged(
+    model: CausalLM,
+    source_folder: str | Path,
+    out_folder: str | Path,
+    max_shard: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the base weights as a checkpoint that transformers reads, with config and tokenizer files of the source.
+
+    An adapter to be included is merged before (`lora.merge_adapter`); those still attached are left out. NF4 weights
+    are written dense. `config.json` names the dtype that is written, under the source's key. With `max_shard` there
+    are several files, of at most `max_shard` bytes unless one tensor is larger. `changes` has by file name the keys of
+    a JSON file that are others than in the source, or all of a text file. The folder appears whole or not at all.
+    Raises R3LiteError if it exists and is not empty.
+    """
+    key = "dtype" if "dtype" in config_record(Path(source_folder)).values else "torch_dtype"
+    dtype, more = str(model.head_weight.dtype).removeprefix("torch."), dict(changes or {})
+    more[CONFIG] = more.get(CONFIG, {}) | {key: dtype}
+
+    def write(folder: Path) -> None:
+        write_weights(folder, checkpoint_tensors(model), max_shard)
+
+    _write_folder(model, Path(source_folder), Path(out_folder), write, more)
+
+
+def write_weights(folder: Path, tensors: dict[str, Tensor], max_shard: int | None) -> None:
+    """Writes tensors as one file, or as several and an index, under the names that transformers gives them."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    most, pattern = max_shard or 1 << 62, "model{suffix}.safetensors"
+    parts = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=most)
+    for name, held in parts.filename_to_tensors.items():
+        write_tensors(folder / name, {tensor: tensors[tensor] for tensor in held})
+    if parts.is_sharded:
+        write_json(folder / INDEX, {"metadata": parts.metadata, "weight_map": parts.tensor_to_filename})
+
+
+def save_nf4(model: CausalLM, source_folder: str | Path, out_folder: str | Path) -> None:
+    """Writes a model loaded with `quantize` in the layout of `models.nf4`, so that it need not be quantized again.
+
+    Adapters are left out. The folder has the same files as that of `save_merged`, and appears in the same way.
+    """
+    assert not layer_linears(model), "a layer has dense linears"
+    packed = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    assert all(module.absmax.dtype == torch.int8 for module in packed), "a folder of bitsandbytes is kept as it is"
+    base = fingerprint(source_folder)
+    metadata = {FINGERPRINT: base} if base else {}
+
+    def write(folder: Path) -> None:
+        write_tensors(folder / SINGLE, base_tensors(model.state_dict()), metadata)
+
+    _write_folder(model, Path(source_folder), Path(out_folder), write, {CONFIG: {"quantization_config": nf4.LAYOUT}})
+
+
+def _write_folder(
+    model: CausalLM, source: Path, out: Path, write: Callable[[Path], None], changes: Mapping[str, Any]
+) -> None:
+    """Writes a model folder: the source's files with `changes` (see `save_merged`), and what `write` puts there.
+
+    `config.json` loses the source's quantization, and its tied head if the model has another one.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise R3LiteError(f"{out} is there already", "Name a new folder for the checkpoint.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}{PART}")
+    try:
+        temporary.mkdir()
+        for name in VERBATIM:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, temporary / name)
+        config = config_record(source).values
+        untied = {} if model.config.tie_word_embeddings else {"tie_word_embeddings": False}
+        kept = {key: value for key, value in config.items() if key != "quantization_config"} | untied
+        for name, change in changes.items():
+            if isinstance(change, str):
+                write_text(temporary / name, change)
+                continue
+            before = read_record(source / name, SOURCE.format(name)).values if (source / name).is_file() else {}
+            wanted = (kept if name == CONFIG else before) | change
+            if wanted != before:  # or the file stays as it is, byte for byte
+                write_json(temporary / name, wanted)
+        write(temporary)
+        if out.exists():
+            out.rmdir()  # empty; Windows renames onto nothing
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
