@@ -55,7 +55,7 @@ def export(config: ExportConfig) -> None:
         else:
             from r3lite.assembly import exporter
 
-            exporter.write(settings, config.protocol, scores, output)
+            exporter.write(settings, config, scores, output)
         if settings.push:
             print(hub.summary(output, settings.push, settings.push_as))
             if settings.yes:

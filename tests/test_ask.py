@@ -167,7 +167,9 @@ def test_a_retriever_that_failed_is_shown_as_such(arguments, capsys, monkeypatch
     shown = told(capsys, ["Where does Ada live?", *arguments]).out
     assert f"{QUERY}\n  no documents: the retriever failed: the disk is gone\n" in shown
     assert json.loads(told(capsys, ["Where does Ada live?", *arguments, "--json"]).out)["failure"] == "the disk is gone"
-    shown = told(capsys, ["Where does Ada live?", *arguments, "--retriever", "none"]).out
+    searching = arguments.index("--corpus")
+    without = [*arguments[:searching], *arguments[searching + 2 :], "--retriever", "none"]
+    shown = told(capsys, ["Where does Ada live?", *without]).out
     assert f"{QUERY}\n  (nothing was found)\n" in shown
 
 

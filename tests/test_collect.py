@@ -58,8 +58,8 @@ def test_gold_trajectories_of_the_other_formats(tmp_path, monkeypatch):
 
 
 def test_gold_trajectories_without_search_are_dropped_if_asked_for(tmp_path, capsys):
-    data, drop = shipped("data", "world", "train.jsonl"), ["--limit", "10", "--without-search", "drop", *SUB_QUESTIONS]
-    assert run(data, tmp_path / "out.jsonl", *drop) == 0 and len(lines(tmp_path / "out.jsonl")) == 10
+    data, drop = shipped("data", "world", "train.jsonl"), ["--limit", "10", "--without-search", "drop"]
+    assert run(data, tmp_path / "out.jsonl", *drop, *SUB_QUESTIONS) == 0 and len(lines(tmp_path / "out.jsonl")) == 10
     assert run(data, tmp_path / "solution.jsonl", *drop, "--preset", "solution") == 1
     assert re.search("rejected: answered without a search +10", capsys.readouterr().out)
 

@@ -163,7 +163,7 @@ def test_more_questions_are_sampled_and_other_settings_refused(tmp_path, teach, 
     first = contents(output)
     for changed, told in (
         (["--temperature", "0.9"], "temperature (was 0.7, is 0.9)"),
-        (["--source", "teacher"], "source (was self, is teacher)"),
+        (["--max-hops", "2"], "max_hops (was"),
     ):
         assert teach(output, *changed) == 1
         assert told in capsys.readouterr().err and contents(output) == first

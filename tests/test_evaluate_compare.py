@@ -79,4 +79,4 @@ def test_evaluations_of_other_questions_are_not_compared(two, tmp_path, capsys):
     assert "holds no predictions" in told["empty"]
     assert evaluate.main(["--compare", two[0], str(tmp_path / "gone")]) == 1
     assert evaluate.main(["--compare", two[0], two[1], "--data", "x"]) == 2
-    assert "leave --data out" in capsys.readouterr().err
+    assert "--data is x, and would do nothing here: it is for an evaluation, not --compare" in capsys.readouterr().err

@@ -25,14 +25,14 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
-from r3lite.settings import ExportSettings, LengthSettings, ModelSettings, ProtocolSettings
+from r3lite.settings import CommandConfig, ExportSettings, LengthSettings, ModelSettings, ProtocolSettings
 from r3lite.settings.common import budget_bytes
 from r3lite.training.earlier_run import settings_of
 
 TRAINED = "trained"  # the adapter's name
 
 
-def write(settings: ExportSettings, asked: ProtocolSettings, scores: dict, output: Path) -> None:
+def write(settings: ExportSettings, config: CommandConfig, scores: dict, output: Path) -> None:
     """Merges, or not, writes and reads back; tells what is written and how near the two are.
 
     Removes what it wrote if another program would make another prompt of it than the training had.
@@ -41,8 +41,8 @@ def write(settings: ExportSettings, asked: ProtocolSettings, scores: dict, outpu
     if settings.adapter:
         check_base(ModelSettings(model=settings.model, adapter=settings.adapter), weights.fingerprint(folder))
         run = settings_of(settings.adapter)
-    asked = as_trained(asked, run)
-    warn_of_other_format(settings.adapter, asked)
+    asked = as_trained(config.protocol, run)
+    warn_of_other_format(settings.adapter, replace(config, protocol=asked))
     protocol, tokenizer = build_protocol(asked), Tokenizer.load(folder, run.get("thinking", "auto"))
     layout, prompts = Layout(tokenizer, protocol, LengthSettings()), None
     if settings.prompts:

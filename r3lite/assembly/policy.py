@@ -169,9 +169,9 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
         return
     now = {name: "none" if value is None else value for name, value in flat(config).items()}  # as in a file
     then = {name: then.get(name, value) for name, value in now.items()} | {"sources": then.get("sources")}
-    for settings in (then, now):  # auto is off where thoughts can be switched
+    names = [*vars(config.protocol), *({"thinking"} & now.keys())]
+    for settings in (then, now) if "thinking" in now else ():  # auto is off where thoughts can be switched
         settings["thinking"] = settings["thinking"].replace("off", "auto")
-    names = [*vars(config.protocol), "thinking"]
     other = [f"{flag(name)} {then[name]} (here {now[name]})" for name in names[1:] if then[name] != now[name]]
     learned, asked = _formats(then), _formats(now)
     if asked - learned:

@@ -61,6 +61,6 @@ def special_tokens(config: Record) -> dict[str, str]:
     """The special tokens of a `tokenizer_config.json` that it has: each is text, or an object with its content."""
     found = {}
     for name in SPECIAL:
-        holder, key = (config.record(name), "content") if isinstance(config.values.get(name), dict) else (config, name)
-        found[name] = holder.text(key, None)
+        is_object = isinstance(config.values.get(name), dict)
+        found[name] = config.record(name).text("content") if is_object else config.text(name, None)
     return {name: token for name, token in found.items() if token is not None}

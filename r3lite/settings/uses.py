@@ -26,10 +26,10 @@ class Chosen(dict):
 
 @dataclass(frozen=True)
 class Use:
-    """Settings, by name with blanks between, that do something only if `works`; `told` says what they are for."""
+    """Settings, by name with blanks between, that do something only if `works`; `purpose` says what they are for."""
 
     names: str
-    told: str
+    purpose: str
     works: Callable[[Chosen], object]
 
 
@@ -144,7 +144,8 @@ USES = (
     Use("max_new_tokens max_length end_at_idle_query", LOADING, has_model),
     Use("epochs", "a run whose length --max-steps does not give", lambda s: s.max_steps is None),
     # Retrieval. --encoder and --top-k may stay while retrievers and baselines are compared.
-    Use("retriever", "a --format and a --baseline that retrieve", lambda s: s.retriever == "none" or retrieves(s)),
+    Use("retriever", "a --format and a --baseline that retrieve",
+        lambda s: s.retriever == "none" or (retrieves(s) and s.baseline != "gold")),
     Use(of(RetrievalSettings, but="retriever top_k noise_rate encoder encoder_style encoder_dtype"),
         "a search: a --retriever other than golden and none, a --format and a --baseline that search", searches),
     Use("context corpus index filter", "passages that are here, and --retriever names others", has_passages),

@@ -95,13 +95,15 @@ def of(*launched: tuple[str, int, int, int], times: int = 1) -> Counts:
 
 
 def test_predicted_seconds_by_hand():
-    """A card of 100 bytes and 1,000 operations a second, 0.5 s a kernel. A layer: a product of 30 + 20 bytes and 700
-    operations, attention of 10 bytes and 40, a sum of 6 bytes. Outside: a product of 100 bytes and 100 operations.
+    """A card of 100 bytes and 1,000 operations a second, 0.2 s a launch, 0.5 a kernel of a pass.
+
+    A layer: a product of 30 + 20 bytes and 700 operations, attention of 10 bytes and 40, a sum of 6 bytes. Outside: a
+    product of 100 bytes and 100 operations.
     """
     layer = of(("mm", 30, 20, 700), ("_attention_", 8, 2, 40), ("add", 4, 2, 0))
     found = Split(layer, of(("addmm_", 90, 10, 100)))
     assert cost(layer) == duration.Cost(weights=50, products=700, attention=40, activations=16, kernels=3)
-    card = Speeds("card", 100.0, {"fp32": 1000.0}, 0.5, "here")
+    card = Speeds("card", 100.0, {"fp32": 1000.0}, 0.2, "here")
     # 2 layers: max(200 / 100, 1500 / 1000) for products, 80 / 1000 and 32 / 100 for the rest, 7 kernels
     assert seconds(found, 2, card, "fp32") == pytest.approx(2.0 + 0.08 + 0.32 + 3.5)
     # 10 layers: max(600 / 100, 7100 / 1000)

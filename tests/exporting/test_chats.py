@@ -150,7 +150,7 @@ def test_format_and_prompts_are_those_of_the_run_unless_others_are_asked_for(bas
     capsys.readouterr()
     status, output = exported(folder, "adapter", "--adapter", run, "--system-prompt", "Search once.", preset=())
     assert status == 0 and "Search once." in (output / "README.md").read_text(encoding="utf-8")
-    assert "was trained with" in (said := capsys.readouterr().err) and "--system-prompt Search twice." in said
+    assert "was trained on" in (said := capsys.readouterr().err) and "--system-prompt Search twice." in said
 
 
 @pytest.mark.parametrize("form", ["folder", "gguf"])

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Episode, Question, Search, Step
 from r3lite.core.errors import R3LiteError
 from r3lite.datasets.trajectories import check_steps
@@ -314,12 +313,6 @@ def test_the_prompt_of_a_graph_has_its_limits_and_a_worked_example():
     for text in written:
         steps.append(load(format="tags", search_graph=True).parse(text.strip(), steps))
     assert len(steps) == 3 and not any(step.faults for step in steps)
-
-
-def test_a_graph_belongs_to_tags():
-    for other in ("r3", "solution", "dag"):
-        with pytest.raises(UsageError, match="--search-graph belongs to --format tags"):
-            ProtocolSettings(format=other, search_graph=True).check()
 
 
 @pytest.mark.parametrize("name", ["tags", "solution"])

@@ -2,13 +2,14 @@
 
 import pytest
 
+from r3lite.core import command
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.golden import paragraphs
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
-from r3lite.settings import RetrievalSettings
+from r3lite.settings import EvaluateConfig, RetrievalSettings
 from r3lite.settings.retrieval import RETRIEVERS, SERVICES
 
 DOCUMENTS = tuple(Document(f"q/{i}", f"Title {i}", f"Text {i} of the harbor.") for i in range(12))
@@ -53,9 +54,8 @@ def test_a_rate_is_used_or_refused(settings, rate):
     """What is not among the paragraphs of the questions has no such share."""
     RetrievalSettings(**settings).check()
     if settings in ELSEWHERE:
-        with pytest.raises(
-            UsageError, match=r"--noise-rate is for the paragraphs that come with questions: leave it or"
-        ):
-            RetrievalSettings(**settings, noise_rate=rate).check()
+        config = EvaluateConfig(retrieval=RetrievalSettings(**settings, noise_rate=rate))
+        with pytest.raises(UsageError, match="would do nothing here"):
+            command.check_used("evaluate", config)
     else:
         assert found(**settings, noise_rate=rate) != found(**settings, noise_rate=0.9)

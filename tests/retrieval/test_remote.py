@@ -286,8 +286,6 @@ def test_a_wrong_address_shows_before_the_run(monkeypatch):
         ({"retriever": "semantik"}, "did you mean semantic"),
         ({"retriever": "http://user:secret@host/retrieve"}, "holds a user or a password"),
         ({"retriever": "ftp://host/x"}, "is not an address of http"),
-        ({"retriever": "http://host/retrieve", "index": "i"}, "leave --index out"),
-        ({"retriever": "http://host/retrieve", "context": "question"}, "leave --context out"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, told):

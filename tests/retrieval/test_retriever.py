@@ -170,15 +170,6 @@ def test_with_context_question_only_its_own_paragraphs_are_searched(name):
 def test_context_question_needs_paragraphs_and_no_corpus():
     with pytest.raises(R3LiteError, match="question bare has none"):
         retriever([ONE, Question("bare", "?", ("a",))], context="question")
-    for given in ({"corpus": "c"}, {"index": "i"}):
-        with pytest.raises(UsageError, match=f"leave --{next(iter(given))} out"):
-            RetrievalSettings(context="question", **given).check()
-
-
-def test_a_reranker_has_nothing_to_order_where_nothing_is_searched():
-    for name in ("golden", "none"):
-        with pytest.raises(UsageError, match=f"--retriever {name} does not search"):
-            RetrievalSettings(retriever=name, rerank="auto").check()
 
 
 class Flaky:

@@ -145,7 +145,7 @@ def test_every_option_of_rl_beside_every_algorithm_is_read_by_it_or_refused(algo
 @pytest.mark.parametrize(
     ("name", "argv", "option"),
     [
-        ("evaluate", "--noise-rate 0.3", "--noise-rate"),
+        ("evaluate", "--noise-rate 0.3 --index x", "--noise-rate"),
         ("evaluate", "--fusion weighted --retriever lexical", "--fusion"),
         ("evaluate", "--top-p 0.9", "--top-p"),
         ("evaluate", "--recompute-layers 2", "--recompute-layers"),
@@ -158,6 +158,9 @@ def test_every_option_of_rl_beside_every_algorithm_is_read_by_it_or_refused(algo
         ("evaluate", "--format dag --source-index News=x --context question", "--source-index"),
         ("evaluate", "--source-index News=x", "--source-index"),
         ("evaluate", "--format tags --queries-per-step 2", "--queries-per-step"),
+        *(("evaluate", f"--format {other} --search-graph", "--search-graph") for other in ("r3", "solution", "dag")),
+        *(("evaluate", f"--retriever {name} --rerank auto", "--rerank") for name in ("golden", "none")),
+        ("evaluate", "--context question --index i", "--index"),
         ("evaluate", "--compare a b --data x", "--data"),
         ("retrieve", "--serve --query x", "--query"),
         ("retrieve", "--query x --gap-report y", "--gap-report"),
@@ -195,15 +198,15 @@ def test_what_would_do_nothing_is_refused_with_what_it_is_for(name, argv, option
 def test_what_a_preset_or_a_file_for_all_commands_brings_is_not_asked_of_each(tmp_path):
     command.check_used(*resolved("evaluate", "--preset", "tiny", "--retriever", "golden"))
     path = tmp_path / "all.toml"
-    path.write_text("noise_rate = 0.3\n", encoding="utf-8")
+    path.write_text("guard = 'off'\nfusion = 'weighted'\n", encoding="utf-8")
     command.check_used(*resolved("evaluate", "--config", str(path)))
-    path.write_text("[evaluate]\nnoise_rate = 0.3\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="--noise-rate is"):
+    path.write_text("[evaluate]\nfusion = 'weighted'\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="--fusion is"):
         command.check_used(*resolved("evaluate", "--config", str(path)))
 
 
 def test_a_command_refuses_before_its_work(capsys):
     work = functools.partial(pytest.fail, "it began")
-    argv = ["--data", "x", "--noise-rate", "0.3"]
+    argv = ["--data", "x", "--fusion", "weighted"]
     assert command.run("evaluate", CONFIGS["evaluate"][0], work, argv) == 2
-    assert "--noise-rate is 0.3, and would do nothing here: it is for --retriever golden" in capsys.readouterr().err
+    assert "--fusion is weighted, and would do nothing here: it is for --retriever hybrid" in capsys.readouterr().err
