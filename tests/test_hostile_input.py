@@ -24,6 +24,7 @@ from r3lite.models.weights import read_config
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.retrieval.corpus import read_corpus
+from r3lite.retrieval.procedures import read_procedures
 from r3lite.training import checkpoint
 from tests.question_rows import HOTPOT, MUSIQUE, TWO_WIKI
 
@@ -101,13 +102,58 @@ def sample_of(name: str) -> dict:
     return json.loads((TINY / name).read_text(encoding="utf-8"))
 
 
+TOOLS = {
+    "id": "c",
+    "tools": [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}],
+    "messages": [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}},
+        ]},
+        {"role": "tool", "content": "It is red.", "tool_call_id": "1"},
+        {"role": "assistant", "content": "Red.", "weight": 1},
+    ],
+}  # fmt: skip
+THOUGHT = "<think>\nLet me see.\n</think>\n\n4"
+LAYOUTS = {
+    "ShareGPT": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    "Alpaca": {"instruction": "Add.", "input": "2 2", "output": "4", "system": "Be exact.", "history": [["a", "b"]]},
+    "completion": {"prompt": "Hi", "completion": "Hello"},
+    "Glaive": {"system": "SYSTEM: Help.", "chat": "USER: Hi\n\n\nASSISTANT: Hello <|endoftext|>"},
+    "R1": {"question": "2+2?", "reasoning": "Let me see.", "answer": "4"},
+    "s1K": {"question": "2+2?", "thinking_trajectories": ["Let me see."], "attempt": "4", "solution": "4"},
+    "OpenR1": {"problem": "2+2?", "generations": [THOUGHT], "correctness_math_verify": [True], "answer": "4"},
+    "tools": TOOLS,
+}
+PROCEDURE = {
+    "name": "Lease", "description": "Who signed a lease", "trigger": "lease", "category": "contracts", "priority": 2,
+    "steps": [{"action": "Search for the name", "condition": "there is one"}],
+}  # fmt: skip
+
+
+def chat_rows(path: Path) -> list:
+    return read_rows(path, PROTOCOL)
+
+
+# Gold answers, which SFT does not read, and what a function's schema and a call's arguments hold.
+UNREAD = {"s1K": ("solution",), "OpenR1": ("answer",), "tools": ("parameters", "description", "at")}
 READERS = {
+    **{
+        name: Reader(
+            sample, chat_rows, ignored=UNREAD.get(name, ()), lenient=lambda key, value: key == "tools" and value == {}
+        )
+        for name, sample in LAYOUTS.items()
+    },
+    "procedures": Reader(
+        PROCEDURE, read_procedures, "sample.json",
+        lenient=lambda key, value: key == "priority" and value in (1.5, 10**30),
+    ),
     "questions": Reader({"id": "q", "question": "Who?", "answer": "Ann"}, read_questions, lenient=answer_or_id),
     "HotpotQA": Reader(HOTPOT, read_questions, lenient=answer_or_id),
     "2WikiMultiHopQA": Reader(TWO_WIKI, read_questions, lenient=lambda k, v: answer_or_id(k, v) or in_evidence(k, v)),
     "MuSiQue": Reader(MUSIQUE, read_questions, ignored=("paragraphs[].x", "[].id"), lenient=answer_or_id),
-    "trajectories": Reader(TRAJECTORY, lambda path: read_rows(path, PROTOCOL), lenient=answer_or_id),
-    "conversations": Reader(CHAT, lambda path: read_rows(path, PROTOCOL), lenient=answer_or_id),
+    "trajectories": Reader(TRAJECTORY, chat_rows, lenient=answer_or_id),
+    "conversations": Reader(CHAT, chat_rows, lenient=answer_or_id),
     "corpus": Reader({"id": "1", "title": "T", "text": "It is."}, read_corpus, lenient=answer_or_id),
     "model config": Reader(
         sample_of("config.json"), lambda path: read_config(path.parent), "config.json",
@@ -184,7 +230,7 @@ def outcome(reader: Reader, folder: Path, text: str) -> str | None:
 
 
 def test_there_are_hundreds_of_cases():
-    assert sum(len(hostile(reader)) for reader in READERS.values()) >= 300
+    assert sum(len(hostile(reader)) for reader in READERS.values()) >= 400
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -204,7 +204,8 @@ def _call(call: Record) -> dict:
     _refuse_others(function, CALLED if function is not call else call.values)
     arguments = Record(_parsed(function, "arguments") or {}, call.source, f"{function.path}arguments.").values
     named = {"id": call.text("id")} if "id" in call else {}
-    return named | {"type": "function", "function": {"name": function.text("name"), "arguments": arguments}}
+    kind = call.choice("type", ("function",), "function")
+    return named | {"type": kind, "function": {"name": function.text("name"), "arguments": arguments}}
 
 
 def _parsed(record: Record, key: str) -> Any:
@@ -268,5 +269,6 @@ def read_conversation(row: Record, id: str, keys: tuple[str, ...]) -> Conversati
         raise row.error("no assistant message, or none that is not of weight 0: there is nothing to train on")
     tools = _objects(row, "tools")
     for tool in tools:  # what a chat template calls it by
+        tool.choice("type", ("function",), "function")
         (tool.record("function") if "function" in tool else tool).text("name")
     return Conversation(id, tuple(messages), tuple(tool.values for tool in tools))
