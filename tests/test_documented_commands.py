@@ -42,9 +42,9 @@ ELSEWHERE = {
 TINY = {"--model": "tiny", "--dtype": "fp32", "--device": "cpu", "--encoder": "hashing"}
 SMALL = {
     "sft": {"--max-steps": "1", "--validation-rows": "0"},
-    "ppo": {"--max-steps": "1", "--batch-size": "2", "--max-new-tokens": "32", "--eval-questions": "2"},
+    "ppo": {"--max-steps": "1", "--batch-size": "2", "--max-new-tokens": "32"},
     "evaluate": {"--limit": "2", "--max-new-tokens": "32"},
-    "collect": {"--limit": "6", "--max-new-tokens": "32"},
+    "collect": {"--limit": "6"},
     "ask": {"--max-new-tokens": "32"},
 }
 QUESTIONS = [
@@ -151,7 +151,8 @@ def test_a_command_of_a_page_runs(page, words, desk, monkeypatch, capfd):
     name = name.removeprefix("r3lite.")
     settings = vars(usual(name, arguments)).values()
     known = {f"--{field.replace('_', '-')}" for part in settings for field in vars(part)}
-    for flag, value in (TINY | SMALL.get(name, {})).items():
+    reads = name == "report" or "--compare" in arguments or (name == "procedures" and "--match" not in arguments)
+    for flag, value in ({} if reads else TINY | SMALL.get(name, {})).items():
         if flag in known and flag not in arguments and not (flag == "--device" and "--card" in arguments):
             arguments += [flag, value]
     monkeypatch.chdir(desk)

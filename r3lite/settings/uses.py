@@ -123,13 +123,11 @@ ANSWERING = (
     LengthSettings, SamplingSettings, TruncationSettings, JudgeSettings,
 )  # fmt: skip
 LOADING = "--source self and --teacher-logprobs, which load a model"
-NO_SEED = ("index", "doctor", "report", "export", "check_format", "procedures")
 
 USES = (
     # What a command has to do decides first.
-    Use("seed", "commands that draw something", lambda s: s.command not in NO_SEED),
     Use("output", "commands that write a file", writes),
-    Use(f"{of(*ANSWERING)} baseline bert_score", "an evaluation, not --compare", lambda s: not s.compare),
+    Use(f"{of(*ANSWERING, but='model dtype device')} baseline bert_score", "an evaluation, not --compare", lambda s: not s.compare),
     Use(of(CollectSettings, RetrievalSettings) + " max_hops exclude", "trajectories, not --teacher-logprobs",
         lambda s: s.command != "collect" or not s.teacher_logprobs),
     Use("demonstrations", "--source gold, of a format that asks one query at a time",
@@ -140,7 +138,9 @@ USES = (
     Use("attempts", "--source teacher", lambda s: s.source == "teacher"),
     Use("min_f1", "--source teacher or self", lambda s: s.source != "gold"),
     Use("num_generations keep", "--source self", lambda s: s.command != "collect" or s.source == "self"),
-    Use(of(ModelSettings, MemorySettings, SamplingSettings, TruncationSettings), LOADING, has_model),
+    # --model, --dtype, --device and --seed may be the same in all commands.
+    Use(of(ModelSettings, MemorySettings, SamplingSettings, TruncationSettings, but="model dtype device"), LOADING,
+        has_model),
     Use("max_new_tokens max_length end_at_idle_query", LOADING, has_model),
     Use("epochs", "a run whose length --max-steps does not give", lambda s: s.max_steps is None),
     # Retrieval. --encoder and --top-k may stay while retrievers and baselines are compared.
@@ -170,7 +170,7 @@ USES = (
     Use("query gap_report", "this machine's own queries, and --serve answers those of others", lambda s: not s.serve),
     Use("gap_report", "the questions of --data, and --query is of none", lambda s: not s.query),
     # Indexes
-    Use("batch_size device", "an --encoder other than hashing", lambda s: s.command != "index" or has_vectors(s)),
+    Use("batch_size", "an --encoder other than hashing", lambda s: s.command != "index" or has_vectors(s)),
     Use("index_type memory_budget", "a folder that is built anew",
         lambda s: not (s.add or s.delete or collection_server(s.output or ""))),
     Use("skip_bad_rows", "lines of JSONL", lambda s: s.command != "index" or s.corpus or s.add),
