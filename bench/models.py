@@ -28,7 +28,8 @@ What a `config.json` asks for beyond that is refused by its name.
 
 **Verified:** on random weights of two sizes, logits of each family equal those of transformers within 1e-4 in fp32
 (`pytest tests/models/test_families.py`). Real weights were run of Qwen2.5-Coder-0.5B-Instruct and SmolLM2-135M-Instruct
-only.
+only. On two CPU cores in bf16, SFT of 1,024 tokens took 2,094 MiB (2,096 planned) and 877 (878), at 237 and 523
+tokens/s.
 
 ## What fits into 4 GB
 

@@ -127,7 +127,8 @@ LOADING = "--source self and --teacher-logprobs, which load a model"
 USES = (
     # What a command has to do decides first.
     Use("output", "commands that write a file", writes),
-    Use(f"{of(*ANSWERING, but='model dtype device')} baseline bert_score", "an evaluation, not --compare", lambda s: not s.compare),
+    Use(f"{of(*ANSWERING, but='model dtype device')} baseline bert_score", "an evaluation, not --compare",
+        lambda s: not s.compare),
     Use(of(CollectSettings, RetrievalSettings) + " max_hops exclude", "trajectories, not --teacher-logprobs",
         lambda s: s.command != "collect" or not s.teacher_logprobs),
     Use("demonstrations", "--source gold, of a format that asks one query at a time",
