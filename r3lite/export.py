@@ -25,9 +25,9 @@ class ExportConfig(CommandConfig):
 
     The merge is in fp32, and takes 4 bytes a weight of memory. Format, prompts, chat template and the token that ends
     a turn are those of the adapter's run, and an export of which other programs would make another prompt is refused.
-    What was written is read back and compared: after
-    --prompts prompts, the logits of both, and whether the likeliest next token is the same. The folder has a model card
-    with base, settings, scores (--evaluation), prompt and a snippet, and for GGUF a Modelfile for Ollama.
+    What was written is read back and compared: after --prompts prompts, the logits of both, and whether the likeliest
+    next token is the same. The folder has a model card with base, settings, scores (--evaluation), prompt and a
+    snippet, and for GGUF a Modelfile for Ollama.
     """
 
     export: ExportSettings = ExportSettings()
