@@ -243,7 +243,11 @@ def test_the_commands_themselves_take_what_they_are_given(tmp_path, capsys):
     write_jsonl(tmp_path / "train.jsonl", rows[:12])
     write_jsonl(tmp_path / "dev.jsonl", rows[11:15])
     sets = ["--set", f"world={tmp_path / 'train.jsonl'},{tmp_path / 'dev.jsonl'}"]
-    few = ["sft=--max-steps 2", "ppo=--max-steps 1 --batch-size 2 --num-generations 2 --algorithm grpo"]
+    few = [
+        "collect=--limit 8",
+        "sft=--max-steps 2",
+        "ppo=--max-steps 1 --batch-size 2 --num-generations 2 --algorithm grpo",
+    ]
     places = ["--output", str(tmp_path / "way"), "--results", str(tmp_path / "results")]
     arguments = [*sets, "--preset", "tiny", "--dtype", "fp32", "--baselines", "rag", "--then", "rl"]
     handler = signal.getsignal(signal.SIGTERM)
@@ -251,5 +255,5 @@ def test_the_commands_themselves_take_what_they_are_given(tmp_path, capsys):
     signal.signal(signal.SIGTERM, handler)
     (run,) = kept(tmp_path)
     assert run["complete"] and run["model"] == "tiny" and [s["n"] for s in run["scores"]] == [4] * 3
-    assert {s["stage"]: s.get("trajectories") for s in run["stages"]}["gold-world"] == 11
+    assert {s["stage"]: s.get("trajectories") for s in run["stages"]}["gold-world"] == 8
     assert all(s.get("tokens") for s in run["stages"] if s["stage"] in ("sft", "rl"))
