@@ -105,7 +105,8 @@ def test_a_command_of_a_page_is_understood(page, words, monkeypatch, tmp_path):
     name, *arguments = [word for word in words if word != "..."]
     name = name.removeprefix("r3lite.")
     if "--help" not in arguments:
-        resolve(name, usual(name, arguments), arguments, COMMANDS)
+        before = usual(name, arguments)
+        assert type(resolve(name, before, arguments, COMMANDS)) is type(before)
 
 
 @pytest.fixture(scope="session")

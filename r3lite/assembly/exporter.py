@@ -21,7 +21,6 @@ from r3lite.models import gguf_tokenizer, lora, saving, weights
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.gguf_files import Header
 from r3lite.models.projections import Nf4Linear
-from r3lite.protocols.base import Protocol
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
@@ -57,7 +56,7 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     if merged and settings.adapter:
         lora.merge_adapter(model, TRAINED)
     try:
-        model = write_form(model, folder, settings, protocol, tokenizer, output)
+        model = write_form(model, folder, settings, layout, output)
     except R3LiteError:
         shutil.rmtree(output, ignore_errors=True)
         raise
@@ -77,17 +76,10 @@ def as_trained(asked: ProtocolSettings, run: dict[str, Any]) -> ProtocolSettings
     return replace(asked, **{name: value for name, value in found.items() if getattr(asked, name) == usual[name]})
 
 
-def write_form(
-    model: CausalLM,
-    folder: Path,
-    settings: ExportSettings,
-    protocol: Protocol,
-    tokenizer: Tokenizer,
-    output: Path,
-) -> CausalLM:
+def write_form(model: CausalLM, folder: Path, settings: ExportSettings, layout: Layout, output: Path) -> CausalLM:
     """Writes a model or its adapter in the form of --form, and returns the model as it is read back."""
     name, form = Path(settings.adapter or settings.model).name, settings.form
-    prompt = Layout(tokenizer, protocol, LengthSettings()).prompt(chats.QUESTION)
+    tokenizer, protocol, prompt = layout.tokenizer, layout.protocol, layout.prompt(chats.QUESTION)
     messages = chats.opening(tokenizer, protocol, chats.QUESTION)
     if form.startswith("gguf"):
         from r3lite.exporting import gguf  # needs an extra

@@ -169,10 +169,10 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
         return
     now = {name: "none" if value is None else value for name, value in flat(config).items()}  # as in a file
     then = {name: then.get(name, value) for name, value in now.items()} | {"sources": then.get("sources")}
-    names = [*vars(config.protocol), *({"thinking"} & now.keys())]
+    names = [name for name in (*vars(config.protocol), "thinking") if name in now and name != "format"]
     for settings in (then, now) if "thinking" in now else ():  # auto is off where thoughts can be switched
         settings["thinking"] = settings["thinking"].replace("off", "auto")
-    other = [f"{flag(name)} {then[name]} (here {now[name]})" for name in names[1:] if then[name] != now[name]]
+    other = [f"{flag(name)} {then[name]} (here {now[name]})" for name in names if then[name] != now[name]]
     learned, asked = _formats(then), _formats(now)
     if asked - learned:
         known = f"--format {', '.join(sorted(learned))}" if learned else "chats without steps"

@@ -53,8 +53,6 @@ class ReplyCache:
         if self.folder is None:
             return
         cause, remedy = f"replies cannot be cached in {self.folder}", "Make room, or pass --judge-cache FOLDER."
-        with (
-            explained(OSError, cause, remedy),
-            self._lock,
-        ):  # equal requests of two threads would share a temporary file
+        # The lock: equal requests of two threads would share a temporary file.
+        with explained(OSError, cause, remedy), self._lock:
             write_text(self.folder / f"{key}.json", json.dumps({"text": reply.text}, ensure_ascii=False) + "\n")

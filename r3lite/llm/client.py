@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -47,10 +48,11 @@ def make_service(settings: JudgeSettings) -> Service:
     return GeminiService(settings)
 
 
-class CachingClient:
-    """What a client does however it asks: replies in the order of the requests, from a cache, counted.
+class CachingClient(ABC):
+    """Replies in the order of the requests, from a cache, counted.
 
-    A client of its own says what a reply depends on beside the request, `circumstances`, and how requests are asked.
+    A subclass says how requests are asked (`_ask_all`), and what a reply depends on beside the request
+    (`circumstances`).
     """
 
     circumstances: dict
@@ -103,9 +105,9 @@ class CachingClient:
             counts["failures"] = self._failures.total()
             return counts | {f"failures/{kind}": n for kind, n in sorted(self._failures.items())}
 
+    @abstractmethod
     def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
         """Gives `take` the reply to each request, `_kept`, by the request's key, as soon as it is there."""
-        raise NotImplementedError
 
     def _key_of(self, request: Request) -> str:
         return digest(request, self.circumstances)

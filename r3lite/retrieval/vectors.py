@@ -71,7 +71,7 @@ class Vectors:
 
     @staticmethod
     def _searched(index: faiss.Index, queries: np.ndarray, k: int, bits: np.ndarray | None):
-        """Scores and places [Q, k], place -1 where there is none. `bits`, if given, is 1 for each live vector."""
+        """Scores and places [Q, k] of the nearest vectors, padded by place -1. Vectors whose bit is 0 are left out."""
         if bits is None:
             return index.search(queries, k)
         keep = faiss.IDSelectorBitmap(bits)

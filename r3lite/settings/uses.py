@@ -122,7 +122,6 @@ ANSWERING = (
     NewQuestionSettings, RetrievalSettings, ProcedureSettings, ProtocolSettings, ModelSettings, MemorySettings,
     LengthSettings, SamplingSettings, TruncationSettings, JudgeSettings,
 )  # fmt: skip
-LOADING = "--source self and --teacher-logprobs, which load a model"
 
 USES = (
     # What a command has to do decides first.
@@ -140,9 +139,9 @@ USES = (
     Use("min_f1", "--source teacher or self", lambda s: s.source != "gold"),
     Use("num_generations keep", "--source self", lambda s: s.command != "collect" or s.source == "self"),
     # --model, --dtype, --device and --seed may be the same in all commands.
-    Use(of(ModelSettings, MemorySettings, SamplingSettings, TruncationSettings, but="model dtype device"), LOADING,
+    Use(of(ModelSettings, MemorySettings, SamplingSettings, TruncationSettings, but="model dtype device")
+        + " max_new_tokens max_length end_at_idle_query", "--source self and --teacher-logprobs, which load a model",
         has_model),
-    Use("max_new_tokens max_length end_at_idle_query", LOADING, has_model),
     Use("epochs", "a run whose length --max-steps does not give", lambda s: s.max_steps is None),
     # Retrieval. --encoder and --top-k may stay while retrievers and baselines are compared.
     Use("retriever", "a --format and a --baseline that retrieve",
@@ -199,9 +198,8 @@ USES = (
     Use("judge", "--source teacher", lambda s: s.command != "collect" or s.source == "teacher"),
     Use(of(JudgeSettings, but="judge"), "--judge (in collect --source teacher)", judges),
     Use("judge_quantize judge_max_length", "--judge local", lambda s: s.judge == "local"),
-    Use("judge_base_url judge_rpm judge_concurrency judge_timeout judge_retries judge_thinking judge_max_cost",
-        "--judge gemini or openai", lambda s: s.judge != "local"),
-    Use("judge_input_price judge_output_price", "--judge gemini or openai", lambda s: s.judge != "local"),
+    Use("judge_base_url judge_rpm judge_concurrency judge_timeout judge_retries judge_thinking judge_max_cost "
+        "judge_input_price judge_output_price", "--judge gemini or openai", lambda s: s.judge != "local"),
     # Training
     Use("recompute_layers offload", "sft and ppo", trains),
     Use("loss_chunk", "sft, ppo and --teacher-logprobs", lambda s: trains(s) or s.teacher_logprobs),

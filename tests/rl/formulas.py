@@ -45,6 +45,12 @@ def scaled(s: RLSettings, advantages: Tensor) -> Tensor:
     return torch.where(advantages < 0, s.negative_advantage_scale * advantages, advantages)
 
 
+def in_pair(s: RLSettings, paid: Tensor, row: int) -> Tensor:
+    """GRPO's advantage of a row in its group of two, by what the rows are paid."""
+    pair = paid[[row, others(row)]]
+    return scaled(s, (paid[row] - pair.mean()) / (pair.std() + 1e-4))
+
+
 def ppo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
     """arXiv 1707.06347 with the KL penalty of 2203.02155; the gradient of each optimizer step on some rows."""
     at = [[t for t, c in enumerate(pattern) if c == "a"] for pattern in ACTIONS]
@@ -138,8 +144,7 @@ def dapo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
         loss, tokens = torch.zeros(()).double(), sum(len(AT[row]) for row in rows if row != 3)
         for row in rows:
             if row != 3:
-                pair = paid[[row, others(row)]]
-                advantage = scaled(s, (paid[row] - pair.mean()) / (pair.std() + 1e-4))
+                advantage = in_pair(s, paid, row)
                 gain, kl = terms(s, plain, batch, row, advantage)
                 loss = loss - (gain - s.kl_beta * kl).sum() / tokens
         found.append(torch.autograd.grad(loss, plain.parameters))
@@ -152,8 +157,7 @@ def gspo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
     for rows in steps:
         losses = []
         for row in rows:
-            pair = paid[[row, others(row)]]
-            advantage = scaled(s, (paid[row] - pair.mean()) / (pair.std() + 1e-4))
+            advantage = in_pair(s, paid, row)
             logprobs, entropies, _ = plain.episode(batch.tokens[row], AT[row])
             ratio = (logprobs.sum() - batch.logprobs[row, AT[row]].double().sum()).exp() ** (1 / len(AT[row]))
             _, kl = terms(s, plain, batch, row, advantage)
@@ -207,8 +211,7 @@ def mixed_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) 
     for rows in steps:
         losses = []
         for row in rows:
-            pair = paid[[row, others(row)]]
-            advantage = scaled(s, (paid[row] - pair.mean()) / (pair.std() + 1e-4))
+            advantage = in_pair(s, paid, row)
             logprobs, entropies, _ = plain.episode(batch.tokens[row], AT[row])
             if row in (1, 3):
                 w = logprobs.exp() / batch.logprobs[row, AT[row]].double().exp()
@@ -230,8 +233,7 @@ def dgpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
         for row in rows:
             said = batch.teacher[row]
             if said is None:
-                pair = paid[[row, others(row)]]
-                gain, kl = terms(s, plain, batch, row, scaled(s, (paid[row] - pair.mean()) / (pair.std() + 1e-4)))
+                gain, kl = terms(s, plain, batch, row, in_pair(s, paid, row))
                 losses.append((s.kl_beta * kl - gain).mean())
                 continue
             before = hidden_states(plain.model, "policy", batch.tokens[row], plain.wide)[[t - 1 for t in AT[row]]]

@@ -101,7 +101,7 @@ QUESTION = Question("q", "Where is Oslo?", ("Norway",), DOCUMENTS, DOCUMENTS[:1]
 
 @pytest.mark.parametrize("retriever", RETRIEVERS)
 def test_what_a_retriever_does_not_read_is_refused(retriever):
-    """--noise-rate, which golden alone reads, was taken beside all others."""
+    """--noise-rate was taken beside retrievers that did not read it."""
     if retriever in ("lexical", "hybrid"):
         pytest.importorskip("bm25s", reason="needs the extra retrieval")
     encoder = {"encoder": "hashing"} if retriever in ("semantic", "hybrid") else {}
