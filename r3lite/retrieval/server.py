@@ -10,6 +10,7 @@ POST /retrieve takes {"queries": [...], "topk": k, "return_scores": true} and gi
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -22,6 +23,7 @@ from r3lite.retrieval.setup import Setup
 TIMEOUT = 60.0  # seconds of a read: a client that stalls gives its thread back
 LARGEST = 4 << 20  # bytes of a request
 MOST_QUERIES, MOST_PASSAGES = 4096, 1000  # that are answered and ranked at once
+PATIENCE = 10.0  # seconds for which the end of the server waits for clients that are being answered
 
 
 class Service:
@@ -30,7 +32,7 @@ class Service:
     def __init__(self, retrieve: Retrieve, rerank: Callable[[list[tuple[str, str]]], list[float]] | None, most: int):
         """`retrieve` brings `most` documents a query; `rerank` scores pairs of a query and a passage."""
         self.retrieve, self.rerank, self.most = retrieve, rerank, most
-        self._one_at_a_time = threading.Lock()
+        self.one_at_a_time = threading.Lock()
 
     def answer(self, path: str, request: Record) -> dict:
         """The reply to a request; raises InvalidRecord if it is wrong, LookupError for an unknown path, and OSError if
@@ -45,7 +47,7 @@ class Service:
         queries, topk = request.texts("queries"), request.whole("topk", self.most, low=1, high=WHOLE)
         if len(queries) > MOST_QUERIES or topk > self.most:
             raise InvalidRecord(f"at most {MOST_QUERIES} queries and {self.most} documents of each (--top-k)")
-        with self._one_at_a_time:
+        with self.one_at_a_time:
             found = self.retrieve([(Question(str(i), query, ()), query) for i, query in enumerate(queries)])
         if failed := next((outcome for outcome in found if isinstance(outcome, Failure)), None):
             raise OSError(failed.reason)
@@ -56,7 +58,7 @@ class Service:
         query, documents = request.text("query"), request.texts("documents")
         if len(documents) > MOST_PASSAGES:
             raise InvalidRecord(f"at most {MOST_PASSAGES} documents")
-        with self._one_at_a_time:
+        with self.one_at_a_time:
             scores = self.rerank([(query, document) for document in documents])
         order = sorted(range(len(scores)), key=lambda i: -scores[i])
         return {"result": [{"index": i, "score": scores[i]} for i in order]}
@@ -107,10 +109,27 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     """Listens at an address; `serve_forever` answers. Raises R3LiteError if the address is taken."""
 
+    request_queue_size = 128  # of connections not yet accepted; of 64 clients, 5 let many wait a second to try again
+
     def __init__(self, service: Service, host: str, port: int):
-        self.service = service
+        self.service, self._answering = service, set()  # requests under way, by their sockets
         with explained(OSError, f"{host}:{port} cannot be listened on", "Pass another --port."):
             super().__init__((host, port), Handler)
+
+    def process_request_thread(self, request, client_address) -> None:
+        self._answering.add(request)
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._answering.discard(request)
+
+    def server_close(self) -> None:
+        """Ends after the answers under way. None begins then: a thread that computes while Python ends aborts it."""
+        super().server_close()
+        end = time.monotonic() + PATIENCE
+        while self._answering and time.monotonic() < end:
+            time.sleep(0.05)
+        self.service.one_at_a_time.acquire(timeout=PATIENCE)
 
 
 def serve(setup: Setup, host: str, port: int) -> None:

@@ -1,6 +1,7 @@
 """Retrieval over HTTP: our server and our client together, other servers, and every way in which one can fail."""
 
 import json
+import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,29 @@ def ask(url: str, body, path: str = "/retrieve") -> tuple[int, dict]:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
+
+
+def test_its_end_waits_for_the_answer_under_way_and_lets_no_other_begin(local):
+    """A thread that computed while Python ended aborted the process, and its client was told nothing."""
+    began, goes_on = threading.Event(), threading.Event()
+
+    def slow(pairs):
+        began.set()
+        assert goes_on.wait(10)
+        return local(pairs)
+
+    made = server.Server(server.Service(slow, None, 5), "127.0.0.1", 0)
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    with ThreadPoolExecutor(2) as pool:
+        under_way = pool.submit(ask, f"http://127.0.0.1:{made.server_port}", {"queries": ["Town 3"]})
+        assert began.wait(10)
+        made.shutdown()
+        closing = pool.submit(made.server_close)
+        assert not closing.done()
+        goes_on.set()
+        closing.result(10)
+        assert under_way.result(10)[0] == 200
+    assert made.service.one_at_a_time.locked()
 
 
 def over_http(url: str, top_k: int = 5):
