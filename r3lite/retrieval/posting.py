@@ -12,6 +12,7 @@ from r3lite.llm.transport import Broken, Calls, Refused, TooLarge
 
 TIMEOUT = 60.0  # seconds of a request in all
 TRIES, PAUSE = 3, 0.5  # seconds before the second try, doubled before the next
+OUTLASTING = 8  # tries, over a minute, of a server that has answered before: it may be starting again
 LONGEST_PAUSE = 60.0  # seconds that a server may ask for
 LARGEST = 32 << 20  # bytes of a reply
 PASSING = (408, 429, 500, 502, 503, 504)  # statuses after which the next try may succeed
@@ -19,10 +20,13 @@ T = TypeVar("T")
 
 
 class Poster:
-    """Posts JSON to one address. `remedy` is what to do if that fails; `headers` may hold a key and are never told."""
+    """Posts JSON to one address. `remedy` is what to do if that fails; `headers` may hold a key and are never told.
 
-    def __init__(self, address: str, remedy: str, headers: dict[str, str] | None = None):
-        self.address, self.remedy = address, remedy
+    With `outlasts`, a server that has answered may be away for a minute.
+    """
+
+    def __init__(self, address: str, remedy: str, headers: dict[str, str] | None = None, outlasts: bool = False):
+        self.address, self.remedy, self.outlasts, self._tries = address, remedy, outlasts, TRIES
         self._client, self._calls = BoundedClient(LARGEST, headers), Calls(TIMEOUT)
 
     def ask(self, body: dict, server: str, read: Callable[[Record], T]) -> T:
@@ -36,7 +40,9 @@ class Poster:
         for number in itertools.count(1):
             pause = PAUSE * 2 ** (number - 1)
             try:
-                return self._calls.run(lambda: self._client.post(self.address, json=body, timeout=TIMEOUT)).text
+                text = self._calls.run(lambda: self._client.post(self.address, json=body, timeout=TIMEOUT)).text
+                self._tries = OUTLASTING if self.outlasts else TRIES
+                return text
             except TooLarge as error:
                 raise R3LiteError(f"{self.address} sends {error}", self.remedy) from error
             except Refused as error:
@@ -47,6 +53,6 @@ class Poster:
                     pause = max(pause, min(float(error.retry_after), LONGEST_PAUSE))
             except Broken as error:
                 told = str(error)
-            if number == TRIES:
+            if number == self._tries:
                 raise R3LiteError(f"{self.address} gives no answer: {told}", self.remedy)
             sleep(pause)

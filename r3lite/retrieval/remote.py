@@ -23,7 +23,7 @@ class Remote:
     """A server's ranking of passages."""
 
     def __init__(self, address: str):
-        self.address, self._poster = address, Poster(address, REMEDY)
+        self.address, self._poster = address, Poster(address, REMEDY, outlasts=True)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""

@@ -13,7 +13,7 @@ class RemoteReranker:
     """The cross-encoder at an address; it is asked once, so that a wrong one shows at once."""
 
     def __init__(self, address: str):
-        self.address, self._poster = address, Poster(address, REMEDY)
+        self.address, self._poster = address, Poster(address, REMEDY, outlasts=True)
         self.scores([("r3lite", "r3lite")])
 
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]:

@@ -280,6 +280,14 @@ def test_at_last_it_gives_up(running, slept):
     assert len(fake.asked) == posting.TRIES
 
 
+def test_a_server_that_has_answered_may_start_again(running, slept):
+    """A restart takes longer than the pauses of three tries: a round's queries failed in between."""
+    fake = Scripted((200, says(), 0), *[(503, b"starting", 0)] * 7, (200, says(), 0))
+    found = Remote(running(fake))
+    assert found.search(["q"], 3) == found.search(["q"], 3) == [[]]
+    assert slept == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+
+
 def test_a_refusal_is_final(running):
     fake = Scripted((404, b"not here", 0))
     with pytest.raises(R3LiteError, match="refuses: status 404: not here"):
