@@ -46,7 +46,7 @@ PROMPT = 256  # tokens of a question with its instructions, in RL
 @dataclass(frozen=True)
 class Case:
     size: str
-    algorithm: str  # sft, one of RL, or a peer: peft (with or without activation checkpointing), trl
+    algorithm: str  # sft, one of RL, or a peer: peft (with or without activation checkpointing), trl (GRPO), trl sft
     tokens: int  # of a row; in RL sampled after a prompt of 256
     quantize: str = "none"
     budget: str = "4GiB"
@@ -77,6 +77,7 @@ WITHOUT = "peft without checkpointing"
 PEERS = [
     *(Case("0.5B", "peft", tokens) for tokens in (512, 1024, 2048)),
     *(Case("0.5B", WITHOUT, tokens) for tokens in (512, 1024)),
+    *(Case("0.5B", "trl sft", tokens) for tokens in (512, 1024, 2048)),
     Case("0.5B", "trl", 64),
 ]
 MEMORY = records.Bench(
@@ -119,6 +120,9 @@ def run_peer(case: Case, folder: str, precision: Precision) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)  # as PyTorch has it by default; r3lite does without
     if case.algorithm == "trl":
         peers.grpo_trainer(folder, PROMPT, case.tokens, GENERATIONS, MINI_BATCH, precision, steps=2).train()
+        return
+    if case.algorithm == "trl sft":
+        peers.sft_trainer(folder, case.tokens, precision, steps=2).train()
         return
     recomputing, keeping = peers.sft(folder, case.tokens, precision)
     for _ in range(2):
@@ -208,7 +212,7 @@ def chosen(flags: argparse.Namespace) -> list[Case]:
 def main() -> None:
     parser = options.parser(__doc__)
     parser.add_argument("--only", nargs="*", help="model sizes")
-    parser.add_argument("--algorithms", nargs="*", help=f'sft, those of RL, peft, "{WITHOUT}", trl')
+    parser.add_argument("--algorithms", nargs="*", help=f'sft, those of RL, peft, "{WITHOUT}", trl, "trl sft"')
     parser.add_argument("--row", action="store_true", help="one case only, as a table row to send us")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     flags = parser.parse_args()

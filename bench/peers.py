@@ -123,6 +123,31 @@ def sft(
     return recomputing, keeping
 
 
+def sft_trainer(folder: str, tokens: int, precision: Precision, steps: int):
+    """TRL's SFTTrainer with its defaults (chunked loss, activation checkpointing) on rows of `tokens` tokens, with LoRA.
+
+    A step is of one row, all of whose tokens are trained on.
+    """
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    config = SFTConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=1, max_steps=steps, max_length=tokens,
+        bf16=precision.dtype == torch.bfloat16, fp16=precision.dtype == torch.float16,
+        use_cpu=precision.device.type == "cpu", report_to=[], logging_strategy="no", save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    return SFTTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=precision.dtype),
+        args=config,
+        train_dataset=Dataset.from_dict({"input_ids": full_prompts(steps, tokens)}),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS),
+    )
+
+
 def encode(folder: str, texts: list[str], longest: int, device: str) -> Callable[[], np.ndarray]:
     """Sentence vectors of texts by sentence-transformers, which takes them in the order of their lengths."""
     from sentence_transformers import SentenceTransformer

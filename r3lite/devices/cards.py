@@ -68,6 +68,17 @@ CARDS = (
     _ampere("RTX 3060 Laptop", 6, 336.0, 11.41, "rtx-4060-laptop-45w", "rtx-3060-laptop-85w"),  # 85 W of 60 to 115
     _ampere("RTX 4060 Laptop", 8, 256.0, 12.35, "rtx-4060-laptop-90w", "rtx-3060-laptop-95w"),  # 90 W of 35 to 115
     _ampere("RTX 4060", 8, 272.0, 15.11, "rtx-4060", "rtx-4060"),
+    _card(
+        "RTX 4090", 24, 1008.0, 82.6, {"fp16": 165.2, "bf16": 165.2}, "https://deploybase.ai/articles/rtx-4090-cloud"
+    ),
+    _card(
+        "H100 80GB HBM3",
+        80,
+        3350.0,
+        66.9,
+        {"fp16": 989.4, "bf16": 989.4},
+        "https://glennklockwood.com/garden/processors/h100",
+    ),
 )
 
 
