@@ -124,7 +124,7 @@ def sft(
 
 
 def sft_trainer(folder: str, tokens: int, precision: Precision, steps: int):
-    """TRL's SFTTrainer with its defaults (chunked loss, activation checkpointing) on rows of `tokens` tokens, with LoRA.
+    """TRL's SFTTrainer with its defaults (chunked loss, activation checkpointing) on rows of `tokens` tokens, and LoRA.
 
     A step is of one row, all of whose tokens are trained on.
     """
