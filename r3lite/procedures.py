@@ -66,7 +66,7 @@ def show_match(config: ProceduresConfig) -> None:
     for procedure, score, cosine in zip(finder.procedures, scores, cosines, strict=True):
         print(f"{score:>8.1f}  {cosine:>6}  {procedure.name}")
     found = finder.find(given.match)
-    print(f"\n{found.told() if found else NONE}")
+    print(f"\n{found.text() if found else NONE}")
 
 
 main = command.entry("procedures", ProceduresConfig(), procedures)

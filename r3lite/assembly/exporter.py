@@ -66,7 +66,7 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     written = output / file if file else output
     print(f"written to  {written}, {size / (1 << 20):,.0f} MiB in all, with a card in {output / CARD}")
     if before is not None:
-        print(parity.compare(before, parity.next_logits(model, prompts, tokenizer.size, "after")).told())
+        print(parity.compare(before, parity.next_logits(model, prompts, tokenizer.size, "after")).summary())
 
 
 def as_trained(asked: ProtocolSettings, run: dict[str, Any]) -> ProtocolSettings:

@@ -20,7 +20,7 @@ class Parity:
     mean: float
     same_token: int
 
-    def told(self) -> str:
+    def summary(self) -> str:
         differ = f"the logits differ by {self.mean:.2g} in the mean and {self.largest:.2g} at most"
         same = f"the likeliest next token is the same after {self.same_token} of them"
         return f"parity      over {self.prompts} prompts {differ}; {same}"

@@ -55,7 +55,7 @@ class Procedure:
         there = sum(bool(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", words)) for phrase in self.triggers)
         return TRIGGER * there + PRIORITY * self.priority if there else 0.0
 
-    def told(self) -> str:
+    def text(self) -> str:
         """As the model reads it."""
         lines = [f"Procedure: {self.name}. {self.description}"]
         for number, step in enumerate(self.steps, 1):
@@ -135,7 +135,7 @@ class Finder:
     def before(self, question: Question) -> Question:
         """The question with the procedure that fits it."""
         found = self.find(question.text)
-        return replace(question, procedure=found.told()) if found else question
+        return replace(question, procedure=found.text()) if found else question
 
 
 def open_finder(settings: ProcedureSettings, encoder: Callable[[], Encoder | None]) -> Finder | None:

@@ -55,17 +55,17 @@ class QueryCache:
             self._write([(keys[i], found[i].tobytes()) for i in missing])
             return found
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of the queries since the last call; none if there was no query."""
         with self._lock:
-            message = {"queries/cached_ratio": self.there / self.asked} if self.asked else {}
+            ratio = {"queries/cached_ratio": self.there / self.asked} if self.asked else {}
             self.asked = self.there = 0
-            return message
+            return ratio
 
     def line(self) -> str:
         """The same in words."""
         asked = self.asked
-        share = self.told().get("queries/cached_ratio", 0.0)
+        share = self.metrics().get("queries/cached_ratio", 0.0)
         return f"{share:.0%} of {asked} queries were in {self.path}"
 
     def _read(self, key: bytes) -> np.ndarray | None:
@@ -91,7 +91,7 @@ class QueryCache:
         return (pages - free) * size
 
     def _tried(self, work: Callable):
-        """What `work` returns; None once the file has failed, which is told."""
+        """What `work` returns; None once the file has failed, with a warning."""
         try:
             return work() if self._working else None
         except sqlite3.Error as error:

@@ -99,7 +99,7 @@ class Setup:
             return self.like.reranker
         name = self.settings.rerank
         if "://" in name:
-            from r3lite.retrieval.remote_reranker import RemoteReranker
+            from r3lite.retrieval.remote import RemoteReranker
 
             return RemoteReranker(name)
         return CrossEncoder(name, self.settings.encoder_dtype)

@@ -28,7 +28,7 @@ from r3lite.retrieval.documents import html
 from r3lite.retrieval.documents.chunks import count_tokens, sentences
 from r3lite.retrieval.documents.section import Unreadable
 from r3lite.retrieval.encoder import Encoder, HashingEncoder
-from r3lite.retrieval.posting import Poster
+from r3lite.retrieval.remote import Poster
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
 from r3lite.settings.retrieval import SOURCES

@@ -31,7 +31,7 @@ class Folder:
     duplicates: int = 0  # passages that another file, or the same one, has already
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How much was read and left out: the number of each reason and the first names, most frequent first."""
         lines = [f"documents   {self.files} ({self.duplicates} passages were there already)"]
         lines += [f"left out    {len(self.skipped)}, listed in {SKIPPED} of the index"] * bool(self.skipped)
@@ -70,7 +70,7 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> Folder:
             found.skipped.append((name, error.reason, error.detail))
     if not found.documents:
         remedy = f"It reads {', '.join([*TEXTS, *BINARIES])}."
-        raise R3LiteError(f"{folder} holds no document that can be read\n{found.told()}", remedy)
+        raise R3LiteError(f"{folder} holds no document that can be read\n{found.summary()}", remedy)
     return found
 
 
