@@ -105,8 +105,7 @@ def _parquet_rows(path: Path) -> Iterator[Record]:
         import pyarrow.parquet
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256)
-        rows = (row for batch in batches for row in batch.to_pylist())
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
             yield Record(row, Source(f"{path}, row {number}", MEND))
     except (pyarrow.ArrowException, OSError) as error:
         raise R3LiteError(f"{path} cannot be read as parquet: {error}", "The file is damaged; get it again.") from error

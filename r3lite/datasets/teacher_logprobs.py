@@ -91,8 +91,8 @@ def _manifest(folder: Path) -> Record:
 
 def identity(folder: Path) -> str:
     """What the cache follows from, in one line."""
-    record = _manifest(folder)
-    return " ".join(record.text(name) for name in Origin.__dataclass_fields__)
+    manifest = _manifest(folder)
+    return " ".join(manifest.text(name) for name in Origin.__dataclass_fields__)
 
 
 def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 from collections.abc import Callable
 from time import sleep
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from r3lite.core.episode import Document, Retrieve, metadata_of
 from r3lite.core.errors import R3LiteError, explained
@@ -16,7 +16,6 @@ from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.llm.http_client import BoundedClient
 from r3lite.llm.transport import Broken, Calls, Refused, TooLarge
 from r3lite.retrieval.search import Search
-from r3lite.retrieval.setup import Setup
 
 TIMEOUT = 60.0  # seconds of a request in all
 TRIES, PAUSE = 3, 0.5  # seconds before the second try, doubled before the next
@@ -62,7 +61,7 @@ class Poster:
         raise R3LiteError(f"{self.address} gives no answer: {problem}", self.remedy)
 
 
-def build(setup: Setup, top_k: int) -> Retrieve:
+def build(setup: Any, top_k: int) -> Retrieve:  # a Setup, whose file imports this one
     """The retriever at the address of the settings; it is asked once, so that a wrong one shows at once."""
     remote = Remote(setup.settings.retriever)
     remote.search(["r3lite"], 1)

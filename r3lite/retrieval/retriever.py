@@ -55,7 +55,7 @@ def _built(setup: Setup) -> Retrieve:
         build = RETRIEVERS[settings.retriever]
     if settings.rerank is None:
         return Tolerant(build(setup, settings.top_k))
-    reranker = setup.reranker  # before an index is built: what is wrong with it is told at once
+    reranker = setup.reranker  # before an index is built: what is wrong with it shows at once
     return Tolerant(Reranked(build(setup, CANDIDATES * settings.top_k), reranker, settings.top_k))
 
 
