@@ -167,32 +167,32 @@ class Demonstration:
     def _missing(self) -> list[int]:
         return [i for i in range(len(self.question.hops)) if i not in self._found]
 
-    def _is_read(self, hop: int) -> bool:
+    def _is_read(self, i: int) -> bool:
         """Whether the fact of a hop stands in its gold paragraph, as it was retrieved so far."""
-        told, wanted = self.question.hops[hop], self.question.gold_index(self.question.hops[hop].document)
-        found = [d for step in self.steps for d in step.documents if self.question.gold_index(d) == wanted]
+        hop = self.question.hops[i]
+        gold = self.question.gold_index(hop.document)
+        found = [d for step in self.steps for d in step.documents if self.question.gold_index(d) == gold]
         texts = [d.text[: self.document_length] for d in found]
-        if self._sub_question(hop):
-            return any(stands_in(told.answer, text) for text in texts)
-        return any(told.evidence and all(folded(s) in folded(text) for s in told.evidence) for text in texts)
+        if self._sub_question(i):
+            return any(stands_in(hop.answer, text) for text in texts)
+        return any(hop.evidence and all(folded(s) in folded(text) for s in hop.evidence) for text in texts)
 
-    def _fact(self, hop: int) -> str:
+    def _fact(self, i: int) -> str:
         """What a hop has found: its sub-question and the answer, or the title of its paragraph and the evidence."""
-        told, asked = self.question.hops[hop], self._sub_question(hop)
-        return one_line(
-            f"{asked} {told.answer}." if asked else f"{name_of(told.document.title)}: {' '.join(told.evidence)}"
-        )
+        hop, asked = self.question.hops[i], self._sub_question(i)
+        name = name_of(hop.document.title)
+        return one_line(f"{asked} {hop.answer}." if asked else f"{name}: {' '.join(hop.evidence)}")
 
-    def _sub_question(self, hop: int) -> str | None:
+    def _sub_question(self, i: int) -> str | None:
         """The sub-question of a hop, with the answers of earlier ones; None if it is only a name to look up."""
-        asked = self._queries[hop]
+        asked = self._queries[i]
         return asked if asked.endswith("?") and not same_query(asked, self.question.text) else None
 
     def _ask(self, analysis: str, missing: Sequence[int]) -> None:
         """Adds a step that looks up the first of the missing hops, or a later one if nothing finds the first."""
         written = " ".join([self.question.text, *(step.analysis for step in self.steps), analysis])
         asked = [query for step in self.steps for query in step.queries]
-        choices = [one_line(choice) for hop in missing for choice in self._choices(hop, written)]
+        choices = [one_line(choice) for i in missing for choice in self._choices(i, written)]
         fresh = [c for c in dict.fromkeys(choices) if not any(same_query(c, query) for query in asked)]
         if not fresh:
             self.rejected = "no query known for a missing paragraph"
@@ -202,13 +202,13 @@ class Demonstration:
             first, *self._untried = fresh
             self.steps.append(Step.asking(analysis, first))
 
-    def _choices(self, hop: int, written: str) -> list[str]:
+    def _choices(self, i: int, written: str) -> list[str]:
         """What looks up a hop: the name of its paragraph, if the question or what was `written` down has it (retrievers
         find it oftener by that), then its sub-question with the answers of earlier hops."""
-        told = self.question.hops[hop]
-        name = name_of(told.document.title)
-        known = all(i in self._found and stands_in(self.question.hops[i].answer, written) for i in used(told))
-        return [name] * stands_in(name, written) + [self._queries[hop]] * known
+        hops = self.question.hops
+        name = name_of(hops[i].document.title)
+        known = all(j in self._found and stands_in(hops[j].answer, written) for j in used(hops[i]))
+        return [name] * stands_in(name, written) + [self._queries[i]] * known
 
     def _answer_stands_in_documents(self) -> bool:
         answer, documents = self.question.answers[0], [d for step in self.steps for d in step.documents]

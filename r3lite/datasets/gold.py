@@ -92,11 +92,9 @@ def planned_searches(question: Question) -> list[Search]:
 def planned(question: Question, documents: Sequence[Sequence[Document]]) -> tuple[Step, ...]:
     """The steps of a demonstration that plans; arguments as in `steps`."""
     plan, answers = plan_of(question), _answers(question)
-    brought = dict(zip(answers, documents))
-    said = plan.text()
-    written = []
+    found, said, written = dict(zip(answers, documents)), plan.text(), []
     for level in plan.levels:
-        searches = [Search(n.filled(answers), tuple(brought[n.name]), n.source) for n in level]
+        searches = (Search(node.filled(answers), tuple(found[node.name]), node.source) for node in level)
         written.append(Step(said, tuple(searches)))
         said = "\n".join(f"{node.name}: {answers[node.name]}" for node in level)
     return *written, Step(said, answer=question.answers[0])

@@ -42,7 +42,7 @@ class Harvest:
 
     @staticmethod
     def after(earlier: Earlier, questions: list[Question], protocol: Protocol, output: Path) -> "Harvest":
-        """What earlier runs have brought in; what one was killed at is removed from the file."""
+        """What earlier runs have kept; what one was killed at is removed from the file."""
         rejected = {str(record["id"]): Counter(record["reasons"]) for record in earlier.rejected}
         whole = [record for record in earlier.kept if str(record["id"]) in rejected]
         if len(whole) < len(earlier.kept):
@@ -88,7 +88,7 @@ class Harvest:
         self.rejected |= reasons
 
     def tally(self, per_question: int) -> Tally:
-        """Counts of the questions of now, whichever run sampled their episodes; the yield is told by hops."""
+        """Counts of the questions of now, whichever run sampled their episodes; the yield is by hops."""
         done = [q for id, q in self.questions.items() if id in self.rejected]
         of_id = Counter(row.id for row in self.kept)
         tally = Tally(len(self.questions), extra={"episodes sampled": per_question * len(done)})

@@ -50,8 +50,7 @@ def protocols_of(settings: ProtocolSettings, mixture: SourceSettings) -> dict[st
     for entry in mixture.sources or ():
         own = entry.get("format", settings.format)
         if not has_steps(entry):
-            chat = ThinkingChat if entry["type"] == "r1" else Chat
-            found[entry["name"]] = chat(settings.system_prompt)
+            found[entry["name"]] = (ThinkingChat if entry["type"] == "r1" else Chat)(settings.system_prompt)
         elif own == settings.format:
             found[entry["name"]] = found[""]
         else:

@@ -32,11 +32,10 @@ def draw(data: QuestionSettings, sizes: PrepareSettings, seed: int, other: str |
     own = rows_of(data.data, data)
     pool = own if other is None else rows_of(other, data)
     chosen = sampled(stream, list(pool), sizes.dev_size + sizes.test_size, "--dev-size and --test-size want")
-    of_dev = set(stream.sample(range(len(chosen)), sizes.dev_size))
+    set_apart, of_dev = set(chosen), set(stream.sample(range(len(chosen)), sizes.dev_size))
     dev = [pool[question] for i, question in enumerate(chosen) if i in of_dev]
     test = [pool[question] for i, question in enumerate(chosen) if i not in of_dev]
-    kept_out = set(chosen)
-    left = [question for question in own if question not in kept_out]
+    left = [question for question in own if question not in set_apart]
     if other is not None and len(left) < len(own):
         print(f"{len(own) - len(left)} questions of --data are held out, and not trained on", file=sys.stderr)
     train = left if sizes.train_size is None else sampled(stream, left, sizes.train_size, "--train-size wants")

@@ -20,11 +20,11 @@ from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_writable, names_in, read_record, read_text, write_json, write_jsonl
 from r3lite.devices.precision import resolve_device
 from r3lite.retrieval import corpus, editing, index, qdrant
+from r3lite.retrieval.corpus import Passages, write_passages
 from r3lite.retrieval.documents.folder import Folder, read_folder
 from r3lite.retrieval.encoder import Encoder, make_encoder
 from r3lite.retrieval.hashing import HASHING, HashingEncoder
 from r3lite.retrieval.index_size import BLOCK, Estimate, choose
-from r3lite.retrieval.passages import Passages, write_passages
 from r3lite.retrieval.vectors import VectorFile, build_vectors, write_vectors
 from r3lite.settings import DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
@@ -48,9 +48,8 @@ def check_output(folder: str | Path) -> Path:
     Makes the folders above it, so that encoding, which may take hours, does not begin where nothing can be written.
     """
     remedy = "Name a new or empty folder for --output."
-    kinds = (OSError, ValueError)  # ValueError: a name that no folder can have
-    with explained(kinds, f"the index {folder} cannot be written", remedy):
-        folder = Path(folder).resolve()
+    with explained((OSError, ValueError), f"the index {folder} cannot be written", remedy):
+        folder = Path(folder).resolve()  # ValueError: a name that no folder can have
         check_writable(folder.parent)
         if _old(folder).exists() and not folder.exists():
             _old(folder).rename(folder)  # a kill came before the new index was in its place

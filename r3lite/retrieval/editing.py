@@ -17,9 +17,8 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_json
 from r3lite.retrieval import index
-from r3lite.retrieval.corpus import fingerprint
+from r3lite.retrieval.corpus import Passages, fingerprint, write_passages
 from r3lite.retrieval.index_size import BLOCK
-from r3lite.retrieval.passages import Passages, write_passages
 from r3lite.retrieval.vectors import add as add_vectors
 from r3lite.retrieval.vectors import open_vectors, write_vectors
 

@@ -115,7 +115,7 @@ class SentenceEncoder(FolderEncoder):
     """An encoder of another network, such as ModernBERT and Qwen3-Embedding, by the package sentence-transformers
     (extra encoders).
 
-    The code that a model folder brings along is never run, and weights are read from safetensors.
+    Code in a model folder is never run, and weights are read from safetensors.
     """
 
     def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):

@@ -2,7 +2,7 @@
 
 Owns the index folder and its manifest; `building.py` writes one, `editing.py` changes one. What is in a folder:
 
-passages.jsonl, ends.bin       the passages, and where their lines end (`passages.py`)
+passages.jsonl, ends.bin       the passages, and where their lines end (`corpus.py`)
 index.faiss or index-N.faiss   their vectors (`vectors.py`)
 added-N.faiss, deleted-N.bin   vectors added since, and the places of what was deleted, after edit N, if there are any
 probes.bin                     some of the vectors as the encoder gave them: an index may keep less
@@ -27,12 +27,11 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import PIECE, PIECES, check_regular, read_record
 from r3lite.core.records import Record
-from r3lite.retrieval import corpus
 from r3lite.retrieval.conventions import STYLES
+from r3lite.retrieval.corpus import ENDS, PASSAGES, Passages, fingerprint
 from r3lite.retrieval.encoder import Encoder, EncoderSettings, make_encoder
 from r3lite.retrieval.hashing import HASHING, HashingEncoder
 from r3lite.retrieval.index_size import BLOCK
-from r3lite.retrieval.passages import ENDS, PASSAGES, Passages
 from r3lite.retrieval.search import best, found
 from r3lite.retrieval.vectors import CLASSES, Vectors, add, open_vectors
 
@@ -209,7 +208,7 @@ class Folder:
     def passages(self) -> Passages:
         deleted = self.deleted()
         passages = Passages(self.path, self.manifest.whole("passages") + len(deleted), deleted, self.remedy)
-        if len(passages) <= COMPARED and corpus.fingerprint(passages) != self.manifest.text("fingerprint"):
+        if len(passages) <= COMPARED and fingerprint(passages) != self.manifest.text("fingerprint"):
             raise self._unfit(f"{PASSAGES} has changed since it was indexed")
         return passages
 

@@ -27,6 +27,7 @@ class Setup:
     seed: int = 0  # of what is drawn
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
     kind: str = SOURCES[0]  # of sources, that a web service is asked for
+    gives_up: bool = True  # whether a retriever that fails at query after query ends the run
     like: "Setup | None" = None  # whose reranker and encoder are used again; that of an index, if it is the same one
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A folder of documents, read file by file into passages; what is left out is told, with the reason."""
+"""A folder of documents, read file by file into passages; what is left out is listed, with the reason."""
 
 import hashlib
 import os
@@ -37,8 +37,7 @@ class Folder:
         lines += [f"left out    {len(self.skipped)}, listed in {SKIPPED} of the index"] * bool(self.skipped)
         for reason, count in Counter(reason for _, reason, _ in self.skipped).most_common():
             names = [path for path, why, _ in self.skipped if why == reason]
-            more = ", ..." if count > NAMED else ""
-            lines.append(f"  {count} {reason}: {', '.join(names[:NAMED])}{more}")
+            lines.append(f"  {count} {reason}: {', '.join(names[:NAMED])}" + ", ..." * (count > NAMED))
         return "\n".join(lines)
 
 
@@ -51,8 +50,7 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> Folder:
     root, found, seen = Path(folder), Folder(), set()
     if not root.is_dir():
         raise R3LiteError(f"{folder} is not a folder", "--documents names a folder; a file of passages is --corpus.")
-    names = list(_files(root, found.skipped))
-    for name in tqdm(names, desc="reading documents", unit="", disable=None):
+    for name in tqdm(list(_files(root, found.skipped)), desc="reading documents", unit="", disable=None):
         try:
             count = len(found.documents)
             for title, head, text in _passages(root, name, settings):
