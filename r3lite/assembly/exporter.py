@@ -4,7 +4,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +45,9 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     asked = as_trained(config.protocol, run)
     warn_of_other_format(settings.adapter, replace(config, protocol=asked))
     protocol, tokenizer = build_protocol(asked), Tokenizer.load(folder, run.get("thinking", "auto"))
-    layout, prompts = Layout(tokenizer, protocol, LengthSettings()), None
-    if settings.prompts:
-        path = settings.questions or str(shipped("data", "world", "test.jsonl"))
-        prompts = [layout.prompt(question.text) for question in islice(read_questions(path), settings.prompts)]
+    layout, path = Layout(tokenizer, protocol, LengthSettings()), settings.questions
+    questions = read_questions(path or shipped("data", "world", "test.jsonl")) if settings.prompts else []
+    prompts = [layout.prompt(question.text) for question in questions[: settings.prompts]]
     model = weights.load_model(folder, torch.float32, "cpu")
     if settings.adapter:
         lora.load_adapter(model, TRAINED, settings.adapter, trainable=False)

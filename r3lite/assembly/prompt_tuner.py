@@ -211,8 +211,7 @@ class PromptTuner:
         name = f"{title}, prompt {candidate.id}"
         if not self.predictions_of(candidate).exists():
             episodes = self.answers(candidate, self.scored, "", f"{name}: scored")
-            lines = (episode.to_json() | Marks.of(episode).to_json() for episode in episodes)
-            write_jsonl(self.predictions_of(candidate), lines)
+            write_jsonl(self.predictions_of(candidate), (e.to_json() | Marks.of(e).to_json() for e in episodes))
         found = scores(self.marks_of(candidate), self.config.common.seed)
         self.history.score(candidate, {name: found[name] for name in KEPT if found[name]["value"] is not None})
         metric, best = self.config.tuning.metric, self.history.best

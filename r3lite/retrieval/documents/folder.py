@@ -4,7 +4,7 @@ import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval.documents import BINARIES, TEXTS
+from r3lite.retrieval.documents import BINARY, READERS
 from r3lite.retrieval.documents.chunks import chunks, count_tokens
-from r3lite.retrieval.documents.section import Section, Unreadable
+from r3lite.retrieval.documents.section import Unreadable
 from r3lite.retrieval.index import MANIFEST, SKIPPED, VECTORS
 from r3lite.settings import DocumentSettings
 
@@ -67,8 +67,8 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> Folder:
         except Unreadable as error:
             found.skipped.append((name, error.reason, error.detail))
     if not found.documents:
-        remedy = f"It reads {', '.join([*TEXTS, *BINARIES])}."
-        raise R3LiteError(f"{folder} holds no document that can be read\n{found.summary()}", remedy)
+        cause = f"{folder} holds no document that can be read\n{found.summary()}"
+        raise R3LiteError(cause, f"It reads {', '.join(READERS)}.")
     return found
 
 
@@ -97,7 +97,7 @@ def _files(root: Path, skipped: list[tuple[str, str, str]]) -> Iterator[str]:
             suffix = PurePosixPath(name).suffix.lower()
             if reason := "whose name cannot be shown" if "\ufffd" in shown else _left_out(here / name):
                 skipped.append((shown, reason, ""))
-            elif suffix not in TEXTS.keys() | BINARIES.keys():
+            elif suffix not in READERS:
                 skipped.append((shown, "of an unknown kind", suffix))
             else:
                 yield shown
@@ -117,11 +117,8 @@ def _passages(root: Path, name: str, settings: DocumentSettings) -> Iterator[tup
     """The titles, heads and texts of a file's passages. Nothing comes of a file that can be read in part only."""
     content = _content(root / name, settings.max_file_mib << 20)
     suffix = PurePosixPath(name).suffix.lower()
-    if suffix in BINARIES:
-        sections: Iterable[Section] = BINARIES[suffix](content, name)
-    else:
-        sections = TEXTS[suffix](_decoded(content), name)
-    sections = [section for section in sections if section.text.strip()]
+    found = READERS[suffix](content if suffix in BINARY else _decoded(content), name)
+    sections = [section for section in found if section.text.strip()]
     if not sections:
         raise Unreadable("without text")
     for section in sections:
