@@ -66,7 +66,10 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     size, written = sum(path.stat().st_size for path in output.iterdir()), output / (file or "")
     print(f"written to  {written}, {size / (1 << 20):,.0f} MiB in all, with a card in {output / CARD}")
     if before is not None:
-        print(parity(before, next_logits(model, prompts, tokenizer.size, "after")))
+        largest, mean, same = parity(before, next_logits(model, prompts, tokenizer.size, "after"))
+        differ = f"the logits differ by {mean:.2g} in the mean and {largest:.2g} at most"
+        likeliest = f"the likeliest next token is the same after {same} of them"
+        print(f"parity      over {len(prompts)} prompts {differ}; {likeliest}")
 
 
 @torch.no_grad()
@@ -78,12 +81,11 @@ def next_logits(model: CausalLM, prompts: Sequence[list[int]], vocabulary: int, 
     return torch.stack(rows)
 
 
-def parity(before: Tensor, after: Tensor) -> str:
-    """How the logits [n, V] after n prompts differ, and how often the likeliest next token is the same."""
-    difference, same = (before - after).abs(), int((before.argmax(-1) == after.argmax(-1)).sum())
-    differ = f"the logits differ by {difference.mean():.2g} in the mean and {difference.max():.2g} at most"
-    likeliest = f"the likeliest next token is the same after {same} of them"
-    return f"parity      over {len(before)} prompts {differ}; {likeliest}"
+def parity(before: Tensor, after: Tensor) -> tuple[float, float, int]:
+    """The largest and the mean difference of the logits [n, V] after n prompts, and how often the likeliest next token
+    is the same."""
+    difference, same = (before - after).abs(), (before.argmax(-1) == after.argmax(-1)).sum()
+    return difference.max().item(), difference.mean().item(), int(same)
 
 
 def as_trained(asked: ProtocolSettings, run: dict[str, Any]) -> ProtocolSettings:
