@@ -177,9 +177,9 @@ def rl_round(
 def encoding(folder: str, corpus: str, device: str) -> Contest:
     """Vectors of a corpus's first passages, in fp32, by r3lite's encoder and by sentence-transformers."""
     from r3lite.models.weights import resolve_folder
-    from r3lite.retrieval.bert_encoder import BertEncoder
     from r3lite.retrieval.conventions import passage_text, style_of
     from r3lite.retrieval.corpus import read_corpus
+    from r3lite.retrieval.encoder import BertEncoder
 
     documents = read_corpus(corpus)[:PASSAGES]
     encoder = BertEncoder(folder, style_of(folder), device)

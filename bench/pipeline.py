@@ -25,9 +25,9 @@ from bench.records import ROOT, commit, processor, read
 from r3lite.core.episode import Document, Question
 from r3lite.core.files import write_json
 from r3lite.datasets.qa import read_questions
-from r3lite.retrieval.bert_encoder import BertEncoder
 from r3lite.retrieval.corpus import read_corpus
 from r3lite.retrieval.documents.chunks import sentences
+from r3lite.retrieval.encoder import BertEncoder
 from r3lite.retrieval.hybrid import Hybrid, reciprocal_ranks
 from r3lite.retrieval.index import PassageIndex
 from r3lite.retrieval.lexical import Lexical

@@ -145,7 +145,7 @@ def page() -> str:
 
 def predicted(d: int, budget: int) -> str:
     try:
-        return choose("auto", WIKIPEDIA, d, budget).told()
+        return choose("auto", WIKIPEDIA, d, budget).summary()
     except R3LiteError as error:
         return error.cause
 

@@ -31,25 +31,24 @@ class IndexConfig(CommandConfig):
 
 def work(config: IndexConfig) -> None:
     # Imported after the arguments are read: FAISS and torch take seconds to load.
-    from r3lite.retrieval import indexing
-    from r3lite.retrieval.building import check_output
+    from r3lite.retrieval import building
 
     settings, output = config.index, config.common.output
     if settings.edits:
         if not output:
             raise UsageError("--output is missing: the folder of the index to change")
         with sole_writer(output, folder=False):
-            indexing.edit(settings, config.chunking, Path(output))
+            building.edit(settings, config.chunking, Path(output))
         return
     if not (settings.documents or settings.corpus):
         raise UsageError("--documents or --corpus is missing: a folder, or a JSONL file of passages (id, title, text)")
     if collection_server(output or ""):
-        indexing.fill(settings, config.chunking, output)
+        building.fill(settings, config.chunking, output)
         return
     output = output or time.strftime("runs/index-%Y%m%d-%H%M%S")
-    check_output(output)  # before the encoding, which may take hours
+    building.check_output(output)  # before the encoding, which may take hours
     with sole_writer(output, folder=False):  # the folder itself is replaced
-        indexing.build(settings, config.chunking, output)
+        building.build(settings, config.chunking, output)
 
 
 def plan(config: IndexConfig) -> str:
@@ -69,7 +68,7 @@ def plan(config: IndexConfig) -> str:
     dimension = known_dimension(settings.encoder)
     assumed = "" if dimension else f" ({UNKNOWN} dimensions are assumed: the encoder is not on this machine)"
     chosen = choose(settings.index_type, count, dimension or UNKNOWN, budget_bytes(settings.memory_budget))
-    return f"Estimate\n  {chosen.told()}{assumed}"
+    return f"Estimate\n  {chosen.summary()}{assumed}"
 
 
 main = command.entry("index", IndexConfig(), work, plan)

@@ -31,7 +31,7 @@ def procedures(config: ProceduresConfig) -> None:
     path, given = config.procedures.procedures, config.file
     if path is None:
         raise UsageError("--procedures is missing: a JSON file of procedures; docs/procedures.md shows one")
-    found = read_procedures(path, missing_ok=given.add is not None)
+    found = [] if given.add and not Path(path).exists() else read_procedures(path)
     if given.add and Path(path).is_dir():
         raise UsageError(f"--add writes into a file, and --procedures {path} is a folder: copy {given.add} into it")
     if given.add:
@@ -66,7 +66,7 @@ def show_match(config: ProceduresConfig) -> None:
     for procedure, score, cosine in zip(finder.procedures, scores, cosines, strict=True):
         print(f"{score:>8.1f}  {cosine:>6}  {procedure.name}")
     found = finder.find(given.match)
-    print(f"\n{found.told() if found else NONE}")
+    print(f"\n{found.text() if found else NONE}")
 
 
 main = command.entry("procedures", ProceduresConfig(), procedures)

@@ -82,7 +82,7 @@ def show_query(config: RetrieveConfig) -> None:
 
 
 def measure_recall(config: RetrieveConfig) -> None:
-    from r3lite.retrieval import gaps, recall
+    from r3lite.retrieval import recall
 
     output = Path(config.common.output or time.strftime("runs/retrieve-%Y%m%d-%H%M%S"))
     recall.check_output(output, config.retrieve.gap_report)
@@ -95,7 +95,7 @@ def measure_recall(config: RetrieveConfig) -> None:
         raise R3LiteError(f"no question in {config.data.data} has gold paragraphs to measure recall by", remedy)
     recall.measure(setup, known, cuts, output)
     if config.retrieve.gap_report:
-        gaps.write_gaps(setup.documents, known, cuts, Path(config.retrieve.gap_report))
+        recall.write_gaps(setup.documents, known, cuts, Path(config.retrieve.gap_report))
 
 
 main = command.entry("retrieve", RetrieveConfig(), retrieve)

@@ -19,7 +19,7 @@ def serve(config: ServeConfig) -> None:
         from r3lite.serving.desk import Desk
         from r3lite.serving.worker import Worker
 
-        answering = LiveAnswers(config, *open_retriever(config))
+        answering = LiveAnswers(config, *open_retriever(config, gives_up=False))
         answering.warm_up()
         host, port = listening.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host

@@ -23,7 +23,7 @@ from r3lite.protocols import dag
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import FAULTS, FORGIVEN, GRAPH_FAULTS
 from r3lite.protocols.transcript import Layout
-from r3lite.retrieval.documents import BINARIES, TEXTS
+from r3lite.retrieval.documents import READERS
 from r3lite.retrieval.retriever import RETRIEVERS
 from r3lite.rewards.registry import REWARDS, VERDICT, named_rewards
 from r3lite.rl.algorithms import ALGORITHMS, check
@@ -130,7 +130,7 @@ def test_every_fault_of_the_tags_is_in_their_table():
 
 
 def test_every_retriever_has_its_row():
-    text = RETRIEVAL.read_text(encoding="utf-8").partition("| setting |")[0]
+    text = RETRIEVAL.read_text(encoding="utf-8").partition("## Encoders")[0]
     assert re.findall(r"^\| `(\w+)` \|", text, re.M) == list(RETRIEVERS)
 
 
@@ -199,7 +199,7 @@ def test_every_layout_of_conversations_has_its_row():
 def test_every_layout_of_documents_has_its_row():
     text = OWN_DOCUMENTS.read_text(encoding="utf-8")
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `.")]
-    assert sorted(re.findall(r"`(\.\w+)`", " ".join(cells))) == sorted([*TEXTS, *BINARIES])
+    assert sorted(re.findall(r"`(\.\w+)`", " ".join(cells))) == sorted(READERS)
 
 
 def test_every_reward_has_its_row_with_its_parameters():

@@ -30,7 +30,7 @@ def build_engine(
 
     The plan includes a `judge` that is loaded beside the model.
     """
-    # Prompts and plan come first: what is wrong with them is told before a model is downloaded.
+    # Prompts and plan come first: what is wrong with them shows before a model is downloaded.
     opening, plan = OPENINGS[baseline], plan_memory(config, questions, judge)
     protocol = build_protocol(config.protocol, opening)
     if not opening.plain:
@@ -48,7 +48,7 @@ def plan_memory(config: SamplingConfig, questions: int, judge: JudgeSettings | N
     return make_plan(workload, config.memory, config.sampling)
 
 
-def open_retriever(config: AnsweringConfig) -> tuple[Retrieve, Finder | None]:
+def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retrieve, Finder | None]:
     """The retriever of the settings, which must do without questions of a data set, and what finds procedures."""
     settings, protocol = config.retrieval, build_protocol(config.protocol)
     if not protocol.searches:
@@ -57,7 +57,7 @@ def open_retriever(config: AnsweringConfig) -> tuple[Retrieve, Finder | None]:
         raise UsageError("--retriever golden and --context question are for questions of --data, with paragraphs")
     if settings.retriever != "none" and settings.from_questions:
         raise UsageError("--index is missing: a folder that r3lite.index wrote; or --corpus FILE, or --retriever none")
-    setup = Setup(settings, [], config.common.seed)
+    setup = Setup(settings, [], config.common.seed, gives_up=gives_up)
     retrieve = build_retriever(setup)
     return retrieve, open_finder(config.procedures, lambda: setup.encoder)
 

@@ -1,4 +1,4 @@
-"""Answers several people at once: modes and adapters on one model, and what is told of an answer as it grows.
+"""Answers several people at once: modes and adapters on one model, and what is reported of an answer as it grows.
 
 Sets up the lanes of `rollout/lanes.py` as the settings say and gives them to `serving/` as what answers. Used by serve.
 """
@@ -6,7 +6,6 @@ Sets up the lanes of `rollout/lanes.py` as the settings say and gives them to `s
 import itertools
 import random
 import re
-import sys
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +13,7 @@ from pathlib import Path
 from r3lite.assembly import policy
 from r3lite.assembly.answering import why_no_answer
 from r3lite.core.config import UsageError
-from r3lite.core.episode import Document, Failure, Question, Retrieve, Routes
-from r3lite.core.errors import R3LiteError
+from r3lite.core.episode import Question, Retrieve
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import evaluate_workload
 from r3lite.models import lora, weights
@@ -78,15 +76,11 @@ def plan_lanes(config: ServeConfig) -> Plan:
 
 def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) -> dict[str, Layout]:
     """The layout of every mode, and of a chat without steps."""
-
-    def steps(mode: str, opening: str = "none") -> Layout:
-        searches = mode in config.modes.retrieving_modes
-        lengths = config.lengths if searches else replace(config.lengths, max_hops=0)
-        return Layout(tokenizer, protocol, lengths, OPENINGS[opening])
-
-    plain = Layout(tokenizer, Chat(config.protocol.system_prompt), config.lengths)
-    modes = {"chat": steps("chat", "no-retrieval"), "reasoning": steps("reasoning"), "search": steps("search")}
-    return {PLAIN: plain, **modes}
+    layouts = {PLAIN: Layout(tokenizer, Chat(config.protocol.system_prompt), config.lengths)}
+    for mode, opening in (("chat", "no-retrieval"), ("reasoning", "none"), ("search", "none")):
+        hops = config.lengths.max_hops if mode in config.modes.retrieving_modes else 0
+        layouts[mode] = Layout(tokenizer, protocol, replace(config.lengths, max_hops=hops), OPENINGS[opening])
+    return layouts
 
 
 class LiveAnswers:
@@ -103,7 +97,7 @@ class LiveAnswers:
         self.config, self.layouts = config, layouts_of(config, tokenizer, protocol)
         autocast, plain = loaded.precision.autocast, self.layouts[PLAIN]
         self.engine = LaneEngine(loaded.model, plain, Sampler(), loaded.grant, autocast=autocast, layouts=self.layouts)
-        self.retrieve, self.finder = tolerant(retrieve), finder
+        self.retrieve, self.finder = retrieve, finder
         self.rows = max(1, loaded.grant.memory.rollout_batch_size // len(folders))
         self.asked = itertools.count()
         self.growing: dict[int, Growing] = {}  # by the id of its sequence
@@ -133,8 +127,7 @@ class LiveAnswers:
         """Answers a question in each row, each a token shorter, so that products of every size are met before someone
         waits: what a device prepares for a size takes time, and memory."""
         for most in range(1, self.rows + 1):
-            ask = Ask("Hello", "reasoning", self.modes["reasoning"], max_tokens=most)
-            self.join(self.prepare(ask, None))
+            self.join(self.prepare(Ask("Hello", "reasoning", self.modes["reasoning"], max_tokens=most), None))
         while self.growing:
             self.iterate()
 
@@ -200,18 +193,3 @@ def load_adapters(folder: Path, config: ServeConfig, folders: dict[str, str | No
             policy.warn_of_other_format(adapter, config)
             lora.load_adapter(loaded.model, name, adapter, trainable=False)
     return loaded
-
-
-def tolerant(retrieve: Retrieve) -> Retrieve:
-    """The same retriever, but an error that would end a run, such as a hundred failures in a row, fails its queries."""
-    if isinstance(retrieve, Routes):
-        return Routes(tolerant(retrieve.default), {name: tolerant(own) for name, own in retrieve.of_source.items()})
-
-    def found(pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
-        try:
-            return retrieve(pairs)
-        except R3LiteError as error:
-            print(f"warning: {error.cause}", file=sys.stderr)
-            return [Failure(error.cause)] * len(pairs)
-
-    return found

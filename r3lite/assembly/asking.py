@@ -65,21 +65,21 @@ def record(episode: Episode, trace: str) -> dict:
 
 
 def evidence(sequence: Sequence) -> str:
-    """What the queries of the last step brought, in lines that are set in; empty if the step has none.
+    """What the queries of the last step retrieved, in indented lines; empty if the step has none.
 
     The queries of a plan's nodes stand before their documents: answers of other nodes were filled in, and each was
     asked at its kind of source.
     """
-    step, told = sequence.steps[-1], []
+    step, lines = sequence.steps[-1], []
     for search in step.searches:
         if search.source:
-            told.append(textwrap.fill(printable(f"{search.query} ({search.source}):"), WIDE))
-        told += [shown(document) for document in search.documents]
+            lines.append(textwrap.fill(printable(f"{search.query} ({search.source}):"), WIDE))
+        lines += [shown(document) for document in search.documents]
         if not search.documents and not sequence.failure:
-            told.append("  (nothing was found)")
+            lines.append("  (nothing was found)")
     if step.searches and sequence.failure:
-        told.append(f"  no documents: the retriever failed: {sequence.failure}")
-    return "".join(f"{line}\n" for line in told)
+        lines.append(f"  no documents: the retriever failed: {sequence.failure}")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def shown(document: Document) -> str:

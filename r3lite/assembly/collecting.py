@@ -7,9 +7,9 @@ from r3lite.core.episode import Episode, Question
 from r3lite.core.files import write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.collected import Earlier, Tally, config_of
-from r3lite.datasets.contamination import new_questions
-from r3lite.datasets.demonstrations import gold
+from r3lite.datasets.demonstrations import write_gold
 from r3lite.datasets.self_taught import Harvest
+from r3lite.datasets.splits import new_questions
 from r3lite.datasets.teacher import Teacher
 from r3lite.llm.client import Client
 from r3lite.protocols.base import Protocol
@@ -28,7 +28,7 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
         return self_taught(config, questions, protocol, setup, output, earlier)
     retrieve = build_retriever(setup)
     if config.collect.source == "gold":
-        return gold(config, questions, protocol, retrieve, output)
+        return write_gold(config, questions, protocol, retrieve, output)
     client = Client(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
     teacher = Teacher(config.collect, client, protocol, retrieve, config.common.seed, config.lengths.max_hops)
     write_text(config_of(output), to_toml(config, "collect"))

@@ -13,7 +13,7 @@ from r3lite.evaluation.folder import CONFIG, PREDICTIONS, SCORES
 from r3lite.evaluation.scores import Marks, summary
 from r3lite.evaluation.tables import scores_table
 from r3lite.evaluation.text_overlap import bert_score
-from r3lite.retrieval.bert_encoder import BertEncoder
+from r3lite.retrieval.encoder import BertEncoder
 from r3lite.retrieval.procedures import open_finder
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup

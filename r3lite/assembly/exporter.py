@@ -2,19 +2,21 @@
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
 from r3lite.assembly.policy import check_base, warn_of_other_format
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped, write_text
 from r3lite.datasets.qa import read_questions
 from r3lite.devices.precision import DTYPES
-from r3lite.exporting import chats, parity
+from r3lite.exporting import chats
 from r3lite.exporting.card import Facts, card
 from r3lite.exporting.files import ADAPTER, CARD, FILES, GGUF, MODELFILE
 from r3lite.models import gguf_tokenizer, lora, saving, weights
@@ -43,15 +45,14 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     asked = as_trained(config.protocol, run)
     warn_of_other_format(settings.adapter, replace(config, protocol=asked))
     protocol, tokenizer = build_protocol(asked), Tokenizer.load(folder, run.get("thinking", "auto"))
-    layout, prompts = Layout(tokenizer, protocol, LengthSettings()), None
-    if settings.prompts:
-        path = settings.questions or str(shipped("data", "world", "test.jsonl"))
-        prompts = [layout.prompt(question.text) for question in islice(read_questions(path), settings.prompts)]
+    layout, path = Layout(tokenizer, protocol, LengthSettings()), settings.questions
+    questions = read_questions(path or shipped("data", "world", "test.jsonl")) if settings.prompts else []
+    prompts = [layout.prompt(question.text) for question in questions[: settings.prompts]]
     model = weights.load_model(folder, torch.float32, "cpu")
     if settings.adapter:
         lora.load_adapter(model, TRAINED, settings.adapter, trainable=False)
         lora.set_adapter(model, TRAINED)
-    before = parity.next_logits(model, prompts, tokenizer.size, "before") if prompts else None
+    before = next_logits(model, prompts, tokenizer.size, "before") if prompts else None
     merged, file = settings.form in ("folder", "gguf"), FILES[settings.form]
     if merged and settings.adapter:
         lora.merge_adapter(model, TRAINED)
@@ -62,11 +63,29 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
         raise
     facts = Facts(settings.model, settings.weights, file, merged, bool(settings.adapter), run, settings.license, scores)
     write_text(output / CARD, card(facts, protocol, asked.format, tokenizer))
-    size = sum(path.stat().st_size for path in output.iterdir())
-    written = output / file if file else output
+    size, written = sum(path.stat().st_size for path in output.iterdir()), output / (file or "")
     print(f"written to  {written}, {size / (1 << 20):,.0f} MiB in all, with a card in {output / CARD}")
     if before is not None:
-        print(parity.compare(before, parity.next_logits(model, prompts, tokenizer.size, "after")).told())
+        largest, mean, same = parity(before, next_logits(model, prompts, tokenizer.size, "after"))
+        differ = f"the logits differ by {mean:.2g} in the mean and {largest:.2g} at most"
+        likeliest = f"the likeliest next token is the same after {same} of them"
+        print(f"parity      over {len(prompts)} prompts {differ}; {likeliest}")
+
+
+@torch.no_grad()
+def next_logits(model: CausalLM, prompts: Sequence[list[int]], vocabulary: int, title: str) -> Tensor:
+    """Logits [n, vocabulary], fp32, of the token after each prompt."""
+    bar = tqdm(prompts, desc=title, unit="prompt", disable=None)
+    device = model.head_weight.device
+    rows = [model.logits(model(torch.tensor([ids], device=device))[:, -1])[0, :vocabulary].float().cpu() for ids in bar]
+    return torch.stack(rows)
+
+
+def parity(before: Tensor, after: Tensor) -> tuple[float, float, int]:
+    """The largest and the mean difference of the logits [n, V] after n prompts, and how often the likeliest next token
+    is the same."""
+    difference, same = (before - after).abs(), (before.argmax(-1) == after.argmax(-1)).sum()
+    return difference.max().item(), difference.mean().item(), int(same)
 
 
 def as_trained(asked: ProtocolSettings, run: dict[str, Any]) -> ProtocolSettings:
@@ -93,7 +112,7 @@ def write_form(model: CausalLM, folder: Path, settings: ExportSettings, layout: 
         write_text(output / MODELFILE, modelfile)
     elif form == "gguf-adapter":
         gguf.write_adapter(model, TRAINED, output / ADAPTER, settings.weights, name)
-        gguf.fill_adapter(model, TRAINED, Header(output / ADAPTER))
+        gguf.fill(model, Header(output / ADAPTER), TRAINED)
     elif form == "adapter":
         chats.check_folder(folder, tokenizer.template.variables[chats.SWITCH], messages, prompt)
         fingerprint, dtype = weights.fingerprint(folder), DTYPES[settings.weights]
@@ -121,6 +140,5 @@ def in_folder(
     with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=f".{output.name}.") as parent:
         dense = Path(parent) / "dense"  # as weights are quantized while they are read
         saving.save_merged(model, source, dense, changes=changes)
-        quantized = weights.load_model(dense, torch.float32, "cpu", quantize=True)
-        saving.save_nf4(quantized, dense, output)
+        saving.save_nf4(weights.load_model(dense, torch.float32, "cpu", quantize=True), dense, output)
     return weights.load_model(output, torch.float32, "cpu")

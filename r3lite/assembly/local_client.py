@@ -34,17 +34,14 @@ this JSON schema:
 {schema}"""
 
 
-def client_maker(
-    model: ModelSettings, memory: MemorySettings
-) -> Callable[[JudgeSettings, Path], "Client | LocalClient"]:
+def client_maker(model: ModelSettings, memory: MemorySettings) -> Callable[[JudgeSettings, Path], CachingClient]:
     """What makes the client that --judge names, of its settings and the folder of its cache.
 
     A local one runs on the device and in the dtype of the run's `model`, which it also is if none is named.
     """
 
-    def make(settings: JudgeSettings, cache: Path) -> Client | LocalClient:
-        local = settings.judge == "local"
-        return LocalClient(settings, cache, model, memory) if local else Client(settings, cache)
+    def make(settings: JudgeSettings, cache: Path) -> CachingClient:
+        return LocalClient(settings, cache, model, memory) if settings.judge == "local" else Client(settings, cache)
 
     return make
 
@@ -119,7 +116,7 @@ class LocalClient(CachingClient):
 
 
 def as_question(request: Request) -> Question:
-    """A request as the chat that the model is given; what a server is told of the reply's form stands in it as text."""
+    """A request as the chat that the model is given, in which the schema of the reply stands as text."""
     form = FORM.format(schema=json.dumps(request.schema)) if request.schema else None
     system = "\n\n".join(text for text in (request.system, form) if text)
     pairs = [("system", system)] * bool(system) + request.turns("assistant")[:-1]

@@ -11,7 +11,6 @@ import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from r3lite.assembly.local_client import LocalClient
 from r3lite.assembly.validation import draw_from
 from r3lite.core.answer_match import answer_scores
 from r3lite.core.config import UsageError
@@ -21,7 +20,7 @@ from r3lite.core.files import folder_fingerprint, read_jsonl, write_jsonl, write
 from r3lite.datasets.qa import read_questions
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.scores import Marks, scores
-from r3lite.llm.client import Client
+from r3lite.llm.client import CachingClient
 from r3lite.llm.replies import FAILURES, Reply, Request
 from r3lite.models.lora import adapter_folder
 from r3lite.protocols.base import Protocol
@@ -61,7 +60,7 @@ def read_pools(config: TunePromptConfig) -> tuple[Pool, Pool]:
     """The questions of --data, and those of --eval-data that are drawn, each with what retrieves for them."""
     tuning, seed, skip = config.tuning, config.common.seed, config.data.skip_bad_rows
     sampled = read_questions(config.data.data, config.data.limit, skip)
-    why_not = "are in --data as well: critiques may tell of them"
+    why_not = "are in --data as well: critiques may quote them"
     scored = draw_from(tuning.eval_data, tuning.eval_questions, seed, skip, sampled, why_not)
     retrieve = build_retriever(Setup(config.retrieval, sampled, seed, skip_bad_rows=skip))
     if not config.retrieval.from_questions:
@@ -84,7 +83,7 @@ class PromptTuner:
     output: Path
     history: History
     engine: Engine
-    client: Client | LocalClient
+    client: CachingClient
     sampled: Pool  # the questions of --data
     scored: Pool  # those of --eval-data
     capped: str = ""  # the cap that forbids more calls, once it is reached
@@ -143,9 +142,9 @@ class PromptTuner:
     def failures(self, parent: Candidate, number: int, title: str) -> list[Episode]:
         """The episodes of this round's questions that end without a right answer with a prompt."""
         draw = random.Random(f"{self.config.common.seed}/tune/{number}")
-        count = min(self.config.tuning.sampled_questions, len(self.sampled.questions))
-        sampled = replace(self.sampled, questions=draw.sample(self.sampled.questions, count))
-        episodes = self.answers(parent, sampled, f"{number}/", f"{title}: tried")
+        known = self.sampled.questions
+        drawn = draw.sample(known, min(self.config.tuning.sampled_questions, len(known)))
+        episodes = self.answers(parent, replace(self.sampled, questions=drawn), f"{number}/", f"{title}: tried")
         return [episode for episode in episodes if answer_scores(episode)[0] < 1]
 
     def critique_request(self, parent: Candidate, failures: list[Episode], number: int, branch: int) -> Request:
@@ -212,8 +211,7 @@ class PromptTuner:
         name = f"{title}, prompt {candidate.id}"
         if not self.predictions_of(candidate).exists():
             episodes = self.answers(candidate, self.scored, "", f"{name}: scored")
-            lines = (episode.to_json() | Marks.of(episode).to_json() for episode in episodes)
-            write_jsonl(self.predictions_of(candidate), lines)
+            write_jsonl(self.predictions_of(candidate), (e.to_json() | Marks.of(e).to_json() for e in episodes))
         found = scores(self.marks_of(candidate), self.config.common.seed)
         self.history.score(candidate, {name: found[name] for name in KEPT if found[name]["value"] is not None})
         metric, best = self.config.tuning.metric, self.history.best

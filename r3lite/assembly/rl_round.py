@@ -146,7 +146,7 @@ class RoundSampler:
             with watch.stage("refill"):
                 sampled = self._refilled(number, sampled)
         if self.cache:
-            sampled = replace(sampled, told=sampled.told | self.cache.told())
+            sampled = replace(sampled, told=sampled.told | self.cache.metrics())
         return sampled
 
     def score(self, number: int, sequences: Many[Sequence]) -> list[Scored | None]:

@@ -64,8 +64,7 @@ def run_stage(title: str, commands: Mapping[str, ModuleType], name: str, argumen
     """Runs one command with its arguments shown; minutes it took."""
     print(f"\n== {title}\n$ python -m r3lite.{name} {' '.join(arguments)}", flush=True)
     start = time.monotonic()
-    status = commands[name].main(arguments)
-    command.check_status(status, f"the stage {name} failed", "Its own message stands above.")
+    command.check_status(commands[name].main(arguments), f"the stage {name} failed", "Its own message stands above.")
     return (time.monotonic() - start) / 60
 
 
@@ -98,8 +97,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     def evaluated(name: str, adapter: Path | None, minutes: float) -> Stage:
         folder = out / f"evaluate-{name.lower()}"
         arguments = [*shared, "--data", str(world / "test.jsonl"), *samples, "--output", str(folder)]
-        arguments += quick["evaluate"]
-        arguments += ["--adapter", str(adapter)] if adapter else []
+        arguments += [*quick["evaluate"], *(["--adapter", str(adapter)] if adapter else [])]
         title = f"evaluate the {name} model on questions about entities it never saw"
         run_stage(title, commands, "evaluate", arguments)
         return Stage(name, folder, minutes)
@@ -128,7 +126,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         taught("SFT of the teacher, another adapter of the same model", flawless, adapter)
         teacher_of_failures = ["--teacher", "tiny", "--teacher-adapter", str(adapter), "--teacher-quantize", "none"]
     arguments = [*shared, "--algorithm", name, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
-    if ALGORITHMS[name].has_traces:  # the hasty ones among them are paid too little, and fall out
+    if ALGORITHMS[name].has_traces:  # the hasty ones among them have too small a reward, and fall out
         arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]  # of questions that may have one
     arguments += [*samples, "--output", str(out / name), *teacher_of_failures, *quick["ppo"]]
     arguments += SAMPLING if settings.format != "r3" else []
@@ -141,32 +139,29 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
 
 def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, config: QuickstartConfig) -> None:
     """The table, and what RL changed with its paired interval; `quickstart.json` has the same."""
-    columns = {"EM": "em", "F1": "f1", "format": "format_adherence"}
-    columns |= {"recall": "retrieval_recall", "searches": "mean_searches"}
+    keys = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")
     n = stages[0].scores["n"]
     wide = max(len(name) for name in ("teacher", *(stage.name for stage in stages)))
-    head = "".join(f"{c:>10}" for c in (*columns, "minutes"))
+    head = "".join(f"{c:>10}" for c in ("EM", "F1", "format", "recall", "searches", "minutes"))
     print(f"\n== {n} test questions, greedy, real retrieval\n{'stage':<{wide}}{head}")
     rows = []
     about = f"   the {taught_by['n']} trajectories for SFT; hasty on purpose"
     print(f"{'teacher':<{wide}}{taught_by['em']:>10.3f}{taught_by['f1']:>10.3f}{about}")
     for stage in stages:
-        values = {key: stage.scores[key]["value"] for key in columns.values()}
+        values = {key: stage.scores[key]["value"] for key in keys}
         rows.append({"stage": stage.name, "n": n, **values, "minutes": round(stage.minutes, 2)})
         print(f"{stage.name:<{wide}}" + "".join(f"{v:>10.3f}" for v in values.values()) + f"{stage.minutes:>10.1f}")
     before, after = stages[-2:]
     em = compare(before.marks, after.marks, seed=config.common.seed)["em"]
-    gain = {"value": em["difference"], "low": em["low"], "high": em["high"], "p": em["p"]}
+    gain = {"value": em["difference"]} | {key: em[key] for key in ("low", "high", "p")}
     interval = f"95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}, p {gain['p']:.4f}, paired bootstrap"
     print(f"\nexact match, {after.name} - {before.name}: {gain['value']:+.3f} ({interval})")
     print(f"{minutes:.1f} minutes in all")
     if config.quickstart.quick:
-        message = (
-            "--quick shows that everything runs: its few steps teach nothing, and the adapters answer next to nothing"
-        )
-        print(f"{message} right; leave it out to see the model learn")
-    found = {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
-    write_json(out / "quickstart.json", found)
+        print("--quick shows that everything runs: its few steps teach nothing, and the adapters answer", end=" ")
+        print("next to nothing right; leave it out to see the model learn")
+    total = {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
+    write_json(out / "quickstart.json", total)
 
 
 def print_what_next(out: Path, config: QuickstartConfig) -> None:

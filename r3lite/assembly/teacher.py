@@ -103,7 +103,7 @@ class CachedTeacher:
     def batch(self, rollouts: list[Rollout], questions: dict[int, str]) -> Batch:
         """The rollouts; in the place of each that failed, if there is one, the trajectory of its question.
 
-        What it was paid is paid at the trajectory's end, so that the advantages of its group stay as they are.
+        Its reward is given at the trajectory's end, so that the advantages of its group stay as they are.
         """
         lessons = [self.lessons.get(questions[r.group]) if r.failed else None for r in rollouts]
         pairs = zip(rollouts, lessons, strict=True)
@@ -116,8 +116,8 @@ def replaced(rollout: Rollout, lesson: Lesson, question: str) -> Rollout:
     if row.tokens[:prompt] != rollout.tokens[:prompt] or any(row.loss_mask[:prompt]):
         cause = f"the cached trajectory of the question {question} begins with another prompt than its episodes"
         raise R3LiteError(cause, "Collect the log-probabilities with this run's --format, prompt files and questions.")
-    paid = sum(amount for _, amount in rollout.rewards)
-    made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, paid, rollout.group)
+    reward = sum(amount for _, amount in rollout.rewards)
+    made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, reward, rollout.group)
     return replace(made, failed=True, teacher=lesson.teacher)
 
 
@@ -194,7 +194,7 @@ def write_cache(config: CollectConfig) -> None:
 
 
 def laid_out(trajectories: Sequence[Trajectory | Conversation], layout: Layout) -> tuple[list[str], list[Row]]:
-    """The ids of the questions and the tokens of the trajectories that fit; it is told how many do not."""
+    """The ids of the questions and the tokens of the trajectories that fit; prints how many do not."""
     if any(isinstance(row, Conversation) for row in trajectories):
         raise R3LiteError("--data holds conversations", "A cache of log-probabilities is along trajectories.")
     pairs = [(row.id, encoded) for row in trajectories if (encoded := encode_row(row, layout))]

@@ -208,6 +208,14 @@ class Record:
             raise self.wrong(key, wanted)
         return value
 
+    def parsed(self, key: str) -> Any:
+        """A value that may be there as JSON text, as no table has columns of any type."""
+        value = self.values.get(key)
+        try:
+            return parse(value) if isinstance(value, str) and value.strip() else value
+        except InvalidRecord as error:
+            raise self.error(f"{self.path}{key}: {error.cause}") from error
+
     def items(self, key: str, default: Any = REQUIRED) -> list:
         """A list of anything."""
         return self._field(key, default, list, "a list")

@@ -9,7 +9,7 @@ from typing import Any
 
 from r3lite.core.command import refuse_another_run
 from r3lite.core.episode import Question, Step
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_writable, recover_jsonl
 
 MORE = ("limit", "skip_bad_rows")  # settings with which a run may go on: they add questions
@@ -95,9 +95,10 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
 def check_output(output: Path, config: Any) -> None:
     """Refuses, before any question is read, an output that is an input, no file, or cannot be written."""
     remedy = "Name a new file that ends in .jsonl."
-    try:
-        inputs = [("--data", config.data.data), ("--corpus", config.retrieval.corpus)]
-        for flag, given in [*inputs, *(("--exclude", file) for file in config.data.exclude or ())]:
+    inputs = [("--data", config.data.data), ("--corpus", config.retrieval.corpus)]
+    inputs += [("--exclude", file) for file in config.data.exclude or ()]
+    with explained(OSError, f"--output {output} cannot be written", "Name another file."):
+        for flag, given in inputs:
             if given and output.exists() and Path(given).exists() and output.samefile(given):
                 raise R3LiteError(f"--output {output} is the file of {flag}", remedy)
         if output.exists() and not output.is_file():
@@ -105,5 +106,3 @@ def check_output(output: Path, config: Any) -> None:
         check_writable(Path(os.path.realpath(output)).parent)
         if output.exists():
             open(output, "ab").close()
-    except OSError as error:
-        raise R3LiteError(f"--output {output} cannot be written: {error}", "Name another file.") from error

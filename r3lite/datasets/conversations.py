@@ -1,4 +1,4 @@
-"""Conversations in the layouts that data sets publish, told apart by their keys, and what is refused in all of them.
+"""Conversations in the layouts that data sets publish, recognised by their keys, and what is refused in all of them.
 
 A layout names the keys that it reads and those that it may leave unread. Any other key with something in it is refused,
 in a row and in a message: what it says might change what is to be learned. To add a layout: a function that makes
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from r3lite.core.records import REQUIRED, InvalidRecord, Record, parse, shown
+from r3lite.core.records import REQUIRED, InvalidRecord, Record, shown
 from r3lite.protocols.chat_template import ROLES, THINK, THOUGHT_END
 
 SHAREGPT_ROLES = {role: role for role in (*ROLES, "tool")} | {"human": "user", "gpt": "assistant"}
@@ -202,25 +202,16 @@ def _call(call: Record) -> dict:
     function = call.record("function") if "function" in call else call
     _refuse_others(call, ("id", "type", "index", *(CALLED if function is call else ["function"])))
     _refuse_others(function, CALLED if function is not call else call.values)
-    arguments = Record(_parsed(function, "arguments") or {}, call.source, f"{function.path}arguments.").values
+    arguments = Record(function.parsed("arguments") or {}, call.source, f"{function.path}arguments.").values
     named = {"id": call.text("id")} if "id" in call else {}
     kind = call.choice("type", ("function",), "function")
     return named | {"type": kind, "function": {"name": function.text("name"), "arguments": arguments}}
 
 
-def _parsed(record: Record, key: str) -> Any:
-    """A value that may be there as JSON text, as no table has columns of any type."""
-    value = record.values.get(key)
-    try:
-        return parse(value) if isinstance(value, str) and value.strip() else value or None
-    except InvalidRecord as error:
-        raise record.error(f"{record.path}{key}: {error.cause}") from error
-
-
 def _objects(record: Record, key: str) -> list[Record]:
     """The objects of a list, or one alone."""
-    value = _parsed(record, key)
-    values = value if isinstance(value, list) else [] if value is None else [value]
+    value = record.parsed(key) or []
+    values = value if isinstance(value, list) else [value]
     return [Record(each, record.source, f"{record.path}{key}[{i}].") for i, each in enumerate(values)]
 
 

@@ -96,8 +96,8 @@ def from_evidences(question: Question, evidences, supporting: dict[str, list[str
         earlier = next((i for i, hop in enumerate(found, 1) if hop.answer.casefold() == subject.casefold()), None)
         asked = f"#{earlier}" if earlier else _literal(subject)
         answer = " and ".join(dict.fromkeys(values))
-        told = _brief(_telling(supporting[document.title], *values))
-        found.append(Hop(relation_question(asked, relation), answer, document, told))
+        evidence = _brief(_telling(supporting[document.title], *values))
+        found.append(Hop(relation_question(asked, relation), answer, document, evidence))
     return tuple(found)
 
 
@@ -128,14 +128,14 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
         names = names if names[0] != names[1] else (a.title, b.title)
         facts = [_brief(supporting[document.title]) for document in (a, b)]
         pairs = zip(names, (a, b), facts)
-        return tuple(Hop(_literal(name), " ".join(told), document, told) for name, document, told in pairs)
+        return tuple(Hop(_literal(name), " ".join(fact), document, fact) for name, document, fact in pairs)
     sentences = {title: " ".join(named) for title, named in supporting.items()}
     first, second = _bridge_order(question, sentences)
     bridge, answer = _bridge(question, first, second, sentences), question.answers[0]
     known = name_of(first.title)
     lead = known if known != bridge and _overlap(known, question.text) == 1 else question.text
-    found, told = _telling(supporting[first.title], bridge), _telling(supporting[second.title], answer)
-    return Hop(_literal(lead), bridge, first, _brief(found)), Hop("#1", answer, second, _brief(told))
+    lead_facts, facts = _telling(supporting[first.title], bridge), _telling(supporting[second.title], answer)
+    return Hop(_literal(lead), bridge, first, _brief(lead_facts)), Hop("#1", answer, second, _brief(facts))
 
 
 def from_paragraph(question: str, answer: str, document: Document | None) -> Hop:

@@ -9,7 +9,7 @@ import hashlib
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from r3lite.core.errors import R3LiteError
 
@@ -19,18 +19,11 @@ TIMEOUT = 10.0  # seconds for the hub's answer to a listing
 CONVERTED = "refs/convert/parquet"
 
 
-class Named(NamedTuple):
-    """A data set of the hub that has a short name."""
-
-    repository: str
-    subset: str
-    validation: str  # what it calls its validation split; all call the other one train
-
-
+# By their short names: repository, subset and what it calls its validation split; all call the other one train.
 NAMED = {
-    "hotpotqa": Named("hotpotqa/hotpot_qa", "distractor", "validation"),
-    "2wiki": Named("xanhho/2WikiMultihopQA", "", "dev"),
-    "musique": Named("dgslibisey/MuSiQue", "musique_ans", "dev"),
+    "hotpotqa": ("hotpotqa/hotpot_qa", "distractor", "validation"),
+    "2wiki": ("xanhho/2WikiMultihopQA", "", "dev"),
+    "musique": ("dgslibisey/MuSiQue", "musique_ans", "dev"),
 }
 NAME_DATA = f"Name a data file; {', '.join(NAMED)} with ,train or ,validation; or a hub string name,subset,split."
 
@@ -54,10 +47,10 @@ def hub_string(data: str) -> tuple[str, str, str] | None:
     """Repository, subset and split of a short name or hub string; None if it is neither."""
     name, *rest = (part.strip() for part in data.split(","))
     if name in NAMED and len(rest) < 2:
-        known, split = NAMED[name], rest[0] if rest else "train"
-        if split not in ("train", "validation", known.validation):
+        (repository, subset, validation), split = NAMED[name], rest[0] if rest else "train"
+        if split not in ("train", "validation", validation):
             raise R3LiteError(f"{name} has no split {split!r} with answers", f"Name {name},train or {name},validation.")
-        return known.repository, known.subset, "train" if split == "train" else known.validation
+        return repository, subset, "train" if split == "train" else validation
     return (name, *rest) if name and len(rest) == 2 and rest[1] else None
 
 

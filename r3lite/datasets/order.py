@@ -2,14 +2,78 @@
 position in the data."""
 
 import functools
+import math
 import random
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from r3lite.core.episode import Question
-from r3lite.datasets.mixture import Mixture
 from r3lite.datasets.trajectories import Rows
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Draw 0, 1, ... takes the next of `count` rows, in passes that are each shuffled anew; `stream` and the number of
+    a pass name its random stream."""
+
+    count: int
+    stream: str
+
+    def rows(self, start: int, stop: int) -> list[int]:
+        """The rows of draws `start` to `stop` - 1."""
+        draws = (divmod(draw, self.count) for draw in range(start, stop))
+        return [_shuffled(self.count, f"{self.stream}{number}")[place] for number, place in draws]
+
+    def shuffled(self, stream: str) -> Sequence[int]:
+        """All rows in a random order."""
+        return _shuffled(self.count, stream)
+
+
+class Mixture:
+    """Draw 0, 1, ... takes a source at random by the weights, and of that the next row of a pass over it.
+
+    Each pass over a source is shuffled anew. All of it follows from the seed, the sizes and the weights: a run that is
+    resumed asks for a later draw first and finds the row that it would have found.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: str):
+        """The rows of all sources are numbered one after the other; weights need not add up to 1."""
+        assert min(sizes) > 0 and len(sizes) == len(weights)
+        self.sizes, self.weights, self.seed = sizes, weights, seed
+        self.starts = list(accumulate(sizes, initial=0))
+        self._choices = random.Random(f"{seed}/sources")
+        self._taken = [0] * len(sizes)  # draws of each source so far
+        self._passes: list[list[int]] = [[]] * len(sizes)  # the order of the pass that each is in
+        self._rows = array("q")  # of the draws so far
+
+    def rows(self, start: int, stop: int) -> list[int]:
+        """The rows of draws `start` to `stop` - 1."""
+        while len(self._rows) < stop:
+            self._rows.append(self._draw())
+        return self._rows[start:stop].tolist()
+
+    def _draw(self) -> int:
+        (source,) = self._choices.choices(range(len(self.sizes)), self.weights)
+        count, place = divmod(self._taken[source], self.sizes[source])
+        if place == 0:
+            self._passes[source] = list(range(self.starts[source], self.starts[source + 1]))
+            random.Random(f"{self.seed}/source {source}/{count}").shuffle(self._passes[source])
+        self._taken[source] += 1
+        return self._passes[source][place]
+
+    def shuffled(self, stream: str) -> list[int]:
+        """All rows in a random order in which a source's rows come early by its weight.
+
+        Drawn one by one without replacement, a row with its source's weight over its size (Efraimidis and Spirakis
+        2006, doi 10.1016/j.ipl.2005.11.003).
+        """
+        draw = random.Random(stream)
+        weighed = zip(self.sizes, self.weights, strict=True)
+        keys = [math.log(1 - draw.random()) * size / weight for size, weight in weighed for _ in range(size)]
+        return sorted(range(len(keys)), key=keys.__getitem__, reverse=True)
 
 
 def rows_of_step(
@@ -18,13 +82,7 @@ def rows_of_step(
     """Indices of the rows of step 1, 2, ...: passes over all `count` rows, each shuffled anew, up to row `last`; or as
     a mixture of sources draws them."""
     stop = step * per_step if last is None else min(step * per_step, last)
-    if mixture:
-        return mixture.rows((step - 1) * per_step, stop)
-    chosen = []
-    for epoch in range((step - 1) * per_step // count, (stop - 1) // count + 1):
-        order = _shuffled(count, f"{seed}/sft/{epoch}")
-        chosen += order[max(0, (step - 1) * per_step - epoch * count) : stop - epoch * count]
-    return chosen
+    return (mixture or Passes(count, f"{seed}/sft/")).rows((step - 1) * per_step, stop)
 
 
 @dataclass(frozen=True)
@@ -36,25 +94,22 @@ class QuestionOrder:
     seed: int
     mixture: Mixture | None = None
 
+    @property
+    def _draws(self) -> Passes | Mixture:
+        return self.mixture or Passes(len(self.questions), f"{self.seed}/epoch ")
+
     def of_round(self, number: int, size: int) -> tuple[list[Question], list[str]]:
         """Those of round 1, 2, ...: the questions in an order that is shuffled anew in each epoch, or as the mixture
         draws them."""
-        drawn, seeds, count = [], [], len(self.questions)
-        for i in range((number - 1) * size, number * size):
-            if self.mixture:
-                (row,) = self.mixture.rows(i, i + 1)
-            else:
-                row = _shuffled(count, f"{self.seed}/epoch {i // count}")[i % count]
-            drawn += [self.questions[row]] * self.generations
-            seeds += [f"{self.seed}/{i}/{k}" for k in range(self.generations)]
-        return drawn, seeds
+        start, stop = (number - 1) * size, number * size
+        drawn = [self.questions[row] for row in self._draws.rows(start, stop) for _ in range(self.generations)]
+        return drawn, [f"{self.seed}/{i}/{k}" for i in range(start, stop) for k in range(self.generations)]
 
     def of_refill(self, number: int, attempt: int, size: int, used: set[str]) -> tuple[list[Question], list[str]]:
         """Those of attempt 1, 2, ... to replace groups of a round: other questions than those of the ids `used`, if
         there are enough, drawn by the seed, the round's number and the attempt's alone."""
         stream = f"{self.seed}/refill {number}/{attempt}"
-        shuffled = self.mixture.shuffled(stream) if self.mixture else _shuffled(len(self.questions), stream)
-        order = sorted(shuffled, key=lambda i: self.questions[i].id in used)  # stable: unused first
+        order = sorted(self._draws.shuffled(stream), key=lambda i: self.questions[i].id in used)  # stable: unused first
         drawn = [self.questions[order[i % len(order)]] for i in range(size) for _ in range(self.generations)]
         return drawn, [f"{stream}/{i}/{k}" for i in range(size) for k in range(self.generations)]
 

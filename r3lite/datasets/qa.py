@@ -1,4 +1,4 @@
-"""Question sets: HotpotQA, 2WikiMultiHopQA, MuSiQue and plain question-and-answer rows, told apart by content.
+"""Question sets: HotpotQA, 2WikiMultiHopQA, MuSiQue and plain question-and-answer rows, recognised by content.
 
 Owns what a row of each data set means. Knows neither corpora nor retrieval; `hops.py` makes the sub-questions that a
 data set lacks, `rows.py` makes rows of files.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.core.records import WHOLE, InvalidRecord, Record, parse
+from r3lite.core.records import WHOLE, Record
 from r3lite.datasets import hops
 from r3lite.datasets.rows import Item, converted_rows
 
@@ -136,11 +136,10 @@ def _hotpot(row: Record, id: str) -> Question:
         if not isinstance(title, str) or type(sentence) is not int or not 0 <= sentence <= WHOLE:
             raise row.error("supporting_facts is not a list of titles with the number of a sentence")
         supporting.setdefault(title, []).append(sentence)
-    documents, gold = [], []
-    sentences_of: dict[str, list[str]] = {}
-    for index, (title, sentences) in enumerate(context):
-        document = Document(f"{id}/{index}", title, ("" if spaced else " ").join(sentences))
-        documents.append(document)
+    texts = [("" if spaced else " ").join(sentences) for _, sentences in context]
+    documents = [Document(f"{id}/{i}", title, text) for i, ((title, _), text) in enumerate(zip(context, texts))]
+    gold, sentences_of = [], {}
+    for document, (title, sentences) in zip(documents, context):
         if title in supporting and title not in sentences_of:
             gold.append(document)
             # Some supporting facts of HotpotQA name a sentence past the end of the paragraph.
@@ -158,12 +157,7 @@ def _hotpot(row: Record, id: str) -> Question:
 
 def _pairs(row: Record, key: str, *columns: str) -> list[list]:
     """A list of short lists, which some hub copies keep as columns, and some as JSON text."""
-    value = row.values.get(key)
-    if isinstance(value, str):
-        try:
-            value = parse(value)
-        except InvalidRecord as error:
-            raise row.error(f"{key}: {error.cause}") from error
+    value = row.parsed(key)
     if isinstance(value, dict):
         lists = [value.get(column) for column in columns]
         if not all(isinstance(column, list) and len(column) == len(lists[0] or []) for column in lists):

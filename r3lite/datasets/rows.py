@@ -1,4 +1,4 @@
-"""Rows of data files: JSON array, JSON lines or parquet, told apart by their first bytes. Knows no meaning of a row."""
+"""Rows of data files: JSON array, JSON lines or parquet, recognised by their first bytes. Knows no meaning of a row."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
-from r3lite.core.errors import R3LiteError, extra
+from r3lite.core.errors import R3LiteError, explained, extra
 from r3lite.core.files import open_regular, read_jsonl
 from r3lite.core.records import InvalidRecord, Record, Source, end_of, parse_at
 from r3lite.datasets import hub
@@ -68,10 +68,8 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[R
 
 def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
     """The elements of a JSON array, decoded one at a time: HotpotQA's is half a gigabyte."""
-    try:
+    with explained((OSError, UnicodeDecodeError), f"{path} cannot be read", "Name a UTF-8 JSON file."):
         text = path.read_text(encoding="utf-8-sig")  # of any size, unlike files.read_text
-    except (OSError, UnicodeDecodeError) as error:
-        raise R3LiteError(f"{path} cannot be read: {error}", "Name a UTF-8 JSON file.") from error
     number, at = 0, SPACE.match(text, text.index("[") + 1).end()
     while text[at : at + 1] != "]":
         number += 1
@@ -82,10 +80,9 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
             value, end = parse_at(text, at)
             problem = None if isinstance(value, dict) else "not a JSON object"
         except InvalidRecord as error:
-            end = end_of(text, at)
+            problem, end = error.cause, end_of(text, at)
             if end is None:
-                raise R3LiteError(f"{where}: {error.cause}", "The file is damaged; get it again.") from error
-            problem = error.cause
+                raise R3LiteError(f"{where}: {problem}", "The file is damaged; get it again.") from error
         if problem is None:
             yield Record(value, Source(where, MEND))
         else:
@@ -103,10 +100,8 @@ def _parquet_rows(path: Path) -> Iterator[Record]:
     """The rows of a parquet file."""
     with extra("hub", f"the parquet file {path}"):
         import pyarrow.parquet
-    try:
+    kinds, damaged = (pyarrow.ArrowException, OSError), "The file is damaged; get it again."
+    with explained(kinds, f"{path} cannot be read as parquet", damaged):
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256)
-        rows = (row for batch in batches for row in batch.to_pylist())
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
             yield Record(row, Source(f"{path}, row {number}", MEND))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise R3LiteError(f"{path} cannot be read as parquet: {error}", "The file is damaged; get it again.") from error

@@ -42,7 +42,7 @@ class Harvest:
 
     @staticmethod
     def after(earlier: Earlier, questions: list[Question], protocol: Protocol, output: Path) -> "Harvest":
-        """What earlier runs have brought in; what one was killed at is removed from the file."""
+        """What earlier runs have kept; what one was killed at is removed from the file."""
         rejected = {str(record["id"]): Counter(record["reasons"]) for record in earlier.rejected}
         whole = [record for record in earlier.kept if str(record["id"]) in rejected]
         if len(whole) < len(earlier.kept):
@@ -60,21 +60,21 @@ class Harvest:
 
         Those at which the retriever fails go on waiting. `retrieves`: there is a retriever, whose documents count.
         """
-        waiting, many = self.waiting, settings.num_generations
+        waiting, n = self.waiting, settings.num_generations
         total = len(self.questions)
         with tqdm(total=total, initial=total - len(waiting), desc="self", disable=None) as bar:
             for start in range(0, len(waiting), BLOCK):
                 block = waiting[start : start + BLOCK]
-                drawn = [(q, f"{seed}/self/{q.id}/{k}") for q in block for k in range(many)]
+                drawn = [(q, f"{seed}/self/{q.id}/{k}") for q in block for k in range(n)]
                 episodes = sample([q for q, _ in drawn], [stream for _, stream in drawn])
-                groups = {q.id: episodes[i * many : (i + 1) * many] for i, q in enumerate(block)}
+                groups = {q.id: episodes[i * n : (i + 1) * n] for i, q in enumerate(block)}
                 failures = {id: e.failure for id, group in groups.items() for e in group if e.failure}
                 if len(failures) == len(block):
                     remedy = "Mend that, and run the same command again to go on."
                     raise R3LiteError(f"the retriever fails: {failures[block[0].id]}", remedy)
                 self.failed += failures.values()
-                whole = {id: group for id, group in groups.items() if id not in failures}
-                self._add({id: chosen(group, protocol, settings, retrieves) for id, group in whole.items()})
+                whole = [id for id in groups if id not in failures]
+                self._add({id: chosen(groups[id], protocol, settings, retrieves) for id in whole})
                 bar.update(len(block))
                 some = len({row.id for row in self.kept})
                 bar.set_postfix({"kept": len(self.kept), "yield": f"{some} of {len(self.rejected)} questions"})
@@ -88,7 +88,7 @@ class Harvest:
         self.rejected |= reasons
 
     def tally(self, per_question: int) -> Tally:
-        """Counts of the questions of now, whichever run sampled their episodes; the yield is told by hops."""
+        """Counts of the questions of now, whichever run sampled their episodes; the yield is by hops."""
         done = [q for id, q in self.questions.items() if id in self.rejected]
         of_id = Counter(row.id for row in self.kept)
         tally = Tally(len(self.questions), extra={"episodes sampled": per_question * len(done)})

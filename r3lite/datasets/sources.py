@@ -13,12 +13,11 @@ from r3lite.core.config import UsageError
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
-from r3lite.datasets.contamination import new_questions, without
 from r3lite.datasets.conversations import KNOWN_LAYOUTS, LAYOUTS, Conversation, layout_of, read_conversation
-from r3lite.datasets.mixture import Mixture
-from r3lite.datasets.order import hold_out
+from r3lite.datasets.order import Mixture, hold_out
 from r3lite.datasets.qa import ANSWERS, plain_answers, read_questions
 from r3lite.datasets.rows import Item, converted_rows
+from r3lite.datasets.splits import new_questions, without
 from r3lite.datasets.trajectories import Example, Row, Rows, encode_row, encode_rows, read_rows, row_from_json
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat import Chat, ThinkingChat
@@ -51,8 +50,7 @@ def protocols_of(settings: ProtocolSettings, mixture: SourceSettings) -> dict[st
     for entry in mixture.sources or ():
         own = entry.get("format", settings.format)
         if not has_steps(entry):
-            chat = ThinkingChat if entry["type"] == "r1" else Chat
-            found[entry["name"]] = chat(settings.system_prompt)
+            found[entry["name"]] = (ThinkingChat if entry["type"] == "r1" else Chat)(settings.system_prompt)
         elif own == settings.format:
             found[entry["name"]] = found[""]
         else:

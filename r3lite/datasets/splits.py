@@ -1,15 +1,18 @@
-"""Questions to train on, to choose by and to test on, drawn from a data set: none of them is in two of the parts."""
+"""Questions to train on, to choose by and to test on, so that none is in two of the parts: drawn from a data set, or
+kept out of what is trained on."""
 
 import random
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+from r3lite.core.answer_match import normalize
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
 from r3lite.datasets.hub import NAMED
-from r3lite.datasets.qa import read_with_rows
-from r3lite.settings import PrepareSettings, QuestionSettings
+from r3lite.datasets.qa import read_questions, read_with_rows
+from r3lite.settings import NewQuestionSettings, PrepareSettings, QuestionSettings
 
 
 def held_out(data: str, given: str | None) -> str | None:
@@ -29,11 +32,10 @@ def draw(data: QuestionSettings, sizes: PrepareSettings, seed: int, other: str |
     own = rows_of(data.data, data)
     pool = own if other is None else rows_of(other, data)
     chosen = sampled(stream, list(pool), sizes.dev_size + sizes.test_size, "--dev-size and --test-size want")
-    of_dev = set(stream.sample(range(len(chosen)), sizes.dev_size))
+    set_apart, of_dev = set(chosen), set(stream.sample(range(len(chosen)), sizes.dev_size))
     dev = [pool[question] for i, question in enumerate(chosen) if i in of_dev]
     test = [pool[question] for i, question in enumerate(chosen) if i not in of_dev]
-    kept_out = set(chosen)
-    left = [question for question in own if question not in kept_out]
+    left = [question for question in own if question not in set_apart]
     if other is not None and len(left) < len(own):
         print(f"{len(own) - len(left)} questions of --data are held out, and not trained on", file=sys.stderr)
     train = left if sizes.train_size is None else sampled(stream, left, sizes.train_size, "--train-size wants")
@@ -61,3 +63,31 @@ def sampled(stream: random.Random, questions: list[str], count: int, asked: str)
     if count > len(questions):
         raise R3LiteError(f"{asked} {count:,} questions, and there are {len(questions):,}", "Ask for fewer.")
     return [questions[i] for i in sorted(stream.sample(range(len(questions)), count))]
+
+
+def new_questions(data: NewQuestionSettings) -> list[Question]:
+    """The questions of --data that stand in no file of --exclude."""
+    return without(read_questions(data.data, data.limit, data.skip_bad_rows), data.exclude, data.skip_bad_rows)
+
+
+def without(questions: list[Question], files: Iterable[str] | None, skip_bad_rows: bool = False) -> list[Question]:
+    """The questions that stand in none of `files`, neither by id nor by normalized text; prints how many do.
+
+    Of a file's ids only those count that its rows name: others are places in the file.
+    """
+    if not files:
+        return questions
+
+    def names(question: Question, row: Record) -> tuple[str | None, str]:
+        return question.id if "id" in row or "_id" in row else None, normalize(question.text)
+
+    known = [pair for file in files for pair in read_with_rows(file, names, None, skip_bad_rows)]
+    known_ids, texts = {id for id, _ in known}, {text for _, text in known}
+    others = [q for q in questions if q.id not in known_ids]
+    left = [q for q in others if normalize(q.text) not in texts]
+    by_id, by_text = len(questions) - len(others), len(others) - len(left)
+    message = f"--exclude: {by_id + by_text} of {len(questions)} questions left out ({by_id} by id, {by_text} by text)"
+    print(message, file=sys.stderr)
+    if not left:
+        raise R3LiteError("every question of the data is in the files of --exclude", "Name other questions.")
+    return left

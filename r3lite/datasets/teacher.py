@@ -1,6 +1,6 @@
 """Trajectories sampled from a teacher, a remote model, and checked as they are written.
 
-The teacher is given what a student is given: the same prompts, and the documents that its own queries bring. It is
+The teacher is given what a student is given: the same prompts, and the documents that its own queries retrieve. It is
 never given the answer.
 """
 
@@ -23,7 +23,7 @@ from r3lite.settings import CollectSettings
 # Failures of a reply that asking again would not mend: they come from the question, not from network or account.
 FINAL = ("blocked", "cut", "empty")
 WITHOUT_SEARCH = "answered without a search"
-# Attempts must differ, and newer models are not told a temperature. The text must not show in what the teacher writes.
+# Attempts must differ, and newer models take no temperature. The text must not show in what the teacher writes.
 OTHER_WAY = (
     "This is attempt {number} of {all} at this question. Take a way of your own: other queries, in other words or "
     "another order, than those that come to mind first. Do not write about attempts."

@@ -51,20 +51,20 @@ def parts_done(folder: Path, origin: Origin) -> int:
     """How many parts an earlier run has written; R3LiteError if the folder holds anything else or is of another run."""
     names, done = names_in(folder), 0
     while part_of(folder, done).name in names:
-        path = part_of(folder, done)
-        with opened(path, ANOTHER) as file:
-            _check_same(path, file.metadata() or {}, origin)
+        _check_part(part_of(folder, done), origin, ANOTHER)
         done += 1
     if other := names - {part_of(folder, n).name for n in range(done)} - {MANIFEST}:
         raise R3LiteError(f"{folder} holds {min(other)}, which is not of a cache of log-probabilities", ANOTHER)
     return done
 
 
-def _check_same(where: Path, kept: dict, origin: Origin) -> None:
-    """Refuses what another teacher, tokenizer or trajectories have made, naming what differs."""
+def _check_part(path: Path, origin: Origin, remedy: str) -> None:
+    """Refuses a part that another teacher, tokenizer or trajectories have made, naming what differs."""
+    with opened(path, remedy) as file:
+        kept = file.metadata() or {}
     for name, value in asdict(origin).items():
         if kept.get(name) != value:
-            raise R3LiteError(f"{where} was made with another {name}: {kept.get(name)}, and here is {value}", ANOTHER)
+            raise R3LiteError(f"{path} was made with another {name}: {kept.get(name)}, and here is {value}", ANOTHER)
 
 
 def write_part(folder: Path, number: int, origin: Origin, rows: Sequence[Row], teacher: Sequence[TopTokens]) -> None:
@@ -91,8 +91,8 @@ def _manifest(folder: Path) -> Record:
 
 def identity(folder: Path) -> str:
     """What the cache follows from, in one line."""
-    record = _manifest(folder)
-    return " ".join(record.text(name) for name in Origin.__dataclass_fields__)
+    manifest = _manifest(folder)
+    return " ".join(manifest.text(name) for name in Origin.__dataclass_fields__)
 
 
 def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
@@ -109,9 +109,9 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
     found: dict[str, Lesson] = {}
     questions = record.texts("questions")
     for number in range(-(-len(questions) // PART)):
-        with opened(part_of(folder, number), GO_ON) as file:
-            _check_same(part_of(folder, number), file.metadata() or {}, origin)
-        for question, lesson in zip(questions[number * PART :], _read_part(part_of(folder, number)), strict=False):
+        path = part_of(folder, number)
+        _check_part(path, origin, GO_ON)
+        for question, lesson in zip(questions[number * PART :], _read_part(path), strict=False):
             found.setdefault(question, lesson)
     size = max((len(lesson.row.tokens) for lesson in found.values()), default=0)
     if size > longest:

@@ -52,8 +52,8 @@ def _counts(prediction: str, references: Sequence[str]) -> _Counts:
         for other in others:
             most |= _ngrams(other, n)
         matched[n - 1], of_all[n - 1] = (ours & most).total(), ours.total()
-    nearest = min((abs(len(other) - len(words)), len(other)) for other in others)
-    return _Counts(matched, of_all, len(words), nearest[1])
+    _, nearest = min((abs(len(other) - len(words)), len(other)) for other in others)
+    return _Counts(matched, of_all, len(words), nearest)
 
 
 def _ngrams(words: list[str], n: int) -> Counter:

@@ -8,7 +8,7 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 
 SCORES = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall of the gold paragraphs", "combined": "combined"}
-TOLD = ("data", "algorithm", "max_steps", "learning_rate", "lora_r", "lora_alpha", "batch_size", "seed", "max_length")
+SHOWN = ("data", "algorithm", "max_steps", "learning_rate", "lora_r", "lora_alpha", "batch_size", "seed", "max_length")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _head(facts: Facts) -> str:
 
 
 def _run(run: Mapping[str, object]) -> str:
-    settings = ", ".join(f"{name} {run[name]}" for name in TOLD if run.get(name) not in (None, "none"))
+    settings = ", ".join(f"{name} {run[name]}" for name in SHOWN if run.get(name) not in (None, "none"))
     return f"Its last training run: {settings}." if settings else ""
 
 

@@ -39,7 +39,10 @@ def write(model: CausalLM, folder: Path, tokenizer: Tokenizer, path: Path, weigh
     with _writer(path, model) as writer:
         _add_sizes(writer, model, name)
         _add_tokenizer(writer, folder, tokenizer, model.config.vocab_size)
-        _add_tensors(writer, model, gguf.GGMLQuantizationType[TYPES[weights]])
+        if scaling := model.config.rope_scaling:
+            factors = stretch(divisors(model.config.head_dim, model.config.rope_theta), scaling)
+            writer.add_tensor(ROPE, factors.numpy())
+        _add_tensors(writer, model, checkpoint_tensors(model), weights)
 
 
 def write_adapter(model: CausalLM, adapter: str, path: Path, weights: str, name: str) -> None:
@@ -47,20 +50,20 @@ def write_adapter(model: CausalLM, adapter: str, path: Path, weights: str, name:
 
     llama.cpp multiplies by alpha / r: that of rank-stabilized LoRA, which divides by the root of r, is scaled to this.
     """
-    kind, config = gguf.GGMLQuantizationType[TYPES[weights]], lora.switch_of(model).configs[adapter]
+    config = lora.switch_of(model).configs[adapter]
     with _writer(path, model) as writer:
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, config.scale * config.r)
         writer.add_name(name)
-        for ours, parameter in lora.adapter_parameters(model, adapter).items():
-            numbers = gguf.quants.quantize(_to_file(model, ours, parameter.detach()), kind)
-            writer.add_tensor(_adapter_name(ours), numbers, raw_dtype=kind)
+        _add_tensors(writer, model, lora.adapter_parameters(model, adapter), weights)
 
 
-def _adapter_name(name: str) -> str:
-    """GGUF's name of a parameter of an adapter."""
-    path, side, _ = name.removeprefix("base_model.model.").rsplit(".", 2)
+def _name(ours: str) -> str:
+    """GGUF's name of a tensor of a checkpoint, or of a parameter of an adapter."""
+    if "lora_" not in ours:
+        return gguf_name(ours)
+    path, side, _ = ours.removeprefix("base_model.model.").rsplit(".", 2)
     return f"{gguf_name(path)}.weight.{ENDINGS[side]}"
 
 
@@ -74,11 +77,6 @@ def _heads(model: CausalLM, name: str) -> int:
     config = model.config
     heads = heads_of(name, _architecture(config), config.num_attention_heads, config.num_key_value_heads)
     return 0 if "lora_A" in name else heads
-
-
-def _to_file(model: CausalLM, name: str, tensor: Tensor) -> np.ndarray:
-    numbers, heads = tensor.float().numpy(), _heads(model, name)
-    return numbers[np.argsort(row_order(len(numbers), heads))] if heads else numbers
 
 
 @contextlib.contextmanager
@@ -120,15 +118,13 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
         writer.add_rope_dimension_count(config.head_dim)
 
 
-def _add_tensors(writer, model: CausalLM, wanted) -> None:
-    config = model.config
-    if config.rope_scaling:
-        factors = stretch(divisors(config.head_dim, config.rope_theta), config.rope_scaling)
-        writer.add_tensor(ROPE, factors.numpy())
-    for name, tensor in tqdm(checkpoint_tensors(model).items(), desc="converting", unit="tensor", disable=None):
-        kind = wanted if tensor.dim() == 2 else gguf.GGMLQuantizationType.F32
-        numbers = gguf.quants.quantize(_to_file(model, name, tensor), kind)
-        writer.add_tensor(gguf_name(name), numbers, raw_dtype=kind)
+def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: str) -> None:
+    for name, tensor in tqdm(tensors.items(), desc="converting", unit="tensor", disable=None):
+        kind = gguf.GGMLQuantizationType[TYPES[weights] if tensor.dim() == 2 else "F32"]
+        numbers, heads = tensor.detach().float().numpy(), _heads(model, name)
+        if heads:
+            numbers = numbers[np.argsort(row_order(len(numbers), heads))]
+        writer.add_tensor(_name(name), gguf.quants.quantize(numbers, kind), raw_dtype=kind)
 
 
 def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> None:
@@ -161,14 +157,8 @@ def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> Non
 
 
 @torch.no_grad()
-def fill(model: CausalLM, found: Header) -> None:
-    """Puts the weights of a file into a model of the same sizes."""
-    for name, tensor in checkpoint_tensors(model).items():
-        tensor.copy_(replace(found.tensors[gguf_name(name)], heads=_heads(model, name))[:])
-
-
-@torch.no_grad()
-def fill_adapter(model: CausalLM, adapter: str, found: Header) -> None:
-    """Puts the weights of a file of `write_adapter` into an adapter of the same shape."""
-    for name, parameter in lora.adapter_parameters(model, adapter).items():
-        parameter.copy_(replace(found.tensors[_adapter_name(name)], heads=_heads(model, name))[:])
+def fill(model: CausalLM, found: Header, adapter: str | None = None) -> None:
+    """Puts the weights of a file into a model of the same sizes, or into its adapter."""
+    tensors = lora.adapter_parameters(model, adapter) if adapter else checkpoint_tensors(model)
+    for name, tensor in tensors.items():
+        tensor.copy_(replace(found.tensors[_name(name)], heads=_heads(model, name))[:])

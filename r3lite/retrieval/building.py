@@ -1,4 +1,5 @@
-"""Builds an index folder of a corpus that need not fit into memory, and goes on after a kill.
+"""What the command index does: builds an index folder of a corpus that need not fit into memory, changes one, or fills
+a collection of a server. A build goes on after a kill.
 
 The work is in `.<name>.build` beside the folder: the passages are written there, then their vectors, a block at a time;
 of these the index is made, and the whole takes the folder's place. A block that is on the disk is not encoded again.
@@ -6,21 +7,27 @@ of these the index is made, and the whole takes the folder's place. A block that
 
 import contextlib
 import shutil
+import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from r3lite.core.config import UsageError
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import check_writable, names_in, read_record, write_json
-from r3lite.retrieval import index
-from r3lite.retrieval.encoder import Encoder
-from r3lite.retrieval.hashing import HashingEncoder
-from r3lite.retrieval.index_size import BLOCK, Estimate
-from r3lite.retrieval.passages import Passages, write_passages
+from r3lite.core.files import check_writable, names_in, read_record, read_text, write_json, write_jsonl
+from r3lite.devices.precision import resolve_device
+from r3lite.retrieval import corpus, editing, index, qdrant
+from r3lite.retrieval.corpus import Passages, write_passages
+from r3lite.retrieval.documents.folder import Folder, read_folder
+from r3lite.retrieval.encoder import Encoder, make_encoder
+from r3lite.retrieval.hashing import HASHING, HashingEncoder
+from r3lite.retrieval.index_size import BLOCK, Estimate, choose
 from r3lite.retrieval.vectors import VectorFile, build_vectors, write_vectors
+from r3lite.settings import DocumentSettings, IndexSettings
+from r3lite.settings.common import budget_bytes
 
 WAITING, PLAN = "vectors.bin", "build.json"  # vectors that wait for their index; what they are the vectors of
 
@@ -41,9 +48,8 @@ def check_output(folder: str | Path) -> Path:
     Makes the folders above it, so that encoding, which may take hours, does not begin where nothing can be written.
     """
     remedy = "Name a new or empty folder for --output."
-    kinds = (OSError, ValueError)  # ValueError: a name that no folder can have
-    with explained(kinds, f"the index {folder} cannot be written", remedy):
-        folder = Path(folder).resolve()
+    with explained((OSError, ValueError), f"the index {folder} cannot be written", remedy):
+        folder = Path(folder).resolve()  # ValueError: a name that no folder can have
         check_writable(folder.parent)
         if _old(folder).exists() and not folder.exists():
             _old(folder).rename(folder)  # a kill came before the new index was in its place
@@ -51,7 +57,7 @@ def check_output(folder: str | Path) -> Path:
     if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
         raise R3LiteError(f"{folder} itself cannot be replaced by an index", "Name a folder in it for --output.")
     if foreign := {n for n in names - index.OWN - {WAITING, PLAN} if not index.PARTS.fullmatch(n)}:
-        raise R3LiteError(f"{folder} is there and is no index: it holds {min(foreign)}", remedy)
+        raise R3LiteError(f"{folder} exists and is not an index: it holds {min(foreign)}", remedy)
     if names:
         with explained(R3LiteError, f"{folder} is there", remedy):
             index.read_manifest(folder)
@@ -158,3 +164,80 @@ def finish(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
         with contextlib.suppress(OSError):
             (folder / name).unlink()
     return (folder / index.VECTORS).stat().st_size
+
+
+def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> None:
+    """Builds the index folder, in place of an index of the same passages."""
+    documents, folder = passages_of(settings, chunking)
+    with gathered(output, documents) as made:
+        device = device_of(settings)
+        encoder = make_encoder(settings, made.passages, device, settings.batch_size)
+        if replaces(made, encoder):
+            print(f"replacing   the index of the same corpus in {output}")
+        budget, count = budget_bytes(settings.memory_budget), len(made.passages)
+        chosen = choose(settings.index_type, count, encoder.dimension, budget)
+        print(f"index       {chosen.summary()}", flush=True)
+        start = time.perf_counter()
+        kept = encode(made, encoder, chosen.kind)
+        encoded = time.perf_counter()
+        size = finish(made, encoder, chosen)
+    if folder:
+        skipped = [{"path": path, "reason": reason, "detail": detail} for path, reason, detail in folder.skipped]
+        write_jsonl(Path(output) / index.SKIPPED, skipped)
+    style = f", style {encoder.settings['style']}" if "style" in encoder.settings else ""
+    seconds, before = encoded - start, f"; {kept} had been encoded before" if kept else ""
+    print(f"passages    {count}")
+    print(f"encoder     {settings.encoder}{style}, {encoder.dimension} dimensions")
+    print(f"encoded in  {seconds:.1f} s on {device}, {(count - kept) / max(seconds, 1e-9):.0f} passages/s{before}")
+    print(f"indexed in  {time.perf_counter() - encoded:.1f} s, {size / (1 << 20):.1f} MiB")
+    print(f"written to  {output}")
+
+
+def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> None:
+    """Writes the passages into a Qdrant collection, in place of an index folder."""
+    if settings.encoder == HASHING:
+        raise UsageError("--encoder hashing weighs words by the corpus, which will be on the server: name a BERT")
+    documents, _ = passages_of(settings, chunking)
+    device = device_of(settings)
+    encoder = make_encoder(settings, [], device, settings.batch_size)
+    start = time.perf_counter()
+    encoded, count = qdrant.fill(address, documents, encoder)
+    seconds = time.perf_counter() - start
+    print(f"written     {encoded} passages in {seconds:.1f} s, encoded on {device}")
+    print(f"passages    {count} in {address}")
+
+
+def passages_of(settings: IndexSettings, chunking: DocumentSettings) -> tuple[Iterator[Document], Folder | None]:
+    """The passages of --documents, with the folder that was read, or those of --corpus."""
+    if not settings.documents:
+        return corpus.stream_corpora(settings.corpus, settings.skip_bad_rows), None
+    folder = read_folder(settings.documents, chunking)
+    print(folder.summary(), flush=True)  # before the encoding, which may take hours
+    return iter(folder.documents), folder
+
+
+def device_of(settings: IndexSettings) -> str:
+    # Hashing has no use for a device, and a run without a card should not be warned of it.
+    return "cpu" if settings.encoder == HASHING else str(resolve_device(settings.device))
+
+
+def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> None:
+    """Deletes passages of an index folder, then adds some."""
+    if settings.delete:
+        print(f"deleted     {editing.delete(output, ids_of(settings.delete))} passages")
+    if settings.add:
+        named = {"documents": settings.add} if Path(settings.add).is_dir() else {"corpus": (settings.add,)}
+        documents = list(passages_of(replace(settings, **named), chunking)[0])
+        opened = index.load(output, settings, device_of(settings), settings.batch_size)
+        added, known = editing.add(output, opened, documents)
+        print(f"added       {added} passages" + (f"; {known} were there already" if known else ""))
+    print(f"passages    {len(index.read_documents(output))} in {output}")
+
+
+def ids_of(named: tuple[str, ...]) -> Iterator[str]:
+    """The ids that are named, and those that stand in a file that is named as @FILE, one a line."""
+    for name in named:
+        if name.startswith("@"):
+            yield from filter(None, read_text(name[1:], "--delete @FILE names a text file of ids.").splitlines())
+        else:
+            yield name

@@ -16,19 +16,16 @@ import numpy as np
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_json
-from r3lite.core.records import Record
 from r3lite.retrieval import index
-from r3lite.retrieval.corpus import fingerprint
+from r3lite.retrieval.corpus import Passages, fingerprint, write_passages
 from r3lite.retrieval.index_size import BLOCK
-from r3lite.retrieval.passages import Passages, write_passages
 from r3lite.retrieval.vectors import add as add_vectors
 from r3lite.retrieval.vectors import open_vectors, write_vectors
 
 MANY = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
-REMEDY = "Restore the index, or build it again: python -m r3lite.index."
 
 
-def add(folder: Path, opened: index.PassageIndex, documents: Iterable[Document]) -> tuple[int, int]:
+def add(path: Path, opened: index.PassageIndex, documents: Iterable[Document]) -> tuple[int, int]:
     """Adds the passages that the folder's index lacks; returns how many, and how many it had already.
 
     Raises R3LiteError if it has another passage of the same id.
@@ -38,69 +35,60 @@ def add(folder: Path, opened: index.PassageIndex, documents: Iterable[Document])
     for there in opened.documents:
         if new.pop(there.id, there) != there:
             remedy = f"Delete that one first: --delete {there.id}"
-            raise R3LiteError(f"{folder} has another passage with the id {there.id!r}", remedy)
+            raise R3LiteError(f"{path} has another passage with the id {there.id!r}", remedy)
     if not new:
         return 0, given
     fresh, vectors = list(new.values()), opened.vectors
     made = list(index.encoded(opened.encoder, fresh))
-    manifest = index.read_manifest(folder)
+    folder = index.Folder(path)
     waiting = faiss.IndexFlatIP(vectors.base.d)
     if vectors.added:
         add_vectors(waiting, [vectors.added.reconstruct_n(0, vectors.added.ntotal)])
     add_vectors(waiting, made)
-    write_passages(folder, fresh, vectors.places)
-    names, number = index.parts(manifest), _next(manifest)
+    write_passages(path, fresh, vectors.places)
+    replaced, written = "added", waiting
     if waiting.ntotal > max(MANY, vectors.base.ntotal // 10):
-        path, kind = folder / index.part(manifest, "index"), manifest.text("kind")
-        whole = open_vectors(path, kind, REMEDY, mapped=False)
+        written = open_vectors(folder.file("index"), folder.manifest.text("kind"), folder.remedy, mapped=False)
         starts = range(0, waiting.ntotal, BLOCK)
-        add_vectors(whole, (waiting.reconstruct_n(i, min(BLOCK, waiting.ntotal - i)) for i in starts))
-        names = _without(_without(names, "index"), "added") | _written(folder, f"index-{number}.faiss", whole)
-    else:
-        names = _without(names, "added") | _written(folder, f"added-{number}.faiss", waiting)
+        add_vectors(written, (waiting.reconstruct_n(i, min(BLOCK, waiting.ntotal - i)) for i in starts))
+        replaced = ("index", "added")
+    name = f"{'added' if written is waiting else 'index'}-{_next(folder)}.faiss"
+    write_vectors(written, path / name)
     places = len(vectors.deleted) + len(opened.documents) + len(fresh)
-    _publish(folder, manifest, names, Passages(folder, places, vectors.deleted, REMEDY))
+    _publish(folder, replaced, name, Passages(path, places, vectors.deleted, folder.remedy))
     return len(fresh), given - len(fresh)
 
 
-def delete(folder: Path, ids: Iterable[str]) -> int:
+def delete(path: Path, ids: Iterable[str]) -> int:
     """Deletes the passages of these ids; returns how many. R3LiteError if one is not there, or none would stay."""
-    manifest, wanted = index.read_manifest(folder), set(ids)
-    passages, deleted = index.read_passages(folder, manifest, REMEDY), index.read_deleted(folder, manifest, REMEDY)
+    folder, wanted = index.Folder(path), set(ids)
+    passages, deleted = folder.passages(), folder.deleted()
     numbers = [i for i, document in enumerate(passages) if document.id in wanted]
     if len(numbers) < len(wanted):
         lacking = min(wanted - {passages[i].id for i in numbers})
-        raise R3LiteError(f"{folder} has no passage with the id {lacking!r}", "Ids are in its passages.jsonl.")
+        raise R3LiteError(f"{path} has no passage with the id {lacking!r}", "Ids are in its passages.jsonl.")
     if len(numbers) == len(passages):
-        raise R3LiteError(f"no passage of {folder} would stay", "Remove the folder instead.")
+        raise R3LiteError(f"no passage of {path} would stay", "Remove the folder instead.")
     after = np.union1d(deleted, [passages.live[i] for i in numbers]).astype("<i8")
-    name = f"deleted-{_next(manifest)}.bin"
-    (folder / name).write_bytes(after.tobytes())
-    names = _without(index.parts(manifest), "deleted") | {name: index.digest(folder / name)}
-    _publish(folder, manifest, names, Passages(folder, len(passages) + len(deleted), after, REMEDY))
+    name = f"deleted-{_next(folder)}.bin"
+    (path / name).write_bytes(after.tobytes())
+    _publish(folder, "deleted", name, Passages(path, len(passages) + len(deleted), after, folder.remedy))
     return len(numbers)
 
 
-def _next(manifest: Record) -> int:
+def _next(folder: index.Folder) -> int:
     """The number of an edit, which no file of the index has."""
-    return manifest.whole("edit", 0) + 1
+    return folder.manifest.whole("edit", 0) + 1
 
 
-def _without(names: dict[str, str | None], kind: str) -> dict[str, str | None]:
-    return {name: value for name, value in names.items() if not name.startswith(kind)}
-
-
-def _written(folder: Path, name: str, vectors: faiss.Index) -> dict[str, str]:
-    write_vectors(vectors, folder / name)
-    return {name: index.digest(folder / name)}
-
-
-def _publish(folder: Path, manifest: Record, names: dict[str, str | None], passages: Passages) -> None:
-    """Replaces the manifest, and removes what the new one does not name."""
-    files = {name: value or index.digest(folder / name) for name, value in names.items()}  # older indexes have none
-    message = manifest.values | {"passages": len(passages), "fingerprint": fingerprint(passages), "files": files}
-    write_json(folder / index.MANIFEST, message | {"edit": _next(manifest)})
-    for path in folder.iterdir():
-        if index.PARTS.fullmatch(path.name) and path.name not in names:
+def _publish(folder: index.Folder, replaced: str | tuple[str, ...], name: str, passages: Passages) -> None:
+    """Replaces the manifest, in which the file `name` takes the place of those of the roles `replaced`; removes what
+    the new one does not name."""
+    kept = {kept: value for kept, value in folder.digests.items() if not kept.startswith(replaced)}
+    files = {file: value or index.digest(folder.path / file) for file, value in (kept | {name: None}).items()}
+    changed = {"passages": len(passages), "fingerprint": fingerprint(passages), "files": files}
+    write_json(folder.path / index.MANIFEST, folder.manifest.values | changed | {"edit": _next(folder)})
+    for path in folder.path.iterdir():
+        if index.PARTS.fullmatch(path.name) and path.name not in files:
             with contextlib.suppress(OSError):  # on Windows a reader may have it open; the next edit removes it
                 path.unlink()

@@ -1,28 +1,32 @@
-"""The encoders by name: they turn queries and passages into vectors whose inner product is the similarity.
+"""Encoders: they turn queries and passages into vectors whose inner product is the similarity.
 
 Knows nothing of FAISS. Vectors are float32 [N, dimension] of length 1.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from r3lite.core.episode import Document
+from r3lite.core.errors import R3LiteError, explained, extra
 from r3lite.core.files import read_record
-from r3lite.retrieval.bert_encoder import BertEncoder
-from r3lite.retrieval.bert_folder import REMEDY
-from r3lite.retrieval.conventions import passage_text, read_conventions
+from r3lite.devices.precision import DTYPES
+from r3lite.models.bert import load_bert
+from r3lite.retrieval import conventions
+from r3lite.retrieval.conventions import LONGEST, REMEDY, Batch, batches, passage_text, read_conventions
 from r3lite.retrieval.hashing import HASHING, HashingEncoder
-from r3lite.retrieval.sentence_encoder import SentenceEncoder
 from r3lite.settings import IndexSettings, RetrievalSettings
 
 EncoderSettings = IndexSettings | RetrievalSettings  # both name an encoder, its style and its dtype
+BLOCK = 16  # batches that sentence-transformers encodes between two updates of the bar
 
 
 class Encoder(Protocol):
-    """What an index needs of an encoder. `advance(n)` is told of every n passages that are done."""
+    """What an index needs of an encoder. `advance(n)` is called after every n passages that are done."""
 
     dimension: int
     settings: dict  # what makes vectors comparable; stored with an index and compared when it is opened
@@ -30,6 +34,113 @@ class Encoder(Protocol):
     def encode_queries(self, queries: list[str]) -> np.ndarray: ...
 
     def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray: ...
+
+
+class FolderEncoder:
+    """An encoder of a folder or hub id, whose texts get the prefixes of a style."""
+
+    def __init__(self, name: str, style: str, batch_size: int):
+        self.name, self.batch_size, self.found = name, batch_size, read_conventions(name)
+        self.style, self.prefixes = self.found.styled(style, name)
+
+    def describe(self, max_length: int, dimension: int, dtype: str) -> None:
+        """Sets what the vectors depend on, as an index keeps it; what is as it always was before is left out."""
+        self.dimension = dimension
+        self.settings = {"encoder": self.name, "style": self.style, "max_length": max_length, "dimension": dimension}
+        if dtype != "fp32":
+            self.settings["dtype"] = dtype
+        if self.style == conventions.OWN:
+            self.settings |= dict(zip(("query_prefix", "passage_prefix"), self.prefixes, strict=True))
+
+    def encode_queries(self, queries: list[str]) -> np.ndarray:
+        return self._encode(queries, self.prefixes[0], lambda n: None)
+
+    def encode_passages(self, documents: list[Document], advance: Callable[[int], object]) -> np.ndarray:
+        return self._encode([passage_text(document) for document in documents], self.prefixes[1], advance)
+
+
+class BertEncoder(FolderEncoder):
+    """A BERT sentence encoder: the last hidden states of a text, pooled as its folder says and scaled to length 1."""
+
+    def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
+        super().__init__(name, style, batch_size)
+        found = self.found
+        if found.other:
+            remedy = "Use another, such as intfloat/e5-base-v2 or sentence-transformers/all-MiniLM-L6-v2."
+            raise R3LiteError(f"{found.folder} is not an encoder that r3lite computes itself: {found.other}", remedy)
+        self.model, self.device = load_bert(found.folder, DTYPES[dtype], device), device
+        config = self.model.config
+        length = min(found.max_length, config.max_position_embeddings - config.first_position)
+        self.tokenizer = conventions.text_tokenizer(found.folder / "tokenizer.json", length, config.vocab_size)
+        self.describe(length, config.hidden_size, dtype)
+        if found.pooling != "mean":  # which indexes of before have not
+            self.settings["pooling"] = found.pooling
+
+    def encode_tokens(self, texts: list[str]) -> list[np.ndarray]:
+        """The last hidden states [T, C] of each text's tokens, [CLS] and [SEP] among them; texts get no prefix."""
+        states: list[np.ndarray] = [np.empty(0)] * len(texts)
+        for batch, hidden in self._hidden(texts):
+            for row, of_row, length in zip(batch.rows, hidden.cpu().numpy(), batch.real.sum(1).tolist()):
+                states[row] = of_row[:length]
+        return states
+
+    def _encode(self, texts: list[str], prefix: str, advance: Callable[[int], object]) -> np.ndarray:
+        """Vectors [N, C] of N texts."""
+        out = np.zeros((len(texts), self.dimension), dtype=np.float32)
+        for batch, hidden in self._hidden([prefix + text for text in texts]):
+            pooled = pool(hidden, batch.real, self.found.pooling)
+            out[batch.rows] = torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
+            advance(len(batch.rows))
+        return out
+
+    @torch.inference_mode()
+    def _hidden(self, texts: list[str]) -> Iterator[tuple[Batch, Tensor]]:
+        """Batches of texts with their last hidden states [B, T, C]."""
+        encodings = self.tokenizer.encode_batch([t.lower() for t in texts] if self.found.lower else texts)
+        for batch in batches(encodings, self.batch_size, self.device):
+            yield batch, self.model(batch.tokens, batch.real).float()
+
+
+def pool(hidden: Tensor, real: Tensor, how: str) -> Tensor:
+    """One state [B, C] of the hidden states [B, T, C] of texts that are padded on the right; `real` [B, T] is False at
+    padding. `how` is mean, cls (the first token) or last."""
+    if how == "cls":
+        return hidden[:, 0]
+    if how == "last":
+        return hidden[torch.arange(len(hidden), device=hidden.device), real.sum(1) - 1]
+    return (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+
+
+class SentenceEncoder(FolderEncoder):
+    """An encoder of another network, such as ModernBERT and Qwen3-Embedding, by the package sentence-transformers
+    (extra encoders).
+
+    Code in a model folder is never run, and weights are read from safetensors.
+    """
+
+    def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
+        super().__init__(name, style, batch_size)
+        what = f"the encoder {name} ({self.found.other})"
+        with extra("encoders", what, "Or use a BERT, such as intfloat/e5-base-v2."):
+            from sentence_transformers import SentenceTransformer
+        how = {"use_safetensors": True, "dtype": DTYPES[dtype]}
+        remedy, folder = "See that all files are there, the weights as safetensors.", str(self.found.folder)
+        # Exception: whatever a library and a folder of a stranger come to.
+        with explained(Exception, f"sentence-transformers cannot load the encoder {name}", remedy):
+            self.model = SentenceTransformer(folder, device=device, local_files_only=True, model_kwargs=how)
+        self.model.max_seq_length = length = min(self.model.max_seq_length or LONGEST, LONGEST)
+        self.describe(length, self.model.get_embedding_dimension(), dtype)
+
+    def _encode(self, texts: list[str], prefix: str, advance: Callable[[int], object]) -> np.ndarray:
+        """Vectors [N, C] of N texts."""
+        out, size = np.zeros((len(texts), self.dimension), dtype=np.float32), BLOCK * self.batch_size
+        how = {"prompt": prefix, "batch_size": self.batch_size, "show_progress_bar": False}
+        for start in range(0, len(texts), size):
+            block = texts[start : start + size]
+            out[start : start + size] = self.model.encode(block, **how)
+            advance(len(block))
+        # Here, in fp32: that package would do it in the model's precision.
+        return out / np.maximum(np.linalg.norm(out, axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
 
 def make_encoder(

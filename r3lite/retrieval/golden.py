@@ -23,7 +23,7 @@ def build(setup: Setup, top_k: int) -> Retrieve:
 def paragraphs(question: Question, noise_rate: float | None, seed: int) -> list[Document]:
     """The gold paragraphs in their order; mixed with so great a share of the question's others, if it is above 0.
 
-    A question brings the same ones in the same order each time. Others are drawn at random, and all are shuffled, so
+    A question gets the same ones in the same order each time. Others are drawn at random, and all are shuffled, so
     that no place tells which are gold.
     """
     documents = list(question.gold)

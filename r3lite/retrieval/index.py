@@ -2,7 +2,7 @@
 
 Owns the index folder and its manifest; `building.py` writes one, `editing.py` changes one. What is in a folder:
 
-passages.jsonl, ends.bin       the passages, and where their lines end (`passages.py`)
+passages.jsonl, ends.bin       the passages, and where their lines end (`corpus.py`)
 index.faiss or index-N.faiss   their vectors (`vectors.py`)
 added-N.faiss, deleted-N.bin   vectors added since, and the places of what was deleted, after edit N, if there are any
 probes.bin                     some of the vectors as the encoder gave them: an index may keep less
@@ -27,12 +27,11 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import PIECE, PIECES, check_regular, read_record
 from r3lite.core.records import Record
-from r3lite.retrieval import corpus
 from r3lite.retrieval.conventions import STYLES
+from r3lite.retrieval.corpus import ENDS, PASSAGES, Passages, fingerprint
 from r3lite.retrieval.encoder import Encoder, EncoderSettings, make_encoder
 from r3lite.retrieval.hashing import HASHING, HashingEncoder
 from r3lite.retrieval.index_size import BLOCK
-from r3lite.retrieval.passages import ENDS, PASSAGES, Passages
 from r3lite.retrieval.search import best, found
 from r3lite.retrieval.vectors import CLASSES, Vectors, add, open_vectors
 
@@ -101,7 +100,7 @@ def encoded(encoder: Encoder, documents: Sequence[Document], start: int = 0) -> 
 
 
 def load(
-    folder: Path, settings: EncoderSettings, device: str = "cpu", batch_size: int = 32, known: Encoder | None = None
+    path: Path, settings: EncoderSettings, device: str = "cpu", batch_size: int = 32, known: Encoder | None = None
 ) -> PassageIndex:
     """The index of a folder; its vectors are read as searches need them.
 
@@ -110,59 +109,62 @@ def load(
     or if its parts do not belong together.
     """
     encoder_name, style = settings.encoder, settings.encoder_style
-    manifest = read_manifest(folder)
-    rebuild = f"build the index again: {BUILD} --encoder {encoder_name} --output {folder}"
+    manifest = read_manifest(path)
+    rebuild = f"build the index again: {BUILD} --encoder {encoder_name} --output {path}"
     kept_encoder, kept_style = manifest.text("encoder"), manifest.text("style", "plain")
+    is_hashing = encoder_name == HASHING
     # Asked before the encoder is loaded, which may take long.
-    if (encoder_name == HASHING) != (kept_encoder == HASHING):
-        _refuse(folder, "encoder", kept_encoder, encoder_name, f"Pass --encoder {kept_encoder}, or {rebuild}")
-    if style not in ("auto", kept_style) and encoder_name != HASHING:
-        _refuse(folder, "style", kept_style, style, f"Leave --encoder-style out, or {rebuild} --encoder-style {style}")
-    if known and encoder_name != HASHING and known.settings.get("style") == kept_style:
+    if is_hashing != (kept_encoder == HASHING):
+        _refuse(path, "encoder", kept_encoder, encoder_name, f"Pass --encoder {kept_encoder}, or {rebuild}")
+    if style not in ("auto", kept_style) and not is_hashing:
+        _refuse(path, "style", kept_style, style, f"Leave --encoder-style out, or {rebuild} --encoder-style {style}")
+    if is_hashing:
+        encoder = HashingEncoder.load(path)
+    elif known and known.settings.get("style") == kept_style:
         encoder = known
-    elif encoder_name == HASHING:
-        encoder = HashingEncoder.load(folder)
     else:
         encoder = make_encoder(replace(settings, encoder_style=kept_style), (), device, batch_size)
     for key, value in encoder.settings.items():
         # The name may be another one of the same model; its vectors tell, below. They also tell if bf16 is too coarse.
         if key not in ("encoder", "dtype") and manifest.values.get(key) != value:
-            _refuse(folder, key, manifest.values.get(key), value, f"Pass --encoder {kept_encoder}, or {rebuild}")
-    remedy = f"Restore it, or {rebuild}"
-    passages, vectors, probes = consistent(
-        folder, lambda manifest: (read_passages(folder, manifest, remedy), *read_vectors(folder, manifest, remedy))
-    )
+            _refuse(path, key, manifest.values.get(key), value, f"Pass --encoder {kept_encoder}, or {rebuild}")
+    passages, vectors, probes = consistent(path, lambda folder: (folder.passages(), *folder.vectors()))
     # Some passages' vectors must come out again: this tells other weights of the same shape, and another order.
     fresh = encoder.encode_passages([passages.at(place) for place in probes], lambda n: None)
     distances = np.linalg.norm(fresh - np.stack(list(probes.values())), axis=1)
     if not distances.max() <= FURTHEST:  # nor if it is NaN
         asked = f"{encoder_name} as it is now: the vectors differ"
-        _refuse(folder, "encoder", kept_encoder, asked, f"Pass the encoder that it was built with, or {rebuild}")
+        _refuse(path, "encoder", kept_encoder, asked, f"Pass the encoder that it was built with, or {rebuild}")
     return PassageIndex(encoder, passages, vectors)
 
 
-def consistent(folder: Path, read: Callable[[Record], T]) -> T:
-    """What `read` makes of the folder and its manifest. If another process edits the index meanwhile, its files may be
-    gone before they are opened, and all is read again."""
-    manifest = read_manifest(folder)
+def _refuse(path: Path, what: str, kept, asked, remedy: str) -> NoReturn:
+    raise R3LiteError(f"the index {path} was built with {what} {kept}, not {asked}", remedy)
+
+
+def read_documents(path: Path) -> Passages:
+    """The passages of an index, without its vectors and encoder."""
+    return consistent(path, lambda folder: folder.passages())
+
+
+def consistent(path: Path, read: Callable[["Folder"], T]) -> T:
+    """What `read` makes of a folder. If another process edits the index meanwhile, its files may be gone before they
+    are opened, and all is read again."""
+    folder = Folder(path)
     while True:
         try:
-            return read(manifest)
+            return read(folder)
         except (R3LiteError, OSError):
-            now = read_manifest(folder)
-            if now.values == manifest.values:
+            now = Folder(path)
+            if now.manifest.values == folder.manifest.values:
                 raise
-            manifest = now
+            folder = now
 
 
-def _refuse(folder: Path, what: str, kept, asked, remedy: str) -> NoReturn:
-    raise R3LiteError(f"the index {folder} was built with {what} {kept}, not {asked}", remedy)
-
-
-def read_manifest(folder: Path) -> Record:
-    remedy = f"Build it: {BUILD} --output {folder}"
-    with explained(R3LiteError, f"{folder} is no index that this version reads", remedy):
-        manifest = read_record(folder / MANIFEST, remedy)
+def read_manifest(path: Path) -> Record:
+    remedy = f"Build it: {BUILD} --output {path}"
+    with explained(R3LiteError, f"{path} is not an index that this version can read", remedy):
+        manifest = read_record(path / MANIFEST, remedy)
         if (version := manifest.whole("version")) != VERSION:
             raise manifest.error(f"version {version} and not {VERSION}")
         for key in ("encoder", "fingerprint"):
@@ -173,83 +175,71 @@ def read_manifest(folder: Path) -> Record:
         manifest.values.setdefault("kind", "flat")  # an older index has neither
         manifest.values.setdefault("files", {VECTORS: manifest.text("vectors", None)})
         manifest.choice("kind", CLASSES)
-        for name in parts(manifest):
+        for name in manifest.record("files").values:
             if not PARTS.fullmatch(name):
                 raise manifest.error(f"{name!r} is not a file of an index")
     return manifest
 
 
-def parts(manifest: Record) -> dict[str, str | None]:
-    """The files of vectors and of deletions that belong to an index, with their digests; older indexes have none."""
-    files = manifest.record("files")
-    return {name: files.text(name, None) for name in files.values}
+class Folder:
+    """An index folder as its manifest describes it now. Raises R3LiteError if a file does not belong to it."""
 
+    def __init__(self, path: Path):
+        self.path, self.manifest = path, read_manifest(path)
+        encoder, files = self.manifest.text("encoder"), self.manifest.record("files")
+        self.remedy = f"Restore it, or build the index again: {BUILD} --encoder {encoder} --output {path}"
+        self.digests = {name: files.text(name, None) for name in files.values}  # older indexes have none
 
-def part(manifest: Record, kind: str) -> str | None:
-    """The name of the file of a manifest that is index, added or deleted; None if there is none."""
-    return next((name for name in parts(manifest) if name.startswith(kind)), None)
+    def file(self, role: str) -> Path | None:
+        """The file that is the index, what was added or what was deleted, checked by its digest; None without one."""
+        name = next((name for name in self.digests if name.startswith(role)), None)
+        if name is None:
+            return None
+        check_regular(self.path / name, self.remedy)  # FAISS would wait for a pipe for ever
+        if self.digests[name] not in (None, digest(self.path / name)):
+            raise R3LiteError(f"{self.path / name} has changed since it was written", self.remedy)
+        return self.path / name
 
+    def deleted(self) -> np.ndarray:
+        """The places of deleted passages, sorted."""
+        path = self.file("deleted")
+        return np.fromfile(path, dtype="<i8") if path else np.empty(0, np.int64)
 
-def read_documents(folder: Path) -> Passages:
-    """The passages of an index, without its vectors and encoder."""
-    remedy = f"Restore it, or build the index again: {BUILD} --output {folder}"
-    return consistent(folder, lambda manifest: read_passages(folder, manifest, remedy))
+    def passages(self) -> Passages:
+        deleted = self.deleted()
+        passages = Passages(self.path, self.manifest.whole("passages") + len(deleted), deleted, self.remedy)
+        if len(passages) <= COMPARED and fingerprint(passages) != self.manifest.text("fingerprint"):
+            raise self._unfit(f"{PASSAGES} has changed since it was indexed")
+        return passages
 
-
-def read_passages(folder: Path, manifest: Record, remedy: str) -> Passages:
-    deleted, live = read_deleted(folder, manifest, remedy), manifest.whole("passages")
-    passages = Passages(folder, live + len(deleted), deleted, remedy)
-    if len(passages) <= COMPARED and corpus.fingerprint(passages) != manifest.text("fingerprint"):
-        raise _unfit(folder, f"{PASSAGES} has changed since it was indexed", remedy)
-    return passages
-
-
-def read_deleted(folder: Path, manifest: Record, remedy: str) -> np.ndarray:
-    """The places of deleted passages, sorted."""
-    name = part(manifest, "deleted")
-    if name is None:
-        return np.empty(0, np.int64)
-    _check_digest(folder / name, parts(manifest)[name], remedy)
-    return np.fromfile(folder / name, dtype="<i8")
-
-
-def read_vectors(folder: Path, manifest: Record, remedy: str) -> tuple[Vectors, dict[int, np.ndarray]]:
-    """The vectors of an index, and some of them as the encoder gave them, by their places."""
-    opened = {}
-    for role, kind in (("index", manifest.text("kind")), ("added", "flat")):
-        if name := part(manifest, role):
-            _check_digest(folder / name, parts(manifest)[name], remedy)
-            opened[role] = open_vectors(folder / name, kind, remedy)
-    vectors = Vectors(opened["index"], opened.get("added"), read_deleted(folder, manifest, remedy))
-    dimension, problem = manifest.whole("dimension"), None
-    passages = vectors.places - len(vectors.deleted)
-    if passages != (indexed := manifest.whole("passages")):
-        problem = f"holds {passages} vectors for {indexed} passages"
-    elif vectors.base.d != dimension:
-        problem = f"has {vectors.base.d} dimensions and not {dimension}"
-    elif None in parts(manifest).values() and not _finite(vectors):  # of an older index
-        problem = "holds vectors that are not finite"
-    if problem:
-        raise _unfit(folder, f"{part(manifest, 'index')} {problem}", remedy)
-    if "probed" in manifest:
+    def vectors(self) -> tuple[Vectors, dict[int, np.ndarray]]:
+        """The vectors of an index, and some of them as the encoder gave them, by their places."""
+        path, added, manifest = self.file("index"), self.file("added"), self.manifest
+        base = open_vectors(path, manifest.text("kind"), self.remedy)
+        vectors = Vectors(base, added and open_vectors(added, "flat", self.remedy), self.deleted())
+        dimension, indexed = manifest.whole("dimension"), manifest.whole("passages")
+        if (passages := vectors.places - len(vectors.deleted)) != indexed:
+            raise self._unfit(f"{path.name} holds {passages} vectors for {indexed} passages")
+        if base.d != dimension:
+            raise self._unfit(f"{path.name} has {base.d} dimensions and not {dimension}")
+        if None in self.digests.values() and not _finite(base):  # of an older index
+            raise self._unfit(f"{path.name} holds vectors that are not finite")
+        if "probed" not in manifest:
+            return vectors, {place: base.reconstruct(place) for place in probed(base.ntotal)}
         places = probed(manifest.whole("probed", low=1, high=vectors.places))
-        check_regular(folder / PROBES, remedy)
-        kept = np.fromfile(folder / PROBES, dtype="<f4")
+        check_regular(self.path / PROBES, self.remedy)
+        kept = np.fromfile(self.path / PROBES, dtype="<f4")
         if len(kept) != len(places) * dimension:
-            raise _unfit(folder, f"{PROBES} has not {len(places)} vectors", remedy)
+            raise self._unfit(f"{PROBES} has not {len(places)} vectors")
         return vectors, dict(zip(places, kept.reshape(-1, dimension), strict=True))
-    return vectors, {place: vectors.base.reconstruct(place) for place in probed(vectors.base.ntotal)}
+
+    def _unfit(self, problem: str) -> R3LiteError:
+        return R3LiteError(f"the index {self.path} does not fit together: {problem}", self.remedy)
 
 
 def probed(places: int) -> list[int]:
     """The places of the passages by which an encoder is known again."""
     return sorted({0, places // 2, places - 1})
-
-
-def _check_digest(path: Path, kept: str | None, remedy: str) -> None:
-    check_regular(path, remedy)  # FAISS would wait for a pipe for ever
-    if kept is not None and kept != digest(path):
-        raise R3LiteError(f"{path} has changed since it was written", remedy)
 
 
 def digest(path: Path) -> str:
@@ -265,12 +255,7 @@ def digest(path: Path) -> str:
         return found.hexdigest()
 
 
-def _unfit(folder: Path, problem: str, remedy: str) -> R3LiteError:
-    return R3LiteError(f"the index {folder} does not fit together: {problem}", remedy)
-
-
-def _finite(vectors: Vectors) -> bool:
+def _finite(vectors: faiss.Index) -> bool:
     """Whether the vectors of a flat index are numbers."""
-    base = vectors.base
-    starts = range(0, base.ntotal, BLOCK)
-    return all(np.isfinite(base.reconstruct_n(i, min(BLOCK, base.ntotal - i))).all() for i in starts)
+    starts = range(0, vectors.ntotal, BLOCK)
+    return all(np.isfinite(vectors.reconstruct_n(i, min(BLOCK, vectors.ntotal - i))).all() for i in starts)

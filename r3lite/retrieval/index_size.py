@@ -57,7 +57,7 @@ class Estimate:
     build: int  # in memory at the most while it is built, beside the encoder
     scratch: int  # on the disk while it is built
 
-    def told(self) -> str:
+    def summary(self) -> str:
         to_build = f"{_size(self.build)} to build beside the encoder, {_size(self.scratch)} of disk meanwhile"
         return f"{self.kind}, {self.passages:,} x {self.dimension}: {_size(self.search)} to search, {to_build}"
 
@@ -101,7 +101,7 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     least = found[-1]
     least_mib = -(-max(least.search, least.build) >> 20)
     smaller = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
-    cause = f"an index {least.told()}: more than the budget of {_size(budget)}"
+    cause = f"an index {least.summary()}: more than the budget of {_size(budget)}"
     raise R3LiteError(cause, f"Pass --memory-budget {least_mib}MiB{smaller}.")
 
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,14 +25,6 @@ REMEDY = "docs/procedures.md shows the form; python -m r3lite.procedures --proce
 
 
 @dataclass(frozen=True)
-class Action:
-    """One step of a procedure."""
-
-    action: str
-    condition: str = ""  # when it is to be done; empty: always
-
-
-@dataclass(frozen=True)
 class Procedure:
     """What to do in a kind of case."""
 
@@ -42,7 +33,7 @@ class Procedure:
     trigger: str
     category: str
     priority: float
-    steps: tuple[Action, ...]
+    steps: tuple[dict[str, str], ...]  # each an `action`, and the `condition` of it if it is not always done
 
     @property
     def triggers(self) -> list[str]:
@@ -55,11 +46,12 @@ class Procedure:
         there = sum(bool(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", words)) for phrase in self.triggers)
         return TRIGGER * there + PRIORITY * self.priority if there else 0.0
 
-    def told(self) -> str:
+    def text(self) -> str:
         """As the model reads it."""
         lines = [f"Procedure: {self.name}. {self.description}"]
         for number, step in enumerate(self.steps, 1):
-            lines.append(f"{number}. {step.action}" + (f" (condition: {step.condition})" if step.condition else ""))
+            condition = f" (condition: {step['condition']})" if "condition" in step else ""
+            lines.append(f"{number}. {step['action']}{condition}")
         return "\n".join(lines)
 
     @staticmethod
@@ -73,16 +65,19 @@ class Procedure:
             record.text("trigger", "", blank=True),
             record.text("category", "", blank=True),
             record.number("priority", 0.0, low=0.0),
-            tuple(Action(step.text("action"), step.text("condition", "", blank=True)) for step in steps),
+            tuple(_action(step) for step in steps),
         )
 
 
-def read_procedures(path: str | Path, missing_ok: bool = False) -> list[Procedure]:
+def _action(step: Record) -> dict[str, str]:
+    condition = step.text("condition", "", blank=True)
+    return {"action": step.text("action")} | ({"condition": condition} if condition else {})
+
+
+def read_procedures(path: str | Path) -> list[Procedure]:
     """The procedures of a file, which holds a list or a single one, or of all such *.json files of a folder.
 
     Raises R3LiteError if one is not valid."""
-    if missing_ok and not Path(path).exists():
-        return []
     files = sorted(Path(path).glob("*.json")) if Path(path).is_dir() else [path]
     if not files:
         raise R3LiteError(f"the folder {path} holds no *.json file", REMEDY)
@@ -98,11 +93,7 @@ def read_procedures(path: str | Path, missing_ok: bool = False) -> list[Procedur
 
 
 def to_json(procedures: list[Procedure]) -> str:
-    def named(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {key: value for key, value in pairs if value or key != "condition"}
-
-    rows = [asdict(procedure, dict_factory=named) for procedure in procedures]
-    return json.dumps(rows, ensure_ascii=False, indent=2) + "\n"
+    return json.dumps(list(map(asdict, procedures)), ensure_ascii=False, indent=2) + "\n"
 
 
 class Finder:
@@ -135,7 +126,7 @@ class Finder:
     def before(self, question: Question) -> Question:
         """The question with the procedure that fits it."""
         found = self.find(question.text)
-        return replace(question, procedure=found.told()) if found else question
+        return replace(question, procedure=found.text()) if found else question
 
 
 def open_finder(settings: ProcedureSettings, encoder: Callable[[], Encoder | None]) -> Finder | None:

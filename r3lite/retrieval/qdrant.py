@@ -29,8 +29,7 @@ REMEDY = "See that the server runs, that --retriever names it and the collection
 
 def build(setup: Setup, top_k: int) -> Retrieve:
     """The retriever of the collection that the settings name."""
-    settings = setup.settings
-    collection = Collection(settings.retriever, setup.encoder)
+    collection = Collection(setup.settings.retriever, setup.encoder)
     collection.check()
     return Search(collection, top_k)
 
@@ -56,7 +55,7 @@ class Collection:
     def check(self) -> None:
         """Raises R3LiteError unless its vectors may be compared with those of the encoder."""
         now = self.encoder.settings
-        with self.told():
+        with self.explained():
             config = self.client.get_collection(self.name).config
         vectors, made = config.params.vectors, (config.metadata or {}).get("r3lite")
         if isinstance(vectors, dict) or vectors is None:
@@ -70,14 +69,17 @@ class Collection:
             raise R3LiteError(f"{self.address} was filled with another encoder: {others}", "Name that one.")
 
     def create(self) -> None:
+        """Makes the collection if it is not there."""
         size = self.models.VectorParams(size=self.encoder.dimension, distance=self.models.Distance.COSINE)
-        with self.told():
-            self.client.create_collection(self.name, vectors_config=size, metadata={"r3lite": self.encoder.settings})
+        made = {"vectors_config": size, "metadata": {"r3lite": self.encoder.settings}}
+        with self.explained():
+            if not self.client.collection_exists(self.name):
+                self.client.create_collection(self.name, **made)
 
     def missing(self, passages: Iterable[Document]) -> list[Document]:
         """Those of the passages that it does not have, or has with another title or text."""
         wanted = {point_id(passage): passage for passage in passages}
-        with self.told():
+        with self.explained():
             points = self.client.retrieve(self.name, list(wanted), with_payload=True)
         there = {str(point.id): point.payload for point in points}
         return [passage for id, passage in wanted.items() if there.get(id) != passage.to_json()]
@@ -87,7 +89,7 @@ class Collection:
         pairs = zip(passages, vectors.tolist(), strict=True)
         make = self.models.PointStruct
         points = [make(id=point_id(passage), vector=vector, payload=passage.to_json()) for passage, vector in pairs]
-        with self.told():
+        with self.explained():
             self.client.upsert(self.name, points, wait=True)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
@@ -97,7 +99,7 @@ class Collection:
         for start in range(0, len(vectors), QUERIES):
             batch = vectors[start : start + QUERIES]
             requests = [self.models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in batch]
-            with self.told():
+            with self.explained():
                 found += self.client.query_batch_points(self.name, requests)
         return [[self._document(point) for point in reply.points] for reply in found]
 
@@ -109,7 +111,7 @@ class Collection:
         return Document(id, title, text, score=point.score, source=self.address, metadata=more)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         """Whatever goes wrong with the server, as R3LiteError."""
         from qdrant_client.http.exceptions import ApiException
 
@@ -126,19 +128,14 @@ def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[
     """Writes passages with their vectors into a collection, made if it is not there; returns how many were encoded and
     how many it holds. What it has already is passed over, so that after a kill the same call goes on."""
     collection = Collection(address, encoder)
-    with collection.told():
-        is_there = collection.client.collection_exists(collection.name)
-    if is_there:
-        collection.check()
-    else:
-        collection.create()
+    collection.create()
+    collection.check()
     encoded, left = 0, iter(passages)
     with tqdm(desc="passages", unit="", disable=None) as bar:
         while block := list(islice(left, PASSAGES)):
-            new = collection.missing(block)
-            if new:
+            if new := collection.missing(block):
                 collection.write(new)
             encoded += len(new)
             bar.update(len(block))
-    with collection.told():
+    with collection.explained():
         return encoded, collection.client.count(collection.name, exact=True).count

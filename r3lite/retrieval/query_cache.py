@@ -46,43 +46,38 @@ class QueryCache:
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
         """The vector of each key: that which is kept, else what `make` gives for its place, which is kept then."""
         with self._lock:
-            found = [self._read(key) for key in keys]
-            self.asked += len(found)
-            self.there += sum(vector is not None for vector in found)
+            found = self._tried(lambda: [self._read(key) for key in keys]) or [None] * len(keys)
             missing = [i for i, vector in enumerate(found) if vector is None]
+            self.asked += len(found)
+            self.there += len(found) - len(missing)
             for i in missing:
                 found[i] = make(i)
-            self._write([(keys[i], found[i].tobytes()) for i in missing])
+            if missing:
+                self._tried(lambda: self._write([(keys[i], found[i].tobytes()) for i in missing]))
             return found
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of the queries since the last call; none if there was no query."""
         with self._lock:
-            message = {"queries/cached_ratio": self.there / self.asked} if self.asked else {}
+            ratio = {"queries/cached_ratio": self.there / self.asked} if self.asked else {}
             self.asked = self.there = 0
-            return message
+            return ratio
 
     def line(self) -> str:
         """The same in words."""
-        asked = self.asked
-        share = self.told().get("queries/cached_ratio", 0.0)
+        asked, share = self.asked, self.metrics().get("queries/cached_ratio", 0.0)
         return f"{share:.0%} of {asked} queries were in {self.path}"
 
     def _read(self, key: bytes) -> np.ndarray | None:
-        rows = self._tried(lambda: self._file.execute("SELECT vector FROM queries WHERE key = ?", (key,)).fetchall())
-        return np.frombuffer(rows[0][0], "<f4") if rows else None
+        row = self._file.execute("SELECT vector FROM queries WHERE key = ?", (key,)).fetchone()
+        return np.frombuffer(row[0], "<f4") if row else None
 
     def _write(self, rows: list[tuple[bytes, bytes]]) -> None:
         oldest = "SELECT id FROM queries ORDER BY id LIMIT 1 + (SELECT COUNT(*) FROM queries) / 10"
-
-        def write() -> None:
-            with self._file:  # one transaction
-                self._file.executemany("INSERT OR REPLACE INTO queries (key, vector) VALUES (?, ?)", rows)
-                while self._bytes() > self.most:  # a tenth at a time, so that not every query deletes
-                    self._file.execute(f"DELETE FROM queries WHERE id IN ({oldest})")
-
-        if rows:
-            self._tried(write)
+        with self._file:  # one transaction
+            self._file.executemany("INSERT OR REPLACE INTO queries (key, vector) VALUES (?, ?)", rows)
+            while self._bytes() > self.most:  # a tenth at a time, so that not every query deletes
+                self._file.execute(f"DELETE FROM queries WHERE id IN ({oldest})")
 
     def _bytes(self) -> int:
         """Bytes of the file that are in use."""
@@ -91,7 +86,7 @@ class QueryCache:
         return (pages - free) * size
 
     def _tried(self, work: Callable):
-        """What `work` returns; None once the file has failed, which is told."""
+        """What `work` returns; None once the file has failed, with a warning."""
         try:
             return work() if self._working else None
         except sqlite3.Error as error:

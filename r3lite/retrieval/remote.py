@@ -1,18 +1,73 @@
-"""The remote retriever: what a server finds that speaks HTTP as Search-R1's does (server.py), read with distrust."""
+"""Retrieval and reranking on other machines: servers that speak HTTP as Search-R1's and ours do (server.py).
+
+Servers are not trusted: requests end after a time, replies at a size, and what they hold is checked. Some failures are
+tried again.
+"""
 
 import hashlib
+import itertools
+from collections.abc import Callable
+from time import sleep
+from typing import Any, TypeVar
 
 from r3lite.core.episode import Document, Retrieve, metadata_of
-from r3lite.core.records import InvalidRecord, Record, Source
-from r3lite.retrieval.posting import Poster
+from r3lite.core.errors import R3LiteError, explained
+from r3lite.core.records import InvalidRecord, Record, Source, parse
+from r3lite.llm.http_client import BoundedClient
+from r3lite.llm.transport import Broken, Calls, Refused, TooLarge
 from r3lite.retrieval.search import Search
-from r3lite.retrieval.setup import Setup
 
-BATCH = 64  # queries of a request
-REMEDY = "See that the server runs and that --retriever names its /retrieve, or use another retriever."
+TIMEOUT = 60.0  # seconds of a request in all
+TRIES, PAUSE = 3, 0.5  # seconds before the second try, doubled before the next
+OUTLASTING = 8  # tries, over a minute, of a server that has answered before: it may be starting again
+LONGEST_PAUSE = 60.0  # seconds that a server may ask for
+LARGEST = 32 << 20  # bytes of a reply
+PASSING = (408, 429, 500, 502, 503, 504)  # statuses after which the next try may succeed
+BATCH = 64  # queries of a request, or passages of one query
+T = TypeVar("T")
 
 
-def build(setup: Setup, top_k: int) -> Retrieve:
+class Poster:
+    """Posts JSON to one address. `remedy` is what to do if that fails; `headers` may hold a key and are never shown.
+
+    With `outlasts`, a server that has answered may be away for a minute.
+    """
+
+    def __init__(self, address: str, remedy: str, headers: dict[str, str] | None = None, outlasts: bool = False):
+        self.address, self.remedy, self.outlasts, self._tries = address, remedy, outlasts, TRIES
+        self._client, self._calls = BoundedClient(LARGEST, headers), Calls(TIMEOUT)
+
+    def ask(self, body: dict, server: str, read: Callable[[Record], T]) -> T:
+        """What `read` makes of the reply, an object. Raises R3LiteError if there is none as that `server` gives."""
+        text = self._posted(body)
+        with explained(InvalidRecord, f"{self.address} does not reply as {server}", self.remedy):
+            return read(Record(parse(text), Source("the reply")))
+
+    def _posted(self, body: dict) -> str:
+        """The body of the reply, after some tries."""
+        pause = 0.0
+        for number in range(self._tries):
+            if number:
+                sleep(pause)
+            pause = PAUSE * 2**number
+            try:
+                text = self._calls.run(lambda: self._client.post(self.address, json=body, timeout=TIMEOUT)).text
+                self._tries = OUTLASTING if self.outlasts else TRIES
+                return text
+            except TooLarge as error:
+                raise R3LiteError(f"{self.address} sends {error}", self.remedy) from error
+            except Refused as error:
+                problem = f"status {error.status}: {' '.join(error.body.split())[:200]}"
+                if error.status not in PASSING:
+                    raise R3LiteError(f"{self.address} refuses: {problem}", self.remedy) from error
+                if error.retry_after.isdecimal():
+                    pause = max(pause, min(float(error.retry_after), LONGEST_PAUSE))
+            except Broken as error:
+                problem = str(error)
+        raise R3LiteError(f"{self.address} gives no answer: {problem}", self.remedy)
+
+
+def build(setup: Any, top_k: int) -> Retrieve:  # a Setup, whose file imports this one
     """The retriever at the address of the settings; it is asked once, so that a wrong one shows at once."""
     remote = Remote(setup.settings.retriever)
     remote.search(["r3lite"], 1)
@@ -23,7 +78,8 @@ class Remote:
     """A server's ranking of passages."""
 
     def __init__(self, address: str):
-        self.address, self._poster = address, Poster(address, REMEDY, outlasts=True)
+        remedy = "See that the server runs and that --retriever names its /retrieve, or use another retriever."
+        self.address, self._poster = address, Poster(address, remedy, outlasts=True)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
@@ -54,5 +110,32 @@ def _document(whole: Record, address: str) -> Document:
     source = inner.text("source", None) or address
     # Search-R1's servers of web search give no ids: the same text has the same one.
     id = inner.identifier("id", None) or hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
-    score = whole.number("score", None)
-    return Document(id, title, text, score=score, source=source, metadata=metadata_of(inner))
+    return Document(id, title, text, whole.number("score", None), source, metadata_of(inner))
+
+
+class RemoteReranker:
+    """The cross-encoder of a server of ours; it is asked once, so that a wrong address shows at once."""
+
+    def __init__(self, address: str):
+        remedy = "See that the server runs with --rerank and that --rerank here names its /rerank, or leave it out."
+        self._poster = Poster(address, remedy, outlasts=True)
+        self.scores([("r3lite", "r3lite")])
+
+    def scores(self, pairs: list[tuple[str, str]]) -> list[float]:
+        """The score of each pair of query and passage. Raises R3LiteError if the server does not give them."""
+        scores: list[float] = []
+        for query, same in itertools.groupby(pairs, key=lambda pair: pair[0]):
+            passages = [passage for _, passage in same]
+            for start in range(0, len(passages), BATCH):
+                scores += self._scores(query, passages[start : start + BATCH])
+        return scores
+
+    def _scores(self, query: str, passages: list[str]) -> list[float]:
+        def read(reply: Record) -> list[float]:
+            rows = reply.records("result")
+            found = {row.whole("index", high=len(passages) - 1): row.number("score") for row in rows}
+            if len(found) != len(passages):
+                raise InvalidRecord(f"{len(found)} scores for {len(passages)} passages")
+            return [found[i] for i in range(len(passages))]
+
+        return self._poster.ask({"query": query, "documents": passages}, "a reranker", read)

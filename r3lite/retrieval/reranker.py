@@ -12,8 +12,7 @@ from r3lite.core.episode import Document, Question, Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import DTYPES
 from r3lite.models.bert import load_bert_scorer
-from r3lite.retrieval.bert_folder import REMEDY, batches, longest, model_folder, text_tokenizer
-from r3lite.retrieval.conventions import passage_text
+from r3lite.retrieval.conventions import REMEDY, batches, longest, model_folder, passage_text, text_tokenizer
 
 MODEL = "cross-encoder/ms-marco-MiniLM-L-6-v2"  # what --rerank auto names
 CANDIDATES = 3  # for each passage that is kept

@@ -54,21 +54,21 @@ def _built(setup: Setup) -> Retrieve:
     else:
         build = RETRIEVERS[settings.retriever]
     if settings.rerank is None:
-        return Tolerant(build(setup, settings.top_k))
-    reranker = setup.reranker  # before an index is built: what is wrong with it is told at once
-    return Tolerant(Reranked(build(setup, CANDIDATES * settings.top_k), reranker, settings.top_k))
+        return Tolerant(build(setup, settings.top_k), setup.gives_up)
+    reranker = setup.reranker  # before an index is built: what is wrong with it shows at once
+    return Tolerant(Reranked(build(setup, CANDIDATES * settings.top_k), reranker, settings.top_k), setup.gives_up)
 
 
 class Tolerant:
     """A retriever whose failures are outcomes: a query that fails has its `Failure` in place of documents.
 
     If many fail together they are tried again one by one, so that a query fails by itself only. Each reason is printed
-    when it first occurs. It stops, as R3LiteError, if failing is the rule: after GIVE_UP queries in a row. Bugs of ours
-    end the run, too.
+    when it first occurs. If it `gives_up`, it stops, as R3LiteError, if failing is the rule: after GIVE_UP queries in a
+    row. Bugs of ours end the run, too.
     """
 
-    def __init__(self, retrieve: Retrieve):
-        self.retrieve = retrieve
+    def __init__(self, retrieve: Retrieve, gives_up: bool = True):
+        self.retrieve, self.gives_up = retrieve, gives_up
         self.reasons: set[str] = set()
         self.in_a_row = 0
 
@@ -84,7 +84,7 @@ class Tolerant:
 
     def _failed(self, reason: str) -> Failure:
         self.in_a_row += 1
-        if self.in_a_row >= GIVE_UP:
+        if self.gives_up and self.in_a_row >= GIVE_UP:
             remedy = "Mend that, and start again; a training run goes on with --resume auto."
             raise R3LiteError(f"the retriever failed at {GIVE_UP} queries in a row: {reason}", remedy)
         if reason not in self.reasons:

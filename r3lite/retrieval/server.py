@@ -30,7 +30,7 @@ class Service:
     """What the server answers. One request at a time, as each computes on all cores."""
 
     def __init__(self, retrieve: Retrieve, rerank: Callable[[list[tuple[str, str]]], list[float]] | None, most: int):
-        """`retrieve` brings `most` documents a query; `rerank` scores pairs of a query and a passage."""
+        """`retrieve` gives `most` documents a query; `rerank` scores pairs of a query and a passage."""
         self.retrieve, self.rerank, self.most = retrieve, rerank, most
         self.one_at_a_time = threading.Lock()
 
@@ -146,6 +146,6 @@ def serve(setup: Setup, host: str, port: int) -> None:
 
 
 def _entry(document: Document, with_score: bool) -> dict:
-    contents = f'"{document.title}"\n{document.text}'
-    made = {**document.to_json(), "contents": contents, "source": document.source}
+    made = document.to_json()
+    made |= {"contents": f'"{document.title}"\n{document.text}', "source": document.source}
     return {"document": made, "score": document.score} if with_score else made

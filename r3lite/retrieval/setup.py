@@ -27,6 +27,7 @@ class Setup:
     seed: int = 0  # of what is drawn
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
     kind: str = SOURCES[0]  # of sources, that a web service is asked for
+    gives_up: bool = True  # whether a retriever that fails at query after query ends the run
     like: "Setup | None" = None  # whose reranker and encoder are used again; that of an index, if it is the same one
 
     @cached_property
@@ -99,7 +100,7 @@ class Setup:
             return self.like.reranker
         name = self.settings.rerank
         if "://" in name:
-            from r3lite.retrieval.remote_reranker import RemoteReranker
+            from r3lite.retrieval.remote import RemoteReranker
 
             return RemoteReranker(name)
         return CrossEncoder(name, self.settings.encoder_dtype)

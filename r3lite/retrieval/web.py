@@ -28,7 +28,7 @@ from r3lite.retrieval.documents import html
 from r3lite.retrieval.documents.chunks import count_tokens, sentences
 from r3lite.retrieval.documents.section import Unreadable
 from r3lite.retrieval.encoder import Encoder, HashingEncoder
-from r3lite.retrieval.posting import Poster
+from r3lite.retrieval.remote import Poster
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
 from r3lite.settings.retrieval import SOURCES
@@ -49,8 +49,7 @@ class Exa:
     def __init__(self):
         if not (key := os.environ.get(EXA_KEY)):
             raise R3LiteError(f"--retriever exa needs a key in {EXA_KEY}", "Get one at exa.ai, or pass --web-replay.")
-        remedy = f"See that {EXA_KEY} is valid and that exa.ai is reached."
-        self._poster = Poster(EXA, remedy, {"x-api-key": key})
+        self._poster = Poster(EXA, f"See that {EXA_KEY} is valid and that exa.ai is reached.", {"x-api-key": key})
 
     def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
         """Pages with url, title and text, best first."""
@@ -104,7 +103,7 @@ class Recorded:
 
     def __init__(self, name: str, folder: Path, rpm: int, replay: bool):
         """With `replay`, nothing is ever sent, and a query that is not in the folder is an error."""
-        self.name, self.folder = name, folder
+        self.name, self.folder = name, folder.expanduser()
         self._limit = RateLimiter(rpm, time.monotonic, time.sleep)
         self._service = None if replay else SERVICES[name]()
         self._lock = threading.Lock()
@@ -187,7 +186,6 @@ def plain(text: str) -> str:
 def build(setup: Setup, top_k: int) -> Retrieve:
     """The retriever of the service that the settings name."""
     settings = setup.settings
-    folder = Path(settings.web_cache).expanduser()
-    service = Recorded(settings.retriever, folder, settings.web_rpm, settings.web_replay)
+    service = Recorded(settings.retriever, Path(settings.web_cache), settings.web_rpm, settings.web_replay)
     kind = setup.kind if setup.kind in SERVICES[settings.retriever].kinds else KIND
     return Search(Web(service, kind, settings.web_results, setup.encoder), top_k)

@@ -2,7 +2,7 @@
 
 from bench import pipeline
 from r3lite.core.files import write_jsonl
-from r3lite.retrieval.bert_encoder import BertEncoder
+from r3lite.retrieval.encoder import BertEncoder
 
 
 def test_every_stage_is_timed_on_passages_of_the_corpus(tmp_path, minilm, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from r3lite.core.episode import Document, Hop, Question
-from r3lite.datasets.comparison import compared, date
+from r3lite.datasets.gold import compared, date
 
 FILMS = Document("0", "Alva (film)", ""), Document("1", "Berta", "")
 PEOPLE = Document("2", "Carl", ""), Document("3", "Dora", "")

@@ -6,8 +6,8 @@ import pytest
 
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
-from r3lite.datasets.contamination import new_questions, without
 from r3lite.datasets.sources import read_questions_of
+from r3lite.datasets.splits import new_questions, without
 from r3lite.settings import NewQuestionSettings, SourceSettings
 from r3lite.settings.data import SourceEntry
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from r3lite.core.episode import Document, Failure, Hop, Question
-from r3lite.datasets.evidence import QUOTED, Demonstration, demonstrate
+from r3lite.datasets.demonstrations import QUOTED, Demonstration, demonstrate
 from r3lite.datasets.trajectories import check_steps
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import LengthSettings, ProtocolSettings

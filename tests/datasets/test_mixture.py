@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from r3lite.datasets.mixture import Mixture
+from r3lite.datasets.order import Mixture
 
 SIZES, WEIGHTS = (5, 7, 2), (3.0, 1.0, 2.0)
 

@@ -69,7 +69,7 @@ def test_corpus_bleu_equals_sacrebleu(pairs):
 @pytest.mark.parametrize("source", ["made", "real"])
 def test_bert_score_equals_the_package_with_our_encoder(source, request, minilm):
     package = pytest.importorskip("bert_score", reason="extra test")
-    from r3lite.retrieval.bert_encoder import BertEncoder
+    from r3lite.retrieval.encoder import BertEncoder
 
     pairs = made_pairs(50) if source == "made" else request.getfixturevalue("real_pairs")
     pairs = [pair for pair in pairs if all(text.strip() for text in pair)]

@@ -10,9 +10,8 @@ import torch
 
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval.bert_encoder import BertEncoder
 from r3lite.retrieval.conventions import style_of
-from r3lite.retrieval.encoder import make_encoder
+from r3lite.retrieval.encoder import BertEncoder, make_encoder
 from r3lite.retrieval.hashing import HashingEncoder
 from tests.built_index import encoder_settings
 

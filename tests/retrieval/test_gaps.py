@@ -1,7 +1,7 @@
 """What a corpus lacks, worked by hand."""
 
 from r3lite.core.episode import Document, Question
-from r3lite.retrieval.gaps import gaps, report
+from r3lite.retrieval.recall import gaps, report
 
 HARBOR, LEE, OSLO = (
     Document(str(i), t, f"{t} is here. More.") for i, t in enumerate(("Blue Harbor", "Ann Lee", "Oslo"))

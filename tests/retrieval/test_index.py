@@ -74,7 +74,7 @@ def test_an_index_of_the_same_corpus_is_replaced_and_nothing_else_is(tmp_path):
     assert (tmp_path / "i").stat().st_ino != before
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1").write_text("years of work")
-    with pytest.raises(R3LiteError, match="is no index"):
+    with pytest.raises(R3LiteError, match="is not an index"):
         save(tmp_path / "thesis")
     assert (tmp_path / "thesis" / "chapter1").read_text() == "years of work"
 
@@ -138,7 +138,7 @@ def a_checkpoint(folder):
     ("make", "reason"),
     [
         (beside_an_index, "holds notes.txt"),
-        (a_web_app, "is no index"),
+        (a_web_app, "is not an index"),
         (a_checkpoint, "holds model.safetensors"),
         (lambda path: path.write_text("x"), "cannot be written"),
         (lambda path: Path.mkdir(path / "sub", parents=True), "holds sub"),
@@ -269,7 +269,7 @@ def counts_as_text(folder):
         (lambda folder: (folder / "manifest.json").write_text("[" * 9999), "nested more than"),
         (lambda folder: (folder / "manifest.json").write_text('{"version": ' + "1" * 5000 + "}"), "too many digits"),
         (lambda folder: (folder / "manifest.json").unlink(), "No such file"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "is no index"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is not an index"),
         (lambda folder: (folder / "passages.jsonl").unlink(), "cannot be read"),
         (lambda folder: (folder / "words.json").unlink(), "words.json"),
     ],

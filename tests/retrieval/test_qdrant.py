@@ -10,7 +10,7 @@ from r3lite.core.episode import Document, Failure, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.retrieval import index, qdrant
-from r3lite.retrieval.bert_encoder import BertEncoder
+from r3lite.retrieval.encoder import BertEncoder
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings

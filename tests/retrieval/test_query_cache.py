@@ -15,7 +15,7 @@ from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import resolve
-from r3lite.retrieval.bert_encoder import BertEncoder
+from r3lite.retrieval.encoder import BertEncoder
 from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -45,7 +45,7 @@ def test_a_query_is_encoded_once_whoever_asks(tmp_path):
     made = first.encode_queries(QUERIES)
     assert encoder.encoded == [[q] for q in QUERIES]  # each alone
     assert np.array_equal(first.encode_queries(QUERIES[::-1]), made[::-1]) and len(encoder.encoded) == 3
-    assert cache.told() == {"queries/cached_ratio": 0.5} and cache.told() == {}
+    assert cache.metrics() == {"queries/cached_ratio": 0.5} and cache.metrics() == {}
     other = Counted()
     again = CachedEncoder(other, QueryCache(tmp_path / "q", 1))  # as another process does
     assert np.array_equal(again.encode_queries([*QUERIES, "new"])[:3], made)
@@ -57,9 +57,9 @@ def test_a_query_is_encoded_once_whoever_asks(tmp_path):
 def test_another_encoder_finds_nothing(tmp_path, other):
     cache = QueryCache(tmp_path / "q", 1)
     mine = CachedEncoder(Counted(), cache).encode_queries(QUERIES)
-    cache.told()
+    cache.metrics()
     theirs = CachedEncoder(other, cache).encode_queries(QUERIES)
-    assert cache.told() == {"queries/cached_ratio": 0.0} and (other.salt == 0) == np.array_equal(mine, theirs)
+    assert cache.metrics() == {"queries/cached_ratio": 0.0} and (other.salt == 0) == np.array_equal(mine, theirs)
 
 
 def test_the_file_stays_within_its_bound_and_the_oldest_go(tmp_path):
@@ -68,11 +68,11 @@ def test_the_file_stays_within_its_bound_and_the_oldest_go(tmp_path):
     for start in range(0, 6000, 100):
         cached.encode_queries([f"query {i}" for i in range(start, start + 100)])
     assert path.stat().st_size < 1.2 * (1 << 20)
-    cached.cache.told()
+    cached.cache.metrics()
     cached.encode_queries([f"query {i}" for i in range(5900, 6000)])
-    assert cached.cache.told() == {"queries/cached_ratio": 1.0}
+    assert cached.cache.metrics() == {"queries/cached_ratio": 1.0}
     cached.encode_queries([f"query {i}" for i in range(100)])
-    assert cached.cache.told() == {"queries/cached_ratio": 0.0}
+    assert cached.cache.metrics() == {"queries/cached_ratio": 0.0}
 
 
 def test_two_processes_write_at_once(tmp_path):
@@ -83,7 +83,7 @@ def test_two_processes_write_at_once(tmp_path):
     assert [(p.communicate()[1], p.returncode) for p in both] == [(b"", 0)] * 2
     cached = CachedEncoder(Counted(), QueryCache(tmp_path / "q", 8))
     cached.encode_queries([f"{name} {i}" for i in range(300) for name in ("a", "b", "both")])
-    assert cached.cache.told() == {"queries/cached_ratio": 1.0}
+    assert cached.cache.metrics() == {"queries/cached_ratio": 1.0}
 
 
 def test_a_file_that_is_no_cache_is_told_and_left_alone(tmp_path):
@@ -114,7 +114,7 @@ def test_searches_with_a_cache_full_or_empty_give_the_same_to_the_bit(tmp_path, 
         setup = Setup(settings, [])
         search = build_retriever(setup)
         found = [row for batch in batches for row in search([(Question("q", q, ()), q) for q in batch])]
-        return [[(d.id, d.score) for d in row] for row in found], setup.query_cache.told()["queries/cached_ratio"]
+        return [[(d.id, d.score) for d in row] for row in found], setup.query_cache.metrics()["queries/cached_ratio"]
 
     empty, none = searched([QUERIES])
     full, all_ = searched([[q] for q in QUERIES])

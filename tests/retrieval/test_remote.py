@@ -13,9 +13,8 @@ from r3lite import retrieve as command
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Failure, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval import posting, remote, server
-from r3lite.retrieval.remote import Remote
-from r3lite.retrieval.remote_reranker import RemoteReranker
+from r3lite.retrieval import remote, server
+from r3lite.retrieval.remote import Remote, RemoteReranker
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
@@ -29,7 +28,7 @@ QUESTION = Question("q", "Where is Town 7?", ("x",))
 def slept(monkeypatch):
     """The pauses before other tries, which are not made."""
     pauses = []
-    monkeypatch.setattr(posting, "sleep", pauses.append)
+    monkeypatch.setattr(remote, "sleep", pauses.append)
     return pauses
 
 
@@ -195,7 +194,7 @@ def test_other_paths_are_not_found_and_the_server_says_that_it_is_there(served):
 
 
 def test_a_failure_there_is_a_failure_here(running, capsys, monkeypatch):
-    monkeypatch.setattr(posting, "PAUSE", 0.0)
+    monkeypatch.setattr(remote, "PAUSE", 0.0)
 
     def retrieve(pairs):
         return [Failure("the disk is gone") if query == "bad" else [PASSAGES[0]] for _, query in pairs]
@@ -277,7 +276,7 @@ def test_at_last_it_gives_up(running, slept):
     fake = Scripted((503, b"down for repairs", 0))
     with pytest.raises(R3LiteError, match="status 503: down for repairs"):
         Remote(running(fake)).search(["q"], 3)
-    assert len(fake.asked) == posting.TRIES
+    assert len(fake.asked) == remote.TRIES
 
 
 def test_a_server_that_has_answered_may_start_again(running, slept):
@@ -296,18 +295,18 @@ def test_a_refusal_is_final(running):
 
 
 def test_a_server_that_is_slow_or_not_there_or_sends_without_end(running, slept, monkeypatch):
-    monkeypatch.setattr(posting, "TIMEOUT", 0.2)
+    monkeypatch.setattr(remote, "TIMEOUT", 0.2)
     with pytest.raises(R3LiteError, match=r"gives no answer: .*[Tt]ime"):
         Remote(running(Scripted((200, says(), 1.0)))).search(["q"], 3)
     with pytest.raises(R3LiteError, match="gives no answer: ConnectError"):
         Remote("http://127.0.0.1:9/retrieve").search(["q"], 3)
-    monkeypatch.setattr(posting, "LARGEST", 1000)
+    monkeypatch.setattr(remote, "LARGEST", 1000)
     with pytest.raises(R3LiteError, match="sends more than"):
         Remote(running(Scripted((200, b"x" * 10_000, 0)))).search(["q"], 3)
 
 
 def test_a_wrong_address_shows_before_the_run(monkeypatch):
-    monkeypatch.setattr(posting, "PAUSE", 0.0)
+    monkeypatch.setattr(remote, "PAUSE", 0.0)
     with pytest.raises(R3LiteError, match="See that the server runs"):
         over_http("http://127.0.0.1:9")
 

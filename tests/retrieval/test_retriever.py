@@ -213,6 +213,13 @@ def test_a_retriever_that_only_fails_stops_the_run():
         retrieve([(ONE, "bad")] * GIVE_UP)
 
 
+def test_a_server_goes_on_however_many_queries_fail():
+    retrieve = Tolerant(Flaky(OSError("gone")), gives_up=False)
+    assert retrieve([(ONE, "bad")] * (GIVE_UP + 1)) == [Failure("OSError: gone")] * (GIVE_UP + 1)
+    made = build_retriever(Setup(RetrievalSettings(retriever="none"), [], gives_up=False))
+    assert not made.gives_up
+
+
 def test_every_retriever_can_be_chosen():
     assert tuple(RETRIEVERS) == NAMES
 

@@ -12,9 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import index
-from r3lite.retrieval.bert_encoder import BertEncoder
-from r3lite.retrieval.encoder import make_encoder
-from r3lite.retrieval.sentence_encoder import SentenceEncoder
+from r3lite.retrieval.encoder import BertEncoder, SentenceEncoder, make_encoder
 from tests.built_index import encoder_settings, save
 
 DOCUMENTS = [Document(str(i), title, text) for i, (title, text) in enumerate([("Oslo", "a city in Norway"), ("", "x")])]

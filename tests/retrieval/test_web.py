@@ -10,7 +10,7 @@ import pytest
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Failure, Question, Search, retrieve_all
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval import posting, web
+from r3lite.retrieval import remote, web
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
@@ -36,7 +36,7 @@ def exa(running, monkeypatch, tmp_path):
     def start(*script, **settings):
         fake = Scripted(*script)
         monkeypatch.setattr(web, "EXA", f"{running(fake)}/search")
-        monkeypatch.setattr(posting, "PAUSE", 0.0)
+        monkeypatch.setattr(remote, "PAUSE", 0.0)
         monkeypatch.setenv("EXA_API_KEY", "secret-key")
         given = {"retriever": "exa", "encoder": "hashing", "web_cache": str(tmp_path / "web"), "web_rpm": 10_000}
         made = RetrievalSettings(**given | settings)
@@ -144,8 +144,8 @@ def test_a_source_may_be_a_service_or_an_index_beside_one(exa, tmp_path):
     ],
 )
 def test_failures_are_outcomes_without_the_key_and_are_not_recorded(exa, monkeypatch, reply, said, tmp_path, capsys):
-    monkeypatch.setattr(posting, "TIMEOUT", 0.3)
-    monkeypatch.setattr(posting, "LARGEST", 50_000)
+    monkeypatch.setattr(remote, "TIMEOUT", 0.3)
+    monkeypatch.setattr(remote, "LARGEST", 50_000)
     _, settings = exa(reply)
     (found,) = ask(settings, "x")
     assert isinstance(found, Failure)

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator
 from csv import QUOTE_NONE
 from functools import partial
+from typing import Any
 
 from r3lite.retrieval.documents import html, markdown, pdf, python, rows
 from r3lite.retrieval.documents.section import Section
 
-# By the end of a file's name: what makes sections of its text, and of its path in the folder.
-TEXTS: dict[str, Callable[[str, str], Iterator[Section]]] = {
+BINARY = (".pdf",)  # what is read from bytes and not from text
+# By the end of a file's name: what makes sections of its content, and of its path in the folder.
+READERS: dict[str, Callable[[Any, str], Iterator[Section]]] = {
     ".txt": lambda text, name: iter([Section(text)]),
     ".md": markdown.read,
     ".markdown": markdown.read,
@@ -19,6 +21,5 @@ TEXTS: dict[str, Callable[[str, str], Iterator[Section]]] = {
     ".csv": rows.read_csv,
     ".tsv": partial(rows.read_table, delimiter="\t", quoting=QUOTE_NONE),  # quotation marks have no meaning there
     ".py": python.read,
+    ".pdf": pdf.read,
 }
-# The same of files that are not text, from their bytes.
-BINARIES: dict[str, Callable[[bytes, str], Iterator[Section]]] = {".pdf": pdf.read}

@@ -1,10 +1,10 @@
-"""A folder of documents, read file by file into passages; what is left out is told, with the reason."""
+"""A folder of documents, read file by file into passages; what is left out is listed, with the reason."""
 
 import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval.documents import BINARIES, TEXTS
+from r3lite.retrieval.documents import BINARY, READERS
 from r3lite.retrieval.documents.chunks import chunks, count_tokens
-from r3lite.retrieval.documents.section import Section, Unreadable
+from r3lite.retrieval.documents.section import Unreadable
 from r3lite.retrieval.index import MANIFEST, SKIPPED, VECTORS
 from r3lite.settings import DocumentSettings
 
@@ -31,14 +31,13 @@ class Folder:
     duplicates: int = 0  # passages that another file, or the same one, has already
     skipped: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How much was read and left out: the number of each reason and the first names, most frequent first."""
         lines = [f"documents   {self.files} ({self.duplicates} passages were there already)"]
         lines += [f"left out    {len(self.skipped)}, listed in {SKIPPED} of the index"] * bool(self.skipped)
         for reason, count in Counter(reason for _, reason, _ in self.skipped).most_common():
             names = [path for path, why, _ in self.skipped if why == reason]
-            more = ", ..." if count > NAMED else ""
-            lines.append(f"  {count} {reason}: {', '.join(names[:NAMED])}{more}")
+            lines.append(f"  {count} {reason}: {', '.join(names[:NAMED])}" + ", ..." * (count > NAMED))
         return "\n".join(lines)
 
 
@@ -51,8 +50,7 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> Folder:
     root, found, seen = Path(folder), Folder(), set()
     if not root.is_dir():
         raise R3LiteError(f"{folder} is not a folder", "--documents names a folder; a file of passages is --corpus.")
-    names = list(_files(root, found.skipped))
-    for name in tqdm(names, desc="reading documents", unit="", disable=None):
+    for name in tqdm(list(_files(root, found.skipped)), desc="reading documents", unit="", disable=None):
         try:
             count = len(found.documents)
             for title, head, text in _passages(root, name, settings):
@@ -69,8 +67,8 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> Folder:
         except Unreadable as error:
             found.skipped.append((name, error.reason, error.detail))
     if not found.documents:
-        remedy = f"It reads {', '.join([*TEXTS, *BINARIES])}."
-        raise R3LiteError(f"{folder} holds no document that can be read\n{found.told()}", remedy)
+        cause = f"{folder} holds no document that can be read\n{found.summary()}"
+        raise R3LiteError(cause, f"It reads {', '.join(READERS)}.")
     return found
 
 
@@ -99,7 +97,7 @@ def _files(root: Path, skipped: list[tuple[str, str, str]]) -> Iterator[str]:
             suffix = PurePosixPath(name).suffix.lower()
             if reason := "whose name cannot be shown" if "\ufffd" in shown else _left_out(here / name):
                 skipped.append((shown, reason, ""))
-            elif suffix not in TEXTS.keys() | BINARIES.keys():
+            elif suffix not in READERS:
                 skipped.append((shown, "of an unknown kind", suffix))
             else:
                 yield shown
@@ -119,11 +117,8 @@ def _passages(root: Path, name: str, settings: DocumentSettings) -> Iterator[tup
     """The titles, heads and texts of a file's passages. Nothing comes of a file that can be read in part only."""
     content = _content(root / name, settings.max_file_mib << 20)
     suffix = PurePosixPath(name).suffix.lower()
-    if suffix in BINARIES:
-        sections: Iterable[Section] = BINARIES[suffix](content, name)
-    else:
-        sections = TEXTS[suffix](_decoded(content), name)
-    sections = [section for section in sections if section.text.strip()]
+    found = READERS[suffix](content if suffix in BINARY else _decoded(content), name)
+    sections = [section for section in found if section.text.strip()]
     if not sections:
         raise Unreadable("without text")
     for section in sections:

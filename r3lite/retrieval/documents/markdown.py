@@ -22,28 +22,19 @@ def read(text: str, name: str) -> Iterator[Section]:
 
 def _headings(lines: list[str]) -> Iterator[str | tuple[int, str]]:
     """The lines, headings among them as (level, text). In a fenced block nothing is a heading."""
-    fence, held = "", None  # held: a line that the next one may underline
-    for line in lines:
+    fence, is_underline = "", False
+    for line, below in zip(lines, [*lines[1:], ""]):
         mark = FENCE.match(line)
-        if fence:
-            if mark and mark[1].startswith(fence) and not line.strip(" \t`~"):
-                fence = ""
-        elif mark:
-            fence = mark[1]
-        elif held and UNDERLINE.match(line):
-            yield (1 if "=" in line else 2), held.strip()
-            held = None
-            continue
-        elif heading := HEADING.match(line):
-            if held is not None:
-                yield held
-            held = None
-            yield len(heading[1]), (heading[2] or "").strip().rstrip("#").strip()
-            continue
-        if held is not None:
-            yield held
-        held = line if not fence and not mark and line.strip() else None
-        if held is None:
+        if is_underline:
+            is_underline = False
+        elif fence or mark:
+            ends = fence and mark and mark[1].startswith(fence) and not line.strip(" \t`~")
+            fence = "" if ends else fence or mark[1]
             yield line
-    if held is not None:
-        yield held
+        elif heading := HEADING.match(line):
+            yield len(heading[1]), (heading[2] or "").strip().rstrip("#").strip()
+        elif line.strip() and UNDERLINE.match(below):
+            yield (1 if "=" in below else 2), line.strip()
+            is_underline = True
+        else:
+            yield line

@@ -60,10 +60,8 @@ def _parsed(text: str, where: str) -> Any:
 
 def _section(row: Any) -> Section:
     """The title and the text of a row that has a text; else all of it, a line `key: value` for each value."""
-    if isinstance(row, dict):
-        text, title = _first(row, TEXTS), _first(row, TITLES)
-        return Section(text, title) if text else Section("\n".join(_lines(row)), title)
-    return Section("\n".join(_lines(row)))
+    text, title = (_first(row, TEXTS), _first(row, TITLES)) if isinstance(row, dict) else ("", "")
+    return Section(text or "\n".join(_lines(row)), title)
 
 
 def _first(row: dict, keys: tuple[str, ...]) -> str:

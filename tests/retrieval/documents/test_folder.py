@@ -114,7 +114,7 @@ def test_what_is_left_out_is_told_with_the_reason(tmp_path, monkeypatch):
     }
     assert found.files == 3 and "latin.txt" in opened and "large.txt" not in opened and "pipe.txt" not in opened
     assert not any("Secret" in d.text for d in found.documents)
-    told = found.told().splitlines()
+    told = found.summary().splitlines()
     assert told[0] == "documents   3 (0 passages were there already)"
     assert told[1] == "left out    16, listed in skipped.jsonl of the index"
     assert "  2 of an unknown kind: none, picture.png" in told
@@ -124,7 +124,7 @@ def test_many_names_are_told_by_the_first(tmp_path):
     fill(tmp_path)
     for i in range(5):
         (tmp_path / f"{i}.png").touch()
-    assert read_folder(tmp_path, SETTINGS).told().endswith("  5 of an unknown kind: 0.png, 1.png, 2.png, ...")
+    assert read_folder(tmp_path, SETTINGS).summary().endswith("  5 of an unknown kind: 0.png, 1.png, 2.png, ...")
 
 
 def test_a_folder_without_a_document_is_refused_with_what_it_holds(tmp_path):

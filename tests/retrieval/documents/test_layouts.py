@@ -9,12 +9,12 @@ import zlib
 import pytest
 
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval.documents import BINARIES, TEXTS
+from r3lite.retrieval.documents import READERS
 from r3lite.retrieval.documents.section import Unreadable
 
 
 def sections(suffix, text, name="a/b.x"):
-    found = TEXTS[suffix](text, name)
+    found = READERS[suffix](text, name)
     return [(s.title, s.text.strip()) for s in found if s.text.strip()]
 
 
@@ -162,7 +162,7 @@ if LIMIT:
 
 
 def test_python_is_cut_by_its_syntax_tree_and_nothing_is_lost():
-    found = {s.head.splitlines()[0]: s for s in TEXTS[".py"](PYTHON, "src/io.py")}
+    found = {s.head.splitlines()[0]: s for s in READERS[".py"](PYTHON, "src/io.py")}
     assert list(found) == [
         "# imports: src.io",
         "# function: load",
@@ -186,7 +186,7 @@ def test_python_is_cut_by_its_syntax_tree_and_nothing_is_lost():
 
 @pytest.mark.parametrize("text", ["def f(:\n", "(" * 10_000, "-" * 100_000 + "1", "print 'two'"])
 def test_what_is_not_python_is_a_text(text):
-    assert [(s.title, s.head, s.text) for s in TEXTS[".py"](text, "a.py")] == [("", "", text)]
+    assert [(s.title, s.head, s.text) for s in READERS[".py"](text, "a.py")] == [("", "", text)]
 
 
 def pdf(*pages: bytes) -> bytes:
@@ -217,7 +217,7 @@ def said(text: str) -> bytes:
 
 def test_a_pdf_is_the_text_of_its_pages():
     pytest.importorskip("pypdf")
-    (section,) = BINARIES[".pdf"](pdf(said("Ann went"), said("to Rome.")), "a.pdf")
+    (section,) = READERS[".pdf"](pdf(said("Ann went"), said("to Rome.")), "a.pdf")
     assert (section.title, section.text) == ("", "Ann went\nto Rome.")
 
 
@@ -237,11 +237,11 @@ def test_a_pdf_that_is_damaged_or_unpacks_to_anything_is_unreadable(content, rea
     assert len(content) < 100_000
     start = time.perf_counter()
     with pytest.raises(Unreadable) as error:
-        list(BINARIES[".pdf"](content, "a.pdf"))
+        list(READERS[".pdf"](content, "a.pdf"))
     assert error.value.reason == reason and time.perf_counter() - start < 20
 
 
 def test_without_pypdf_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pypdf", None)
     with pytest.raises(R3LiteError, match=r"pip install 'r3lite\[documents\]'"):
-        list(BINARIES[".pdf"](b"", "a.pdf"))
+        list(READERS[".pdf"](b"", "a.pdf"))
