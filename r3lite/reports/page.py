@@ -1,4 +1,4 @@
-"""The page: charts, tables and episodes as one HTML file that needs no other, and no script; page.html is its template."""
+"""The page: charts, tables and episodes as one HTML file (page.html) that needs no other, and no script."""
 
 import re
 from collections.abc import Sequence
