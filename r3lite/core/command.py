@@ -2,6 +2,7 @@
 signals, exit codes."""
 
 import errno
+import functools
 import json
 import os
 import signal
@@ -193,11 +194,7 @@ def run(
 
 def entry(command: str, default: Any, work: Callable, plan: Callable | None = None) -> Callable[..., int]:
     """The `main` of a command, which runs it with the arguments that it is given, by default the command line's."""
-
-    def main(argv: list[str] | None = None) -> int:
-        return run(command, default, work, argv, plan)
-
-    return main
+    return functools.partial(run, command, default, work, plan=plan)
 
 
 def _stopped(command: str, error: R3LiteError) -> int:

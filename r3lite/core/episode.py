@@ -165,9 +165,6 @@ class Step:
         pairs = zip(self.searches, documents, strict=True)
         return replace(self, searches=tuple(replace(search, documents=tuple(found)) for search, found in pairs))
 
-    def without_documents(self) -> "Step":
-        return self.with_documents([()] * len(self.searches))
-
     def to_json(self) -> dict:
         """A single search of no particular source stands as `query` and `documents`, all others under `searches`."""
         record = {"analysis": self.analysis}

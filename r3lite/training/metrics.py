@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import explained
 from r3lite.core.files import own_records
 from r3lite.core.spans import Spans, span
 from r3lite.devices.live_tensors import MIB
@@ -133,13 +133,9 @@ class Clock:
         return steps * (now - self.first) / self.later
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Says which file could not be written in the `with` block, if one could not."""
-    try:
-        yield
-    except OSError as error:  # a full disk
-        raise R3LiteError(f"{path} cannot be written: {error}", "Make room; go on with --resume auto.") from error
+def writing(path: Path) -> contextlib.AbstractContextManager:
+    """Says which file could not be written in the `with` block, such as on a full disk."""
+    return explained(OSError, f"{path} cannot be written", "Make room; go on with --resume auto.")
 
 
 def _plain(value):

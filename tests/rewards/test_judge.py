@@ -225,7 +225,7 @@ def test_a_cap_stops_the_run(gemini, judge, answers):
 
 
 def test_a_cap_holds_for_requests_sent_at_once(gemini, judge, answers):
-    """The run may stop before an allowed request was sent, since the one that meets the cap does not wait for others."""
+    """The run may stop before an allowed request was sent, as the one that meets the cap does not wait for others."""
     gemini.script = [answers.said(grade())]
     with pytest.raises(R3LiteError, match="the cap of 3 requests is reached"):
         judge(judge_max_calls=3, judge_concurrency=10).verdicts([episode(str(i)) for i in range(10)])
