@@ -9,6 +9,7 @@ import json
 import math
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -36,8 +37,7 @@ def shown(value: Any) -> str:
 def _object(pairs: list[tuple[str, Any]]) -> dict:
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
         raise InvalidRecord(f"the key {shown(twice)} is there twice in one object")
     return made
 
@@ -67,6 +67,9 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
+        brackets = text.count("[", start, end) + text.count("{", start, end)
+        if brackets > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+            raise RecursionError
     except InvalidRecord:
         raise
     except RecursionError:
@@ -75,8 +78,6 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
         raise InvalidRecord(f"not JSON: {error}") from error
     except ValueError:  # Python's limit on the digits of a whole number
         raise InvalidRecord("a number has too many digits") from None
-    if text.count("[", start, end) + text.count("{", start, end) > MAX_DEPTH and _is_deep(value):
-        raise InvalidRecord(f"it is nested more than {MAX_DEPTH} deep")
     if text.find("\\u", start, end) >= 0 and re.search(r"\\u[dD]", text[start:end]):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -93,18 +94,10 @@ def end_of(text: str, start: int) -> int | None:
         return None
 
 
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested in each other."""
+    children = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(child) for child in children if isinstance(child, (dict, list))), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,25 +5,24 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from r3lite.serving.asks import Answer, Ask, Refusal
+from r3lite.serving.asks import Answer, Refusal
 from r3lite.serving.desk import AUTO, Desk
-from r3lite.serving.guard import Guard, Text, client_of, failure
+from r3lite.serving.guard import Guard, Text, failure
 from r3lite.serving.openai_api import routes_of
-from r3lite.serving.streams import STREAM, Events, answer_of, server_sent
+from r3lite.serving.streams import Event, respond
 from r3lite.settings import LimitSettings, ServerSettings
 
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]", "::1"]
@@ -75,32 +74,23 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
 
     @app.post("/generate")
     async def generate(body: Generate, request: Request) -> Response:
-        ask = desk.settled(body.query, body.mode, body.adapter)
-        ask = desk.continued(ask, body.conversation, body.retry)
-        events = desk.answer(client_of(request.scope), ask, body.stream)
-        start = await anext(events)  # what refuses the ask does so while there is a status to say it with
-        if body.stream:
-            return StreamingResponse(server_sent(told(desk, body, ask, start, events)), media_type=STREAM)
-        answer = await answer_of(request, events)
-        desk.remember(ask, body.conversation, answer, body.retry)
-        return JSONResponse({"question": ask.text, **asdict(answer), "conversation": body.conversation})
+        ask = desk.settled(body.query, body.mode, body.adapter, body.conversation, body.retry)
+
+        def whole(answer: Answer) -> dict[str, Any]:
+            return {"question": ask.text, **asdict(answer), "conversation": body.conversation}
+
+        def texts(event: Event) -> Iterator[str]:
+            """As JSON, the last being `done` or `error`."""
+            if isinstance(event, Answer):
+                event = {"type": "done", "question": ask.text, **asdict(event)}
+            elif isinstance(event, Refusal):
+                event = {"type": "error", "code": event.code, "message": event.message}
+            yield json.dumps(event)
+
+        return await respond(request, desk, ask, whole, texts if body.stream else None)
 
     app.include_router(routes_of(desk))
     return app
-
-
-async def told(desk: Desk, body: Generate, ask: Ask, start: dict[str, Any], events: Events) -> AsyncIterator[str]:
-    """The events of an answer as JSON, the last being `done` or `error`."""
-    async with aclosing(events):
-        yield json.dumps(start)
-        try:
-            async for event in events:
-                if isinstance(event, Answer):
-                    desk.remember(ask, body.conversation, event, body.retry)
-                    event = {"type": "done", "question": ask.text, **asdict(event)}
-                yield json.dumps(event)
-        except Refusal as refusal:
-            yield json.dumps({"type": "error", "code": refusal.code, "message": refusal.message})
 
 
 def add_errors(app: FastAPI) -> None:

@@ -20,12 +20,17 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: what is asked in which mode of which adapter, after which messages. None: as the server is set."""
+    """One request: what is asked in which mode of which adapter, after which messages. None: as the server is set.
+
+    The answer is remembered in the `conversation`; of a `retry` in place of the last one.
+    """
 
     text: str
     mode: str
     adapter: str
     earlier: tuple[Message, ...] = ()
+    conversation: str | None = None
+    retry: bool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

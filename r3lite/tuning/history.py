@@ -32,16 +32,9 @@ class Candidate:
     def from_json(record: Record) -> "Candidate":
         kept, ends = record.record("scores"), ("value", "low", "high")
         scores = {name: {end: kept.record(name).number(end) for end in ends} for name in kept.values}
-        return Candidate(
-            record.whole("id"),
-            record.text("prompt", blank=True),
-            record.whole("round"),
-            record.whole("parent", None),
-            record.whole("branch"),
-            record.text("critique", blank=True),
-            record.text("rejected", blank=True),
-            scores,
-        )
+        texts = {key: record.text(key, blank=True) for key in ("prompt", "critique", "rejected")}
+        numbers = {key: record.whole(key) for key in ("id", "round", "branch")}
+        return Candidate(**texts, **numbers, parent=record.whole("parent", None), scores=scores)
 
 
 @dataclass(frozen=True)
