@@ -30,7 +30,7 @@ class Finding:
     """The result of a check: a line for people, what to do if it failed, and the figures that it was judged by."""
 
     state: Literal["ok", "failed", "skipped"]
-    told: str
+    message: str
     remedy: str = ""
     measured: dict[str, float] = field(default_factory=dict)
 
@@ -40,9 +40,9 @@ def skipped(reason: str) -> Finding:
     return Finding("skipped", reason)
 
 
-def judged(sound: bool, told: str, remedy: str = REPORT, **measured: float) -> Finding:
+def judged(sound: bool, message: str, remedy: str = REPORT, **measured: float) -> Finding:
     """Ok if `sound`, else failed."""
-    return Finding("ok", told, "", measured) if sound else Finding("failed", told, remedy, measured)
+    return Finding("ok", message, "", measured) if sound else Finding("failed", message, remedy, measured)
 
 
 def closeness(pairs: dict[torch.dtype, tuple[Tensor, Tensor]]) -> Finding:

@@ -132,8 +132,8 @@ def refuse_another_run(kept: Path, command: str, config: Any, output: Path, free
     if not isinstance(table, dict):
         raise R3LiteError(f"{output} is not of {command}: {kept} has no settings of it", remedy)
     then = json.loads(json.dumps(flat(with_values(config, table, f"{kept}: "))))
-    if told := changes(then, config, free):
-        raise R3LiteError(f"{output} is of another run of {command}: {told}", f"Pass --config {kept}. Or: {remedy}")
+    if changed := changes(then, config, free):
+        raise R3LiteError(f"{output} is of another run of {command}: {changed}", f"Pass --config {kept}. Or: {remedy}")
 
 
 def run(

@@ -33,8 +33,8 @@ def explained(kinds: type[Exception] | tuple[type[Exception], ...], cause: str, 
     try:
         yield
     except kinds as error:
-        told = error.cause if isinstance(error, R3LiteError) else " ".join(str(error).split())[:300]
-        raise R3LiteError(f"{cause}: {told or type(error).__name__}", remedy) from error
+        message = error.cause if isinstance(error, R3LiteError) else " ".join(str(error).split())[:300]
+        raise R3LiteError(f"{cause}: {message or type(error).__name__}", remedy) from error
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def end_of(text: str, start: int) -> int | None:
-    """Where the JSON value ends that begins at a character, whatever it holds; None if that cannot be told."""
+    """Where the JSON value ends that begins at a character, whatever it holds; None if it is not JSON."""
     try:
         return json.JSONDecoder().raw_decode(text, start)[1]
     except (ValueError, RecursionError):

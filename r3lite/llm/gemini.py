@@ -20,7 +20,7 @@ FAILURES = {"MAX_TOKENS": "cut"} | dict.fromkeys(BLOCKED, "blocked")  # by the r
 
 
 class GeminiService(Service):
-    """The model --judge-model, told whether to think as long as it lets itself be told."""
+    """The model --judge-model, asked to think or not, unless it refuses that setting."""
 
     key_remedy = "Set GOOGLE_API_KEY to a valid key."
 
@@ -32,7 +32,7 @@ class GeminiService(Service):
         address = settings.judge_base_url
         options = types.HttpOptions(timeout=timeout, base_url=address, httpx_async_client=BoundedClient())
         self._models = genai.Client(api_key=self.secret, vertexai=False, http_options=options).aio.models
-        self._thinks_as_it_likes = False  # the model refused to be told whether to think
+        self._thinks_as_it_likes = False  # the model refused the setting
 
     @property
     def room(self) -> int:

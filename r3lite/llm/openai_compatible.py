@@ -44,7 +44,7 @@ class OpenAIService(Service):
         if not self._names or self._limit not in reason:
             return None
         self._limit = self._names.pop()
-        return f"is told its limit as {self._limit}"
+        return f"takes its limit as {self._limit}"
 
     async def send(self, request: Request, limit: int) -> str:
         turns = [("system", request.system)] * bool(request.system) + request.turns("assistant")

@@ -28,7 +28,7 @@ class Transcript:
     """The tokens of one episode and its steps so far.
 
     `action_mask` is True if the model wrote the token and False if it was given. `step_ends[k]` is the index of
-    the last token of step k: where the step's reward is paid.
+    the last token of step k: the step's reward belongs to it.
     """
 
     question: Question

@@ -1,6 +1,6 @@
 """What a report knows of a folder: the metrics, episodes, scores and predictions of a run, as far as they are there.
 
-A run may be going on, have been killed, or have learned nothing: whatever can be read is, and the rest is told.
+A run may be going on, have been killed, or have learned nothing: what can be read is shown, and the rest is noted.
 """
 
 from collections import Counter

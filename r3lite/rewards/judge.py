@@ -35,9 +35,15 @@ WINDOW, ENOUGH, IN_A_ROW = 40, 20, 8
 _SHARES = ("relevance", "rationality", "coherence")
 
 
-def _object(title: str, told: str, **properties: dict) -> dict:
+def _object(title: str, description: str, **properties: dict) -> dict:
     """The schema of an object that must have all of these properties."""
-    return {"description": told, "properties": properties, "required": [*properties], "title": title, "type": "object"}
+    return {
+        "description": description,
+        "properties": properties,
+        "required": [*properties],
+        "title": title,
+        "type": "object",
+    }
 
 
 _SHARE = {name: {"maximum": 1, "minimum": 0, "type": "number", "title": name.title()} for name in _SHARES}
@@ -170,7 +176,7 @@ def build_judge(
     """
     if settings.judge == "none":
         if reward and needs_verdict(reward):
-            cause = "--outcome-judge, --process-judge or --rewards pays what a judge says, and there is no judge"
+            cause = "--outcome-judge, --process-judge or --rewards needs what a judge says, and there is no judge"
             raise R3LiteError(cause, "Pass --judge gemini, openai or local, or leave them out.")
         return None
     cache = Path(settings.judge_cache) if settings.judge_cache else Path(output) / "judge-cache"

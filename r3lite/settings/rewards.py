@@ -1,4 +1,4 @@
-"""Settings of what an episode is paid."""
+"""Settings of the rewards."""
 
 import re
 from collections import Counter
@@ -58,7 +58,7 @@ class RewardSettings(Section):
     gamma_fail: Factor = -0.1
     """the same for an episode without an answer"""
     least_searches: Annotated[int, Bounds(low=0, high=100)] = 0
-    """an episode with fewer different searches is not paid for its outcome; 0: off"""
+    """an episode with fewer different searches gets no outcome reward; 0: off"""
     search_bonus: NonNegative = 0.0
     """reward for each query that is neither blank nor repeated"""
     idle_query_penalty: NonNegative = 0.0

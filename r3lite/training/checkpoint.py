@@ -129,7 +129,7 @@ def fault(folder: Path) -> str | None:
 
 def _check_files(folder: Path) -> None:
     """Raises R3LiteError or OSError unless the folder holds what its manifest says."""
-    (folder / MANIFEST).stat()  # one that is missing is told as any missing file
+    (folder / MANIFEST).stat()  # one that is missing is reported as any missing file
     manifest = read_record(folder / MANIFEST, REMEDY)
     if (found := manifest.whole("format")) != FORMAT:
         raise R3LiteError(f"its format is {found}, not {FORMAT}")
@@ -193,8 +193,8 @@ def newest_sound(output: Path) -> Path | None:
 
 
 def prune(output: Path, keep: int, spare: int | None = None) -> None:
-    """Removes all but the newest `keep` checkpoints, and that of step `spare`; one that cannot be removed is told, and
-    the run goes on."""
+    """Removes all but the newest `keep` checkpoints, and that of step `spare`; one that cannot be removed is reported,
+    and the run goes on."""
     for step, folder in list(all_of(output).items())[:-keep]:
         if step == spare:
             continue

@@ -66,9 +66,9 @@ def _peak_memory_mib_on_windows() -> float | None:
     counters = Counters(size=ctypes.sizeof(Counters))
     current = ctypes.windll.kernel32.GetCurrentProcess
     current.restype = wintypes.HANDLE
-    told = ctypes.windll.psapi.GetProcessMemoryInfo
-    told.argtypes = [wintypes.HANDLE, ctypes.c_void_p, wintypes.DWORD]
-    return counters.peak_resident / MIB if told(current(), ctypes.byref(counters), counters.size) else None
+    ask = ctypes.windll.psapi.GetProcessMemoryInfo
+    ask.argtypes = [wintypes.HANDLE, ctypes.c_void_p, wintypes.DWORD]
+    return counters.peak_resident / MIB if ask(current(), ctypes.byref(counters), counters.size) else None
 
 
 def with_perplexity(record: dict) -> dict:
@@ -202,7 +202,7 @@ def _is_record(record: dict) -> bool:
 
 
 def up_to(path: Path, step: int) -> list[dict]:
-    """The records of a log up to a step, which a run that goes on from there keeps; a torn last line is told."""
+    """The records of a log up to a step, which a run that goes on from there keeps; a torn last line is reported."""
     records, torn = _read(path)
     if torn:
         print(f"{path}: the last line is torn and is left out", file=sys.stderr)

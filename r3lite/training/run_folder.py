@@ -64,9 +64,9 @@ class RunFolder:
         if state["command"] != self.command:
             cause = f"{self.source} is a checkpoint of {state['command']}, not of {self.command}"
             raise R3LiteError(cause, "To start from its adapter, pass --adapter instead of --resume.")
-        if told := changes(state["settings"], self.config):
+        if changed := changes(state["settings"], self.config):
             remedy = f"Pass --config {self.source.parent / CONFIG} for the run's own, or start anew with --adapter."
-            raise R3LiteError(f"{self.source} cannot be resumed with other settings: {told}", remedy)
+            raise R3LiteError(f"{self.source} cannot be resumed with other settings: {changed}", remedy)
 
     def _check_free(self, resume: str | None) -> None:
         """Refuses a fresh start in a folder that holds something else than a run of this one without a checkpoint."""

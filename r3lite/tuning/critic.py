@@ -1,4 +1,4 @@
-"""What a critic is asked: what in a prompt brought failures about, and a better prompt.
+"""What a critic is asked: what in a prompt caused failures, and a better prompt.
 
 Both are ProTeGi's (Pryzant et al. 2023, arXiv 2305.03495): the critique stands for a gradient, and the edit for a step
 against it. Knows no network (see llm/client.py), no scores and no files.
@@ -34,7 +34,7 @@ class Critic:
     protocol: Protocol
 
     def critique(self, prompt: str, failures: Sequence[Episode], number: int, of: int, nonce: str) -> Request:
-        """Asks what in a prompt brought the failures about: critique `number` of the `of` that a round asks for."""
+        """Asks what in a prompt caused the failures: critique `number` of the `of` that a round asks for."""
         data = {"prompt": prompt, "form": self.form, "episodes": [self.shown(episode) for episode in failures]}
         values = {"role": ROLES[self.improved], "number": str(number), "of": str(of)}
         return _request("critique", values, data, "critique", 512, nonce)

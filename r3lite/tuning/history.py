@@ -39,7 +39,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round that is over has brought: the best prompt so far, and the difference of its score from that of the
+    """The result of a round that is over: the best prompt so far, and the difference of its score from that of the
     best before it, over the same questions, with a 95 % interval."""
 
     number: int
@@ -91,7 +91,7 @@ class History:
         return self.ranked()[0]
 
     def open_branches(self, number: int, beam: int, branch: int) -> list[tuple[Candidate, list[int]]]:
-        """Of the beam that a round goes on from, each prompt with those of its branches that have brought none yet."""
+        """Of the beam that a round goes on from, each prompt with those of its branches that have made none yet."""
         done = {(c.parent, c.branch) for c in self.candidates if c.round == number}
         parents = self.ranked(before=number)[:beam]
         left = [(p, [b for b in range(1, branch + 1) if (p.id, b) not in done]) for p in parents]

@@ -31,7 +31,7 @@ def test_a_sound_device_passes(check, dtype):
 
 
 def failed(found) -> bool:
-    return found.state == "failed" and bool(found.told) and bool(found.remedy)
+    return found.state == "failed" and bool(found.message) and bool(found.remedy)
 
 
 def test_logits_fail_without_rotary_positions(monkeypatch):

@@ -170,7 +170,7 @@ def test_the_name_of_the_limit_that_a_server_wants_is_remembered(server, asked, 
         ["max_tokens"], ["max_completion_tokens"], ["max_completion_tokens"]
     ]  # fmt: skip
     assert client.counts()["failures"] == 0
-    assert capsys.readouterr().err.count("m is told its limit as max_completion_tokens: 400") == 1
+    assert capsys.readouterr().err.count("m takes its limit as max_completion_tokens: 400") == 1
 
 
 def test_a_server_that_wants_neither_name_has_refused(server, asked):
