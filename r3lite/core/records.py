@@ -111,8 +111,8 @@ class Source:
 class Record:
     """A JSON object whose fields are taken by type.
 
-    A field that is absent or null is the `default`, or an error if none is given. Keys that nobody takes are ignored
-    unless `only` forbids them: data sets carry many that a reader does not need.
+    A field that is absent or null is the `default`, or an error if none is given. Keys that nobody takes are ignored:
+    data sets have more than a reader needs.
     """
 
     __slots__ = ("path", "source", "values")

@@ -96,27 +96,28 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
 def add_errors(app: FastAPI) -> None:
     """Has every error answered in one shape, without a path, a trace or what was sent."""
 
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, error: Refusal) -> Response:
-        return failure(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        if "json" not in request.headers.get("content-type", ""):
-            return failure(Refusal(400, "invalid_request", "The header Content-Type must be application/json."))
-        inner = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union: of the type that fits best
-        # Without the names of a union's types, such as list[Part].
-        places = [part for part in map(str, inner["loc"][1:]) if re.fullmatch(r"[\w-]{1,80}", part)]
-        where = "character " * (inner["type"] == "json_invalid") + (".".join(places) or "the body")
-        return failure(Refusal(400, "invalid_request", f"{where}: {inner['msg']}"))
-
-    @app.exception_handler(HTTPException)
-    async def other(request: Request, error: HTTPException) -> Response:
-        return failure(Refusal(error.status_code, "http_error", str(error.detail)))
-
-    @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Response:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, Refusal):
+            return failure(error)
+        if isinstance(error, HTTPException):
+            return failure(Refusal(error.status_code, "http_error", str(error.detail)))
+        if isinstance(error, RequestValidationError):
+            return failure(Refusal(400, "invalid_request", problem_of(request, error)))
         return failure(Refusal(500, "failed", "Something went wrong here. The server's log says what."))
+
+    for kind in (Refusal, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def problem_of(request: Request, error: RequestValidationError) -> str:
+    """What is wrong with a body, and where."""
+    if "json" not in request.headers.get("content-type", ""):
+        return "The header Content-Type must be application/json."
+    inner = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union: of the type that fits best
+    # Without the names of a union's types, such as list[Part].
+    places = [part for part in map(str, inner["loc"][1:]) if re.fullmatch(r"[\w-]{1,80}", part)]
+    where = "character " * (inner["type"] == "json_invalid") + (".".join(places) or "the body")
+    return f"{where}: {inner['msg']}"
 
 
 def page_headers(page: str) -> dict[str, str]:
