@@ -55,7 +55,7 @@ def _wandb(settings: dict, output: Path, done: int) -> Tracker:
     path = output / WANDB_ID
     known = read_text(path, "Remove it to begin a new run of Weights & Biases.").strip() if path.exists() else None
     place = {"project": settings["track_project"], "name": settings["track_name"] or output.name, "dir": str(output)}
-    resumed = {"id": known, "resume": "allow"} if known and done else {}
+    resumed = {"id": known if done else None, "resume": "allow" if known and done else None}
     remedy = "Set WANDB_API_KEY, or WANDB_MODE=offline, or leave --track out."
     with explained(wandb.errors.Error, "Weights & Biases cannot be used", remedy):
         run = wandb.init(**place, **resumed, config=settings)
