@@ -27,7 +27,7 @@ def serve(config: ServeConfig) -> None:
         print(f"serving {message}\nhttp://{place}:{port}  (Ctrl-C ends)", flush=True)
         for note in answering.notes.values():
             print(f"{note}; to chat, name base among --adapters and pass --chat-adapter base", flush=True)
-        desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic, answering.notes)
+        desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic)
         app = build_app(desk, config.server, config.limits, token)
         quiet = {"access_log": False, "log_level": "warning", "server_header": False, "proxy_headers": False}
         limits = {"ws": "none", "timeout_graceful_shutdown": config.server.drain_seconds}

@@ -76,7 +76,7 @@ class CachingClient(ABC):
 
         `progress` names a progress bar. `on_reply` is called with each reply as it comes; if it raises, all ends.
         """
-        keys = [self._key_of(request) for request in requests]
+        keys = [digest(request, self.circumstances) for request in requests]
         waiting, replies = dict(zip(keys, requests)), {}
 
         def take(key: str, reply: Reply) -> None:
@@ -108,9 +108,6 @@ class CachingClient(ABC):
     @abstractmethod
     def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
         """Gives `take` the reply to each request, `_kept`, by the request's key, as soon as it is there."""
-
-    def _key_of(self, request: Request) -> str:
-        return digest(request, self.circumstances)
 
     def _kept(self, key: str, reply: Reply) -> Reply:
         """The reply, counted and, unless it has failed, in the cache."""

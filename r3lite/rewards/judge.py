@@ -31,36 +31,12 @@ OUTPUT_TOKENS, OUTPUT_TOKENS_PER_STEP = 256, 64
 # when a round ends before any call succeeded.
 WINDOW, ENOUGH, IN_A_ROW = 40, 20, 8
 
-# The JSON schema of a verdict. It is part of the name of a cached reply: if it changes, every episode is judged anew.
 _SHARES = ("relevance", "rationality", "coherence")
-
-
-def _object(title: str, description: str, **properties: dict) -> dict:
-    """The schema of an object that must have all of these properties."""
-    return {
-        "description": description,
-        "properties": properties,
-        "required": [*properties],
-        "title": title,
-        "type": "object",
-    }
-
-
-_SHARE = {name: {"maximum": 1, "minimum": 0, "type": "number", "title": name.title()} for name in _SHARES}
-_STEP = _object(
-    "StepGrade", "What the judge is asked to say of one step.", step={"title": "Step", "type": "integer"}, **_SHARE
-)
-SCHEMA = {"$defs": {"StepGrade": _STEP}} | _object(
-    "Grade",
-    "What the judge is asked to say of an episode.",
-    answer_is_right={"title": "Answer Is Right", "type": "boolean"},
-    steps={"items": {"$ref": "#/$defs/StepGrade"}, "title": "Steps", "type": "array"},
-)
 
 
 def read_verdict(data: Any, episode: Episode) -> Verdict:
     """The judge's reply about an episode; without an answer nothing is right. Raises InvalidRecord if it is not of the
-    form of SCHEMA."""
+    form of the schema."""
     grade, last = Record(data, Source("the verdict")), len(episode.steps)
     entries = grade.records("steps")
     numbers = [entry.whole("step") for entry in entries]
@@ -77,18 +53,22 @@ def _opinion(entry: Record, step: Step) -> StepVerdict:
 
 
 @functools.cache
-def _instructions() -> str:
-    """What the judge is asked. It is part of the name of a cached reply, as SCHEMA is."""
-    text = shipped("prompts", "judge", "instructions.txt").read_text(encoding="utf-8").strip()
-    return filled(text, {"document_length": str(DOCUMENT_LENGTH)})
+def question() -> tuple[str, dict]:
+    """What the judge is asked, and the JSON schema of its reply. Both are part of the name of a cached reply: if they
+    change, every episode is judged anew."""
+    text, schema = (
+        shipped("prompts", "judge", name).read_text("utf-8") for name in ("instructions.txt", "schema.json")
+    )
+    return filled(text.strip(), {"document_length": str(DOCUMENT_LENGTH)}), json.loads(schema)
 
 
 def request_for(episode: Episode) -> Request:
     """The one call that judges an episode."""
+    system, schema = question()
     return Request(
         prompt=json.dumps(described(episode), ensure_ascii=False, indent=1),
-        system=_instructions(),
-        schema=SCHEMA,
+        system=system,
+        schema=schema,
         read=functools.partial(read_verdict, episode=episode),
         max_output_tokens=OUTPUT_TOKENS + OUTPUT_TOKENS_PER_STEP * len(episode.steps),
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from r3lite.core.config import Trait, UsageError, settings_with
+from r3lite.core.config import UsageError
 from r3lite.core.episode import Episode
 from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.records import shown
@@ -148,5 +148,5 @@ def _load(name: str) -> RewardFunction:
 
 def needs_verdict(settings: RewardSettings) -> bool:
     """Whether a weight of what only a judge can say is above 0, or a named reward takes a verdict."""
-    weighed = any(getattr(settings, name) > 0 for name in settings_with(settings, Trait.JUDGED))
+    weighed = settings.outcome_judge > 0 or settings.process_judge > 0
     return weighed or any(reward.judged for reward in named_rewards(settings))

@@ -69,7 +69,7 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
     async def health() -> dict[str, Any]:
         taken = desk.places.taken.total()
         free = limits.max_requests - taken
-        modes = {"modes": desk.modes, "notes": desk.notes, "adapters": desk.adapters}
+        modes = {"modes": desk.modes, "notes": desk.worker.answering.notes, "adapters": desk.adapters}
         return {"status": "ok", **modes, "needs_token": token is not None, "requests": {"active": taken, "free": free}}
 
     @app.post("/generate")

@@ -72,6 +72,7 @@ class Answering(Protocol):
 
     modes: dict[str, str]  # of those that can be asked in, the adapter
     adapters: list[str]
+    notes: dict[str, str]  # by mode, what a person should know who chooses it
 
     def prepare(self, ask: Ask, tell: Tell | None) -> Any:
         """The ask, ready to join; R3LiteError if it is too long. `tell` gets what happens while it is answered."""

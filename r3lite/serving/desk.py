@@ -4,7 +4,7 @@ Knows the limits and the conversations, and no HTTP: a refusal says what a statu
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,12 +22,8 @@ AUTO = "auto"
 class Desk:
     """Takes asks in, as far as the limits allow, and follows their answers."""
 
-    def __init__(
-        self, worker: Worker, limits: LimitSettings, modes: ModeSettings, clock: Callable[[], float],
-        notes: Mapping[str, str] | None = None,
-    ):  # fmt: skip
-        """`notes`: by mode, what a person should know who chooses it."""
-        self.worker, self.limits, self.clock, self.notes = worker, limits, clock, notes or {}
+    def __init__(self, worker: Worker, limits: LimitSettings, modes: ModeSettings, clock: Callable[[], float]):
+        self.worker, self.limits, self.clock = worker, limits, clock
         self.modes, self.adapters = worker.answering.modes, worker.answering.adapters
         self.rate = Rate(limits.requests_per_minute, clock)
         self.places = Places(limits.max_requests, limits.max_requests_per_client)

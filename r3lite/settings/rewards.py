@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from r3lite.core.config import MOST, Bounds, Judged, NonNegative, Section, UsageError
+from r3lite.core.config import MOST, Bounds, NonNegative, Section, UsageError
 from r3lite.settings.common import Weighted
 
 Factor = Annotated[float, Bounds(low=-1000, high=1000)]
@@ -43,11 +43,11 @@ class RewardSettings(Section):
     """reward at the end for an exact match"""
     outcome_f1: NonNegative = 0.0
     """reward at the end per unit of F1"""
-    outcome_judge: Judged[NonNegative] = 0.0
+    outcome_judge: NonNegative = 0.0
     """reward at the end if the judge calls the answer right"""
     process_recall: NonNegative = 0.0
     """reward at each query per share of the gold paragraphs retrieved for the first time, which must be known"""
-    process_judge: Judged[NonNegative] = 0.0
+    process_judge: NonNegative = 0.0
     """reward at each query per unit of the judge's relevance and coherence"""
     format_reward: NonNegative = 0.1
     """reward for well-formed steps: this times their share of the episode's steps"""
