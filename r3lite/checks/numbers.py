@@ -6,21 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.checks.finding import (
-    BOUNDS,
-    CPU,
-    Finding,
-    closeness,
-    judged,
-    largest,
-    logprobs,
-    padded,
-    predicted,
-    questions,
-    sentences,
-    skipped,
-    tiny,
-)
+from r3lite.checks.finding import BOUNDS, Finding, closeness, judged, largest, skipped
+from r3lite.checks.sample import CPU, logprobs, padded, predicted, questions, sentences, tiny
 from r3lite.core.grant import Grant, Memory
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.models import activation_checkpointing, nf4

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from r3lite.assembly import supervised
-from r3lite.checks.finding import CPU, Finding, judged, largest, questions, sentences, skipped, whole_card
+from r3lite.checks.finding import Finding, judged, largest, skipped
+from r3lite.checks.sample import CPU, questions, sentences, whole_card
 from r3lite.core import command
 from r3lite.core.files import write_jsonl
 from r3lite.core.grant import Memory

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from r3lite.checks import card, numbers
-from r3lite.checks.finding import CPU
+from r3lite.checks.sample import CPU
 from r3lite.devices import precision
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision

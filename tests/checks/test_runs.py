@@ -9,7 +9,7 @@ import torch
 
 from r3lite.assembly import supervised
 from r3lite.checks import runs
-from r3lite.checks.finding import CPU
+from r3lite.checks.sample import CPU
 from r3lite.core import command
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
