@@ -1,6 +1,6 @@
 """OpenAI and servers that speak its /chat/completions (vLLM, llama.cpp, Ollama) as a service of the client.
 
-The key is read from OPENAI_API_KEY; a server of one's own (--judge-base-url) needs none. JSON is asked for by
+The key is read from OPENAI_API_KEY; your own server (--judge-base-url) needs none. JSON is asked for by
 `response_format` with the schema, which those servers hold a model to; what comes is checked all the same.
 """
 

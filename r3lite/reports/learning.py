@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from r3lite.reports.chart import Chart, Line, Lines
 from r3lite.reports.run import Run
 
-MOST_FAULTS = 6  # as many as can be distinguished
+MOST_FAULTS = 6  # the most that can be distinguished
 EVERY = "*"  # in a metric's name: any one word, which becomes the label
 
 

@@ -34,7 +34,7 @@ class Report:
 
 
 def html(report: Report, written: str, again_after: int | None = None) -> str:
-    """The page; `written` is when. With `again_after`, browsers load it anew after so many seconds."""
+    """The page; `written` is when. With `again_after`, browsers reload it after that number of seconds."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["anchor"] = lambda name: re.sub(r"[\W_]", "-", name.lower())
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))

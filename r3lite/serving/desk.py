@@ -1,6 +1,6 @@
-"""Where requests come in: who may ask now, which mode and adapter answers, and what an answer's way looks like.
+"""Takes requests in: checks limits, selects mode and adapter, and follows the answer.
 
-Knows the limits and the conversations, and no HTTP: a refusal says what a status would.
+Knows the limits and the conversations, and no HTTP but a refusal's status.
 """
 
 import asyncio

@@ -114,7 +114,7 @@ class PpoConfig(CommandConfig):
         return self.rl.batch_size * self.rl.num_generations
 
     def rounds(self, questions: int | None) -> int | None:
-        """Rounds of the run over so many questions; None if their number is not known and decides."""
+        """Rounds of the run over this number of questions; None if it decides and is not known."""
         if self.schedule.max_steps or questions is None:
             return self.schedule.max_steps
         return math.ceil(self.schedule.epochs * questions / self.rl.batch_size)

@@ -131,5 +131,5 @@ class RLSettings(Section):
     """weight of the KL divergence from the teacher (dgpo)"""
 
     def questions_at(self, share: float) -> int:
-        """So many of a round's questions, rounded up."""
+        """The number of a round's questions that a share is, rounded up."""
         return math.ceil(share * self.batch_size)

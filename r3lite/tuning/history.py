@@ -150,6 +150,6 @@ def most(rounds: int, beam: int, branch: int) -> Most:
 
 
 def all_episodes(tuning: TuningSettings, sampled: int, scored: int) -> int:
-    """The most episodes that a run over so many questions of --data and of --eval-data samples."""
+    """The most episodes that a run over these numbers of questions of --data and of --eval-data samples."""
     made = most(tuning.rounds, tuning.beam, tuning.branch)
     return made.tried * min(sampled, tuning.sampled_questions) + made.scored * min(scored, tuning.eval_questions)
