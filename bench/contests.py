@@ -127,7 +127,7 @@ def rl_round(
     seconds of its parts. Rewards are made up, 0 and 1 in turn, so that there is something to learn.
     """
     from r3lite.assembly import rl_setup
-    from r3lite.checks.finding import whole_card
+    from r3lite.checks.sample import whole_card
     from r3lite.core.command import COMMANDS
     from r3lite.core.files import shipped
     from r3lite.core.invocation import resolve

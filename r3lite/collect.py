@@ -1,7 +1,7 @@
 """Writes SFT trajectories: from gold decompositions without a teacher, or sampled from a teacher or from the model
 itself and filtered.
 
-Both are given the student's prompts and the documents that their own queries brought, never the answer.
+Both are given the student's prompts and the documents retrieved for their own queries, never the answer.
 """
 
 import time
@@ -50,7 +50,7 @@ def write_trajectories(config: CollectConfig) -> None:
     check_output(output, config)
     with sole_writer(output, folder=False):
         earlier = read_earlier(output, config.collect.source, config)
-        from r3lite.assembly import collecting  # after what is wrong was told: torch takes seconds to load
+        from r3lite.assembly import collecting  # after what is wrong was reported: torch takes seconds to load
 
         tally = collecting.collect(config, output, earlier)
     print(f"{tally.table()}\nwritten to {output}")

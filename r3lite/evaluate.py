@@ -22,7 +22,7 @@ def evaluate(config: EvaluateConfig) -> None:
     output = Path(config.common.output or time.strftime("runs/evaluate-%Y%m%d-%H%M%S"))
     with sole_writer(output):
         check_output(config, output)
-        from r3lite.assembly import evaluating  # after what is wrong was told: torch takes seconds to load
+        from r3lite.assembly import evaluating  # after what is wrong was reported: torch takes seconds to load
 
         evaluating.answer_and_score(config, output)
 
@@ -48,8 +48,8 @@ def plan(config: EvaluateConfig) -> str:
     if config.evaluate.compare:
         return ""
     check_baseline(config)
-    told = plan_memory(config, config.data.limit or MANY, config.judge)
-    return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told.table()}"
+    memory = plan_memory(config, config.data.limit or MANY, config.judge)
+    return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
 main = command.entry("evaluate", EvaluateConfig(), evaluate, plan)

@@ -17,7 +17,7 @@ UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on 
 @dataclass(frozen=True)
 class IndexConfig(CommandConfig):
     """Encodes the passages of --documents or --corpus and writes them, their vectors and a manifest into the folder
-    --output. What it left out of --documents is told, and all of it is in skipped.jsonl there. After a kill the same
+    --output. What it left out of --documents is printed, and all of it is in skipped.jsonl there. After a kill the same
     command goes on where it was. --add and --delete change an index that is there. With --output
     qdrant://host:6333/collection they are written into that collection of a Qdrant server (extra qdrant).
 

@@ -21,14 +21,14 @@ def plan(config: PpoConfig) -> str:
     from r3lite.assembly.rl_setup import plan_memory
 
     check(config)
-    told = plan_memory(config).table() + told_of_sources(config)
+    described = plan_memory(config).table() + described_sources(config)
     if (held_out := config.validation).eval_data:
-        told += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
-        told += f"first round, every {held_out.eval_every} and after the last"
-    return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told}"
+        described += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
+        described += f"first round, every {held_out.eval_every} and after the last"
+    return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{described}"
 
 
-def told_of_sources(config: PpoConfig) -> str:
+def described_sources(config: PpoConfig) -> str:
     """The sources for `--dry-run`, if there are several; those that would have to be downloaded are not counted."""
     from r3lite.datasets.sources import missing_of, read_questions_of, table
 
@@ -38,9 +38,9 @@ def told_of_sources(config: PpoConfig) -> str:
         return f"\n\n{missing} is not here yet: its questions are not counted"
     questions = read_questions_of(config.data, config.mixture)
     counts = Counter(question.source for question in questions)
-    told = table(config.mixture, config.protocol, counts).rstrip()
+    sources = table(config.mixture, config.protocol, counts).rstrip()
     size, rounds = config.rl.batch_size, config.rounds(len(questions))
-    return f"\n\n{told}\n{len(questions)} questions; {rounds} rounds of {size}"
+    return f"\n\n{sources}\n{len(questions)} questions; {rounds} rounds of {size}"
 
 
 main = command.entry("ppo", PpoConfig(), train, plan)

@@ -20,8 +20,8 @@ SHOWN = 160  # characters of a passage that --query prints
 
 @dataclass(frozen=True)
 class RetrieveConfig(CommandConfig):
-    """Recall of a retriever at 2, 5, 10 (and --top-k): the share of a question's gold paragraphs among the first so
-    many passages that the question's own text brings, averaged over questions. Written to recall.json in --output.
+    """Recall of a retriever at 2, 5, 10 (and --top-k): the share of a question's gold paragraphs among the first
+    passages that are retrieved for its text, averaged over questions. Written to recall.json in --output.
 
     With --query, the passages that one query brings, their scores and the retriever that found each. With --serve, a
     server that answers POST /retrieve as Search-R1's does, and with --rerank POST /rerank.
@@ -53,7 +53,7 @@ def answer_queries(config: RetrieveConfig) -> None:
 
 
 def read_setup(config: RetrieveConfig, top_k: int) -> "Setup":
-    """What the retriever is built from, asked for so many passages."""
+    """What the retriever is built from; it returns `top_k` passages."""
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.setup import Setup
 

@@ -27,21 +27,13 @@ def serve(config: ServeConfig) -> None:
         print(f"serving {message}\nhttp://{place}:{port}  (Ctrl-C ends)", flush=True)
         for note in answering.notes.values():
             print(f"{note}; to chat, name base among --adapters and pass --chat-adapter base", flush=True)
-        desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic, answering.notes)
+        desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic)
         app = build_app(desk, config.server, config.limits, token)
-        settings = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="on",
-            access_log=False,
-            log_level="warning",
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=config.server.drain_seconds,
-        )
+        quiet = {"access_log": False, "log_level": "warning", "server_header": False, "proxy_headers": False}
+        limits = {"ws": "none", "timeout_graceful_shutdown": config.server.drain_seconds}
         # Until a signal ends it: Ctrl-C is raised again as KeyboardInterrupt, SIGTERM as Terminated.
-        uvicorn.Server(settings).run(sockets=[listening])
+        server = uvicorn.Server(uvicorn.Config(app, http="h11", lifespan="on", **quiet, **limits))
+        server.run(sockets=[listening])
 
 
 def plan(config: ServeConfig) -> str:

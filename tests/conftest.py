@@ -126,3 +126,14 @@ def write_folder():
         return folder
 
     return write
+
+
+@pytest.fixture
+def toml(tmp_path):
+    """Writes a TOML file; its path."""
+
+    def write(text: str, encoding="utf-8") -> str:
+        (tmp_path / "my.toml").write_text(text, encoding=encoding)
+        return str(tmp_path / "my.toml")
+
+    return write

@@ -23,14 +23,11 @@ from r3lite.core.config import (
     settings_with,
 )
 from r3lite.core.errors import nearest
-from r3lite.core.files import shipped
 from r3lite.core.invocation import all_settings, build_parser, resolve, to_toml, with_values
-from r3lite.evaluate import EvaluateConfig, check_baseline
+from r3lite.evaluate import EvaluateConfig
 from r3lite.export import ExportConfig
 from r3lite.index import IndexConfig
 from r3lite.models.lora import PROJECTIONS
-from r3lite.protocols.markup import Tag
-from r3lite.protocols.registry import build_protocol
 from r3lite.serve import ServeConfig
 from tests.commands import CONFIGS, Everything
 
@@ -39,15 +36,6 @@ SECTIONS = [cls for cls in vars(settings).values() if isinstance(cls, type) and 
 
 def read(*argv: str) -> dict:
     return flat(resolve("sft", Everything(), list(argv), command.COMMANDS))
-
-
-@pytest.fixture
-def toml(tmp_path):
-    def write(text: str, encoding="utf-8") -> str:
-        (tmp_path / "my.toml").write_text(text, encoding=encoding)
-        return str(tmp_path / "my.toml")
-
-    return write
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda cls: cls.__name__)
@@ -234,72 +222,6 @@ def test_lora_targets_are_those_that_an_adapter_can_have():
     assert settings.LoraSettings().lora_targets == PROJECTIONS
 
 
-def length(*argv: str) -> tuple:
-    schedule = resolve("ppo", settings.PpoConfig(), list(argv), command.COMMANDS).schedule
-    return schedule.max_steps, schedule.epochs
-
-
-def test_epochs_that_are_asked_for_replace_the_steps_of_earlier_sources(toml):
-    """`ppo --epochs 3` took the 200 steps of the default, and with --preset tiny the preset's."""
-    assert length() == (200, 1.0)
-    assert length("--epochs", "3") == length("--preset", "tiny", "--epochs", "3") == (None, 3.0)
-    assert length("--epochs", "3", "--max-steps", "5") == (5, 3.0)
-    file = toml("[ppo]\nepochs = 2\n")
-    assert length("--preset", "tiny", "--config", file) == (None, 2.0)
-    assert length("--config", file, "--max-steps", "5") == (5, 2.0)
-    assert length("--config", toml("[ppo]\nepochs = 2\nmax_steps = 7\n")) == (7, 2.0)
-
-
-def prompts(*argv: str) -> tuple:
-    protocol = resolve("ppo", settings.PpoConfig(), list(argv), command.COMMANDS).protocol
-    return protocol.format, protocol.init_prompt, protocol.step_prompt
-
-
-def test_the_prompts_of_a_preset_are_for_its_format_only(toml):
-    """Tags have no step prompt and would refuse the preset's; what the user names is the user's to mend."""
-    tiny, files = ("--preset", "tiny"), ("prompts/tiny/init_prompt.txt", "prompts/tiny/step_prompt.txt")
-    assert prompts(*tiny) == prompts(*tiny, "--format", "r3") == ("r3", *files)
-    assert prompts(*tiny, "--format", "tags") == ("tags", None, None)
-    assert prompts(*tiny, "--format", "tags", "--init-prompt", "mine") == ("tags", "mine", None)
-    assert prompts("--config", toml('preset = "tiny"\nformat = "solution"\n')) == ("solution", None, None)
-    file = toml('[ppo]\npreset = "tiny"\nformat = "tags"\nstep_prompt = "mine"\n')
-    assert prompts("--config", file) == ("tags", None, "mine")
-    assert prompts("--config", file, "--format", "r3") == ("r3", files[0], "mine")
-
-
-def test_presets_of_other_systems():
-    def preset(name: str) -> settings.PpoConfig:
-        return resolve("ppo", settings.PpoConfig(), ["--preset", name], command.COMMANDS)
-
-    config = preset("search-r1")
-    assert build_protocol(config.protocol).answer.opening == "<answer>" and config.retrieval.top_k == 3
-    assert (config.rl.num_generations, config.rl.kl_beta, config.reward.format_reward) == (5, 0.001, 0.0)
-    for name, graph in (("r-search", True), ("r-search-dag", None)):  # arXiv 2506.08352 and its code
-        config = preset(name)
-        assert (config.rl.algorithm, config.rl.num_generations, config.optimizer.learning_rate) == ("grpo", 4, 5e-6)
-        assert (config.lora.lora_r, config.lora.lora_alpha) == (16, 32)
-        assert [r["name"] for r in config.reward.rewards] == ["judged_answer", "valid_plan", "all_tags"]
-        if graph:
-            protocol = build_protocol(config.protocol)
-            assert protocol.information == Tag("<r>", "</r>") and protocol.graph
-    assert not build_protocol(preset("solution").protocol).searches
-    assert preset("solution").retrieval.retriever == "none"
-
-
-@pytest.mark.parametrize("name", ["sft", "ppo", "evaluate", "collect"])
-def test_the_preset_for_real_questions_is_the_same_in_every_stage(name):
-    """RL goes on from SFT's adapter, and all stages lay an episode out alike."""
-    found = flat(resolve(name, CONFIGS[name][0], ["--preset", "hotpotqa"], command.COMMANDS))
-    wanted = {"lora_r": 16, "lora_alpha": 32, "top_k": 3, "max_hops": 4, "max_length": 2048, "max_document_tokens": 160}
-    assert {key: found[key] for key in wanted if key in found} == {key: wanted[key] for key in wanted if key in found}
-
-
-def test_a_baseline_passes_over_the_hops_of_the_preset_for_real_questions():
-    for name in ("rag", "closed-book", "gold"):
-        argv = ["--preset", "hotpotqa", "--baseline", name]
-        check_baseline(resolve("evaluate", CONFIGS["evaluate"][0], argv, command.COMMANDS))
-
-
 def test_a_file_with_a_byte_order_mark(toml):
     assert read("--config", toml("lora_r = 3\n", "utf-8-sig"))["lora_r"] == 3
 
@@ -367,11 +289,6 @@ def test_the_settings_of_a_section_of_a_section_are_known():
         only_here: Annotated[str | None, Required("x")] = None
 
     assert "only_here" in all_settings()
-
-
-@pytest.mark.parametrize("preset", sorted(p.stem for p in shipped("presets").glob("*.toml")))
-def test_every_preset_is_valid(preset):
-    assert read("--preset", preset)["preset"] == preset
 
 
 def test_help_has_groups_and_defaults():

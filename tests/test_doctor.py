@@ -145,7 +145,7 @@ def test_fp16_that_is_slower_than_fp32_on_a_card_is_said(checks, monkeypatch):
     monkeypatch.setattr(speed, "measure", lambda device, product: Speeds("card", 1e11, flops, 4e-6, MEASURED))
     monkeypatch.setattr(cards, "keep", lambda speeds: "")
     monkeypatch.setattr(speed, "host_copy_speed", lambda device, pinned: 6e9 if pinned else 3e9)
-    told = measured_speeds(torch.device("cuda"), []).told
+    told = measured_speeds(torch.device("cuda"), []).message
     assert told.endswith(
         "from the host 3.0 GB/s, pinned 6.0; fp16 is the slower: where a run fits, --dtype fp32 is faster"
     )

@@ -12,14 +12,11 @@ import torch
 from r3lite import export
 from r3lite.assembly.exporter import parity
 from r3lite.core.files import read_record
-from r3lite.exporting.chats import modelfile
 from r3lite.models import lora
 from r3lite.models.saving import write_weights
 from r3lite.models.tensor_files import read_tensors
 from r3lite.models.weights import checkpoint_tensors, load_model, resolve_folder
-from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.settings import ProtocolSettings
 
 TEXTS = [
     "Who directed Blue Harbor?",
@@ -273,19 +270,6 @@ def test_scores_and_licence_are_in_the_card(run, tmp_path):
     card = (tmp_path / "x" / "README.md").read_text(encoding="utf-8")
     assert "| exact match | 0.500 | 0.250 | 0.750 |" in card and "On 9 questions" in card and "| combined" not in card
     assert card.startswith("---\nlibrary_name: transformers\nlicense: mit\n")
-
-
-def test_the_modelfile_is_the_prompt_of_an_episode():
-    protocol = build_protocol(ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", system_prompt="Be brief."))
-    tokenizer = Tokenizer.load(resolve_folder("tiny"))
-    told = modelfile("model.gguf", protocol, tokenizer)
-    template = re.search(r'TEMPLATE """(.*?)"""', told, re.DOTALL)[1]
-    filled = template.replace("{{ .Prompt }}", "Who?").replace("{{ .Response }}", "")
-    from tokenizers import Tokenizer as Plain
-
-    ids = Plain.from_file(str(resolve_folder("tiny") / "tokenizer.json")).encode(filled, add_special_tokens=False).ids
-    assert ids == tokenizer.open_chat(protocol.opening("Who?"), "Be brief.")
-    assert told.startswith("FROM ./model.gguf\n") and "PARAMETER stop <|im_end|>" in told
 
 
 @pytest.mark.parametrize(

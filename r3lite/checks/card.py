@@ -3,7 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from r3lite.checks.finding import Finding, judged, padded, sentences, skipped, tiny
+from r3lite.checks.finding import Finding, judged, skipped
+from r3lite.checks.sample import padded, sentences, tiny
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision, has_nvidia_card
 from r3lite.memory import cuda_parts

@@ -6,21 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.checks.finding import (
-    BOUNDS,
-    CPU,
-    Finding,
-    closeness,
-    judged,
-    largest,
-    logprobs,
-    padded,
-    predicted,
-    questions,
-    sentences,
-    skipped,
-    tiny,
-)
+from r3lite.checks.finding import BOUNDS, Finding, closeness, judged, largest, skipped
+from r3lite.checks.sample import CPU, logprobs, padded, predicted, questions, sentences, tiny
 from r3lite.core.grant import Grant, Memory
 from r3lite.devices.precision import Precision, dtype_name
 from r3lite.models import activation_checkpointing, nf4
@@ -68,14 +55,14 @@ def logits(precision: Precision) -> Finding:
 
 
 @torch.no_grad()
-def against_the_cpu(model: CausalLM, rows: list[list[int]], device: torch.device, told: str) -> Finding:
-    """The largest difference of a model's logits in fp32 from those of the same one on the CPU; `told` goes along."""
+def against_the_cpu(model: CausalLM, rows: list[list[int]], device: torch.device, about: str) -> Finding:
+    """The largest difference of a model's logits in fp32 from those of the same one on the CPU; `about` goes along."""
     exact = tiny(Precision(torch.float32, CPU))
     ours, theirs = model.logits(model(padded(rows, device))), exact.logits(exact(padded(rows, CPU)))
     off = float((ours.cpu() - theirs).abs().max())
-    told = f"largest difference from the CPU's {off:.1e}, {LOGIT_BOUND:g} allowed; {told}"
+    message = f"largest difference from the CPU's {off:.1e}, {LOGIT_BOUND:g} allowed; {about}"
     remedy = f"Is TF32 switched on for this process? If not: {WRONG_BUILD}"
-    return judged(off <= LOGIT_BOUND, told, remedy, largest_difference=off)
+    return judged(off <= LOGIT_BOUND, message, remedy, largest_difference=off)
 
 
 def logits_in_dtype(precision: Precision) -> Finding:

@@ -1,4 +1,4 @@
-"""What checks found, told a line a check as they are made, and kept for a file."""
+"""What checks found, printed a line a check as they are made, and kept for a file."""
 
 import contextlib
 import io
@@ -28,7 +28,7 @@ class Report:
     checks: list[dict] = field(default_factory=list)
 
     def make(self, name: str, check: Callable[..., Finding], *arguments) -> Finding:
-        """Makes a check and tells what it found. One that raises has failed, and the others go on."""
+        """Makes a check and prints what it found. One that raises has failed, and the others go on."""
         terminal, said, start, where = sys.stdout.isatty(), io.StringIO(), time.perf_counter(), []
         if terminal:
             print(f"   {name} ...", end="\r", flush=True)
@@ -36,9 +36,9 @@ class Report:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 found = check(*arguments)
         except Exception as error:  # of any kind: this is what a check may find
-            found, where = Finding("failed", *told_by(error)), frames(error)
+            found, where = Finding("failed", *message_of(error)), frames(error)
         warnings = [line for line in said.getvalue().splitlines() if line.startswith(("warning:", "r3lite."))]
-        entry = {"name": name, "state": found.state, "told": self.hide(found.told)}
+        entry = {"name": name, "state": found.state, "told": self.hide(found.message)}
         entry |= {"remedy": self.hide(found.remedy)} if found.remedy else {}
         entry |= {"warnings": list(dict.fromkeys(map(self.hide, warnings)))} if warnings else {}
         entry |= {"where": where} if where else {}
@@ -60,13 +60,13 @@ class Report:
         return {name: value for entry in self.checks for name, value in entry["measured"].items()}
 
 
-def print_line(head: str, told: str) -> None:
+def print_line(head: str, text: str) -> None:
     """Prints a text beside its head, in as many lines as it takes; an empty one not at all."""
-    for i, line in enumerate(textwrap.wrap(told, 96, break_long_words=False, break_on_hyphens=False)):
+    for i, line in enumerate(textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False)):
         print(f"{'' if i else head:<22} {line}", flush=True)
 
 
-def told_by(error: Exception) -> tuple[str, str]:
+def message_of(error: Exception) -> tuple[str, str]:
     """What an error says in a line, and what to do about it."""
     if isinstance(error, R3LiteError):
         return error.cause, error.remedy or REPORT

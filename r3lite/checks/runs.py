@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from r3lite.assembly import supervised
-from r3lite.checks.finding import CPU, Finding, judged, largest, questions, sentences, skipped, whole_card
+from r3lite.checks.finding import Finding, judged, largest, skipped
+from r3lite.checks.sample import CPU, questions, sentences, whole_card
 from r3lite.core import command
 from r3lite.core.files import write_jsonl
 from r3lite.core.grant import Memory
@@ -92,13 +93,13 @@ def memory(precision: Precision) -> Finding:
         flags = sft_flags(folder, precision, "--batch-size", "1", "--max-length", "4096", "--recompute-layers", "none")
         wanted, _ = _run(flags, steps=0)
         budget = wanted.peak - 0.3 * wanted.allocated + on_card * SPARE  # too little to keep all activations
-        told, counter = on_card and torch.cuda.max_memory_allocated() > 0, LiveTensors()
+        counted, counter = on_card and torch.cuda.max_memory_allocated() > 0, LiveTensors()
         left = _left_on_card() if on_card else 0
-        with contextlib.nullcontext() if told else counter:  # PyTorch's allocator counts itself, if it is a real one
+        with contextlib.nullcontext() if counted else counter:  # PyTorch's allocator counts itself, if it is a real one
             plan, used = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"], left=left)
     planned, peak = plan.allocated, counter.peak
     figures = {"budget_mib": plan.budget / MIB}
-    if told:
+    if counted:
         peak = torch.cuda.max_memory_allocated() - left
         figures["fragmentation"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1
     elif on_card:  # no one counts the workspaces there

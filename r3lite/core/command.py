@@ -2,6 +2,7 @@
 signals, exit codes."""
 
 import errno
+import functools
 import json
 import os
 import signal
@@ -131,8 +132,8 @@ def refuse_another_run(kept: Path, command: str, config: Any, output: Path, free
     if not isinstance(table, dict):
         raise R3LiteError(f"{output} is not of {command}: {kept} has no settings of it", remedy)
     then = json.loads(json.dumps(flat(with_values(config, table, f"{kept}: "))))
-    if told := changes(then, config, free):
-        raise R3LiteError(f"{output} is of another run of {command}: {told}", f"Pass --config {kept}. Or: {remedy}")
+    if changed := changes(then, config, free):
+        raise R3LiteError(f"{output} is of another run of {command}: {changed}", f"Pass --config {kept}. Or: {remedy}")
 
 
 def run(
@@ -193,11 +194,7 @@ def run(
 
 def entry(command: str, default: Any, work: Callable, plan: Callable | None = None) -> Callable[..., int]:
     """The `main` of a command, which runs it with the arguments that it is given, by default the command line's."""
-
-    def main(argv: list[str] | None = None) -> int:
-        return run(command, default, work, argv, plan)
-
-    return main
+    return functools.partial(run, command, default, work, plan=plan)
 
 
 def _stopped(command: str, error: R3LiteError) -> int:

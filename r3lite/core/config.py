@@ -49,7 +49,6 @@ class Trait(enum.Enum):
     """What is true of some settings. It stands in the annotation, as bounds do; `settings_with` finds it."""
 
     FREE = "a resumed run may change it, as it changes no number"
-    JUDGED = "it pays for what only a judge can say"
     BARE = "it may stand on the command line without its flag"
 
 
@@ -70,7 +69,6 @@ class Alias:
 
 T = TypeVar("T")
 Free = Annotated[T, Trait.FREE]
-Judged = Annotated[T, Trait.JUDGED]
 MOST = 10**9  # beyond it, sums and products of settings overflow; no use needs as much
 Count = Annotated[int, Bounds(low=1, high=MOST)]
 Whole = Annotated[int, Bounds(low=0, high=MOST)]

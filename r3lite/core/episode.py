@@ -116,7 +116,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Search:
-    """A query with the documents that it brought; `source` is the kind of source that it is meant for, if any."""
+    """A query with the documents retrieved for it; `source` is the kind of source that it is meant for, if any."""
 
     query: str
     documents: tuple[Document, ...] = ()
@@ -164,9 +164,6 @@ class Step:
         """The same step with these documents of each search."""
         pairs = zip(self.searches, documents, strict=True)
         return replace(self, searches=tuple(replace(search, documents=tuple(found)) for search, found in pairs))
-
-    def without_documents(self) -> "Step":
-        return self.with_documents([()] * len(self.searches))
 
     def to_json(self) -> dict:
         """A single search of no particular source stands as `query` and `documents`, all others under `searches`."""
@@ -217,7 +214,7 @@ class Episode:
 
     @property
     def documents(self) -> list[Document]:
-        """All passages that its queries brought, in order."""
+        """All passages that were retrieved for its queries, in order."""
         return [d for s in self.steps for d in s.documents]
 
     @property
@@ -229,7 +226,7 @@ class Episode:
         return len(self.queries)
 
     def new_gold(self) -> list[set[int]]:
-        """For each step, the indices of the gold paragraphs that its query brought and no earlier step had."""
+        """For each step, the indices of the gold paragraphs that were retrieved first in it."""
         found: set[int] = set()
         news = []
         for step in self.steps:
@@ -239,12 +236,12 @@ class Episode:
 
     @property
     def recall(self) -> float | None:
-        """Share of the gold paragraphs that the whole episode brought; None if the question has none."""
+        """Share of the gold paragraphs that were retrieved in the whole episode; None if the question has none."""
         gold = self.question.gold
         return sum(map(len, self.new_gold())) / len(gold) if gold else None
 
     def to_json(self) -> dict:
-        """As a line of episodes.jsonl or predictions.jsonl, which add what it was paid or scored.
+        """As a line of episodes.jsonl or predictions.jsonl, which add its rewards or scores.
 
         `gold_found` has the ids of the passages among its documents that are gold ones, if those are known.
         """

@@ -1,4 +1,4 @@
-"""The one exception a user should see, and what an error says of a misspelled name or a package that is not there."""
+"""The one exception a user should see, and messages for a misspelled name or a missing package."""
 
 import contextlib
 import difflib
@@ -29,12 +29,12 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def explained(kinds: type[Exception] | tuple[type[Exception], ...], cause: str, remedy: str) -> Iterator[None]:
-    """Makes an R3LiteError of exceptions of these kinds: its cause goes on with theirs, and has a remedy of its own."""
+    """Turns exceptions of these kinds into an R3LiteError: `cause`, followed by their message, and `remedy`."""
     try:
         yield
     except kinds as error:
-        told = error.cause if isinstance(error, R3LiteError) else " ".join(str(error).split())[:300]
-        raise R3LiteError(f"{cause}: {told or type(error).__name__}", remedy) from error
+        message = error.cause if isinstance(error, R3LiteError) else " ".join(str(error).split())[:300]
+        raise R3LiteError(f"{cause}: {message or type(error).__name__}", remedy) from error
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@ line, and where files lie that travel with r3lite."""
 
 import contextlib
 import errno
-import itertools
 import json
 import os
 import stat
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 
 MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
@@ -114,11 +113,9 @@ def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
 def _open_locked(lock: Path, output: str | Path) -> int:
     """A descriptor of the lock file, locked; the file holds this process's number."""
     while True:
-        try:
+        with explained(OSError, f"{output} cannot be written", "Name another --output."):
             lock.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise R3LiteError(f"{output} cannot be written: {error}", "Name another --output.") from error
         try:
             _lock(descriptor)
         except (BlockingIOError, PermissionError):
@@ -254,10 +251,8 @@ def _object(line: bytes) -> dict | None:
 
 def check_regular(path: str | Path, remedy: str) -> None:
     """Raises R3LiteError unless a path is that of a file; a library may wait for a pipe or a device without end."""
-    try:
+    with explained((OSError, ValueError), f"{path} cannot be read", remedy):  # ValueError: a name that no file can have
         mode = os.stat(path).st_mode
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
     if not stat.S_ISREG(mode):
         kind = "folder" if stat.S_ISDIR(mode) else "pipe or a device"
         raise R3LiteError(f"{path} is a {kind}, not a file", remedy)
@@ -266,22 +261,17 @@ def check_regular(path: str | Path, remedy: str) -> None:
 def open_regular(path: str | Path, remedy: str) -> BinaryIO:
     """A file opened for reading. A pipe or a device, which may never end, is refused without waiting for it."""
     check_regular(path, remedy)
-    try:
+    with explained(OSError, f"{path} cannot be read", remedy):
         return open(path, "rb")
-    except OSError as error:
-        raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
 
 
 def read_text(path: str | Path, remedy: str) -> str:
     """The text of a UTF-8 file of at most MAX_TEXT bytes, without the byte order mark that editors on Windows write."""
-    with open_regular(path, remedy) as file:
-        try:
-            content = file.read(MAX_TEXT + 1)
-            if len(content) > MAX_TEXT:
-                raise R3LiteError(f"{path} is larger than {MAX_TEXT >> 20} MiB", remedy)
-            return content.decode("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
+    with open_regular(path, remedy) as file, explained((OSError, UnicodeDecodeError), f"{path} cannot be read", remedy):
+        content = file.read(MAX_TEXT + 1)
+        if len(content) > MAX_TEXT:
+            raise R3LiteError(f"{path} is larger than {MAX_TEXT >> 20} MiB", remedy)
+        return content.decode("utf-8-sig")
 
 
 def read_record(path: str | Path, remedy: str) -> Record:
@@ -301,29 +291,26 @@ def read_jsonl(
     path: str | Path, remedy: str = MEND_LINE, on_bad: Callable[[InvalidRecord], None] | None = None
 ) -> Iterator[Record]:
     """The object of each line that is not blank; a bad line raises, or goes to `on_bad` and is left out."""
-    with open_regular(path, remedy) as file:
-        for number in itertools.count(1):
-            try:
-                line = file.readline(MAX_TEXT)
-            except OSError as error:
-                raise R3LiteError(f"{path} cannot be read: {error}", remedy) from error
-            if not line:
-                return
+    with open_regular(path, remedy) as file, explained(OSError, f"{path} cannot be read", remedy):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_TEXT), b""), 1):
             if not line.strip():
                 continue
             source = Source(f"{path}, line {number}", remedy)
+            if len(line) == MAX_TEXT:  # what follows is not the next line
+                raise R3LiteError(f"{source.where}: it is longer than {MAX_TEXT >> 20} MiB", remedy)
             try:
-                if len(line) == MAX_TEXT:  # what follows is not the next line
-                    raise R3LiteError(f"{source.where}: it is longer than {MAX_TEXT >> 20} MiB", remedy)
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                record = Record(within(source.where, remedy, text), source)
-            except UnicodeDecodeError as error:
-                bad = InvalidRecord(f"{source.where}: not UTF-8: {error}", remedy)
-            except InvalidRecord as error:
-                bad = error
+                record = _record_of(line, "utf-8-sig" if number == 1 else "utf-8", source)
+            except InvalidRecord as bad:
+                if on_bad is None:
+                    raise
+                on_bad(bad)
             else:
                 yield record
-                continue
-            if on_bad is None:
-                raise bad
-            on_bad(bad)
+
+
+def _record_of(line: bytes, encoding: str, source: Source) -> Record:
+    try:
+        text = line.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise InvalidRecord(f"{source.where}: not UTF-8: {error}", source.remedy) from error
+    return Record(within(source.where, source.remedy, text), source)

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -36,8 +37,7 @@ def shown(value: Any) -> str:
 def _object(pairs: list[tuple[str, Any]]) -> dict:
     made = dict(pairs)
     if len(made) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
         raise InvalidRecord(f"the key {shown(twice)} is there twice in one object")
     return made
 
@@ -67,6 +67,9 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
+        brackets = text.count("[", start, end) + text.count("{", start, end)
+        if brackets > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+            raise RecursionError
     except InvalidRecord:
         raise
     except RecursionError:
@@ -75,8 +78,6 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
         raise InvalidRecord(f"not JSON: {error}") from error
     except ValueError:  # Python's limit on the digits of a whole number
         raise InvalidRecord("a number has too many digits") from None
-    if text.count("[", start, end) + text.count("{", start, end) > MAX_DEPTH and _is_deep(value):
-        raise InvalidRecord(f"it is nested more than {MAX_DEPTH} deep")
     if text.find("\\u", start, end) >= 0 and re.search(r"\\u[dD]", text[start:end]):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -86,25 +87,17 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def end_of(text: str, start: int) -> int | None:
-    """Where the JSON value ends that begins at a character, whatever it holds; None if that cannot be told."""
+    """Where the JSON value ends that begins at a character, whatever it holds; None if it is not JSON."""
     try:
         return json.JSONDecoder().raw_decode(text, start)[1]
     except (ValueError, RecursionError):
         return None
 
 
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested in each other."""
+    children = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(child) for child in children if isinstance(child, (dict, list))), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +111,8 @@ class Source:
 class Record:
     """A JSON object whose fields are taken by type.
 
-    A field that is absent or null is the `default`, or an error if none is given. Keys that nobody takes are ignored
-    unless `only` forbids them: data sets carry many that a reader does not need.
+    A field that is absent or null is the `default`, or an error if none is given. Keys that nobody takes are ignored:
+    data sets have more than a reader needs.
     """
 
     __slots__ = ("path", "source", "values")

@@ -57,7 +57,7 @@ class Spans:
             self._finished.append(Span(name, MAIN, start, self.now(), trace, id, parent, attributes))
 
     def add(self, name: str, track: str, start: int, **attributes: int | float | str) -> None:
-        """Records what began at `start` and ends now, on a track of its own; any thread may call it."""
+        """Records what began at `start` and ends now, on another track than MAIN; any thread may call it."""
         trace, parent = self._open[-1]
         self._finished.append(Span(name, track, start, self.now(), trace, secrets.token_hex(8), parent, attributes))
 

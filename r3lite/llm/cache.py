@@ -1,4 +1,4 @@
-"""Replies of remote models kept on disk, so that a request is paid for once.
+"""Replies of remote models kept on disk, so that no request is billed twice.
 
 Knows no network. Failures are never kept.
 """

@@ -76,7 +76,7 @@ class CachingClient(ABC):
 
         `progress` names a progress bar. `on_reply` is called with each reply as it comes; if it raises, all ends.
         """
-        keys = [self._key_of(request) for request in requests]
+        keys = [digest(request, self.circumstances) for request in requests]
         waiting, replies = dict(zip(keys, requests)), {}
 
         def take(key: str, reply: Reply) -> None:
@@ -108,9 +108,6 @@ class CachingClient(ABC):
     @abstractmethod
     def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
         """Gives `take` the reply to each request, `_kept`, by the request's key, as soon as it is there."""
-
-    def _key_of(self, request: Request) -> str:
-        return digest(request, self.circumstances)
 
     def _kept(self, key: str, reply: Reply) -> Reply:
         """The reply, counted and, unless it has failed, in the cache."""
@@ -170,7 +167,7 @@ class Client(CachingClient):
                 for future in done:
                     take(futures[future], future.result())
         except R3LiteError:
-            # Requests already sent are paid for: their replies may reach the cache before the run stops.
+            # Requests already sent cost money: their replies may reach the cache before the run stops.
             self._calls.end()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -204,10 +201,10 @@ class Client(CachingClient):
         with self._lock:
             if self._ways > ways:  # since another thread was refused
                 return True
-            if (told := self.service.gives_way(reason)) is None:
+            if (change := self.service.gives_way(reason)) is None:
                 return False
             self._ways += 1
-        print(f"{self.settings.judge_model} {told}: {reason}", file=sys.stderr)
+        print(f"{self.settings.judge_model} {change}: {reason}", file=sys.stderr)
         return True
 
     def _try(self, request: Request) -> tuple[Reply, float]:
@@ -250,18 +247,20 @@ class Client(CachingClient):
 
     def _refusal(self, error: Refused) -> tuple[Reply, float]:
         """What a status other than 200 means; raises R3LiteError if every request would fail like it."""
-        name, message, delays = read_complaint(error.body)
-        status, told = error.status, self._redacted(f"{error.status} {name}: {message}")
+        name, reason, delays = read_complaint(error.body)
+        status, message = error.status, self._redacted(f"{error.status} {name}: {reason}")
         wait = _seconds(error.retry_after, *delays)
         if status == 429 and name == "insufficient_quota":  # OpenAI's word: waiting would not help
-            raise R3LiteError(f"the account has no credit left: {told}", "Add credit, or name another model.") from None
-        if status in (401, 403) or (status == 400 and "api key" in told.lower()):
-            raise R3LiteError(f"the key is not accepted: {told}", self.service.key_remedy) from None
+            raise R3LiteError(
+                f"the account has no credit left: {message}", "Add credit, or name another model."
+            ) from None
+        if status in (401, 403) or (status == 400 and "api key" in message.lower()):
+            raise R3LiteError(f"the key is not accepted: {message}", self.service.key_remedy) from None
         if status == 404 or (status == 400 and name == "FAILED_PRECONDITION"):
             remedy = "Check --judge-model and --judge-base-url, and that your account may use the model."
-            raise R3LiteError(f"{self.settings.judge_model} cannot be used: {told}", remedy) from None
+            raise R3LiteError(f"{self.settings.judge_model} cannot be used: {message}", remedy) from None
         kind = {408: "timeout", 429: "rate_limited"}.get(status, "server" if status >= 500 else "refused")
-        return self._failure(kind, told), wait if kind in ("rate_limited", "server") else 0.0
+        return self._failure(kind, message), wait if kind in ("rate_limited", "server") else 0.0
 
     def _failure(self, kind: str, detail: str) -> Reply:
         return Reply(failure=kind, detail=self._redacted(detail))

@@ -1,4 +1,4 @@
-"""An episode as it is shown to a model that judges it, or that criticizes the prompt which brought it about."""
+"""An episode as it is shown to a model that judges it, or that criticizes its prompt."""
 
 from r3lite.core.episode import Episode
 

@@ -20,7 +20,7 @@ FAILURES = {"MAX_TOKENS": "cut"} | dict.fromkeys(BLOCKED, "blocked")  # by the r
 
 
 class GeminiService(Service):
-    """The model --judge-model, told whether to think as long as it lets itself be told."""
+    """The model --judge-model, asked to think or not, unless it refuses that setting."""
 
     key_remedy = "Set GOOGLE_API_KEY to a valid key."
 
@@ -32,35 +32,23 @@ class GeminiService(Service):
         address = settings.judge_base_url
         options = types.HttpOptions(timeout=timeout, base_url=address, httpx_async_client=BoundedClient())
         self._models = genai.Client(api_key=self.secret, vertexai=False, http_options=options).aio.models
-        self._thinks_as_it_likes = False  # the model refused to be told whether to think
-
-    @property
-    def room(self) -> int:
-        return self._thinking[1]
-
-    @property
-    def _thinking(self) -> tuple[dict, int]:
-        """The fields of a request that say whether to think, and the tokens that thoughts may take."""
-        if self._thinks_as_it_likes:
-            return {}, THINKING_ROOM
-        return thinking(self.settings.judge_model, self.settings.judge_thinking)
+        self._thinking, self.room = thinking(settings.judge_model, settings.judge_thinking)
 
     def gives_way(self, reason: str) -> str | None:
-        if self._thinks_as_it_likes or "think" not in reason.lower():
+        if not self._thinking or "think" not in reason.lower():
             return None
-        self._thinks_as_it_likes = True
+        self._thinking, self.room = {}, THINKING_ROOM
         return "thinks as much as it likes"
 
     async def send(self, request: Request, limit: int) -> str:
         """The library does not take the body apart, as it trusts what it reads."""
-        fields, _ = self._thinking
         config = types.GenerateContentConfig(
             system_instruction=request.system,
             temperature=self.settings.judge_temperature,
             max_output_tokens=limit,
             response_mime_type="application/json" if request.schema else None,
             response_schema=copy.deepcopy(request.schema),  # the library changes it
-            thinking_config=types.ThinkingConfig(**fields) if fields else None,
+            thinking_config=types.ThinkingConfig(**self._thinking) if self._thinking else None,
             automatic_function_calling=types.AutomaticFunctionCallingConfig(disable=True),
             should_return_http_response=True,
         )

@@ -1,4 +1,4 @@
-"""What is known of remote models by their names: what they cost, and how they are told whether to think."""
+"""What is known of remote models by their names: what they cost, and which setting has them think."""
 
 import re
 
@@ -7,8 +7,8 @@ from r3lite.settings import JudgeSettings
 
 # US dollars per million tokens read and written.
 PRICES = {"gemini-3.5-flash-lite": (0.30, 2.50), "gemini-2.5-flash": (0.30, 2.50)}
-# More output tokens, because thoughts count against the limit: for a model that thinks, and for one that is told to
-# think as little as it can.
+# More output tokens, because thoughts count against the limit: for a model that thinks, and for one set to think
+# as little as it can.
 THINKING_ROOM, LEAST_THINKING_ROOM = 8192, 512
 
 

@@ -28,7 +28,7 @@ class RateLimiter:
             self.sleep(seconds)
 
     def hold(self, seconds: float) -> None:
-        """Sends nothing for some seconds: the server told one thread to wait, and the limit is for all threads."""
+        """Sends nothing for some seconds: the server asked one thread to wait, and the limit is for all threads."""
         with self._lock:
             self._held_until = max(self._held_until, self.clock() + seconds)
 

@@ -1,6 +1,6 @@
 """OpenAI and servers that speak its /chat/completions (vLLM, llama.cpp, Ollama) as a service of the client.
 
-The key is read from OPENAI_API_KEY; a server of one's own (--judge-base-url) needs none. JSON is asked for by
+The key is read from OPENAI_API_KEY; your own server (--judge-base-url) needs none. JSON is asked for by
 `response_format` with the schema, which those servers hold a model to; what comes is checked all the same.
 """
 
@@ -32,19 +32,16 @@ class OpenAIService(Service):
             raise R3LiteError("there is no key for OpenAI: OPENAI_API_KEY is not set", GET_A_KEY)
         self._address = f"{(settings.judge_base_url or ADDRESS).rstrip('/')}/chat/completions"
         self._client = BoundedClient()
+        self.room = THINKING_ROOM if settings.judge_thinking else 0
         # Newer models of OpenAI refuse the old name of the limit, and some servers know no other.
         self._limit = "max_completion_tokens" if settings.judge_base_url is None else "max_tokens"
         self._names = {"max_tokens", "max_completion_tokens"} - {self._limit}  # that were not tried
-
-    @property
-    def room(self) -> int:
-        return THINKING_ROOM if self.settings.judge_thinking else 0
 
     def gives_way(self, reason: str) -> str | None:
         if not self._names or self._limit not in reason:
             return None
         self._limit = self._names.pop()
-        return f"is told its limit as {self._limit}"
+        return f"takes its limit as {self._limit}"
 
     async def send(self, request: Request, limit: int) -> str:
         turns = [("system", request.system)] * bool(request.system) + request.turns("assistant")

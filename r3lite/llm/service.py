@@ -14,13 +14,10 @@ class Service(Protocol):
 
     secret: str  # the key; empty if there is none
     key_remedy: str  # what to do if it is not accepted
+    room: int  # output tokens that a request is given beyond its own, for the model's thoughts
     # What a reply depends on beside the request and the settings that all services have: part of its name in the cache.
     # Nothing for Gemini, with which the cache began.
     circumstances: ClassVar[dict] = {}
-
-    @property
-    def room(self) -> int:
-        """Output tokens that a request is given beyond its own, for the model's thoughts."""
 
     async def send(self, request: Request, limit: int) -> str:
         """The body of the server's reply; at most `limit` tokens are to be written."""

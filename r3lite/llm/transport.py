@@ -30,8 +30,8 @@ class Refused(Exception):
 class Broken(Exception):
     """A call without a reply: the `kind` is timeout or connection; `sent` unless the request never left."""
 
-    def __init__(self, told: str, kind: str, sent: bool = True):
-        super().__init__(told)
+    def __init__(self, message: str, kind: str, sent: bool = True):
+        super().__init__(message)
         self.kind, self.sent = kind, sent
 
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 from jinja2 import TemplateError  # jinja2 comes with torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 
 REMEDY = "Use a model folder with a chat template, such as that of an instruct model."
 ROLES = ("system", "user", "assistant")
@@ -39,19 +39,16 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         switch = {} if thinking is None else {"enable_thinking": thinking}
         self.variables = {"documents": None, **switch, **(tokens or {})}
-        try:
+        with explained(TemplateError, f"{where}: the chat template cannot be read", REMEDY):
             self._template = environment.from_string(GENERATION.sub(_condition, source))
-        except TemplateError as error:
-            raise R3LiteError(f"{where}: the chat template cannot be read: {error}", REMEDY) from error
 
     def render(self, messages: Sequence[Mapping], prompt: bool = False, tools: Sequence[Mapping] = ()) -> str:
         """The text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
         variables = self.variables | {"tools": list(tools) or None}
-        try:
+        refusals = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError)
+        roles = ", ".join(message["role"] for message in messages)
+        with explained(refusals, f"{self.where}: the chat template refuses a chat of {roles}", REMEDY):
             return self._template.render(messages=messages, add_generation_prompt=prompt, **variables)
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise R3LiteError(f"{self.where}: the chat template refuses a chat of {roles}: {error}", REMEDY) from error
 
     def gaps(self, roles: tuple[str, ...], prompt: bool = False) -> tuple[str, ...]:
         """The texts around the contents of messages of these roles: one more than there are roles.

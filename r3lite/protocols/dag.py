@@ -61,10 +61,10 @@ class Dag(Protocol):
     def load(settings: ProtocolSettings) -> "Dag":
         """With the prompt files that the settings name; a relative path is looked up here, then among the shipped."""
         limits = Limits(settings.most_nodes, settings.most_node_words)
-        told = limits.told()
-        init = read_template(prompt_file(settings, "init_prompt"), "question", (*told, "A"))
+        values = limits.placeholders()
+        init = read_template(prompt_file(settings, "init_prompt"), "question", (*values, "A"))
         step = read_template(prompt_file(settings, "step_prompt"), "documents", ("request",))
-        return Dag(opening_prompt(filled(init, told), settings), step, limits, settings.system_prompt)
+        return Dag(opening_prompt(filled(init, values), settings), step, limits, settings.system_prompt)
 
     def render(self, step: Step, number: int) -> str:
         return "\n".join(filter(None, (step.analysis, step.answer and f"{ANSWER} {step.answer}")))

@@ -1,4 +1,4 @@
-"""Formats of one's own: a TOML file with headings, read as R3 steps are, or with tags, read as by `--format tags`.
+"""Your own formats: a TOML file with headings, read as R3 steps are, or with tags, read as by `--format tags`.
 
 kind = "tags"
 think = ["<reason>", "</reason>"]

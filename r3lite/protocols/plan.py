@@ -85,7 +85,7 @@ class Limits:
     nodes: int = 6
     words: int = 30
 
-    def told(self) -> dict[str, str]:
+    def placeholders(self) -> dict[str, str]:
         """What stands for the placeholders of an opening prompt that asks for plans."""
         return {"sources": ", ".join(SOURCES), "most_nodes": str(self.nodes), "most_words": str(self.words)}
 

@@ -205,19 +205,20 @@ def load_tags(settings: ProtocolSettings) -> Tags:
     if ends[0] != INFORMATION.opening and ends[1] == INFORMATION.closing:
         cause = f"--information-open is {ends[0]}, and --information-close is still {ends[1]}"
         raise R3LiteError(cause, "Pass both, such as <context> and </context>.")
-    told = {"information_open": ends[0], "information_close": ends[1]}
+    values = {"information_open": ends[0], "information_close": ends[1]}
     graph = Limits(settings.most_nodes, settings.most_node_words) if settings.search_graph else None
-    told |= graph.told() if graph else {}
-    prompt = filled(_init_prompt(settings, tuple(told)), told)
-    lenient, system = settings.tags == "lenient", settings.system_prompt
-    return Tags(prompt, information=Tag(*ends), lenient=lenient, system=system, graph=graph)
+    values |= graph.placeholders() if graph else {}
+    prompt = filled(_init_prompt(settings, tuple(values)), values)
+    return Tags(prompt, information=Tag(*ends), graph=graph, **_reading(settings))
 
 
 def load_solution(settings: ProtocolSettings) -> Tags:
     """Working-out and solution; no search."""
-    prompt = _init_prompt(settings)
-    lenient, system = settings.tags == "lenient", settings.system_prompt
-    return Tags(prompt, WORKING_OUT, SOLUTION, search=None, information=None, lenient=lenient, system=system)
+    return Tags(_init_prompt(settings), WORKING_OUT, SOLUTION, search=None, information=None, **_reading(settings))
+
+
+def _reading(settings: ProtocolSettings) -> dict:
+    return {"lenient": settings.tags == "lenient", "system": settings.system_prompt}
 
 
 def _init_prompt(settings: ProtocolSettings, optional: tuple[str, ...] = ()) -> str:

@@ -18,7 +18,7 @@ def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[di
     """Tokens of a conversation, and which of them are to be trained on, as `Tokenizer.chat` has them without tools.
 
     Raises R3LiteError if the template leaves out a tool, a call, a result or a text, or if one of these holds markup,
-    which could not be told from the template's.
+    which could not be distinguished from the template's.
     """
     template, ids, trained = tokenizer.template, [], []
     parts = [("tools", tool.get("function", tool)["name"]) for tool in tools]  # which the next text must have

@@ -28,7 +28,7 @@ class Transcript:
     """The tokens of one episode and its steps so far.
 
     `action_mask` is True if the model wrote the token and False if it was given. `step_ends[k]` is the index of
-    the last token of step k: where the step's reward is paid.
+    the last token of step k: the step's reward belongs to it.
     """
 
     question: Question
@@ -128,7 +128,7 @@ class Layout:
             transcript.add_step(step)
             transcript.pending = step.searches
         elif self.opening.forces_answer:
-            self._begin_answer(transcript, Step(), [], self._answer_opening(transcript))
+            self._begin_answer(transcript)
 
     def check_room(self, question: Question, prompt: Sequence[int]) -> None:
         """Raises R3LiteError if an episode is full before an answer."""
@@ -189,7 +189,7 @@ class Layout:
             step = replace(step, searches=(), answer=None, faults=(base.CUT_OFF,))
             heading = self.protocol.finishing(text, steps)
             if heading is not None:
-                self._begin_answer(transcript, step, [], heading)
+                self._begin_answer(transcript, step, heading=heading)
                 return
             transcript.finish = CUT_OFF
         elif step.answer is not None:
@@ -231,7 +231,7 @@ class Layout:
             return
         transcript.observe(given)
         if self.opening.forces_answer:
-            self._begin_answer(transcript, Step(), [], self._answer_opening(transcript))
+            self._begin_answer(transcript)
 
     def lay_out(self, question: Question, steps: Iterable[Step], document_tokens: int) -> Transcript:
         """The transcript of an episode in which the model wrote `steps`; documents are cut to `document_tokens` each.
@@ -257,24 +257,25 @@ class Layout:
         The step keeps its analysis, loses its queries and has the fault `why`.
         """
         request = self._end(transcript) + self._given(self.protocol.answer_request)
-        step = replace(step, searches=(), faults=(*step.faults, why))
-        self._begin_answer(transcript, step, request, self._answer_opening(transcript))
+        self._begin_answer(transcript, replace(step, searches=(), faults=(*step.faults, why)), request)
 
-    def _answer_opening(self, transcript: Transcript) -> str:
-        return self.protocol.answer_opening(len(transcript.steps) + 1)
-
-    def _begin_answer(self, transcript: Transcript, step: Step, request: list[int], heading: str) -> None:
-        """Gives `request` and the heading of an answer; cuts the episode off if there is no room for them."""
-        tokens = transcript.tokens + request
+    def _begin_answer(
+        self, transcript: Transcript, step: Step | None = None, request: Sequence[int] = (), heading: str | None = None
+    ) -> None:
+        """Gives `request` and the heading of an answer, by default the protocol's; cuts the episode off if there is no
+        room for them. The answer becomes that of `step`; a baseline has none."""
+        if heading is None:
+            heading = self.protocol.answer_opening(len(transcript.steps) + 1)
+        tokens = [*transcript.tokens, *request]
         thought_end = self._thoughts.end(tokens, len(tokens) if request else transcript.turn_start)
-        given = request + self.tokenizer.encode_written(thought_end + heading)
+        given = [*request, *self.tokenizer.encode_written(thought_end + heading)]
         if len(transcript.tokens) + len(given) >= self.lengths.max_length:
             transcript.finish = CUT_OFF
-            if step != Step():  # a baseline has none
+            if step:
                 transcript.add_step(step)
             return
         transcript.observe(given)
-        transcript.held = step
+        transcript.held = step or Step()
 
     def _fit(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> tuple[Step, list[int] | None]:
         """Documents cut, or dropped from the end, until a whole turn and a forced answer still fit after them.

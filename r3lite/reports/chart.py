@@ -16,6 +16,10 @@ DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4")
 MOST_POINTS = 400  # of a line; longer ones are drawn as means of neighbours
 
 
+def colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
 @dataclass(frozen=True)
 class Line:
     """Values over steps; None where nothing is known, which leaves a gap."""
@@ -29,6 +33,11 @@ class Line:
     @property
     def known(self) -> list[float]:
         return [y for y in self.ys if y is not None]
+
+    @property
+    def stroke(self) -> str:
+        """Its colour and dash as SVG attributes."""
+        return f'stroke="{colour(self.colour)}" stroke-dasharray="{DASHES[self.dash % len(DASHES)]}"'
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,12 @@ class Lines:
     lines: Sequence[Line]
     log: bool = False
 
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """The labels of the lines, each with a sample of it in SVG."""
+        sample = '<line x1="0" x2="26" y1="5" y2="5" stroke-width="2.2" {}/>'
+        return [(line.label, sample.format(line.stroke)) for line in self.lines]
+
 
 @dataclass(frozen=True)
 class Bars:
@@ -60,6 +75,12 @@ class Bars:
     unit: str
     groups: Sequence[str]
     series: dict[str, Sequence[Bar | None]] = field(default_factory=dict)
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """The labels of the series, each with a sample of it in SVG."""
+        sample = '<rect width="14" height="10" x="4" fill="{}"/>'
+        return [(label, sample.format(colour(i))) for i, label in enumerate(self.series)]
 
 
 Chart = Lines | Bars
@@ -167,14 +188,12 @@ def _lines(chart: Lines) -> tuple[str, str]:
     drawn.append(_below((LEFT + WIDTH - RIGHT) / 2, "step", HEIGHT - 4))
     spoken = []
     for line in lines:
-        colour = COLOURS[line.colour % len(COLOURS)]
-        style = f'stroke="{colour}" stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"'
         for part in _parts(line):
             points = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in part)
-            drawn.append(f'<polyline class="line" {style} points="{points}"/>')
+            drawn.append(f'<polyline class="line" {line.stroke} points="{points}"/>')
             if len(part) == 1:
                 (x, y) = part[0]
-                drawn.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.5" fill="{colour}"/>')
+                drawn.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.5" fill="{colour(line.colour)}"/>')
         if known := line.known:
             spoken.append(f"{line.label}: from {number(known[0])} to {number(known[-1])}")
     return "".join(drawn), "; ".join(spoken)
@@ -205,7 +224,7 @@ def _bars(chart: Bars) -> tuple[str, str]:
             x, (top, bottom) = middle + (k - len(chart.series) / 2) * each, sorted((up(bar.value), up(0)))
             drawn.append(
                 f'<rect x="{x + each * 0.06:.1f}" y="{top:.1f}" width="{each * 0.88:.1f}" '
-                f'height="{max(0.8, bottom - top):.1f}" fill="{COLOURS[k % len(COLOURS)]}">'
+                f'height="{max(0.8, bottom - top):.1f}" fill="{colour(k)}">'
                 f"<title>{escape(f'{label}, {group}: {number(bar.value)}')}</title></rect>"
             )
             if bar.low is not None and bar.high is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from r3lite.reports.chart import Chart, Line, Lines
 from r3lite.reports.run import Run
 
-MOST_FAULTS = 6  # as many as can be told apart
+MOST_FAULTS = 6  # the most that can be distinguished
 EVERY = "*"  # in a metric's name: any one word, which becomes the label
 
 
@@ -27,9 +27,8 @@ PANELS = {
         Panel("reward", "Reward of an episode", {"reward": "mean", "reward_std": "standard deviation"}),
         Panel("reward-by-source", "Reward by source", {"reward/*": ""}),
         Panel("reward-parts", "Reward by part", {"rewards/*/mean": ""}),
-        Panel(
-            "validation", "Validation", {"eval/f1": "F1", "eval/em": "exact match", "eval/retrieval_recall": "recall"}
-        ),
+        Panel("validation", "Validation",
+              {"eval/f1": "F1", "eval/em": "exact match", "eval/retrieval_recall": "recall"}),
         Panel("loss", "Loss", {"loss": "training", "eval_loss": "validation"}),
         Panel("loss-by-source", "Loss by source", {"loss/*": ""}),
         Panel("perplexity", "Perplexity", {"perplexity": "training", "eval_perplexity": "validation"}, log=True),
@@ -39,21 +38,13 @@ PANELS = {
     "Training curves": (
         Panel("kl", "KL divergence from the reference", {"kl": "KL"}, unit="nats a token"),
         Panel("entropy", "Entropy", {"entropy": "entropy"}, unit="nats a token"),
-        Panel(
-            "clip",
-            "Tokens whose ratio is clipped",
-            {"clip_ratio/low_mean": "below", "clip_ratio/high_mean": "above"},
-            unit="share",
-        ),
+        Panel("clip", "Tokens whose ratio is clipped",
+              {"clip_ratio/low_mean": "below", "clip_ratio/high_mean": "above"}, unit="share"),
         Panel("right", "Likelihood of right answers", {"logps/right": "log-probability"}, unit="nats a token"),
         Panel("groups", "Groups whose rewards are all equal", {"frac_reward_zero_std": "groups"}, unit="share"),
-        Panel(
-            "mismatch",
-            "Log-probability: sampler against trainer",
-            {"sampling/sampling_logp_difference/mean": "mean", "sampling/sampling_logp_difference/max": "largest"},
-            unit="nats",
-            log=True,
-        ),
+        Panel("mismatch", "Log-probability: sampler against trainer",
+              {"sampling/sampling_logp_difference/mean": "mean", "sampling/sampling_logp_difference/max": "largest"},
+              unit="nats", log=True),
         Panel("grad-norm", "Gradient norm, before clipping", {"grad_norm": "norm"}, log=True),
         Panel("learning-rate", "Learning rate", {"learning_rate": "rate"}),
         Panel("off-policy", "Off-policy episodes", {"off_policy/traces": "traces", "off_policy/replays": "replays"}),
@@ -62,26 +53,12 @@ PANELS = {
     "Outputs": (
         Panel("length", "Sampled tokens of an episode", {"completions/mean_length": "mean"}, unit="tokens"),
         Panel("searches", "Searches of an episode", {"searches": "mean"}),
-        Panel(
-            "form",
-            "Form",
-            {
-                "format_adherence": "well-formed steps",
-                "malformed_ratio": "malformed episodes",
-                "completions/clipped_ratio": "cut-off episodes",
-            },
-            unit="share",
-        ),
-        Panel(
-            "repetition",
-            "Repetition",
-            {
-                "queries/blank_ratio": "episodes with a blank query",
-                "queries/repeated_ratio": "with a repeated query",
-                "completions/repeated_ngrams": "repeated 4-grams",
-            },
-            unit="share",
-        ),
+        Panel("form", "Form",
+              {"format_adherence": "well-formed steps", "malformed_ratio": "malformed episodes",
+               "completions/clipped_ratio": "cut-off episodes"}, unit="share"),
+        Panel("repetition", "Repetition",
+              {"queries/blank_ratio": "episodes with a blank query", "queries/repeated_ratio": "with a repeated query",
+               "completions/repeated_ngrams": "repeated 4-grams"}, unit="share"),
     ),
     "Time and memory": (
         Panel("time", "Time of a step, by part", {"time/*": ""}, unit="s"),
@@ -89,7 +66,7 @@ PANELS = {
         Panel("speed", "Throughput", {"tokens_per_second": "tokens"}, unit="tokens/s"),
         Panel("memory", "Peak memory so far", {"peak_memory_mib": "measured"}, unit="MiB"),
     ),
-}
+}  # fmt: skip
 
 
 def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from r3lite.core.errors import extra
-from r3lite.reports.chart import COLOURS, Bars, Chart, Lines
+from r3lite.reports.chart import Bars, Chart, Lines, colour
 
 DASHES = ("-", "--", ":", "-.", (0, (1, 2)), (0, (8, 3)))
 DPI = 200
@@ -39,7 +39,7 @@ def write(charts: Sequence[Chart], folder: Path) -> list[Path]:
 def _lines(chart: Lines, axes) -> None:
     for line in chart.lines:
         points = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None]
-        style = {"color": COLOURS[line.colour % len(COLOURS)], "linestyle": DASHES[line.dash % len(DASHES)]}
+        style = {"color": colour(line.colour), "linestyle": DASHES[line.dash % len(DASHES)]}
         axes.plot(*zip(*points, strict=True), label=line.label, linewidth=1.3, **style)
     if chart.log and all(y > 0 for line in chart.lines for y in line.known):
         axes.set_yscale("log")
@@ -51,7 +51,7 @@ def _bars(chart: Bars, axes) -> None:
     for k, (label, series) in enumerate(chart.series.items()):
         known = [(i + (k + 0.5) * wide - 0.4, bar) for i, bar in enumerate(series) if bar is not None]
         places, heights = [x for x, _ in known], [bar.value for _, bar in known]
-        axes.bar(places, heights, wide * 0.9, label=label, color=COLOURS[k % len(COLOURS)])
+        axes.bar(places, heights, wide * 0.9, label=label, color=colour(k))
         for x, bar in known:
             if bar.low is not None and bar.high is not None:
                 axes.plot([x, x], [bar.low, bar.high], color="black", linewidth=0.8)

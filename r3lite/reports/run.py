@@ -1,6 +1,6 @@
 """What a report knows of a folder: the metrics, episodes, scores and predictions of a run, as far as they are there.
 
-A run may be going on, have been killed, or have learned nothing: whatever can be read is, and the rest is told.
+A run may be going on, have been killed, or have learned nothing: what can be read is shown, and the rest is noted.
 """
 
 from collections import Counter
@@ -80,7 +80,7 @@ def began(folder: Path) -> tuple[float, str]:
 
 
 def names(folders: list[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
+    """The shortest ends of the paths that differ from each other."""
     resolved = [folder.resolve() for folder in folders]
     for parts in range(1, max((len(folder.parts) for folder in resolved), default=0) + 1):
         found = ["/".join(folder.parts[-parts:]) for folder in resolved]

@@ -1,1 +1,1 @@
-"""Rewards: what an episode is paid for. Knows text and scores, no tokens and no tensors."""
+"""Rewards of an episode. Knows text and scores, no tokens and no tensors."""

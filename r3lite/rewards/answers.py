@@ -1,6 +1,6 @@
 """Rewards for the final answer, compared with the gold answers. An episode without an answer is never right.
 
-Every function takes an episode; what it returns is paid at the last step. None is a missing reward.
+Every function takes an episode; what it returns is the reward of the last step. None is a missing reward.
 """
 
 from r3lite.core import answer_match
@@ -42,7 +42,7 @@ def rouge_l_levels(
 ) -> float:
     """ROUGE-L in levels: `pay_exact` for an exact match, `pay_high` from `high` on, `pay_low` below `low`, else 0.
 
-    What is paid is that of systems with solution tags; where their levels begin is not known, and r3lite's own.
+    The rewards are those of systems with solution tags; where their levels begin is not known, and r3lite's own.
     """
     alike = rouge_l(episode)
     if exact_match(episode):

@@ -1,7 +1,8 @@
 """Rewards for the form of what was written, whatever the format: an analysis, a query and an answer are what the tags
-or headings of each format enclose. A block that is blank, or that cannot be told from a second one, is not there.
+or headings of each format enclose. A block that is blank, or that cannot be distinguished from a second one, is not
+there.
 
-Every function takes an episode; what it returns is paid at the last step.
+Every function takes an episode; what it returns is the reward of the last step.
 """
 
 from r3lite.core.episode import ANSWERED, Episode
@@ -20,7 +21,7 @@ def approximate_format(episode: Episode) -> float:
 def tag_share(episode: Episode, query: bool = True, documents: bool = False) -> float:
     """The share of the kinds of blocks that the episode has at all, 0 to 1: analysis, answer, `query`, `documents`.
 
-    Documents are given by the retriever: they are there if a query brought any.
+    Documents are given by the retriever: they are there if any were retrieved.
     """
     wanted = ["analysis", "answer"] + ["queries"] * query + ["documents"] * documents
     return sum(any(getattr(step, kind) for step in episode.steps) for kind in wanted) / len(wanted)

@@ -3,7 +3,7 @@
 A reward is a plain function. It takes an episode, and the judge's verdict if it names a parameter `verdict`; its other
 parameters are what a config can set. It returns
 
-- a number, paid at the last step;
+- a number, the reward of the last step;
 - or a list of numbers, one per step;
 - or None, a missing reward: it is not a zero, and the episode is left out of the means and of the update.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from r3lite.core.config import Trait, UsageError, settings_with
+from r3lite.core.config import UsageError
 from r3lite.core.episode import Episode
 from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.records import shown
@@ -28,7 +28,7 @@ from r3lite.settings import RewardSettings
 from r3lite.settings.rewards import FIRST_WEIGHT, RewardEntry
 
 RewardFunction = Callable[..., float | list[float] | None]
-# Those that a format without searches leaves nothing to pay for.
+# Those that a format without searches leaves nothing to reward.
 SEARCHING = (
     searching.gold_recall, searching.gold_precision, searching.information_gain, searching.search_count,
     searching.search_excess, judged.relevance, judged.query_rationality,
@@ -60,12 +60,12 @@ class NamedReward:
     parameters: dict[str, Any]
     judged: bool  # whether it takes a verdict
 
-    def paid(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:
-        """What each step is paid, weighted; None if the reward is missing.
+    def rewards(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:
+        """The weighted reward of each step; None if the reward is missing.
 
-        Raises R3LiteError if the function fails or returns what cannot be paid.
+        Raises R3LiteError if the function fails or returns what is no reward.
         """
-        if not episode.steps:  # nowhere to be paid
+        if not episode.steps:  # no step to be rewarded
             return []
         given = self.parameters | ({VERDICT: verdict} if self.judged else {})
         try:
@@ -147,6 +147,6 @@ def _load(name: str) -> RewardFunction:
 
 
 def needs_verdict(settings: RewardSettings) -> bool:
-    """Whether a weight that pays for what only a judge can say is above 0, or a named reward takes a verdict."""
-    weighed = any(getattr(settings, name) > 0 for name in settings_with(settings, Trait.JUDGED))
+    """Whether a weight of what only a judge can say is above 0, or a named reward takes a verdict."""
+    weighed = settings.outcome_judge > 0 or settings.process_judge > 0
     return weighed or any(reward.judged for reward in named_rewards(settings))

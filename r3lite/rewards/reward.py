@@ -1,4 +1,4 @@
-"""What an episode is paid, step by step and by part: format, process, outcome, and the rewards that are named.
+"""The rewards of an episode, step by step and by part: format, process, outcome, and the rewards that are named.
 
 Knows the weights and what an episode holds; a judge's opinion is handed in as a `Verdict`.
 """
@@ -21,22 +21,22 @@ MANY = 8  # questions; if a reward is missing for all episodes of this many, it 
 
 @dataclass(frozen=True)
 class Scored:
-    """What an episode was paid.
+    """The rewards of an episode.
 
-    `steps[k]` is paid at the end of step k; their sum is `total`. `parts` holds `format`, `process`, `outcome`, if
-    searches are paid for `search`, and every named reward, weighted, which add up to `total`; and unweighted, for the
-    log, `em`, `f1`, `recall` (None if no gold paragraph is known) and, if there was a judge, `judge` (1 if it called
-    the answer right). Raises R3LiteError if a reward is not a number that can be learned from.
+    `steps[k]` is the reward at the end of step k; their sum is `total`. `parts` holds `format`, `process`, `outcome`,
+    if searches have rewards `search`, and every named reward, weighted, which add up to `total`; and unweighted, for
+    the log, `em`, `f1`, `recall` (None if no gold paragraph is known) and, if there was a judge, `judge` (1 if it
+    called the answer right). Raises R3LiteError if a reward is not a number that can be learned from.
     """
 
     steps: list[float]
     parts: dict[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self):
-        for paid in self.steps:
-            if not abs(paid) <= MOST:
+        for reward in self.steps:
+            if not abs(reward) <= MOST:
                 remedy = f"Rewards are finite and at most {MOST:.0e}: lower their weights, such as --outcome-em."
-                raise R3LiteError(f"a step is paid {paid}, which nothing can be learned from", remedy)
+                raise R3LiteError(f"the reward of a step is {reward}, which nothing can be learned from", remedy)
 
     @property
     def total(self) -> float:
@@ -53,14 +53,14 @@ class Scored:
 
 
 def most_for_answer(settings: RewardSettings) -> float:
-    """The most that an answer can be paid."""
+    """The highest reward of an answer."""
     return settings.outcome_em + settings.outcome_f1 + settings.outcome_judge
 
 
 def outcome_share(scored: Scored, settings: RewardSettings) -> float:
-    """What an episode's answer was paid, as a share of the most that one can be paid: how right it is, from 0 to 1.
+    """The reward of an episode's answer, as a share of the highest possible one: how right it is, from 0 to 1.
 
-    The whole reward does not tell: format and recall are paid for wrong answers, too.
+    The whole reward does not show it: format and recall are rewarded for wrong answers, too.
     """
     return scored.parts["outcome"] / most_for_answer(settings)
 
@@ -70,7 +70,7 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     verdict, or if a named reward is missing.
 
     - format: `format_reward` times the share of steps without a fault, in equal parts at each of them. If each were
-      paid in full, it would pay to go on asking when the answer is known;
+      rewarded in full, it would pay off to go on asking when the answer is known;
     - process, at each query: `process_recall` times the share of the gold paragraphs found there for the first time,
       plus `process_judge` times the mean of relevance and coherence; multiplied by R3-RAG's trajectory factor
       (arXiv 2505.23794), 1 + gamma_correct, gamma_incorrect or gamma_fail (no answer);
@@ -82,7 +82,7 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     if episode.failure or (verdict is None and needs_verdict(settings)):
         return None
     assert verdict is None or len(verdict.steps) == len(episode.steps), "a verdict has one opinion per step"
-    named = {reward.name: reward.paid(episode, verdict) for reward in named_rewards(settings)}
+    named = {reward.name: reward.rewards(episode, verdict) for reward in named_rewards(settings)}
     if None in named.values():
         return None
     em, best_f1 = answer_scores(episode)
@@ -98,20 +98,20 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     if len(anew) < settings.least_searches:
         outcome = 0.0
     steps = [f + p + s for f, p, s in zip(well_formed, process, search, strict=True)]
-    for paid in named.values():
-        steps = [step + more for step, more in zip(steps, paid, strict=True)]
+    for rewards in named.values():
+        steps = [step + more for step, more in zip(steps, rewards, strict=True)]
     if steps:
         steps[-1] += outcome
     parts = {"format": sum(well_formed), "process": sum(process), "outcome": outcome if steps else 0.0}
     if bonus or penalty:
         parts["search"] = sum(search)
-    parts |= {name: sum(paid) for name, paid in named.items()}
+    parts |= {name: sum(rewards) for name, rewards in named.items()}
     parts |= {"em": em, "f1": best_f1, "recall": episode.recall}
     return Scored(steps, parts | ({"judge": float(correct)} if verdict else {}))
 
 
 def score_all(episodes: list[Episode], settings: RewardSettings, judge: Judge | None) -> list[Scored | None]:
-    """What each episode is paid, by a judge as well if there is one; None, a missing reward, if it failed."""
+    """The rewards of each episode, by a judge as well if there is one; None, a missing reward, if it failed."""
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
     scored = [score(e, settings, v) for e, v in zip(episodes, verdicts, strict=True)]
     if not any(scored) and len({e.question.id for e in episodes}) >= MANY:
@@ -124,7 +124,7 @@ def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | Non
     judged = needs_verdict(settings)
     pairs = [(e, v) for e, v in zip(episodes, verdicts, strict=True) if not e.failure and (v or not judged)]
     for reward in named_rewards(settings):
-        if pairs and all(reward.paid(e, v) is None for e, v in pairs):
+        if pairs and all(reward.rewards(e, v) is None for e, v in pairs):
             remedy = "What it needs, such as gold paragraphs, these questions lack: leave it out, or pass other --data."
             raise R3LiteError(f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy)
 
@@ -134,7 +134,7 @@ def _process(episode: Episode, settings: RewardSettings, verdict: Verdict | None
     rewards = []
     opinions = verdict.steps if verdict else [StepVerdict(0.0, 0.0)] * len(episode.steps)
     for step, news, opinion in zip(episode.steps, episode.new_gold(), opinions, strict=True):
-        paid = settings.process_recall * len(news) / (len(episode.question.gold) or 1)
-        paid += settings.process_judge * (opinion.relevance + opinion.coherence) / 2
-        rewards.append(paid if step.searches else 0.0)
+        reward = settings.process_recall * len(news) / (len(episode.question.gold) or 1)
+        reward += settings.process_judge * (opinion.relevance + opinion.coherence) / 2
+        rewards.append(reward if step.searches else 0.0)
     return rewards

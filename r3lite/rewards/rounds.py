@@ -1,4 +1,4 @@
-"""What a round of rollouts amounts to: its metrics, and the records of its episodes with what each was paid."""
+"""What a round of rollouts amounts to: its metrics, and the records of its episodes with their rewards."""
 
 import statistics
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ def round_metrics(
     `turns` are the sampled tokens of each episode, turn by turn.
     """
     steps = [step for e in episodes for step in e.steps]
-    paid = [p for p in scored if p is not None]
-    totals = [sum(p.steps) for p in paid]
+    known = [s for s in scored if s is not None]
+    totals = [sum(s.steps) for s in known]
     lengths = [sum(map(len, of_episode)) for of_episode in turns]
     metrics = {
         "reward": statistics.fmean(totals) if totals else None,
         "reward_std": statistics.pstdev(totals) if totals else None,
-        "missing_rewards": len(scored) - len(paid),
+        "missing_rewards": len(scored) - len(known),
         "retrieval_failures": sum(e.failure is not None for e in episodes),
         "completions/mean_length": statistics.fmean(lengths),
         "completions/total_tokens": sum(lengths),
@@ -37,20 +37,20 @@ def round_metrics(
         "queries/blank_ratio": _share_with(BLANK_QUERY, episodes),
         "queries/repeated_ratio": _share_with(REPEATED_QUERY, episodes),
     }
-    for name in sorted({name for p in paid for name in p.parts}):
-        known = [p.parts[name] for p in paid if p.parts.get(name) is not None]  # no recall without gold paragraphs
-        if known:
-            metrics[f"rewards/{name}/mean"] = statistics.fmean(known)
+    for name in sorted({name for s in known for name in s.parts}):
+        values = [s.parts[name] for s in known if s.parts.get(name) is not None]  # no recall without gold paragraphs
+        if values:
+            metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
     return metrics | _by_source(episodes, scored)
 
 
 def _by_source(episodes: Sequence[Episode], scored: Sequence[Scored | None]) -> dict[str, float]:
     """The mean reward of each source's episodes, as `reward/NAME`, if questions are of several sources."""
     totals: dict[str, list[float]] = {}
-    for episode, paid in zip(episodes, scored, strict=True):
-        if episode.question.source and paid is not None:
-            totals.setdefault(episode.question.source, []).append(paid.total)
-    return {f"reward/{name}": statistics.fmean(paid) for name, paid in sorted(totals.items())}
+    for episode, reward in zip(episodes, scored, strict=True):
+        if episode.question.source and reward is not None:
+            totals.setdefault(episode.question.source, []).append(reward.total)
+    return {f"reward/{name}": statistics.fmean(rewards) for name, rewards in sorted(totals.items())}
 
 
 def _share_with(fault: str, episodes: Sequence[Episode]) -> float:
@@ -67,7 +67,7 @@ def likelihood_of_right(
     then over the right episodes, which thus count alike however long they are, as in GRPO's loss; None if there are
     none. It falls when a collapse begins (arXiv 2512.04220).
     """
-    right = [statistics.fmean(each) for each, paid in zip(logprobs, scored, strict=True) if paid and paid.right]
+    right = [statistics.fmean(each) for each, reward in zip(logprobs, scored, strict=True) if reward and reward.right]
     return {"completions/right": len(right), "logps/right": statistics.fmean(right) if right else None}
 
 
@@ -89,15 +89,15 @@ def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:
 def episode_records(
     number: int, episodes: Sequence[Episode], scored: Sequence[Scored | None], learned: Sequence[bool] | None = None
 ) -> list[dict]:
-    """The lines of episodes.jsonl for round `number`: what the model wrote, and what it was paid for it.
+    """The lines of episodes.jsonl for round `number`: what the model wrote, and its rewards.
 
     `learned`: of each episode, whether its group is learned from; None: all are.
     """
     records = []
-    for episode, paid in zip(episodes, scored, strict=True):
-        rewards = {"rewards": paid and paid.parts, "step_rewards": paid and paid.steps}
+    for episode, reward in zip(episodes, scored, strict=True):
+        rewards = {"rewards": reward and reward.parts, "step_rewards": reward and reward.steps}
         source = {"source": episode.question.source} if episode.question.source else {}
         records.append({"step": number, **source, **episode.to_json(), **rewards})
-    for record, told in zip(records, learned or ()):
-        record["learned"] = told
+    for record, is_learned in zip(records, learned or ()):
+        record["learned"] = is_learned
     return records

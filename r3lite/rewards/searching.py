@@ -1,6 +1,7 @@
-"""Rewards for searches and for what they brought.
+"""Rewards for searches and for what they retrieved.
 
-Every function takes an episode. A list is paid step by step, a number at the last step; None is a missing reward.
+Every function takes an episode. A list has the reward of each step, a number is that of the last step; None is a
+missing reward.
 """
 
 from collections.abc import Hashable
@@ -31,7 +32,7 @@ def gold_precision(episode: Episode) -> float | None:
 
 
 def information_gain(episode: Episode, redundancy: float = 1.0) -> list[float] | None:
-    """At each step, the gain in recall less `redundancy` times the share of its documents that earlier steps brought.
+    """At each step, the gain in recall less `redundancy` times the share of its documents that earlier steps retrieved.
 
     G - P of StepSearch (arXiv 2505.15107): G is the mean over the gold paragraphs of how much more like one the
     documents are than any before. There likeness is a cosine of words, here it is 1 for the paragraph itself, else 0.
@@ -41,13 +42,13 @@ def information_gain(episode: Episode, redundancy: float = 1.0) -> list[float] |
     if gains is None:
         return None
     seen: set[Hashable] = set()
-    paid = []
+    rewards = []
     for gain, step in zip(gains, episode.steps, strict=True):
-        brought = [episode.question.paragraph(document) for document in step.documents]
-        again = sum(name in seen for name in brought) / (len(brought) or 1)
-        paid.append(gain - redundancy * again)
-        seen.update(brought)
-    return paid
+        retrieved = [episode.question.paragraph(document) for document in step.documents]
+        again = sum(name in seen for name in retrieved) / (len(retrieved) or 1)
+        rewards.append(gain - redundancy * again)
+        seen.update(retrieved)
+    return rewards
 
 
 def search_count(episode: Episode, most: int = 3) -> list[float]:

@@ -1,7 +1,7 @@
 """Rewards for other tasks than questions: writing Python code, calling functions, chatting. Code is parsed, never run.
 
-Every function takes an episode, whose answer is the code, the call or the reply; what it returns is paid at the last
-step. `--format tags` and `solution` keep the lines of an answer; an answer of `r3` is one line.
+Every function takes an episode, whose answer is the code, the call or the reply; what it returns is the reward of the
+last step. `--format tags` and `solution` keep the lines of an answer; an answer of `r3` is one line.
 """
 
 import ast
@@ -20,7 +20,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 
 
 def coding(episode: Episode, shortest: int = 3, longest: int = 60) -> float:
-    """0.3 if the answer is Python code that can be parsed, else -0.3, which is all that is paid then; 0.1 more each
+    """0.3 if the answer is Python code that can be parsed, else -0.3 in all; 0.1 more each
     for a docstring, for a type hint in a function's signature, and for `shortest` to `longest` lines. At most 0.6."""
     code = _inside(episode.prediction)
     tree = _parsed(code) if code.strip() else None

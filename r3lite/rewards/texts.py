@@ -1,7 +1,7 @@
 """Rewards for the text that was written: its length, its script, its words.
 
-Every function takes an episode; what it returns is paid at the last step. Penalties are 0 or below, and have weights
-above 0.
+Every function takes an episode; what it returns is the reward of the last step. Penalties are 0 or below, and have
+weights above 0.
 """
 
 import re

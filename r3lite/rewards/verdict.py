@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class StepVerdict:
     """A judge's opinion of one step, each from 0 to 1; a step without a query has relevance and rationality 0."""
 
-    relevance: float  # of the passages that it brought, to the question
+    relevance: float  # of the passages that it retrieved, to the question
     coherence: float  # of its analysis with what was known before it
     rationality: float = 0.0  # of its query: whether it asks for what is missing, so that it can be found
 

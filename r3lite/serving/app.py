@@ -5,25 +5,24 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from r3lite.serving.asks import Answer, Ask, Refusal
+from r3lite.serving.asks import Answer, Refusal
 from r3lite.serving.desk import AUTO, Desk
-from r3lite.serving.guard import Guard, Text, client_of, failure
+from r3lite.serving.guard import Guard, Text, failure
 from r3lite.serving.openai_api import routes_of
-from r3lite.serving.streams import STREAM, Events, answer_of, server_sent
+from r3lite.serving.streams import Event, respond
 from r3lite.settings import LimitSettings, ServerSettings
 
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]", "::1"]
@@ -70,63 +69,55 @@ def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: 
     async def health() -> dict[str, Any]:
         taken = desk.places.taken.total()
         free = limits.max_requests - taken
-        modes = {"modes": desk.modes, "notes": desk.notes, "adapters": desk.adapters}
+        modes = {"modes": desk.modes, "notes": desk.worker.answering.notes, "adapters": desk.adapters}
         return {"status": "ok", **modes, "needs_token": token is not None, "requests": {"active": taken, "free": free}}
 
     @app.post("/generate")
     async def generate(body: Generate, request: Request) -> Response:
-        ask = desk.settled(body.query, body.mode, body.adapter)
-        ask = desk.continued(ask, body.conversation, body.retry)
-        events = desk.answer(client_of(request.scope), ask, body.stream)
-        start = await anext(events)  # what refuses the ask does so while there is a status to say it with
-        if body.stream:
-            return StreamingResponse(server_sent(told(desk, body, ask, start, events)), media_type=STREAM)
-        answer = await answer_of(request, events)
-        desk.remember(ask, body.conversation, answer, body.retry)
-        return JSONResponse({"question": ask.text, **asdict(answer), "conversation": body.conversation})
+        ask = desk.settled(body.query, body.mode, body.adapter, body.conversation, body.retry)
+
+        def whole(answer: Answer) -> dict[str, Any]:
+            return {"question": ask.text, **asdict(answer), "conversation": body.conversation}
+
+        def texts(event: Event) -> Iterator[str]:
+            """As JSON, the last being `done` or `error`."""
+            if isinstance(event, Answer):
+                event = {"type": "done", "question": ask.text, **asdict(event)}
+            elif isinstance(event, Refusal):
+                event = {"type": "error", "code": event.code, "message": event.message}
+            yield json.dumps(event)
+
+        return await respond(request, desk, ask, whole, texts if body.stream else None)
 
     app.include_router(routes_of(desk))
     return app
 
 
-async def told(desk: Desk, body: Generate, ask: Ask, start: dict[str, Any], events: Events) -> AsyncIterator[str]:
-    """The events of an answer as JSON, the last being `done` or `error`."""
-    async with aclosing(events):
-        yield json.dumps(start)
-        try:
-            async for event in events:
-                if isinstance(event, Answer):
-                    desk.remember(ask, body.conversation, event, body.retry)
-                    event = {"type": "done", "question": ask.text, **asdict(event)}
-                yield json.dumps(event)
-        except Refusal as refusal:
-            yield json.dumps({"type": "error", "code": refusal.code, "message": refusal.message})
-
-
 def add_errors(app: FastAPI) -> None:
     """Has every error answered in one shape, without a path, a trace or what was sent."""
 
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, error: Refusal) -> Response:
-        return failure(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        if "json" not in request.headers.get("content-type", ""):
-            return failure(Refusal(400, "invalid_request", "The header Content-Type must be application/json."))
-        inner = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union: of the type that fits best
-        # Without the names of a union's types, such as list[Part].
-        places = [part for part in map(str, inner["loc"][1:]) if re.fullmatch(r"[\w-]{1,80}", part)]
-        where = "character " * (inner["type"] == "json_invalid") + (".".join(places) or "the body")
-        return failure(Refusal(400, "invalid_request", f"{where}: {inner['msg']}"))
-
-    @app.exception_handler(HTTPException)
-    async def other(request: Request, error: HTTPException) -> Response:
-        return failure(Refusal(error.status_code, "http_error", str(error.detail)))
-
-    @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Response:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, Refusal):
+            return failure(error)
+        if isinstance(error, HTTPException):
+            return failure(Refusal(error.status_code, "http_error", str(error.detail)))
+        if isinstance(error, RequestValidationError):
+            return failure(Refusal(400, "invalid_request", problem_of(request, error)))
         return failure(Refusal(500, "failed", "Something went wrong here. The server's log says what."))
+
+    for kind in (Refusal, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def problem_of(request: Request, error: RequestValidationError) -> str:
+    """What is wrong with a body, and where."""
+    if "json" not in request.headers.get("content-type", ""):
+        return "The header Content-Type must be application/json."
+    inner = max(error.errors(), key=lambda each: len(each["loc"]))  # of a union: of the type that fits best
+    # Without the names of a union's types, such as list[Part].
+    places = [part for part in map(str, inner["loc"][1:]) if re.fullmatch(r"[\w-]{1,80}", part)]
+    where = "character " * (inner["type"] == "json_invalid") + (".".join(places) or "the body")
+    return f"{where}: {inner['msg']}"
 
 
 def page_headers(page: str) -> dict[str, str]:

@@ -20,12 +20,17 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: what is asked in which mode of which adapter, after which messages. None: as the server is set."""
+    """One request: what is asked in which mode of which adapter, after which messages. None: as the server is set.
+
+    The answer is remembered in the `conversation`; of a `retry` in place of the last one.
+    """
 
     text: str
     mode: str
     adapter: str
     earlier: tuple[Message, ...] = ()
+    conversation: str | None = None
+    retry: bool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -67,6 +72,7 @@ class Answering(Protocol):
 
     modes: dict[str, str]  # of those that can be asked in, the adapter
     adapters: list[str]
+    notes: dict[str, str]  # by mode, what a person should know who chooses it
 
     def prepare(self, ask: Ask, tell: Tell | None) -> Any:
         """The ask, ready to join; R3LiteError if it is too long. `tell` gets what happens while it is answered."""

@@ -1,6 +1,6 @@
 """What was said in each conversation, within bounds: turns of one, conversations, bytes of all."""
 
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 from r3lite.serving.asks import Message
@@ -15,8 +15,13 @@ class Conversations:
     turns: int  # of a conversation
     conversations: int
     size: int  # bytes of text in all
-    held: int = 0  # bytes of text now
-    _of: OrderedDict[str, deque[Turn]] = field(default_factory=OrderedDict)
+    _of: dict[str, deque[Turn]] = field(default_factory=dict)  # the one that was silent longest is the first
+
+    @property
+    def held(self) -> int:
+        """Bytes of text now."""
+        turns = (turn for turns in self._of.values() for turn in turns)
+        return sum(len(text.encode("utf-8", "replace")) for turn in turns for text in turn)
 
     def messages(self, id: str | None, all_but_last: bool = False) -> tuple[Message, ...]:
         """The messages of a conversation so far; `all_but_last`: without its last turn, which is tried again."""
@@ -27,21 +32,13 @@ class Conversations:
 
     def add(self, id: str, asked: str, answered: str, in_place_of_last: bool = False) -> None:
         """Remembers a turn, and forgets what there is no room for."""
-        turns = self._of.setdefault(id, deque())
-        self._of.move_to_end(id)
+        turns = self._of[id] = self._of.pop(id, deque(maxlen=self.turns))
         if in_place_of_last and turns:
-            self.held -= _bytes(turns.pop())
+            turns.pop()
         turns.append((asked, answered))
-        self.held += _bytes(turns[-1])
-        while len(turns) > self.turns:
-            self.held -= _bytes(turns.popleft())
         while self._of and (len(self._of) > self.conversations or self.held > self.size):
             oldest = next(iter(self._of))
             if oldest == id and len(turns) > 1:  # alone it takes too much: its first turns go
-                self.held -= _bytes(turns.popleft())
-                continue
-            self.held -= sum(map(_bytes, self._of.pop(oldest)))
-
-
-def _bytes(turn: Turn) -> int:
-    return sum(len(text.encode("utf-8", "replace")) for text in turn)
+                turns.popleft()
+            else:
+                del self._of[oldest]

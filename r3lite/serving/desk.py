@@ -1,12 +1,11 @@
-"""Where requests come in: who may ask now, which mode and adapter answers, and what an answer's way looks like.
+"""Takes requests in: checks limits, selects mode and adapter, and follows the answer.
 
-Knows the limits and the conversations, and no HTTP: a refusal says what a status would.
+Knows the limits and the conversations, and no HTTP but a refusal's status.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from r3lite.core.errors import R3LiteError
@@ -23,20 +22,21 @@ AUTO = "auto"
 class Desk:
     """Takes asks in, as far as the limits allow, and follows their answers."""
 
-    def __init__(
-        self, worker: Worker, limits: LimitSettings, modes: ModeSettings, clock: Callable[[], float],
-        notes: Mapping[str, str] | None = None,
-    ):  # fmt: skip
-        """`notes`: by mode, what a person should know who chooses it."""
-        self.worker, self.limits, self.clock, self.notes = worker, limits, clock, notes or {}
+    def __init__(self, worker: Worker, limits: LimitSettings, modes: ModeSettings, clock: Callable[[], float]):
+        self.worker, self.limits, self.clock = worker, limits, clock
         self.modes, self.adapters = worker.answering.modes, worker.answering.adapters
         self.rate = Rate(limits.requests_per_minute, clock)
         self.places = Places(limits.max_requests, limits.max_requests_per_client)
         self.reader = ThreadPoolExecutor(1, thread_name_prefix="prepare")  # a long text takes a moment to tokenize
         self.conversations = Conversations(modes.memory_turns, modes.conversations, modes.memory_kib << 10)
 
-    def settled(self, text: str, mode: str, adapter: str | None) -> Ask:
-        """The ask with a mode that answers it, and the adapter of that mode if none is named."""
+    def settled(
+        self, text: str, mode: str, adapter: str | None, conversation: str | None = None, retry: bool = False
+    ) -> Ask:
+        """The ask with a mode that answers it, the adapter of that mode if none is named, and what was said before it.
+
+        With `retry` the last turn of the conversation is tried again.
+        """
         if not text.strip():
             raise Refusal(400, "empty", "There is nothing to answer: the question is empty.")
         mode = route(text, self.modes) if mode == AUTO else mode
@@ -46,10 +46,11 @@ class Desk:
         if adapter is not None and adapter not in self.adapters:
             named = ", ".join(self.adapters)
             raise Refusal(400, "unknown_adapter", f"There is no adapter {adapter[:40]!r}; there are {named}.")
-        return Ask(text, mode, adapter or self.modes[mode])
+        earlier = self.conversations.messages(conversation, all_but_last=retry)
+        return Ask(text, mode, adapter or self.modes[mode], earlier, conversation, retry)
 
     async def answer(self, client: str, ask: Ask, follows: bool) -> AsyncIterator[dict[str, Any] | Answer]:
-        """`{"type": "start"}` when the ask has been taken in, what is told of it if it `follows`, and the answer.
+        """`{"type": "start"}` when the ask has been taken in, its progress if it `follows`, and the answer.
 
         Raises Refusal. When it is closed, or ends in any other way, the ask is stopped and its place is free.
         """
@@ -65,9 +66,12 @@ class Desk:
                 event = await asyncio.wait_for(job.events.get(), max(0.0, deadline - self.clock()))
                 if event is None:
                     raise Refusal(500, "failed", "Something went wrong here. The server's log says what.")
-                yield event
                 if isinstance(event, Answer):
+                    if ask.conversation is not None and event.final_answer:
+                        self.conversations.add(ask.conversation, ask.text, event.final_answer, ask.retry)
+                    yield event
                     return
+                yield event
         except R3LiteError as error:  # of `prepare`
             raise Refusal(400, "context_length_exceeded", "The question is too long for this model.") from error
         except TimeoutError as error:
@@ -81,11 +85,3 @@ class Desk:
         """Counts a request; raises Refusal if there were too many."""
         if wait := self.rate.wait(client):
             raise Refusal(429, "too_many_requests", f"Too many requests. Wait {max(1, round(wait))} s.", wait)
-
-    def continued(self, ask: Ask, conversation: str | None, retry: bool) -> Ask:
-        """The ask with what was said before it in its conversation."""
-        return replace(ask, earlier=self.conversations.messages(conversation, all_but_last=retry))
-
-    def remember(self, ask: Ask, conversation: str | None, answer: Answer, retry: bool) -> None:
-        if conversation is not None and answer.final_answer:
-            self.conversations.add(conversation, ask.text, answer.final_answer, in_place_of_last=retry)

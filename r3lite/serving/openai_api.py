@@ -8,21 +8,20 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
 from r3lite.core.episode import CUT_OFF
 from r3lite.serving.asks import Answer, Ask, Refusal
 from r3lite.serving.asks import Message as Said
 from r3lite.serving.desk import AUTO, Desk
-from r3lite.serving.guard import Text, client_of
-from r3lite.serving.streams import STREAM, Events, answer_of, server_sent
+from r3lite.serving.guard import Text
+from r3lite.serving.streams import Event, respond
 
 # What changes no answer, and values of other fields that ask for what is done anyway. All else is refused by its name.
 HARMLESS = {
@@ -90,19 +89,10 @@ def routes_of(desk: Desk) -> APIRouter:
     @router.post("/chat/completions")
     async def complete(body: Completion, request: Request) -> Response:
         ask = ask_of(body, desk, names)
-        events = desk.answer(client_of(request.scope), ask, bool(body.stream))
-        start = await anext(events)
-        reply = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
-        if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
-            return StreamingResponse(server_sent(chunks(reply, ask, start, events, usage)), media_type=STREAM)
-        answer = await answer_of(request, events)
-        message = {"role": "assistant", "content": answer.final_answer}
-        if ask.mode != "chat":
-            message["reasoning_content"] = answer.reasoning_trace
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_of(answer)}
-        whole = reply | {"object": "chat.completion", "choices": [choice], "usage": usage_of(answer)}
-        return Response(json.dumps(whole), media_type="application/json")
+        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        reply = Reply(head, ask.mode, usage)
+        return await respond(request, desk, ask, reply.whole, reply.chunks if body.stream else None)
 
     return router
 
@@ -147,41 +137,47 @@ def refuse_extras(given: Completion | Message, place: str) -> None:
             raise Refusal(400, "unsupported_parameter", f"This server does not support {place}{name[:80]}.")
 
 
-async def chunks(
-    reply: dict[str, Any], ask: Ask, start: dict[str, Any], events: Events, with_usage: bool
-) -> AsyncIterator[str]:
-    """The chunks of a streamed reply: the role, what is written piece by piece, the reason of its end, `[DONE]`.
+@dataclass
+class Reply:
+    """A reply in a mode; `head` is what its chunks have in common. The usage of a streamed one comes in a chunk of its
+    own if it is asked for, and else in the last one."""
 
-    The usage comes in a chunk of its own if it is asked for, and else in the last one.
-    """
+    head: dict[str, Any]
+    mode: str
+    with_usage: bool
+    sent: str = ""  # of the answer, in chunks
 
-    def chunk(delta: dict[str, str], finish: str | None = None, **more: Any) -> str:
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.final_answer}
+        if self.mode != "chat":
+            message["reasoning_content"] = answer.reasoning_trace
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_of(answer)}
+        return self.head | {"object": "chat.completion", "choices": [choice], "usage": usage_of(answer)}
+
+    def chunks(self, event: Event) -> Iterator[str]:
+        """Of the start the role, then what is written piece by piece, at last the reason of the end and `[DONE]`."""
+        if isinstance(event, Answer):
+            if rest := event.final_answer.removeprefix(self.sent):
+                yield self._chunk({"content": rest})
+            usage = {"usage": usage_of(event)}
+            yield self._chunk({}, finish_of(event), **({} if self.with_usage else usage))
+            if self.with_usage:
+                yield json.dumps(self.head | {"object": "chat.completion.chunk", "choices": [], **usage})
+            yield "[DONE]"
+        elif isinstance(event, Refusal):
+            yield json.dumps({"error": {"message": event.message, "type": "server_error", "code": event.code}})
+            yield "[DONE]"
+        elif event["type"] == "start":
+            yield self._chunk({"role": "assistant", "content": ""})
+        elif self.mode != "chat":
+            yield self._chunk({"reasoning_content": event["text"] if event["type"] == "text" else "\n"})
+        elif event["type"] == "text" and (more := (event["answer"] or "").removeprefix(self.sent)):
+            self.sent += more
+            yield self._chunk({"content": more})
+
+    def _chunk(self, delta: dict[str, str], finish: str | None = None, **more: Any) -> str:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return json.dumps(reply | {"object": "chat.completion.chunk", "choices": [choice], **more})
-
-    sent = ""  # of the answer
-    async with aclosing(events):
-        yield chunk({"role": "assistant", "content": ""})
-        try:
-            async for event in events:
-                if isinstance(event, Answer):
-                    if rest := event.final_answer.removeprefix(sent):
-                        yield chunk({"content": rest})
-                    usage = usage_of(event)
-                    yield chunk({}, finish_of(event), **({} if with_usage else {"usage": usage}))
-                    if with_usage:
-                        yield json.dumps(reply | {"object": "chat.completion.chunk", "choices": [], "usage": usage})
-                elif ask.mode == "chat":
-                    if event["type"] == "text" and (more := (event["answer"] or "").removeprefix(sent)):
-                        sent += more
-                        yield chunk({"content": more})
-                elif event["type"] == "text":
-                    yield chunk({"reasoning_content": event["text"]})
-                else:
-                    yield chunk({"reasoning_content": "\n"})
-        except Refusal as refusal:
-            yield json.dumps({"error": {"message": refusal.message, "type": "server_error", "code": refusal.code}})
-        yield "[DONE]"
+        return json.dumps(self.head | {"object": "chat.completion.chunk", "choices": [choice], **more})
 
 
 def finish_of(answer: Answer) -> str:

@@ -1,4 +1,4 @@
-"""What is told of an answer as it grows, and what it is in the end: steps, and the passages that they rest on."""
+"""The progress of an answer as it grows, and the answer in the end: steps, and the passages that they rest on."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -37,10 +37,10 @@ class Growing:
         if self.tell is None:
             return
         step, episode = transcript.steps[-1], transcript.episode()
-        told = step_record(step, len(transcript.steps), numbered(episode.documents))
-        found = [asdict(source) for source in sources_of(episode) if source.number in told["sources"]]
+        record = step_record(step, len(transcript.steps), numbered(episode.documents))
+        found = [asdict(source) for source in sources_of(episode) if source.number in record["sources"]]
         failed = bool(transcript.failure and step.searches and not step.documents)
-        self.tell({"type": "step", **told, "documents": found, "failed": failed})
+        self.tell({"type": "step", **record, "documents": found, "failed": failed})
 
     def answer(self, why: str) -> Answer:
         """How it ended; `why` says why there is no answer. What a chat has said until it was cut off is its answer."""

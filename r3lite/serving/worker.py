@@ -1,7 +1,7 @@
 """The thread that answers, and the jobs that it and the server's event loop share.
 
-The event loop submits jobs and awaits their events; the thread joins them to those that are being answered. Whoever
-stops waiting stops the job, and its place is free at the next token.
+The event loop submits jobs and awaits their events; the thread joins them to those that are being answered. A
+client that stops waiting stops its job, whose place is free at the next token.
 """
 
 import asyncio

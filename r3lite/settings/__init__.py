@@ -1,7 +1,7 @@
 """The settings of every command. The sections are in files by subject; all of them can be imported from here.
 
-Bounds and traits stand at the setting (see core/config.py): whether a resumed run may change it, whether it pays what
-only a judge can say, whether it must be given. The classes below are the settings of the commands whose work is done in
+Bounds and traits stand at the setting (see core/config.py): whether a resumed run may change it, whether it
+must be given. The classes below are the settings of the commands whose work is done in
 other rooms; the other commands put their sections together in their own file. The docstring of each is its `--help`.
 """
 
@@ -114,7 +114,7 @@ class PpoConfig(CommandConfig):
         return self.rl.batch_size * self.rl.num_generations
 
     def rounds(self, questions: int | None) -> int | None:
-        """Rounds of the run over so many questions; None if their number is not known and decides."""
+        """Rounds of the run over this number of questions; None if it decides and is not known."""
         if self.schedule.max_steps or questions is None:
             return self.schedule.max_steps
         return math.ceil(self.schedule.epochs * questions / self.rl.batch_size)

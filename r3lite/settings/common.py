@@ -3,7 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from r3lite.core.config import Bounds, Free, Section, UsageError
@@ -26,6 +26,21 @@ class Common(Section):
     """seed of every random stream"""
     dry_run: Free[bool] = False
     """print the resolved settings and exit"""
+
+
+class Weighted(dict):
+    """NAME=WEIGHT, or a table whose weight is 1 unless it is given: a dict, as files keep settings as JSON and TOML."""
+
+    def __init__(self, given: Any, key: str):
+        """`key` is that of the name in the table."""
+        if isinstance(given, str):
+            name, equals, weight = given.rpartition("=")
+            given = {key: name.strip(), "weight": float(weight)} if equals else {key: given}
+        super().__init__({key: "", "weight": 1.0} | dict(given))
+
+    def __repr__(self) -> str:
+        parts = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
+        return f"{self['name']}={self['weight']:g}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from r3lite.core.config import MOST, Count, Required, Section, UsageError
 from r3lite.core.errors import nearest
+from r3lite.settings.common import Weighted
 from r3lite.settings.protocol import FORMATS
 
 TYPES = ("qa", "chat", "coding", "function_calling", "r1")
@@ -54,27 +55,23 @@ class TrajectorySettings(DataSettings):
     ] = None
 
 
-class SourceEntry(dict):
+class SourceEntry(Weighted):
     """FILE=WEIGHT, or a table of file, weight, name, type and format
 
     Has `file`, `weight` (1 unless given) and `name` (that of the file unless given), and `type` and `format` if they
-    are given: a dict, as files keep settings as JSON and TOML.
+    are given.
     """
 
     def __init__(self, given: Any):
-        if isinstance(given, str):
-            file, equals, weight = given.rpartition("=")
-            given = {"file": file.strip(), "weight": float(weight)} if equals else {"file": given}
-        given = dict(given)
-        if unknown := [key for key in given if key not in KEYS]:
-            told = given.get("name") or given.get("file") or "without a file"
-            raise UsageError(f"the source {told} has no key {unknown[0]!r}{nearest(unknown[0], KEYS)}")
-        file = given.get("file")
+        super().__init__(given, "file")
+        if unknown := [key for key in self if key not in KEYS]:
+            source = self.get("name") or self.get("file") or "without a file"
+            raise UsageError(f"the source {source} has no key {unknown[0]!r}{nearest(unknown[0], KEYS)}")
+        file = self.get("file")
         if not isinstance(file, str) or not file.strip() or "\0" in file:
             raise UsageError(f"a source has no file: {given}")
-        name = given.get("name", re.sub(r"[^\w-]+", "-", Path(file).stem).strip("-")[:64] or "data")
-        super().__init__({"file": file, "weight": 1.0} | given | {"name": name})
-        weight, kind = self["weight"], self.get("type")
+        self.setdefault("name", re.sub(r"[^\w-]+", "-", Path(file).stem).strip("-")[:64] or "data")
+        name, weight, kind = self["name"], self["weight"], self.get("type")
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,64}", name):
             raise UsageError(f"the source of {file} is named {name!r}; a name is of letters, digits, - and _")
         if type(weight) not in (int, float) or not 0 < weight <= MOST:
@@ -86,10 +83,6 @@ class SourceEntry(dict):
                 raise UsageError(f"the source {name} has the {key} {value!r}; {known}")
         if "format" in self and kind not in (None, "qa"):
             raise UsageError(f"the source {name} is of type {kind}, which has no steps: leave its format out")
-
-    def __repr__(self) -> str:
-        parts = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
-        return f"{self['name']}={self['weight']:g} ({', '.join(parts)})"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,12 @@ def collection_server(address: str) -> str | None:
     return None
 
 
+def source_and_place(entry: str) -> tuple[str, str]:
+    """The kind of source and the place of its retriever in an entry of --source-index."""
+    source, _, place = entry.partition("=")
+    return source.strip(), place.strip()
+
+
 @dataclass(frozen=True)
 class RetrievalSettings(Section):
     """Retrieval."""
@@ -101,8 +107,7 @@ class RetrievalSettings(Section):
         """The settings of the retriever of each kind of source that has one of its own."""
         own: dict[str, RetrievalSettings] = {}
         shared = ("corpus", "index", "source_index", "noise_rate", "query_cache")  # the last: that of all is used
-        for entry in self.source_index or ():
-            name, _, place = (part.strip() for part in entry.partition("="))
+        for name, place in map(source_and_place, self.source_index or ()):
             named = {"retriever": place} if "://" in place or place in SERVICES else {"index": place}
             if "index" in named and (self.is_remote or self.is_web):
                 named["retriever"] = "semantic"
@@ -110,7 +115,14 @@ class RetrievalSettings(Section):
         return own
 
     def check(self) -> None:
-        self._check_sources()
+        for entry in self.source_index or ():
+            name, place = source_and_place(entry)
+            if name not in SOURCES or not place:
+                raise UsageError(f"--source-index {entry}: write it as News=FOLDER; known are {', '.join(SOURCES)}")
+        if len(self.of_sources) < len(self.source_index or ()):
+            raise UsageError("--source-index names a kind of source twice")
+        for settings in self.of_sources.values():
+            settings.check()
         if self.is_remote:
             if problem := problem_of_address(collection_server(self.retriever) or self.retriever):
                 known = "http://host:8000/retrieve or qdrant://host:6333/collection"
@@ -119,8 +131,7 @@ class RetrievalSettings(Section):
                 raise UsageError("--encoder hashing weighs words by the corpus, which is on the server: name a BERT")
         elif self.is_web and self.top_k > self.web_results:
             raise UsageError(f"--top-k is {self.top_k}, and --web-results {self.web_results} brings fewer")
-        elif self.retriever not in (*RETRIEVERS, *SERVICES):
-            names = (*RETRIEVERS, *SERVICES)
+        elif self.retriever not in (names := (*RETRIEVERS, *SERVICES)):
             known = f"choose from {', '.join(names)}, or pass the address of a server"
             raise UsageError(f"retriever is {self.retriever!r}; {known}{nearest(self.retriever, names)}")
         for text in self.filter or ():
@@ -128,17 +139,6 @@ class RetrievalSettings(Section):
                 raise UsageError(f"--filter {text}: write it as lang=en or year>=2020, in quotes")
         if self.rerank and "://" in self.rerank and (problem := problem_of_address(self.rerank)):
             raise UsageError(f"the address of --rerank {problem}; pass one such as http://host:8000/rerank")
-
-    def _check_sources(self) -> None:
-        for entry in self.source_index or ():
-            name, _, place = (part.strip() for part in entry.partition("="))
-            if name not in SOURCES or not place:
-                raise UsageError(f"--source-index {entry}: write it as News=FOLDER; known are {', '.join(SOURCES)}")
-        if self.source_index:
-            if len(self.of_sources) < len(self.source_index):
-                raise UsageError("--source-index names a kind of source twice")
-            for settings in self.of_sources.values():
-                settings.check()
 
 
 @dataclass(frozen=True)

@@ -1,40 +1,33 @@
-"""Settings of what an episode is paid."""
+"""Settings of the rewards."""
 
 import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from r3lite.core.config import MOST, Bounds, Judged, NonNegative, Section, UsageError
+from r3lite.core.config import MOST, Bounds, NonNegative, Section, UsageError
+from r3lite.settings.common import Weighted
 
 Factor = Annotated[float, Bounds(low=-1000, high=1000)]
 FIRST_WEIGHT = "first_weight"
 NAME = re.compile(r"\w+|\w+(\.\w+)*:\w+")  # a built-in reward, or package.module:function
 
 
-class RewardEntry(dict):
+class RewardEntry(Weighted):
     """NAME=WEIGHT, or a table of a name, a weight and the parameters of the reward, whose numbers are finite
 
     Has `name`, `weight` (1 unless given), perhaps `first_weight`, that of a curriculum's first rounds, and the
-    parameters under their own names: a dict, as files keep settings as JSON and TOML. Which rewards there are and what
-    they take, `rewards/registry.py` knows.
+    parameters under their own names. Which rewards there are and what they take, `rewards/registry.py` knows.
     """
 
     def __init__(self, given: Any):
-        if isinstance(given, str):
-            name, equals, weight = given.rpartition("=")
-            given = {"name": name.strip(), "weight": float(weight)} if equals else {"name": given}
-        super().__init__({"name": "", "weight": 1.0} | given)
+        super().__init__(given, "name")
         values = [x for value in self.values() for x in (value if isinstance(value, list) else [value])]
         weights = [self["weight"], self.get(FIRST_WEIGHT, 0.0)]
         if any(type(weight) not in (int, float) for weight in weights) or not all(map(_is_plain, values)):
             raise ValueError
         if not isinstance(self["name"], str) or not NAME.fullmatch(self["name"]):
             raise ValueError
-
-    def __repr__(self) -> str:
-        parts = [f"{key}={value!r}" for key, value in self.items() if key not in ("name", "weight")]
-        return f"{self['name']}={self['weight']:g}" + (f" ({', '.join(parts)})" if parts else "")
 
 
 def _is_plain(value: Any) -> bool:
@@ -50,11 +43,11 @@ class RewardSettings(Section):
     """reward at the end for an exact match"""
     outcome_f1: NonNegative = 0.0
     """reward at the end per unit of F1"""
-    outcome_judge: Judged[NonNegative] = 0.0
+    outcome_judge: NonNegative = 0.0
     """reward at the end if the judge calls the answer right"""
     process_recall: NonNegative = 0.0
     """reward at each query per share of the gold paragraphs retrieved for the first time, which must be known"""
-    process_judge: Judged[NonNegative] = 0.0
+    process_judge: NonNegative = 0.0
     """reward at each query per unit of the judge's relevance and coherence"""
     format_reward: NonNegative = 0.1
     """reward for well-formed steps: this times their share of the episode's steps"""
@@ -65,7 +58,7 @@ class RewardSettings(Section):
     gamma_fail: Factor = -0.1
     """the same for an episode without an answer"""
     least_searches: Annotated[int, Bounds(low=0, high=100)] = 0
-    """an episode with fewer different searches is not paid for its outcome; 0: off"""
+    """an episode with fewer different searches gets no outcome reward; 0: off"""
     search_bonus: NonNegative = 0.0
     """reward for each query that is neither blank nor repeated"""
     idle_query_penalty: NonNegative = 0.0

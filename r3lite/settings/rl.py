@@ -17,11 +17,7 @@ Algorithm = Literal[
 PAPERS = {
     "dr-grpo": {"kl_beta": 0.0},
     "dapo": {
-        "clip_high": 0.28,
-        "kl_beta": 0.0,
-        "refill_limit": 3,
-        "overlong_filter": "on",
-        "overlong_penalty": 1.0,
+        "clip_high": 0.28, "kl_beta": 0.0, "refill_limit": 3, "overlong_filter": "on", "overlong_penalty": 1.0,
     },
     "reinforce++-baseline": {"kl_estimator": "k2"},
     "dgpo": {"kl_beta": 0.0},
@@ -29,7 +25,7 @@ PAPERS = {
     "luffy": {"kl_beta": 0.05},
     "exgrpo": {"kl_beta": 0.05},
     "hybrid": {"kl_beta": 0.05},
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,5 +131,5 @@ class RLSettings(Section):
     """weight of the KL divergence from the teacher (dgpo)"""
 
     def questions_at(self, share: float) -> int:
-        """So many of a round's questions, rounded up."""
+        """The number of a round's questions that a share is, rounded up."""
         return math.ceil(share * self.batch_size)

@@ -70,7 +70,7 @@ class LimitSettings(Section):
     max_body_kib: Count = 256
     """most KiB of a request"""
     max_requests: Count = 128
-    """requests that are answered or wait; more are told to come back (503)"""
+    """requests that are answered or wait; more are refused for now (503)"""
     max_requests_per_client: Count = 64
     """the same, of one address (429)"""
     requests_per_minute: Count = 600

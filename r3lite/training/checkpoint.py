@@ -27,7 +27,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import PART, open_regular, read_record, write_json
 from r3lite.models.tensor_files import write_tensors
 
@@ -129,7 +129,7 @@ def fault(folder: Path) -> str | None:
 
 def _check_files(folder: Path) -> None:
     """Raises R3LiteError or OSError unless the folder holds what its manifest says."""
-    (folder / MANIFEST).stat()  # one that is missing is told as any missing file
+    (folder / MANIFEST).stat()  # one that is missing is reported as any missing file
     manifest = read_record(folder / MANIFEST, REMEDY)
     if (found := manifest.whole("format")) != FORMAT:
         raise R3LiteError(f"its format is {found}, not {FORMAT}")
@@ -168,12 +168,10 @@ def read(folder: Path) -> Checkpoint:
     """Reads a checkpoint, all of it or an R3LiteError."""
     if problem := fault(folder):
         raise R3LiteError(f"{folder} is not a sound checkpoint: {problem}", REMEDY)
-    try:
-        files = read_record(folder / MANIFEST, REMEDY).record("files").values
-        paths = [folder / name for name in files if name.endswith(".safetensors") and "/" not in name]
+    files = read_record(folder / MANIFEST, REMEDY).record("files").values
+    paths = [folder / name for name in files if name.endswith(".safetensors") and "/" not in name]
+    with explained(SafetensorError, f"{folder} holds no tensors that can be read", REMEDY):
         tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
-    except SafetensorError as error:
-        raise R3LiteError(f"{folder} holds no tensors that can be read: {error}", REMEDY) from error
     state = _read_state(folder)
     return Checkpoint(state["step"], tensors, state)
 
@@ -195,8 +193,8 @@ def newest_sound(output: Path) -> Path | None:
 
 
 def prune(output: Path, keep: int, spare: int | None = None) -> None:
-    """Removes all but the newest `keep` checkpoints, and that of step `spare`; one that cannot be removed is told, and
-    the run goes on."""
+    """Removes all but the newest `keep` checkpoints, and that of step `spare`; one that cannot be removed is reported,
+    and the run goes on."""
     for step, folder in list(all_of(output).items())[:-keep]:
         if step == spare:
             continue
@@ -208,10 +206,9 @@ def prune(output: Path, keep: int, spare: int | None = None) -> None:
 
 def remove(folder: Path) -> None:
     """Removes a checkpoint. It is renamed first, so that a kill midway leaves no half of one under its name."""
-    try:
+    # On Windows, while a program has one of its files open, it cannot.
+    with explained(OSError, f"{folder} cannot be removed", "Close what uses it, and run again."):
         old = _set_aside(folder)
-    except OSError as error:  # on Windows, while a program has one of its files open
-        raise R3LiteError(f"{folder} cannot be removed: {error}", "Close what uses it, and run again.") from error
     shutil.rmtree(old, ignore_errors=True)
 
 

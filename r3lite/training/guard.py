@@ -29,7 +29,7 @@ class Alarm:
     """
 
     limit: str | None
-    told: str
+    message: str
 
 
 def standard_error(differences: Sequence[float]) -> float:
@@ -82,7 +82,7 @@ class Guard:
     def look(self, step: int, record: dict, each: Sequence[float] | None = None) -> Alarm | None:
         """Takes in a round's metrics and, after a validation, the F1 of `each` question; what is wrong, if anything.
 
-        An alarm is raised when a limit was crossed as often in a row as the settings say, and once: a limit is told
+        An alarm is raised when a limit was crossed as often in a row as the settings say, and once: a limit is reported
         again only after it has been kept.
         """
         now = watched(record)
@@ -98,13 +98,13 @@ class Guard:
         if each is not None:
             self.validated(step, each)
         alarms = []
-        for limit, told in crossed.items():
-            self.beyond[limit] = self.beyond.get(limit, 0) + 1 if told else 0
+        for limit, message in crossed.items():
+            self.beyond[limit] = self.beyond.get(limit, 0) + 1 if message else 0
             needed, unit = self.settings.guard_patience, "rounds"
             if limit == "guard_f1_drop":
                 needed, unit = self.settings.guard_validations, "validations"
-            if told and self.beyond[limit] == needed:
-                alarms.append(Alarm(limit, told + (f", {needed} {unit} in a row" if needed > 1 else "")))
+            if message and self.beyond[limit] == needed:
+                alarms.append(Alarm(limit, message + (f", {needed} {unit} in a row" if needed > 1 else "")))
         return alarms[0] if alarms and self.settings.guard != "off" else None
 
     def validated(self, step: int, each: Sequence[float]) -> None:
@@ -123,7 +123,7 @@ class Guard:
         self.recent, self.beyond = [], {}
 
     def forget_rewards(self) -> None:
-        """Called before a round that is paid by other weights: rewards before and after are not to be compared."""
+        """Called before a round with other weights of the rewards: rewards before and after are not to be compared."""
         self.recent = [numbers | {"reward": None} for numbers in self.recent]
         self.peak = self.best_reward = None
         if self.best is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import explained
 from r3lite.core.files import own_records
 from r3lite.core.spans import Spans, span
 from r3lite.devices.live_tensors import MIB
@@ -66,9 +66,9 @@ def _peak_memory_mib_on_windows() -> float | None:
     counters = Counters(size=ctypes.sizeof(Counters))
     current = ctypes.windll.kernel32.GetCurrentProcess
     current.restype = wintypes.HANDLE
-    told = ctypes.windll.psapi.GetProcessMemoryInfo
-    told.argtypes = [wintypes.HANDLE, ctypes.c_void_p, wintypes.DWORD]
-    return counters.peak_resident / MIB if told(current(), ctypes.byref(counters), counters.size) else None
+    ask = ctypes.windll.psapi.GetProcessMemoryInfo
+    ask.argtypes = [wintypes.HANDLE, ctypes.c_void_p, wintypes.DWORD]
+    return counters.peak_resident / MIB if ask(current(), ctypes.byref(counters), counters.size) else None
 
 
 def with_perplexity(record: dict) -> dict:
@@ -133,13 +133,9 @@ class Clock:
         return steps * (now - self.first) / self.later
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Says which file could not be written in the `with` block, if one could not."""
-    try:
-        yield
-    except OSError as error:  # a full disk
-        raise R3LiteError(f"{path} cannot be written: {error}", "Make room; go on with --resume auto.") from error
+def writing(path: Path) -> contextlib.AbstractContextManager:
+    """Says which file could not be written in the `with` block, such as on a full disk."""
+    return explained(OSError, f"{path} cannot be written", "Make room; go on with --resume auto.")
 
 
 def _plain(value):
@@ -206,7 +202,7 @@ def _is_record(record: dict) -> bool:
 
 
 def up_to(path: Path, step: int) -> list[dict]:
-    """The records of a log up to a step, which a run that goes on from there keeps; a torn last line is told."""
+    """The records of a log up to a step, which a run that goes on from there keeps; a torn last line is reported."""
     records, torn = _read(path)
     if torn:
         print(f"{path}: the last line is torn and is left out", file=sys.stderr)

@@ -128,7 +128,7 @@ class Oversight:
     def _heed(self, step: int, alarm: Alarm) -> bool:
         """Says in one line what is wrong and what follows, and does it; whether weights have changed."""
         s, guard = self.guard.settings, self.guard
-        wrong = f"step {step}: {alarm.told}" + (f" ({flag(alarm.limit)})" if alarm.limit else "")
+        wrong = f"step {step}: {alarm.message}" + (f" ({flag(alarm.limit)})" if alarm.limit else "")
         if not self.can_go_back:
             why = "" if s.guard == "warn" else "; without --eval-data there is nothing to go back to"
             _say(f"warning: {wrong}: the run may be collapsing{why}")
@@ -142,7 +142,9 @@ class Oversight:
             anew = "Start anew from it with --adapter and a lower --learning-rate, a higher --kl-beta or other rewards"
             remedy = f"The best adapter, of {best}, is in {self.run.output / 'adapter'}. {anew}; or pass "
             remedy += f"{self.run.how_to_go_on} --guard off."
-            self.collapse = Collapse(f"the run collapsed again after {guard.rollbacks} rollbacks: {alarm.told}", remedy)
+            self.collapse = Collapse(
+                f"the run collapsed again after {guard.rollbacks} rollbacks: {alarm.message}", remedy
+            )
             return True
         guard.rolled_back()
         scale = f"the learning rate is multiplied by {guard.rate_scale:g}"

@@ -6,7 +6,6 @@ Knows no algorithm.
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 
 from r3lite.core.command import changes, refuse_another_run
 from r3lite.core.config import flat
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import folder_fingerprint, names_in, sole_writer, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml, with_values
 from r3lite.models.weights import resolve_folder
@@ -65,9 +64,9 @@ class RunFolder:
         if state["command"] != self.command:
             cause = f"{self.source} is a checkpoint of {state['command']}, not of {self.command}"
             raise R3LiteError(cause, "To start from its adapter, pass --adapter instead of --resume.")
-        if told := changes(state["settings"], self.config):
+        if changed := changes(state["settings"], self.config):
             remedy = f"Pass --config {self.source.parent / CONFIG} for the run's own, or start anew with --adapter."
-            raise R3LiteError(f"{self.source} cannot be resumed with other settings: {told}", remedy)
+            raise R3LiteError(f"{self.source} cannot be resumed with other settings: {changed}", remedy)
 
     def _check_free(self, resume: str | None) -> None:
         """Refuses a fresh start in a folder that holds something else than a run of this one without a checkpoint."""
@@ -139,13 +138,9 @@ class RunFolder:
         self.best = step if folder.exists() else None
         return self.best is not None
 
-    @contextlib.contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            remedy = "Make room or mend the folder, then go on with --resume auto."
-            raise R3LiteError(f"{what} cannot be written in {self.output}: {error}", remedy) from error
+    def _writing(self, what: str) -> contextlib.AbstractContextManager:
+        remedy = "Make room or mend the folder, then go on with --resume auto."
+        return explained((OSError, SafetensorError), f"{what} cannot be written in {self.output}", remedy)
 
     def write_adapter(self, state: TrainState, step: int | None) -> None:
         """Writes `adapter/`: that of the checkpoint of a step, or with None that of now."""

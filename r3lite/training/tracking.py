@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import explained
 from r3lite.core.files import read_text, write_text
 
 WANDB_ID = "wandb-id.txt"  # a resumed run goes on in the same place
@@ -54,18 +54,11 @@ def _wandb(settings: dict, output: Path, done: int) -> Tracker:
 
     path = output / WANDB_ID
     known = read_text(path, "Remove it to begin a new run of Weights & Biases.").strip() if path.exists() else None
-    try:
-        run = wandb.init(
-            project=settings["track_project"],
-            name=settings["track_name"] or output.name,
-            id=known if done else None,
-            resume="allow" if known and done else None,
-            dir=str(output),
-            config=settings,
-        )
-    except wandb.errors.Error as error:
-        remedy = "Set WANDB_API_KEY, or WANDB_MODE=offline, or leave --track out."
-        raise R3LiteError(f"Weights & Biases cannot be used: {error}", remedy) from error
+    place = {"project": settings["track_project"], "name": settings["track_name"] or output.name, "dir": str(output)}
+    resumed = {"id": known if done else None, "resume": "allow" if known and done else None}
+    remedy = "Set WANDB_API_KEY, or WANDB_MODE=offline, or leave --track out."
+    with explained(wandb.errors.Error, "Weights & Biases cannot be used", remedy):
+        run = wandb.init(**place, **resumed, config=settings)
     write_text(path, run.id + "\n")
 
     def write(numbers: dict[str, float], step: int) -> None:

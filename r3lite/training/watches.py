@@ -13,12 +13,12 @@ Numbers = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Watch:
-    """A quantity of each round, how its limit is meant, and how it is told."""
+    """A quantity of each round, how its limit is meant, and how it is worded."""
 
     limit: str  # the setting
     quantity: str  # a key of `watched`
     beyond: Callable[[float, float, float, float], bool]  # of (now, start, limit, least)
-    told: str  # with the place of the figure
+    message: str  # with the place of the figure
     form: str  # of the figure
     least: float = 0.0  # a change that is smaller than this is never beyond the limit
 
@@ -26,7 +26,7 @@ class Watch:
         """What is wrong; None if nothing is."""
         if not self.beyond(now, start, limit, self.least):
             return None
-        return f"{self.told.format(self.form.format(now))} ({self.form.format(start)} at the start)"
+        return f"{self.message.format(self.form.format(now))} ({self.form.format(start)} at the start)"
 
 
 def risen(now: float, start: float, limit: float, least: float) -> bool:

@@ -32,21 +32,14 @@ class Candidate:
     def from_json(record: Record) -> "Candidate":
         kept, ends = record.record("scores"), ("value", "low", "high")
         scores = {name: {end: kept.record(name).number(end) for end in ends} for name in kept.values}
-        return Candidate(
-            record.whole("id"),
-            record.text("prompt", blank=True),
-            record.whole("round"),
-            record.whole("parent", None),
-            record.whole("branch"),
-            record.text("critique", blank=True),
-            record.text("rejected", blank=True),
-            scores,
-        )
+        texts = {key: record.text(key, blank=True) for key in ("prompt", "critique", "rejected")}
+        numbers = {key: record.whole(key) for key in ("id", "round", "branch")}
+        return Candidate(**texts, **numbers, parent=record.whole("parent", None), scores=scores)
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a round that is over has brought: the best prompt so far, and the difference of its score from that of the
+    """The result of a round that is over: the best prompt so far, and the difference of its score from that of the
     best before it, over the same questions, with a 95 % interval."""
 
     number: int
@@ -98,7 +91,7 @@ class History:
         return self.ranked()[0]
 
     def open_branches(self, number: int, beam: int, branch: int) -> list[tuple[Candidate, list[int]]]:
-        """Of the beam that a round goes on from, each prompt with those of its branches that have brought none yet."""
+        """Of the beam that a round goes on from, each prompt with those of its branches that have made none yet."""
         done = {(c.parent, c.branch) for c in self.candidates if c.round == number}
         parents = self.ranked(before=number)[:beam]
         left = [(p, [b for b in range(1, branch + 1) if (p.id, b) not in done]) for p in parents]
@@ -157,6 +150,6 @@ def most(rounds: int, beam: int, branch: int) -> Most:
 
 
 def all_episodes(tuning: TuningSettings, sampled: int, scored: int) -> int:
-    """The most episodes that a run over so many questions of --data and of --eval-data samples."""
+    """The most episodes that a run over these numbers of questions of --data and of --eval-data samples."""
     made = most(tuning.rounds, tuning.beam, tuning.branch)
     return made.tried * min(sampled, tuning.sampled_questions) + made.scored * min(scored, tuning.eval_questions)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from r3lite.checks import card, numbers
-from r3lite.checks.finding import CPU
+from r3lite.checks.sample import CPU
 from r3lite.devices import precision
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision
@@ -39,7 +39,7 @@ def test_a_card_that_pytorch_cannot_use_is_a_failure(no_card, monkeypatch, build
 def test_a_card_beside_a_run_on_the_cpu_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = card.usable(EXACT)
-    assert found.state == "skipped" and "a card is here too" in found.told
+    assert found.state == "skipped" and "a card is here too" in found.message
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def test_a_card_without_kernels_in_the_build_is_a_failure(monkeypatch, capabilit
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_runs_a_fused_kernel_under_every_mask(dtype):
     found = card.attention_kernels(Precision(dtype, CPU))
-    assert found.state == "ok" and "`cpu` under each of 7 masks" in found.told
+    assert found.state == "ok" and "`cpu` under each of 7 masks" in found.message
 
 
 def test_attention_by_the_math_kernel_is_a_failure():
     with sdpa_kernel([SDPBackend.MATH]):
         found = card.attention_kernels(EXACT)
-    assert found.state == "failed" and found.told.count("math") == 7 and "O(T^2)" in found.remedy
+    assert found.state == "failed" and found.message.count("math") == 7 and "O(T^2)" in found.remedy
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_which_kernels_are_sound_depends_on_the_card(monkeypatch, capability, ke
     found = card._judged_kernels(kernels, CUDA.device)
     assert found.state == state
     if state == "failed":
-        assert not any(f"{mask}: efficient" == part for mask in kernels for part in found.told.split(", "))
+        assert not any(f"{mask}: efficient" == part for mask in kernels for part in found.message.split(", "))
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_what_is_beside_the_tensors_by_hand(pretended):
     """The context is 4,096 - 3,300 - 300 - 100 = 396 MiB; two workspaces are 16."""
     found = card.beside_tensors(CUDA, pretended, {"graph_pools_mib": 22, "fragmentation": 0.034})
     assert found.state == "ok"
-    told = found.told.removeprefix("MiB measured of planned: ")
+    told = found.message.removeprefix("MiB measured of planned: ")
     assert told == "context 396 of 434, cuBLAS workspace 16 of 16, graph pools 22 of 22, fragmentation 3% of 6%"
 
 
@@ -122,7 +122,7 @@ def test_more_than_is_planned_for_is_a_failure(pretended):
 def test_what_no_one_tells_is_left_out(pretended, monkeypatch):
     monkeypatch.delattr(torch.backends.cuda, "cublas_workspace_size")  # before PyTorch 2.13
     found = card.beside_tensors(CUDA, {}, {"graph_pools_mib": 22})
-    assert found.told == "MiB measured of planned: graph pools 22 of 22"
+    assert found.message == "MiB measured of planned: graph pools 22 of 22"
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     assert card.beside_tensors(CUDA, {}, {}).state == "skipped"
     assert card.beside_tensors(EXACT, {}, {}).state == "skipped"

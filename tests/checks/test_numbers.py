@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from r3lite.checks import finding, numbers
-from r3lite.checks.finding import CPU, closeness
+from r3lite.checks import numbers, sample
+from r3lite.checks.finding import closeness
+from r3lite.checks.sample import CPU
 from r3lite.devices.precision import DTYPES, Precision
 from r3lite.models import causal_lm, kv_cache, nf4, offload
 from r3lite.models.projections import Nf4Linear
@@ -31,7 +32,7 @@ def test_a_sound_device_passes(check, dtype):
 
 
 def failed(found) -> bool:
-    return found.state == "failed" and bool(found.told) and bool(found.remedy)
+    return found.state == "failed" and bool(found.message) and bool(found.remedy)
 
 
 def test_logits_fail_without_rotary_positions(monkeypatch):
@@ -41,7 +42,7 @@ def test_logits_fail_without_rotary_positions(monkeypatch):
 
 def test_logits_fail_that_are_not_the_cpus(monkeypatch):
     """By 0.002, in one of 650 places: TF32 is off by more, in all of them."""
-    model, rows = finding.tiny(EXACT), finding.sentences()
+    model, rows = sample.tiny(EXACT), sample.sentences()
     assert numbers.against_the_cpu(model, rows, CPU, "").state == "ok"
     exact = model.logits
 
@@ -57,7 +58,7 @@ def test_logits_fail_that_are_not_the_cpus(monkeypatch):
 
 @pytest.mark.parametrize("size", [0.9, float("nan")])
 def test_logits_in_16_bits_fail_that_are_not_the_cpus(monkeypatch, size):
-    made = finding.tiny
+    made = sample.tiny
 
     def broken(precision, adapted=False):
         model = made(precision, adapted)
@@ -185,10 +186,10 @@ def test_what_is_not_a_number_is_not_close():
 
 def test_the_recorded_entropy_is_that_of_the_shipped_model():
     """By hand: the mean of -log p of each token but the first, row by row, without padding."""
-    model = finding.tiny(EXACT)
+    model = sample.tiny(EXACT)
     losses = []
     with torch.no_grad():
-        for row in finding.sentences():
+        for row in sample.sentences():
             ids = torch.tensor([row])
             logits = model.logits(model(ids))[0, :-1]
             losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))

@@ -9,7 +9,7 @@ import torch
 
 from r3lite.assembly import supervised
 from r3lite.checks import runs
-from r3lite.checks.finding import CPU
+from r3lite.checks.sample import CPU
 from r3lite.core import command
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
@@ -27,7 +27,7 @@ def short(monkeypatch):
 
 
 def failed(found) -> bool:
-    return found.state == "failed" and bool(found.told) and bool(found.remedy)
+    return found.state == "failed" and bool(found.message) and bool(found.remedy)
 
 
 def test_training_in_bf16_is_close_to_fp32_and_fp32_is_what_it_is_compared_with():
@@ -114,7 +114,7 @@ def test_memory_fails_if_it_runs_out(monkeypatch):
 
     monkeypatch.setattr(supervised.SFTTrainer, "add_gradients", runs_out)
     found = runs.memory(EXACT)
-    assert failed(found) and "memory ran out" in found.told
+    assert failed(found) and "memory ran out" in found.message
 
 
 def test_a_resumed_run_is_equal_to_the_bit():
@@ -141,7 +141,7 @@ def test_where_equal_runs_differ_nothing_can_be_equal_to_the_bit(monkeypatch):
 
     monkeypatch.setattr(supervised.SFTTrainer, "step", noisy)
     found = runs.resume(EXACT)
-    assert found.state == "skipped" and "in no fixed order" in found.told
+    assert found.state == "skipped" and "in no fixed order" in found.message
 
 
 def test_a_run_that_fails_is_an_error_and_one_that_is_stopped_stops(monkeypatch, tmp_path):

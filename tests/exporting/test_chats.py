@@ -1,6 +1,7 @@
 """What an export says of chats is what was trained: where they end, their template, their system message."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -199,3 +200,16 @@ def test_a_base_without_an_adapter_is_exported(exported, capsys):
     for form in ("adapter", "gguf-adapter"):
         assert exported(resolve_folder("tiny"), form)[0] == 2
         assert "--adapter is missing" in capsys.readouterr().err
+
+
+def test_the_modelfile_is_the_prompt_of_an_episode():
+    protocol = build_protocol(ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", system_prompt="Be brief."))
+    tokenizer = Tokenizer.load(resolve_folder("tiny"))
+    text = chats.modelfile("model.gguf", protocol, tokenizer)
+    template = re.search(r'TEMPLATE """(.*?)"""', text, re.DOTALL)[1]
+    filled = template.replace("{{ .Prompt }}", "Who?").replace("{{ .Response }}", "")
+    from tokenizers import Tokenizer as Plain
+
+    ids = Plain.from_file(str(resolve_folder("tiny") / "tokenizer.json")).encode(filled, add_special_tokens=False).ids
+    assert ids == tokenizer.open_chat(protocol.opening("Who?"), "Be brief.")
+    assert text.startswith("FROM ./model.gguf\n") and "PARAMETER stop <|im_end|>" in text

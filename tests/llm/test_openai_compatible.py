@@ -8,9 +8,10 @@ import pytest
 from r3lite.core.config import UsageError
 from r3lite.core.episode import ANSWERED, Document, Episode, Question, Step
 from r3lite.core.errors import R3LiteError
+from r3lite.llm.cache import digest
 from r3lite.llm.client import Client, Request
 from r3lite.llm.openai_compatible import closed
-from r3lite.rewards.judge import SCHEMA, build_judge
+from r3lite.rewards.judge import build_judge, question
 from r3lite.settings import JudgeSettings
 from tests.marks import ASK, ask
 
@@ -88,9 +89,10 @@ def test_plain_text_asks_for_no_form(server, asked):
 
 
 def test_every_object_of_a_schema_is_closed():
-    made = closed(SCHEMA)
+    schema = question()[1]
+    made = closed(schema)
     assert made["additionalProperties"] is False and made["$defs"]["StepGrade"]["additionalProperties"] is False
-    assert "additionalProperties" not in SCHEMA and made["properties"] == SCHEMA["properties"]
+    assert "additionalProperties" not in schema and made["properties"] == schema["properties"]
     # A property may have the name of a keyword.
     odd = {"type": "object", "properties": {"type": {"type": "object", "properties": {}}}}
     assert closed(odd)["properties"]["type"] == {"type": "object", "properties": {}, "additionalProperties": False}
@@ -170,7 +172,7 @@ def test_the_name_of_the_limit_that_a_server_wants_is_remembered(server, asked, 
         ["max_tokens"], ["max_completion_tokens"], ["max_completion_tokens"]
     ]  # fmt: skip
     assert client.counts()["failures"] == 0
-    assert capsys.readouterr().err.count("m is told its limit as max_completion_tokens: 400") == 1
+    assert capsys.readouterr().err.count("m takes its limit as max_completion_tokens: 400") == 1
 
 
 def test_a_server_that_wants_neither_name_has_refused(server, asked):
@@ -232,7 +234,7 @@ def test_replies_of_two_services_are_not_mixed_up(server, asked, tmp_path, monke
     assert not asked(tmp_path).generate(ASK).cached and asked(tmp_path).generate(ASK).cached
     monkeypatch.setenv("GOOGLE_API_KEY", "another")
     other = asked(tmp_path, judge="gemini")
-    assert other._cache.recall(other._key_of(ASK), ASK) is None
+    assert other._cache.recall(digest(ASK, other.circumstances), ASK) is None
 
 
 def test_a_judge_judges_by_it(server, tmp_path):

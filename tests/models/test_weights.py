@@ -301,40 +301,6 @@ def test_offline_says_what_to_put_where(tmp_path):
     assert "put the model's config.json, tokenizer.json" in done.stderr
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_merged_checkpoint_has_the_sources_files_and_the_published_names(small_model, write_folder, tmp_path, tied):
-    source = write_folder(small_model(tie_word_embeddings=tied), tmp_path / "source", extra_key=[1])
-    (source / "tokenizer.json").write_text('{"a":   1}')
-    model = load_model(source, torch.float32, "cpu")
-    add_adapter(model, "policy", 4, 8)
-    save_merged(model, source, tmp_path / "out")
-    out = tmp_path / "out"
-    for name in ("config.json", "tokenizer.json"):
-        assert (out / name).read_bytes() == (source / name).read_bytes()
-    with safe_open(out / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert ("lm_head.weight" in file.keys()) != tied  # noqa: SIM118 (not a dictionary)
-        assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118
-    again = load_model(out, torch.float32, "cpu")
-    assert torch.equal(again(torch.arange(9)[None]), model(torch.arange(9)[None]))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
-    with pytest.raises(R3LiteError, match="is there already"):
-        save_merged(model, source, out)
-
-
-def test_a_merge_that_fails_leaves_nothing(small_model, write_folder, tmp_path, monkeypatch):
-    source = write_folder(small_model(), tmp_path / "source")
-    model = load_model(source, torch.float32, "cpu")
-
-    def full(*arguments, **options):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(tensor_files, "save_file", full)
-    with pytest.raises(OSError, match="no space"):
-        save_merged(model, source, tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
-
-
 def test_the_bare_base_is_untouched_by_an_adapter(small_model):
     model, ids = small_model(), torch.arange(9)[None]
     before = model(ids)

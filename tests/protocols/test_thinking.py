@@ -95,7 +95,8 @@ def test_a_demonstration_leaves_the_thought_empty_and_reads_as_the_rollout(layou
         if grown.pending:
             layout.splice(grown, [[DOCUMENT]])
     assert (laid.tokens, laid.action_mask) == (grown.tokens, grown.action_mask)
-    assert [step.without_documents() for step in laid.steps] == [step.without_documents() for step in grown.steps]
+    without = [[s.with_documents([()] * len(s.searches)) for s in each.steps] for each in (laid, grown)]
+    assert without[0] == without[1]
 
 
 def test_what_a_user_sees_while_it_is_written_has_no_thought(layout):

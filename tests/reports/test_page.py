@@ -65,7 +65,7 @@ def test_nothing_in_the_files_becomes_markup(run_folder):
 def test_gold_documents_and_rewards_are_shown(run_folder):
     page = page_of(run_folder("a", metrics=[{"step": 1}], episodes=[episode("q", gold_found=["d1"])]))
     assert '<div class="document gold"><b>Rome</b> [d1] gold Rome is in Italy.</div>' in page
-    assert "paid: em 1" in page and 'class="right">Where is q?' in page
+    assert "rewards: em 1" in page and 'class="right">Where is q?' in page
     plain = page_of(run_folder("b", metrics=[{"step": 1}], episodes=[episode("q")]))
     assert '<div class="document"><b>Rome</b> [d1] Rome' in plain
 
@@ -73,8 +73,8 @@ def test_gold_documents_and_rewards_are_shown(run_folder):
 def test_the_queries_of_a_plan_are_shown_with_their_sources(run_folder):
     nodes = [{"query": "Rome <1>", "documents": [], "source": "News"}, {"query": "Oslo", "documents": []}]
     run = run_folder("a", metrics=[{"step": 1}], episodes=[episode(steps=[{"analysis": "Nodes:", "searches": nodes}])])
-    told = page_of(run)
-    assert "<b>query</b> Rome &lt;1&gt; (News)\n" in told and "<b>query</b> Oslo</div>" in told
+    page = page_of(run)
+    assert "<b>query</b> Rome &lt;1&gt; (News)\n" in page and "<b>query</b> Oslo</div>" in page
 
 
 def test_a_run_of_nothing_and_one_of_nan_say_so(run_folder):
@@ -105,7 +105,7 @@ def test_several_runs_share_charts_but_those_of_other_commands_have_their_own(ru
     assert page_of(*folders, sft).count("<h3>Loss") == 2
 
 
-def test_kinds_of_answers_and_scores_are_told(run_folder):
+def test_kinds_of_answers_and_scores_are_shown(run_folder):
     wrong = {"em": 0.0, "recall": 0.5, "prediction": "no"}
     lines = [episode("a", em=1.0, recall=1.0), episode("b", **wrong), episode("c", **wrong, finish="malformed")]
     page = page_of(run_folder("a", "evaluate", predictions=lines, scores={"n": 3, "em": entry(1 / 3)}))

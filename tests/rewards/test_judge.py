@@ -248,7 +248,7 @@ def test_build_judge(gemini, monkeypatch, tmp_path):
     assert build_judge(JudgeSettings(), tmp_path, None, Client) is None
     with pytest.raises(R3LiteError, match="there is no judge"):
         build_judge(JudgeSettings(), tmp_path, RewardSettings(process_judge=0.1), Client)
-    with pytest.raises(R3LiteError, match="--rewards pays what a judge says, and there is no judge"):
+    with pytest.raises(R3LiteError, match="--rewards needs what a judge says, and there is no judge"):
         build_judge(JudgeSettings(), tmp_path, RewardSettings(rewards=(RewardEntry("coherence"),)), Client)
     assert isinstance(build_judge(JudgeSettings(judge="gemini"), tmp_path, RewardSettings(), Client), Judge)
     monkeypatch.delenv("GOOGLE_API_KEY")

@@ -211,7 +211,7 @@ def test_an_episode_without_steps_has_nowhere_to_be_paid(own):
 
 
 def test_weights_that_are_too_large_together_are_refused():
-    with pytest.raises(R3LiteError, match="a step is paid"):
+    with pytest.raises(R3LiteError, match="the reward of a step is"):
         score(EPISODE, settings({"name": "rouge_l_levels", "weight": 1e9, "low": 0.0, "high": 0.0, "pay_high": 1e9}))
 
 

@@ -17,6 +17,7 @@ from r3lite.settings import LimitSettings, ModeSettings, ServerSettings
 class Echo:
     """Answers with the question's own words; `slow`: seconds between them."""
 
+    notes: dict = field(default_factory=dict)
     modes: dict = field(default_factory=lambda: {"chat": "sft", "reasoning": "rl", "search": "rl"})
     adapters: list = field(default_factory=lambda: ["sft", "rl"])
     slow: float = 0.002

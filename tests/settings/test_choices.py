@@ -14,15 +14,6 @@ def settings(*argv: str, default=None) -> dict:
     return flat(resolve("ppo", default or PpoConfig(), list(argv), command.COMMANDS))
 
 
-@pytest.fixture
-def toml(tmp_path):
-    def write(text: str) -> str:
-        (tmp_path / "my.toml").write_text(text, encoding="utf-8")
-        return str(tmp_path / "my.toml")
-
-    return write
-
-
 def test_an_algorithm_brings_its_papers_settings():
     plain = settings()
     assert (plain["algorithm"], plain["clip_low"], plain["clip_high"], plain["kl_beta"]) == ("ppo", 0.2, 0.2, 0.001)

@@ -176,7 +176,7 @@ def test_a_drop_is_told_with_the_reward_if_that_rose():
         guard = Guard(GuardSettings(), 64)
         for step, reward in enumerate(rewards, 1):
             alarm = guard.look(step, HEALTHY | {"reward": reward}, RIGHT if step == 1 else fewer(16))
-        return alarm.told
+        return alarm.message
 
     fell = "validation F1 fell from 0.500 to 0.250"
     assert told(0.8, 0.7, 0.6) == f"{fell}, 2 validations in a row"
@@ -203,7 +203,9 @@ def test_a_rollback_begins_the_counts_anew_and_scales_rate_and_kl():
 
 def test_what_is_told_has_the_figures():
     guard = Guard(GuardSettings(), 64)
-    told = [guard.look(step, HEALTHY | ({"malformed_ratio": 0.9} if step > 1 else {})) for step in range(1, 7)][-1].told
+    told = [guard.look(step, HEALTHY | ({"malformed_ratio": 0.9} if step > 1 else {})) for step in range(1, 7)][
+        -1
+    ].message
     assert told == "91% of the episodes are malformed or cut off (5% at the start), 5 rounds in a row"
 
 

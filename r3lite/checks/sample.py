@@ -1,0 +1,74 @@
+"""What checks are made on: the shipped model, and sentences of the sample world."""
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from r3lite.core.episode import Question
+from r3lite.core.files import shipped
+from r3lite.datasets.qa import read_questions
+from r3lite.devices.precision import Precision
+from r3lite.models import lora
+from r3lite.models.causal_lm import CausalLM
+from r3lite.models.weights import load_model, resolve_folder
+from r3lite.protocols.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+
+
+def tiny(precision: Precision, adapted: bool = False) -> CausalLM:
+    """The shipped model in a precision and on its device; if `adapted`, with an adapter on that changes its output."""
+    model = load_model(resolve_folder("tiny"), precision.dtype, precision.device)
+    if adapted:
+        lora.add_adapter(model, "policy", r=4, alpha=8)
+        lora.set_adapter(model, "policy")
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in lora.adapter_parameters(model, "policy").items():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return model
+
+
+def questions(count: int) -> list[Question]:
+    """The first questions of the sample world that training does not see."""
+    return read_questions(shipped("data", "world", "test.jsonl"), count)
+
+
+def sentences(count: int = 4) -> list[list[int]]:
+    """Tokens of what the sample world says around as many questions, 125 to 191 a row."""
+    tokenizer = Tokenizer.load(resolve_folder("tiny"))
+    texts = (" ".join([*(document.text for document in q.documents), q.text, *q.answers]) for q in questions(count))
+    return [tokenizer.encode(text) for text in texts]
+
+
+def padded(rows: list[list[int]], device: torch.device) -> Tensor:
+    """Rows [B, T] on a device, padded on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+
+
+def predicted(logits: Tensor, row: list[int]) -> Tensor:
+    """Log-probabilities [n - 1] on the host of the tokens of a row of n after its first, from its logits [>= n, V]."""
+    targets = torch.tensor(row[1:], device=logits.device)[:, None]
+    return logits[: len(row) - 1].float().log_softmax(-1).gather(-1, targets)[:, 0].cpu()
+
+
+@torch.no_grad()
+def logprobs(model: CausalLM, rows: list[list[int]], precision: Precision) -> Tensor:
+    """Log-probabilities of all tokens of rows but their first ones, end to end, on the host."""
+    with precision.autocast():
+        logits = model.logits(model(padded(rows, precision.device)))
+    return torch.cat([predicted(own, row) for own, row in zip(logits, rows, strict=True)])
+
+
+@contextlib.contextmanager
+def whole_card(device: torch.device):
+    """At the end of the `with` block the process may use all of the card again, whatever budget a run enforced."""
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            torch.cuda.empty_cache()
