@@ -17,7 +17,6 @@ def train(config: PpoConfig) -> None:
 
 def plan(config: PpoConfig) -> str:
     """What a run would do, for `--dry-run`."""
-    from r3lite.assembly import remote_rollouts
     from r3lite.assembly.reinforcement import check
     from r3lite.assembly.rl_setup import plan_memory
 
@@ -27,6 +26,8 @@ def plan(config: PpoConfig) -> str:
         told += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
         told += f"first round, every {held_out.eval_every} and after the last"
     if config.remote.rollout_server:
+        from r3lite.assembly import remote_rollouts
+
         told += remote_rollouts.plan(config)
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{told}"
 

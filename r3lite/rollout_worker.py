@@ -1,4 +1,4 @@
-"""Samples episodes for a run of ppo on another machine (--rollout-server), which sends it only the adapter."""
+"""Samples episodes for ppo --rollout-server on another machine, which sends it only the adapter."""
 
 from r3lite.core import command
 from r3lite.settings import RolloutWorkerConfig

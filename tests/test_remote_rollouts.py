@@ -29,7 +29,7 @@ from r3lite.models import lora
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.rl.batch import Batch, Rollout
-from r3lite.rollout import wire
+from r3lite.rollout import remote, wire
 from r3lite.settings import PpoConfig, RolloutWorkerConfig
 from r3lite.training import optim
 from r3lite.training.metrics import Stopwatch
@@ -72,14 +72,14 @@ def config_of(cold: Path, *more: str) -> PpoConfig:
     return resolve("ppo", PpoConfig(), flags, COMMANDS)
 
 
-def sampler_of(config: PpoConfig, output: Path, remote: bool = True):
+def sampler_of(config: PpoConfig, output: Path, elsewhere: bool = True):
     """The sampler of a run, as `reinforcement.train` makes it, and its learner and state."""
     remote_rollouts.check(config)
     questions = read_questions_of(config.data, config.mixture)
     setup = Setup(config.retrieval, questions, config.common.seed)
     engine, learner, state = rl_setup.build(config, questions)
     sampler = RoundSampler(config, questions, engine, build_retriever(setup), None)
-    if remote:
+    if elsewhere:
         sampler = remote_rollouts.build(sampler, learner, state, setup, output)
     return sampler, learner, state
 
@@ -100,7 +100,7 @@ def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_pat
     try:
         dying = re.search(r"http://\S+(?=,)", process.stdout.readline())[0]
         other, asked = running(service_of(cold)), []
-        text = remote_rollouts.Link.text
+        text = remote.Link.text
 
         def watched(link, path, content=None):
             if path == "/sample":
@@ -109,10 +109,10 @@ def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_pat
                     threading.Timer(0.02, process.kill).start()  # the request is on its way by then
             return text(link, path, content)
 
-        monkeypatch.setattr(remote_rollouts.Link, "text", watched)
-        config = config_of(cold, "--rollout-server", f"{dying},{other}", "--num-generations", "4", "--batch-size", "4")
-        sampler, _, _ = sampler_of(config, tmp_path)
-        local, _, _ = sampler_of(config_of(cold, "--num-generations", "4", "--batch-size", "4"), tmp_path, remote=False)
+        monkeypatch.setattr(remote.Link, "text", watched)
+        flags = ["--num-generations", "4", "--batch-size", "4"]
+        sampler, _, _ = sampler_of(config_of(cold, *flags, "--rollout-server", f"{dying},{other}"), tmp_path)
+        local, _, _ = sampler_of(config_of(cold, *flags), tmp_path, elsewhere=False)
         for number in (1, 2):
             made, expected = sampler.sample(number, Stopwatch()), local.sample(number, Stopwatch())
             equal(made.sequences, expected.sequences)
@@ -126,11 +126,11 @@ def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_pat
 
 def test_episodes_go_on_elsewhere_from_where_they_stood(cold, tmp_path, running):
     sampler, _, _ = sampler_of(config_of(cold, "--rollout-server", running(service_of(cold))), tmp_path)
-    local, _, _ = sampler_of(config_of(cold), tmp_path, remote=False)
+    local, _, _ = sampler_of(config_of(cold), tmp_path, elsewhere=False)
     begun = [(s, 1) for s in sampler.sample(1, Stopwatch()).sequences if len(s.steps) > 1]
     seeds = [f"again {i}" for i in range(len(begun))]
     assert begun
-    made = sampler.engine.run_on(begun, seeds, sampler.retrieve)
+    made = sampler.sampler.engine.run_on(begun, seeds, sampler.sampler.retrieve)
     equal(made, local.engine.run_on(begun, seeds, local.retrieve))
     assert [s.tokens for s in made] != [s.tokens for s, _ in begun]
 
@@ -138,7 +138,7 @@ def test_episodes_go_on_elsewhere_from_where_they_stood(cold, tmp_path, running)
 def test_the_critic_is_asked_when_the_episodes_are_back(cold, tmp_path, running):
     flags = ["--algorithm", "ppo", "--update-epochs", "1"]
     sampler, learner, _ = sampler_of(config_of(cold, *flags, "--rollout-server", running(service_of(cold))), tmp_path)
-    local, beside, _ = sampler_of(config_of(cold, *flags), tmp_path, remote=False)
+    local, beside, _ = sampler_of(config_of(cold, *flags), tmp_path, elsewhere=False)
     for head in (learner.value_head, beside.value_head):
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
     made, expected = sampler.sample(1, Stopwatch()), local.sample(1, Stopwatch())
@@ -190,9 +190,13 @@ def test_an_adapter_of_another_base_is_refused_by_the_worker(cold, tmp_path, run
 
 def test_an_adapter_that_was_damaged_on_its_way_is_refused(cold, tmp_path, running, monkeypatch):
     sampler, _, _ = sampler_of(config_of(cold, "--rollout-server", running(service_of(cold))), tmp_path)
-    body = wire.Adapter.body
-    monkeypatch.setattr(wire.Adapter, "body", property(lambda self: body.fget(self)[:-1] + b"x"))
-    with pytest.raises(R3LiteError, match="refuses: status 400: .*the adapter was damaged on its way: its hash is"):
+    text = remote.Link.text
+
+    def damaged(link, path, content=None):
+        return text(link, path, content[:-1] + b"x" if isinstance(content, bytes) else content)
+
+    monkeypatch.setattr(remote.Link, "text", damaged)
+    with pytest.raises(R3LiteError, match=r"refuses: status 422: .*the adapter was damaged on its way: its hash is"):
         sampler.sample(1, Stopwatch())
 
 
@@ -203,7 +207,7 @@ def test_a_worker_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, r
     lora.remove_adapter(service.engine.model, service.version)
     service.version = ""
     again = sampler.sample(1, Stopwatch())
-    assert len(again.sequences) == 6 and service.version == sampler.engine.adapter.version
+    assert len(again.sequences) == 6 and service.version == sampler.sampler.engine.adapter.version
 
 
 def test_without_a_server_the_run_says_which_is_missing(cold, tmp_path, running, monkeypatch):
@@ -211,15 +215,15 @@ def test_without_a_server_the_run_says_which_is_missing(cold, tmp_path, running,
         sampler_of(config_of(cold, "--rollout-server", "http://127.0.0.1:9"), tmp_path)
     url = running(service_of(cold))
     sampler, _, _ = sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
-    sampler.engine.servers[0].link.url = "http://127.0.0.1:9"
-    with pytest.raises(R3LiteError, match="no rollout server is left: http://127.0.0.1:9 gives no answer"):
+    sampler.sampler.engine.servers[0].link.url = "http://127.0.0.1:9"
+    with pytest.raises(R3LiteError, match=r"no rollout server is left: http://127\.0\.0\.1:9 gives no answer"):
         sampler.sample(1, Stopwatch())
 
 
 def test_a_worker_asks_for_its_token(cold, tmp_path, running, monkeypatch):
     url = running(service_of(cold, token="a secret of this test"))
     monkeypatch.delenv("R3LITE_TOKEN", raising=False)
-    with pytest.raises(R3LiteError, match="(?s)status 401: .* R3LITE_TOKEN must be the same on both sides"):
+    with pytest.raises(R3LiteError, match=r"(?s)status 401: .* R3LITE_TOKEN must be the same on both sides"):
         sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
     monkeypatch.setenv("R3LITE_TOKEN", "a secret of this test")
     assert sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
@@ -268,7 +272,7 @@ def test_vllm_samples_turns_and_gets_the_adapter_after_each_update(cold, tmp_pat
     second = sampler.sample(2, Stopwatch()).sequences
     assert trainers_difference(learner, second) < 1e-4
     loads = [line for line in server.log if not line.startswith("complete")]
-    old, new = (f"r3lite-{v[:16]}" for v in (again.engine.adapter.version, sampler.engine.adapter.version))
+    old, new = (f"r3lite-{made.sampler.engine.adapter.version[:16]}" for made in (again, sampler))
     assert loads == [f"load {old}", f"load {new}", f"unload {old}"]
     assert [p.name for p in (tmp_path / "served").iterdir()] == [new]
 

@@ -114,7 +114,7 @@ def train(config: PpoConfig) -> None:
             from r3lite.assembly import remote_rollouts
 
             sampler = remote_rollouts.build(sampler, learner, state, setup, run.output)
-            ending.callback(sampler.engine.close)
+            ending.callback(sampler.sampler.engine.close)
         rounds, file = config.rounds(len(questions)), run.output / EPISODES
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)

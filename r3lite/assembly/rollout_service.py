@@ -1,9 +1,8 @@
-"""What a rollout worker answers: GET /version says what it samples with, POST /adapter takes the adapter of a round,
-POST /sample samples episodes with it. `remote_rollouts` is the other side.
+"""What a rollout worker answers: GET /version says what it samples with, POST /adapter/HASH takes the adapter of a
+round, POST /sample samples episodes with it. `rollout/remote.py` is the other side.
 """
 
 import hashlib
-import json
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -28,9 +27,9 @@ from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
-from r3lite.rollout.wire import Adapter, sequence_to_json, tickets_from_json
+from r3lite.rollout.wire import Adapter, identity_of, sequence_to_json, tickets_from_json
 from r3lite.serving.listening import token_of
-from r3lite.settings import PpoConfig, RolloutWorkerConfig
+from r3lite.settings import NewQuestionSettings, PpoConfig, RolloutWorkerConfig
 
 LARGEST = 900 << 20  # bytes of a request, mostly an adapter
 AT_ONCE = 64  # episodes, if the memory has room and nothing else is said
@@ -64,14 +63,10 @@ def facts_of(
     return {name: str(value) for name, value in facts.items()}
 
 
-def identity_of(facts: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
 class RolloutService:
     """Samples with one adapter at a time, one request at a time."""
 
-    largest, raw = LARGEST, frozenset({"/adapter"})
+    largest, raw = LARGEST, ("/adapter/",)
 
     def __init__(self, engine: Engine, retrieve: Retrieve, facts: dict[str, str], token: str | None = None):
         self.engine, self.retrieve, self.facts, self.token = engine, retrieve, facts, token
@@ -84,14 +79,16 @@ class RolloutService:
             dtype = dtype_name(self.engine.model.head_weight.dtype)
             return {"r3lite": r3lite.__version__, "facts": self.facts, "adapter": self.version, "dtype": dtype}
         with self._one_at_a_time:
-            if path == "/adapter" and request is not None:
-                return self._take(Adapter.read(request))
-            if path == "/sample" and request is not None:
+            if isinstance(request, bytes):
+                return self._take(Adapter(request), path.removeprefix("/adapter/"))
+            if path == "/sample" and request:
                 return self._sampled(request)
         raise LookupError(path)
 
-    def _take(self, adapter: Adapter) -> dict:
-        """Switches an adapter on, unless it is of another base."""
+    def _take(self, adapter: Adapter, sent: str) -> dict:
+        """Switches an adapter on, unless it is of another base, or is not what was sent."""
+        if adapter.version != sent:
+            raise Refusal(422, f"the adapter was damaged on its way: its hash is {adapter.version}, and not {sent}")
         if adapter.version != self.version:
             model = self.engine.model
             with tempfile.TemporaryDirectory(prefix="r3lite-") as folder:
@@ -129,10 +126,10 @@ def build(config: RolloutWorkerConfig, token: str | None = None) -> RolloutServi
     """The service of the settings, its model and retriever ready."""
     protocols = protocols_of(config.protocol, config.mixture)  # a bad prompt file is refused before a download
     plan, folder = plan_memory(config), weights.resolve_folder(config.model.model)
-    named = config.data.data or config.mixture.sources
-    questions = read_questions_of(config.data, config.mixture) if named else []
+    data = NewQuestionSettings(**vars(config.data))
+    questions = read_questions_of(data, config.mixture) if data.data or config.mixture.sources else []
     asking = [question for question in questions if protocols[question.source].searches] or questions
-    setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+    setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=data.skip_bad_rows)
     retrieve = build_retriever(setup)
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}

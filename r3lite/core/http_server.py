@@ -28,7 +28,7 @@ class Service(Protocol):
 
     largest: int  # bytes of a request
     token: str | None  # which every request but GET /health then carries as `Authorization: Bearer ...`
-    raw: frozenset[str]  # paths whose requests are bytes
+    raw: tuple[str, ...]  # what the paths begin with whose requests are bytes
 
     def answer(self, path: str, request: Record | bytes | None) -> dict:
         """The reply to a request, None for GET; raises InvalidRecord if it is wrong, LookupError for an unknown path,
@@ -70,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bytes | None) -> None:
         service = self.server.service
         try:
-            is_json = body is not None and self.path not in service.raw
+            is_json = body is not None and not self.path.startswith(service.raw)
             request = Record(parse(body.decode()), Source("")) if is_json else body
             self._say(200, service.answer(self.path, request))
         except InvalidRecord as error:

@@ -22,7 +22,7 @@ MOST_QUERIES, MOST_PASSAGES = 4096, 1000  # that are answered and ranked at once
 class Service:
     """What the server answers. One request at a time, as each computes on all cores."""
 
-    largest, token, raw = 4 << 20, None, frozenset[str]()
+    largest, token, raw = 4 << 20, None, ()
 
     def __init__(self, retrieve: Retrieve, rerank: Callable[[list[tuple[str, str]]], list[float]] | None, most: int):
         """`retrieve` brings `most` documents a query; `rerank` scores pairs of a query and a passage."""

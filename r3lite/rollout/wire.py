@@ -8,53 +8,36 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
-from r3lite.core.records import InvalidRecord, Record, Source, parse
+from r3lite.core.records import Record
 from r3lite.models import lora
 from r3lite.rollout.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter as PEFT's two files; its version is their hash."""
+    """A LoRA adapter as it is sent: PEFT's two files, with a zero byte between. Its version is its hash."""
 
-    config: str
-    weights: bytes
+    body: bytes
 
     @staticmethod
-    def saved(save: Callable[[Path], None], folder: Path) -> "Adapter":
-        """The adapter that `save` writes into a folder."""
-        save(folder)
-        return Adapter((folder / lora.CONFIG).read_text(encoding="utf-8"), (folder / lora.WEIGHTS).read_bytes())
+    def saved(folder: Path) -> "Adapter":
+        """That of a folder."""
+        return Adapter((folder / lora.CONFIG).read_bytes() + b"\0" + (folder / lora.WEIGHTS).read_bytes())
 
     @cached_property
     def version(self) -> str:
-        return hashlib.sha256(self.config.encode() + b"\n" + self.weights).hexdigest()[:32]
-
-    @property
-    def body(self) -> bytes:
-        """A line of JSON, then the weights in safetensors format."""
-        return json.dumps({"version": self.version, "config": self.config}).encode() + b"\n" + self.weights
-
-    @staticmethod
-    def read(body: bytes) -> "Adapter":
-        """The adapter of a `body`; raises InvalidRecord if it is not what was sent."""
-        line, _, weights = body.partition(b"\n")
-        head = Record(parse(line.decode()), Source("the adapter"))
-        adapter = Adapter(head.text("config"), weights)
-        if adapter.version != (sent := head.text("version")):
-            raise InvalidRecord(f"the adapter was damaged on its way: its hash is {adapter.version}, and not {sent}")
-        return adapter
+        return hashlib.sha256(self.body).hexdigest()[:32]
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / lora.CONFIG).write_text(self.config, encoding="utf-8")
-        (folder / lora.WEIGHTS).write_bytes(self.weights)
+        for name, content in zip((lora.CONFIG, lora.WEIGHTS), self.body.split(b"\0", 1), strict=True):
+            (folder / name).write_bytes(content)
 
 
 @dataclass(frozen=True)
@@ -72,6 +55,11 @@ class Ticket:
         if self.begun:
             return self.begun[0].restarted(self.begun[1], stream)
         return Sequence(self.question, stream=stream, place=self.place)
+
+
+def identity_of(facts: Mapping[str, str]) -> str:
+    """A hash of what a trainer and its workers must have in common."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def tickets_to_json(tickets: list[Ticket]) -> dict:

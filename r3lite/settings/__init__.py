@@ -27,14 +27,7 @@ from r3lite.settings.commands import (
     TuningSettings,
 )
 from r3lite.settings.common import CommandConfig, Common
-from r3lite.settings.data import (
-    DataSettings,
-    NewQuestionSettings,
-    QuestionSettings,
-    SourceSettings,
-    TrajectorySettings,
-    WorkerQuestionSettings,
-)
+from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, SourceSettings, TrajectorySettings
 from r3lite.settings.judge import JudgeSettings
 from r3lite.settings.model import LoraSettings, MemorySettings, ModelSettings
 from r3lite.settings.protocol import ProtocolSettings
@@ -140,7 +133,7 @@ class RolloutWorkerConfig(CommandConfig):
     listen: ListenSettings = ListenSettings(port=8100)
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
-    data: WorkerQuestionSettings = WorkerQuestionSettings()
+    data: DataSettings = DataSettings()
     mixture: SourceSettings = SourceSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings(worked_example=False)

@@ -46,14 +46,6 @@ class NewQuestionSettings(QuestionSettings):
 
 
 @dataclass(frozen=True)
-class WorkerQuestionSettings(NewQuestionSettings):
-    """Data."""
-
-    data: str | None = None
-    """question file of the run, if its paragraphs are what is searched"""
-
-
-@dataclass(frozen=True)
 class TrajectorySettings(DataSettings):
     """Data."""
 

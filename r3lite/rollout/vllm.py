@@ -12,19 +12,25 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from r3lite.assembly.remote_rollouts import Declined, Link
 from r3lite.core.episode import Retrieve
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.fetcher import Fetcher
+from r3lite.rollout.remote import Declined, Link
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.wire import Adapter, Ticket
 from r3lite.settings import PpoConfig
 
 START = "Start it with: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank R"
 RAW = "Start vLLM with --logprobs-mode processed_logprobs, or pass --temperature 1."
-TRIES = 8  # of a turn in which nothing could be used
+# Of each completion: nothing is truncated or penalized, and all that was sampled is returned.
+NEUTRAL = {
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
+    "return_token_ids": True, "logprobs": 0,
+}  # fmt: skip
+TRIES = 100  # of one turn
 
 
 class VllmServer:
@@ -109,9 +115,7 @@ class VllmServer:
 
     def _turn(self, sequence: Sequence, layout: Layout) -> None:
         """Samples a turn. What vLLM ends before it is over is gone on with, as after a padding row of the embedding."""
-        tries = TRIES
-        while tries:
-            before = len(sequence.tokens)
+        for _ in range(TRIES):
             for token, logprob in self._completion(sequence, layout):
                 if token >= layout.tokenizer.size:
                     break
@@ -120,19 +124,16 @@ class VllmServer:
                 sequence.values.append(0.0)
                 if layout.turn_is_over(sequence):
                     return
-            tries = TRIES if len(sequence.tokens) > before else tries - 1
-        raise R3LiteError(f"{self.link.url} samples nothing for the question {sequence.question.id}", START)
+        raise R3LiteError(f"{self.link.url} ends a turn of question {sequence.question.id} {TRIES} times", START)
 
     def _completion(self, sequence: Sequence, layout: Layout) -> list[tuple[int, float]]:
         """Tokens that go on from a sequence, with their log-probabilities."""
         lengths = layout.lengths
         room = min(lengths.max_new_tokens - len(sequence.turn), lengths.max_length - len(sequence.tokens))
-        reply = self.link.record("/v1/completions", {
-            "model": self.name, "prompt": sequence.tokens, "max_tokens": max(1, room), "logprobs": 0,
-            "return_token_ids": True, "seed": sequence.stream.getrandbits(62),
-            "temperature": self.config.sampling.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-            "frequency_penalty": 0.0, "stop": list(layout.protocol.stop_strings), "include_stop_str_in_output": True,
-            "stop_token_ids": [layout.tokenizer.stop_id], "ignore_eos": True, "skip_special_tokens": False,
+        reply = self.link.record("/v1/completions", NEUTRAL | {
+            "model": self.name, "prompt": sequence.tokens, "max_tokens": max(1, room),
+            "seed": sequence.stream.getrandbits(62), "temperature": self.config.sampling.temperature,
+            "stop": list(layout.protocol.stop_strings), "stop_token_ids": [layout.tokenizer.stop_id],
         })  # fmt: skip
         with explained(
             InvalidRecord, f"{self.link.url} does not reply as vLLM", "Update vLLM: it must know return_token_ids."
