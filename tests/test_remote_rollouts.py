@@ -149,12 +149,12 @@ def test_the_critic_is_asked_when_the_episodes_are_back(cold, tmp_path, running)
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--max-hops", "3"], r"differs: --max-hops is 3 \(here 2\)\n  Start the worker with the settings of this run"),
+        (["--max-hops", "3"], r"differs: --max-hops is 3 \(here 2\)\n  Start the worker with the flags of this run"),
         (["--max-new-tokens", "32"], r"--max-new-tokens is 32 \(here 48\)"),
         (["--top-k", "1"], r"--top-k is 1 \(here 3\)"),
         (["--temperature", "0.5"], r"--temperature is 0.5 \(here 1.0\)"),
         (["--init-prompt", "prompts/init_prompt.txt"], "differs: the prompts, chat template or tokenizer is"),
-        (["--index", "none", "--retriever", "none"], "--retriever is none .* the passages of --index is none"),
+        (["--index", "none", "--retriever", "none"], "--retriever is none .* the passages searched is False"),
     ],
 )
 def test_a_worker_with_other_settings_is_refused_by_their_names(cold, tmp_path, running, flags, told):

@@ -54,12 +54,10 @@ def facts_of(
     facts["--format"] = Path(config.protocol.format).name
     facts["the prompts, chat template or tokenizer"] = hashlib.sha256(repr(shown).encode()).hexdigest()[:16]
     settings = config.retrieval
-    if settings.index:
-        facts["the passages of --index"] = index.read_manifest(Path(settings.index)).text("fingerprint")[:16]
-    elif not (settings.retriever in ("none", "golden") or settings.is_remote or settings.is_web):
-        facts["the passages of --corpus or --data"] = corpus.fingerprint(setup.documents)[:16]
-    if settings.noise_rate:
-        facts["--seed"] = config.common.seed
+    here = not (settings.retriever in ("none", "golden") or settings.is_remote or settings.is_web)
+    indexed = here and settings.index and index.read_manifest(Path(settings.index)).text("fingerprint")
+    facts["the passages searched"] = indexed or (here and corpus.fingerprint(setup.documents))
+    facts["--seed, for --noise-rate"] = config.common.seed if settings.noise_rate else None
     return {name: str(value) for name, value in facts.items()}
 
 

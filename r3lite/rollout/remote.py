@@ -60,7 +60,7 @@ class Link:
             raise R3LiteError(f"{self.url} sends {error}", REMEDY) from error
         except Refused as error:
             told = " ".join(error.body.split())[:500]
-            if error.status >= 500:
+            if error.status >= 500 or error.status in (408, 429):
                 raise Gone(f"{self.url} fails: status {error.status}: {told}") from error
             raise Declined(self.url, error.status, told) from error
 
@@ -82,11 +82,9 @@ class Worker:
         told = self.link.record("/version")
         with explained(InvalidRecord, f"{self.link.url} is another version of r3lite", REMEDY):
             theirs, self.has = told.record("facts"), told.text("adapter", blank=True)
-            values = {name: theirs.text(name, "none", blank=True) for name in self.facts}
-        if other := [
-            f"{name} is {values[name]} (here {ours})" for name, ours in self.facts.items() if values[name] != ours
-        ]:
-            remedy = "Start the worker with the settings of this run, such as its config.toml by --config."
+            pairs = [(name, theirs.text(name, "none", blank=True), ours) for name, ours in self.facts.items()]
+        if other := [f"{name} is {value} (here {ours})" for name, value, ours in pairs if value != ours]:
+            remedy = "Start the worker with the flags of this run, or give both the same --config."
             raise R3LiteError(f"the rollout worker {self.link.url} differs: {'; '.join(other)}", remedy)
         return f"{self.link.url} (r3lite, {told.text('dtype')})"
 

@@ -125,9 +125,9 @@ class PpoConfig(CommandConfig):
 class RolloutWorkerConfig(CommandConfig):
     """Samples episodes for `python -m r3lite.ppo --rollout-server http://HOST:8100`, which runs on another machine.
 
-    Give it the model, format, lengths, temperature and retrieval of that run by the same flags, or its config.toml by
-    --config; the adapter comes over HTTP. What the two must have in common and do not is refused by its name, as is an
-    adapter of another base.
+    Give it the model, format, lengths, temperature and retrieval of that run, by the same flags or the same --config;
+    the adapter comes over HTTP. What the two must have in common and do not is refused by its name, as is an adapter of
+    another base.
     """
 
     listen: ListenSettings = ListenSettings(port=8100)
