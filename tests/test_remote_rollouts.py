@@ -285,6 +285,16 @@ def test_a_turn_that_vllm_ends_too_early_is_gone_on_with(cold, tmp_path, vllm):
     assert all(s.finish for s in made) and trainers_difference(learner, made) < 1e-4
 
 
+def test_a_vllm_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, vllm):
+    server, url = vllm()
+    sampler, learner, _ = sampler_of(config_of(cold, "--rollout-server", f"{url},{vllm()[1]}"), tmp_path)
+    sampler.sample(1, Stopwatch())
+    server.answer("/v1/unload_lora_adapter", {"lora_name": sampler.sampler.engine.servers[0].name})
+    made = sampler.sample(2, Stopwatch())  # elsewhere, for now
+    assert made.told["rollout/moved_episodes"] and trainers_difference(learner, made.sequences) < 1e-4
+    assert sampler.sample(3, Stopwatch()).told["rollout/moved_episodes"] == 0 and server.loaded
+
+
 def test_log_probabilities_of_vllm_are_those_of_the_temperature_or_refused(cold, tmp_path, vllm):
     flags = ["--temperature", "0.7", "--rollout-server"]
     with pytest.raises(R3LiteError, match="from before --temperature\n  Start vLLM with --logprobs-mode processed"):

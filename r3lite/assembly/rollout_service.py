@@ -13,7 +13,8 @@ import r3lite
 from r3lite.assembly.policy import load_policy
 from r3lite.core.config import flag
 from r3lite.core.episode import Retrieve
-from r3lite.core.http_server import Refusal, Server
+from r3lite.core.errors import R3LiteError
+from r3lite.core.http_server import Server
 from r3lite.core.records import Record
 from r3lite.datasets.sources import protocols_of, read_questions_of
 from r3lite.devices.precision import dtype_name
@@ -86,7 +87,7 @@ class RolloutService:
     def _take(self, adapter: Adapter, sent: str) -> dict:
         """Switches an adapter on, unless it is of another base, or is not what was sent."""
         if adapter.version != sent:
-            raise Refusal(422, f"the adapter was damaged on its way: its hash is {adapter.version}, and not {sent}")
+            raise R3LiteError(f"the adapter was damaged on its way: its hash is {adapter.version}, and not {sent}")
         if adapter.version != self.version:
             model = self.engine.model
             with tempfile.TemporaryDirectory(prefix="r3lite-") as folder:
@@ -94,7 +95,7 @@ class RolloutService:
                 name, base = lora.read_base(folder)
                 if base != self.facts["--model"]:
                     cause = f"the adapter was trained on another base: {name} with the fingerprint {base}"
-                    raise Refusal(422, f"{cause}, while --model of the worker has {self.facts['--model']}")
+                    raise R3LiteError(f"{cause}, while --model of the worker has {self.facts['--model']}")
                 lora.load_adapter(model, adapter.version, folder, trainable=False)
             lora.set_adapter(model, adapter.version)
             if self.version:
@@ -104,7 +105,7 @@ class RolloutService:
 
     def _sampled(self, request: Record) -> dict:
         if (request.text("identity"), request.text("adapter")) != (identity_of(self.facts), self.version):
-            raise Refusal(409, "the worker has other settings, or another adapter")
+            return {"differs": True}
         engine, sequences = self.engine, [ticket.sequence() for ticket in tickets_from_json(request)]
         for sequence in sequences:
             if not sequence.tokens:

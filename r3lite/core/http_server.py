@@ -15,14 +15,6 @@ from r3lite.core.records import InvalidRecord, Record, Source, parse
 TIMEOUT = 60.0  # seconds of a read: a client that stalls gives its thread back
 
 
-class Refusal(Exception):
-    """A request that is refused with a status of its own."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-
 class Service(Protocol):
     """What a server answers; its threads ask at the same time."""
 
@@ -32,7 +24,7 @@ class Service(Protocol):
 
     def answer(self, path: str, request: Record | bytes | None) -> dict:
         """The reply to a request, None for GET; raises InvalidRecord if it is wrong, LookupError for an unknown path,
-        Refusal, R3LiteError if it cannot be answered, and OSError or RuntimeError if the service fails."""
+        R3LiteError if it cannot be answered, and OSError or RuntimeError if the service fails."""
         ...
 
 
@@ -79,8 +71,6 @@ class Handler(BaseHTTPRequestHandler):
             self._say(400, {"error": "not UTF-8"})
         except LookupError:
             self._say(404, {"error": "not found"})
-        except Refusal as error:
-            self._say(error.status, {"error": str(error)})
         except R3LiteError as error:
             self._say(422, {"error": " ".join(str(error).split())})
         except (OSError, RuntimeError) as error:

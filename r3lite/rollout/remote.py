@@ -95,12 +95,9 @@ class Worker:
             if self.has != adapter.version:
                 self.link.text(f"/adapter/{adapter.version}", adapter.body)
                 self.has = adapter.version
-            try:
-                return self._read(self.link.record("/sample", asked), tickets, adapter)
-            except Declined as error:
-                if error.status != 409:
-                    raise
-                self.check()
+            if "differs" not in (reply := self.link.record("/sample", asked)):
+                return self._read(reply, tickets, adapter)
+            self.check()
         raise Gone(f"{self.link.url} is given other adapters by another run")
 
     def _read(self, reply: Record, tickets: list[Ticket], adapter: Adapter) -> list[Sequence]:

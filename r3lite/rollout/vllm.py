@@ -17,12 +17,13 @@ from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.fetcher import Fetcher
-from r3lite.rollout.remote import Declined, Link
+from r3lite.rollout.remote import Declined, Gone, Link
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.wire import Adapter, Ticket
 from r3lite.settings import PpoConfig
 
-START = "Start it with: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank R"
+COMMAND = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank R"
+START = f"Start it with: {COMMAND}, where the run's --output is at the same path."
 RAW = "Start vLLM with --logprobs-mode processed_logprobs, or pass --temperature 1."
 # Of each completion: nothing is truncated or penalized, and all that was sampled is returned.
 NEUTRAL = {
@@ -73,9 +74,12 @@ class VllmServer:
         with self._loading:
             self._load(adapter)
         sequences = [ticket.sequence() for ticket in tickets]
-        with Fetcher(retrieve) as fetcher, ThreadPoolExecutor(len(tickets), "turns") as pool:
-            for _ in pool.map(lambda sequence: self._finish(sequence, fetcher), sequences):
-                pass
+        try:
+            with Fetcher(retrieve) as fetcher, ThreadPoolExecutor(len(tickets), "turns") as pool:
+                list(pool.map(lambda sequence: self._finish(sequence, fetcher), sequences))
+        except (Gone, Declined) as error:
+            self.name = ""  # it may have been started anew, without the adapter
+            raise Gone(str(error)) from error
         return sequences
 
     def _load(self, adapter: Adapter) -> None:
@@ -88,8 +92,7 @@ class VllmServer:
             self.link.text("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         except Declined as error:
             if "already been loaded" not in str(error):
-                why = " (it must be able to read that path)" if error.status != 404 else ""
-                raise R3LiteError(f"vLLM cannot load {folder}{why}: {error.cause}", START) from error
+                raise R3LiteError(f"vLLM cannot load {folder}: {error.cause}", START) from error
         if self.name:
             try:
                 self.link.text("/v1/unload_lora_adapter", {"lora_name": self.name})
