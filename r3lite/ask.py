@@ -1,4 +1,4 @@
-"""Asks a trained model questions: streams its reasoning, with the documents that its queries bring, then the answer."""
+"""Asks a trained model questions: streams its reasoning, with the documents of its queries, then the answer."""
 
 import contextlib
 import sys

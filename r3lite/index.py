@@ -1,4 +1,4 @@
-"""Builds a FAISS index of corpora or of a folder of documents, for `--index` of the other commands, and changes one."""
+"""Builds a FAISS index of corpora or of a folder of documents, for `--index` of other commands, and changes one."""
 
 import time
 from dataclasses import dataclass

@@ -25,6 +25,10 @@ def plan(config: PpoConfig) -> str:
     if (held_out := config.validation).eval_data:
         described += f"\n\nValidation on up to {held_out.eval_questions} questions of {held_out.eval_data}, before the "
         described += f"first round, every {held_out.eval_every} and after the last"
+    if config.remote.rollout_server:
+        from r3lite.assembly import remote_rollouts
+
+        described += remote_rollouts.plan(config)
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{described}"
 
 

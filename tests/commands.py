@@ -50,6 +50,7 @@ CONFIGS = {
     "check_format": (CheckFormatConfig(), "check_format"),
     "prepare": (PrepareConfig(), "prepare"),
     "procedures": (ProceduresConfig(), "procedures"),
+    "rollout_worker": (settings.RolloutWorkerConfig(), "ppo"),
     "quickstart": (QuickstartConfig(), "quickstart"),
     "plan": (PlanSftConfig(), "sft"),
     "plan of RL": (PlanRlConfig(), "ppo"),

@@ -275,7 +275,11 @@ def test_what_a_resumed_run_may_change():
     limits = ("rpm", "concurrency", "timeout", "retries", "max_calls", "max_cost", "input_price", "output_price")
     assert command.free_settings(settings.SftConfig()) == anywhere
     judge = {f"judge_{name}" for name in (*limits, "cache")}
-    assert command.free_settings(settings.PpoConfig()) == anywhere | judge | {"guard"}
+    assert command.free_settings(settings.PpoConfig()) == anywhere | judge | {
+        "guard",
+        "rollout_server",
+        "rollout_timeout",
+    }
 
 
 @pytest.mark.parametrize("name", ["plan", "plan of RL", "quickstart"])

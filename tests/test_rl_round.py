@@ -96,7 +96,9 @@ def sampled(engine: Scripted, judge=None, number: int = 5, cache=None, **setting
 
 def test_how_many_queries_were_in_the_cache_is_a_metric_of_the_round():
     metrics = {"queries/cached_ratio": 0.25}
-    made = sampled(Scripted({"0": ["no", "no"], "1": ["yes", "no"]}, []), cache=SimpleNamespace(metrics=lambda: metrics))
+    made = sampled(
+        Scripted({"0": ["no", "no"], "1": ["yes", "no"]}, []), cache=SimpleNamespace(metrics=lambda: metrics)
+    )
     assert made.metrics()["queries/cached_ratio"] == 0.25
 
 

@@ -5,6 +5,7 @@ about is in `rl_round.py`; what an algorithm computes is in `rl/algorithms`, a f
 """
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +86,8 @@ class RLTrainer:
 def train(config: PpoConfig) -> None:
     """A run of RL in its folder, from the first round or the last checkpoint on."""
     check(config)
-    with RunFolder("ppo", config, time.strftime("runs/ppo-%Y%m%d-%H%M%S"), logs=(EPISODES,)) as run:
+    output = time.strftime("runs/ppo-%Y%m%d-%H%M%S")
+    with ExitStack() as ending, RunFolder("ppo", config, output, logs=(EPISODES,)) as run:
         questions = read_questions_of(config.data, config.mixture)
         if config.rl.expand_limit and not any(question.gold for question in questions):
             cause = "no question of --data or [[sources]] has gold paragraphs, and --expand-limit goes on from these"
@@ -108,6 +110,11 @@ def train(config: PpoConfig) -> None:
         guidance = Guidance(config, by_id, found, replay, learner.mean_entropies) if found or replay else None
         taught_by = teacher.build(config, learner, engine.layout.tokenizer, questions)
         sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance, setup.query_cache)
+        if config.remote.rollout_server:
+            from r3lite.assembly import remote_rollouts
+
+            sampler = remote_rollouts.build(sampler, learner, state, setup, run.output)
+            ending.callback(sampler.sampler.engine.close)
         rounds, file = config.rounds(len(questions)), run.output / EPISODES
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
@@ -134,3 +141,7 @@ def check(config: PpoConfig) -> None:
             raise UsageError(f"{flag(name)} belongs to the questions of --data: leave it or [[sources]] out")
     algorithms.check(config.rl, command.usual("ppo", config).rl, config.lengths)
     rl_guidance.check(config)
+    if config.remote.rollout_server:
+        from r3lite.assembly import remote_rollouts
+
+        remote_rollouts.check(config)

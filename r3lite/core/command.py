@@ -18,7 +18,8 @@ from r3lite.settings.uses import USES, Chosen
 
 COMMANDS = (
     "sft", "ppo", "evaluate", "ask", "serve", "collect", "index", "retrieve", "plan", "doctor", "report", "export",
-    "tune_prompt", "check_format", "prepare", "procedures", "quickstart",
+    "tune_prompt", "check_format", "prepare", "procedures", "rollout_worker",
+    "quickstart",
 )  # fmt: skip
 # Of writing and flushing a file, which name no path. (Those of a network have other numbers.)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -148,7 +148,8 @@ def resolve(command: str, default: Any, argv: list[str], commands: tuple[str, ..
     given = vars(given)
     check_texts(given)
     # A file may name its preset, which it then refines.
-    from_file = read_toml(Path(given["config"]), table, commands, own) if given.get("config") else {}
+    names = own if table == command else own.keys() | all_settings()  # another command's table holds its own settings
+    from_file = read_toml(Path(given["config"]), table, commands, names) if given.get("config") else {}
     preset = given.get("preset") or from_file.get("preset") or own["preset"]
     presets = sorted(p.stem for p in shipped("presets").glob("*.toml"))
     if preset not in presets:

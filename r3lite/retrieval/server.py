@@ -3,43 +3,37 @@
 POST /retrieve takes {"queries": [...], "topk": k, "return_scores": true} and gives {"result": [[{"document": {...},
 "score": s}, ...] per query]}. A document has `id` and `contents`, whose first line is the title in quotes; here also
 `title`, `text` and `source`. POST /rerank, if there is a reranker, takes {"query", "documents": [text, ...]} and gives
-{"result": [{"index": i, "score": s}, ...]}, best first. GET /health says that the server is there. Errors are
-{"error": "..."}.
+{"result": [{"index": i, "score": s}, ...]}, best first. The rest is in core/http_server.py.
 """
 
-import json
 import sys
 import threading
-import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from r3lite.core.episode import Document, Failure, Question, Retrieve
-from r3lite.core.errors import explained
-from r3lite.core.records import WHOLE, InvalidRecord, Record, Source, parse
+from r3lite.core.http_server import Server
+from r3lite.core.records import WHOLE, InvalidRecord, Record
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 
-TIMEOUT = 60.0  # seconds of a read: a client that stalls gives its thread back
-LARGEST = 4 << 20  # bytes of a request
 MOST_QUERIES, MOST_PASSAGES = 4096, 1000  # that are answered and ranked at once
-PATIENCE = 10.0  # seconds for which the end of the server waits for clients that are being answered
 
 
 class Service:
     """What the server answers. One request at a time, as each computes on all cores."""
+
+    largest, token, raw = 4 << 20, None, ()
 
     def __init__(self, retrieve: Retrieve, rerank: Callable[[list[tuple[str, str]]], list[float]] | None, most: int):
         """`retrieve` gives `most` documents a query; `rerank` scores pairs of a query and a passage."""
         self.retrieve, self.rerank, self.most = retrieve, rerank, most
         self.one_at_a_time = threading.Lock()
 
-    def answer(self, path: str, request: Record) -> dict:
-        """The reply to a request; raises InvalidRecord if it is wrong, LookupError for an unknown path, and OSError if
-        the retriever fails."""
-        if path == "/retrieve":
+    def answer(self, path: str, request: Record | None) -> dict:
+        """The reply to a request, as core.http_server.Service says; OSError if the retriever fails."""
+        if path == "/retrieve" and request:
             return self._retrieved(request)
-        if path == "/rerank" and self.rerank:
+        if path == "/rerank" and request and self.rerank:
             return self._ranked(request)
         raise LookupError(path)
 
@@ -64,74 +58,6 @@ class Service:
         return {"result": [{"index": i, "score": scores[i]} for i in order]}
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One connection to a `Server`."""
-
-    timeout = TIMEOUT
-    server: "Server"
-
-    def do_GET(self) -> None:
-        if self.path == "/health":
-            self._say(200, {"status": "ok"})
-        else:
-            self._say(404, {"error": "not found"})
-
-    def do_POST(self) -> None:
-        length = self.headers.get("content-length", "")
-        if not length.isdecimal() or len(length) > 9 or int(length) > LARGEST:
-            self._say(413, {"error": f"a content-length is needed, of at most {LARGEST >> 20} MiB"})
-            return
-        try:
-            request = Record(parse(self.rfile.read(int(length)).decode()), Source(""))
-            self._say(200, self.server.service.answer(self.path, request))
-        except InvalidRecord as error:
-            self._say(400, {"error": error.cause})
-        except UnicodeDecodeError:
-            self._say(400, {"error": "not UTF-8"})
-        except LookupError:
-            self._say(404, {"error": "not found"})
-        except OSError as error:
-            self._say(503, {"error": str(error)})
-
-    def _say(self, status: int, body: dict) -> None:
-        data = json.dumps(body).encode()
-        self.close_connection = status != 200  # what is left of the request is not read
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments) -> None:
-        """Requests are not logged: they hold people's questions."""
-
-
-class Server(ThreadingHTTPServer):
-    """Listens at an address; `serve_forever` answers. Raises R3LiteError if the address is taken."""
-
-    request_queue_size = 128  # of connections not yet accepted; of 64 clients, 5 let many wait a second to try again
-
-    def __init__(self, service: Service, host: str, port: int):
-        self.service, self._answering = service, set()  # requests under way, by their sockets
-        with explained(OSError, f"{host}:{port} cannot be listened on", "Pass another --port."):
-            super().__init__((host, port), Handler)
-
-    def process_request_thread(self, request, client_address) -> None:
-        self._answering.add(request)
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._answering.discard(request)
-
-    def server_close(self) -> None:
-        """Ends after the answers under way. None begins then: a thread that computes while Python ends aborts it."""
-        super().server_close()
-        end = time.monotonic() + PATIENCE
-        while self._answering and time.monotonic() < end:
-            time.sleep(0.05)
-        self.service.one_at_a_time.acquire(timeout=PATIENCE)
-
-
 def serve(setup: Setup, host: str, port: int) -> None:
     """Serves the retriever of a setup, and its reranker, until it is interrupted."""
     settings = setup.settings
@@ -139,7 +65,7 @@ def serve(setup: Setup, host: str, port: int) -> None:
     server = Server(service, host, port)
     host, port = server.server_address[:2]
     print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)
-    if host not in ("127.0.0.1", "::1", "localhost"):
+    if not server.on_loopback:
         print("warning: anyone who can reach this address can send queries", file=sys.stderr)
     with server:
         server.serve_forever()

@@ -4,7 +4,7 @@ import os
 import socket
 
 from r3lite.core.errors import R3LiteError, explained, extra
-from r3lite.settings import ServerSettings
+from r3lite.settings import ListenSettings
 
 TOKEN = "R3LITE_TOKEN"
 SHORTEST_TOKEN = 16  # characters
@@ -17,7 +17,7 @@ def check_extra() -> None:
         import uvicorn  # noqa: F401
 
 
-def token_of(server: ServerSettings) -> str | None:
+def token_of(server: ListenSettings) -> str | None:
     """The token of the environment, without which a server that others can reach does not start."""
     token = os.environ.get(TOKEN, "").strip() or None
     if token is None and not server.on_loopback:
@@ -28,7 +28,7 @@ def token_of(server: ServerSettings) -> str | None:
     return token
 
 
-def listen(server: ServerSettings) -> socket.socket:
+def listen(server: ListenSettings) -> socket.socket:
     """A socket at the address of the settings."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     remedy = "Pass another --port or --host; --port 0 takes any that is free."

@@ -34,8 +34,8 @@ from r3lite.settings.protocol import ProtocolSettings
 from r3lite.settings.retrieval import DocumentSettings, IndexSettings, ProcedureSettings, RetrievalSettings
 from r3lite.settings.rewards import RewardSettings
 from r3lite.settings.rl import RLSettings
-from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings
-from r3lite.settings.serve import LimitSettings, ModeSettings, ServerSettings
+from r3lite.settings.rollout import LengthSettings, RemoteSettings, SamplingSettings, TruncationSettings
+from r3lite.settings.serve import LimitSettings, ListenSettings, ModeSettings, ServerSettings
 from r3lite.settings.training import GuardSettings, OptimizerSettings, Schedule, TrackSettings, ValidationSettings
 
 
@@ -103,6 +103,7 @@ class PpoConfig(CommandConfig):
     reward: RewardSettings = RewardSettings()
     judge: JudgeSettings = JudgeSettings()
     rl: RLSettings = RLSettings()
+    remote: RemoteSettings = RemoteSettings()
     validation: ValidationSettings = ValidationSettings()
     guard: GuardSettings = GuardSettings()
     lora: LoraSettings = LoraSettings()
@@ -118,6 +119,26 @@ class PpoConfig(CommandConfig):
         if self.schedule.max_steps or questions is None:
             return self.schedule.max_steps
         return math.ceil(self.schedule.epochs * questions / self.rl.batch_size)
+
+
+@dataclass(frozen=True)
+class RolloutWorkerConfig(CommandConfig):
+    """Samples episodes for `python -m r3lite.ppo --rollout-server http://HOST:8100`, which runs on another machine.
+
+    Give it the model, format, lengths, temperature and retrieval of that run, by the same flags or the same --config;
+    the adapter comes over HTTP. What the two must have in common and do not is refused by its name, as is an adapter of
+    another base.
+    """
+
+    listen: ListenSettings = ListenSettings(port=8100)
+    model: ModelSettings = ModelSettings()
+    memory: MemorySettings = MemorySettings()
+    data: DataSettings = DataSettings()
+    mixture: SourceSettings = SourceSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    protocol: ProtocolSettings = ProtocolSettings(worked_example=False)
+    lengths: LengthSettings = LengthSettings()
+    sampling: SamplingSettings = SamplingSettings()
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Settings of an episode: its limits and how tokens are sampled."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from r3lite.core.config import Alias, Bounds, Section, Tokens, Whole
+from r3lite.core.config import ANY, Alias, Bounds, Free, Positive, Section, Tokens, UsageError, Whole
+from r3lite.settings.common import problem_of_address
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,26 @@ class TruncationSettings(Section):
     """sample from the k likeliest tokens only; 0: all"""
     top_p: Annotated[float, Bounds(above=0, high=1)] = 1.0
     """sample from the smallest set of tokens with this probability"""
+
+
+@dataclass(frozen=True)
+class RemoteSettings(Section):
+    """Rollouts on other machines."""
+
+    implied: ClassVar = {"rollout_server": {ANY: {"old_logprobs": "trainer", "importance_cap": 2.0}}}
+
+    rollout_server: Free[tuple[str, ...] | None] = None
+    """addresses, with commas between, of `python -m r3lite.rollout_worker` or of vLLM, which sample the episodes: they
+    get the adapter of each round, and R3LITE_TOKEN if it is set; brings --old-logprobs trainer --importance-cap 2"""
+    max_staleness: Annotated[int, Bounds(low=0, high=1)] = 0
+    """0: a round is sampled with the adapter that the round before it has made; 1: while that is being made, with the
+    one before, and --importance-cap corrects for it"""
+    rollout_timeout: Free[Positive] = 600.0
+    """seconds that one request of episodes, or with vLLM of a turn, may take; then it goes to another server"""
+
+    def check(self) -> None:
+        for address in self.rollout_server or ():
+            if problem := problem_of_address(address):
+                raise UsageError(
+                    f"--rollout-server {problem}; pass such as http://host:8100 or http://a:8100,http://b:8100"
+                )

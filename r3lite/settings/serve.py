@@ -8,18 +8,14 @@ from r3lite.core.config import ANY, Bounds, Count, Positive, Section, UsageError
 
 
 @dataclass(frozen=True)
-class ServerSettings(Section):
-    """Server."""
+class ListenSettings(Section):
+    """Where it listens."""
 
     host: str = "127.0.0.1"
     """address to listen on; other than a loopback address it needs a token in R3LITE_TOKEN, which requests then carry
     as `Authorization: Bearer ...`; with R3LITE_TOKEN set they always do"""
     port: Annotated[int, Bounds(low=0, high=65535)] = 8000
     """port to listen on; 0: any free one, which is printed"""
-    cors_origins: tuple[str, ...] | None = None
-    """origins whose web pages may call the API, such as https://example.org; default: none"""
-    drain_seconds: Positive = 30.0
-    """how long answers under way may still take after Ctrl-C or SIGTERM"""
 
     @property
     def on_loopback(self) -> bool:
@@ -28,6 +24,16 @@ class ServerSettings(Section):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+
+@dataclass(frozen=True)
+class ServerSettings(ListenSettings):
+    """Server."""
+
+    cors_origins: tuple[str, ...] | None = None
+    """origins whose web pages may call the API, such as https://example.org; default: none"""
+    drain_seconds: Positive = 30.0
+    """how long answers under way may still take after Ctrl-C or SIGTERM"""
 
     def check(self) -> None:
         if "*" in (self.cors_origins or ()):

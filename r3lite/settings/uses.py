@@ -187,6 +187,7 @@ USES = (
     Use("max_hops end_at_idle_query", "a format, and a --baseline, in which the model asks queries", asks),
     Use("max_document_tokens", "documents, and none are retrieved", lambda s: s.command == "sft" or retrieves(s)),
     Use("rollout_batch_size", "several episodes at a time", lambda s: s.command != "ask"),
+    Use("max_staleness rollout_timeout", "--rollout-server", lambda s: s.rollout_server),
     Use("top_k_sampling top_p", "a --temperature above 0", lambda s: s.temperature or s.command == "serve"),
     # Rewards and judges
     Use("least_searches search_bonus idle_query_penalty process_judge", "a --format that searches", asks),

@@ -175,7 +175,7 @@ def test_a_reranker_that_fails_later_fails_its_queries_and_a_wrong_one_shows_at_
         ({"queries": ["a"], "topk": 6}, 400, "at most 4096 queries and 5 documents"),
         ({"queries": ["a"] * 4097}, 400, "at most 4096 queries"),
         ({"queries": ["a"], "topk": 0}, 400, "topk"),
-        (b"x" * (server.LARGEST + 1), 413, "at most 4 MiB"),
+        (b"x" * (server.Service.largest + 1), 413, "at most 4 MiB"),
     ],
 )
 def test_a_bad_request_is_refused_with_the_reason(served, body, status, told):

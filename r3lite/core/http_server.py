@@ -1,0 +1,138 @@
+"""A server of JSON over HTTP: how requests are read and errors answered. A service says what is answered.
+
+Errors are {"error": "..."}. GET /health says that the server is there. Requests are not logged: they hold people's
+questions.
+"""
+
+import hmac
+import json
+import re
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Protocol
+
+from r3lite.core.errors import R3LiteError, explained
+from r3lite.core.records import InvalidRecord, Record, Source, parse
+
+TIMEOUT = 60.0  # seconds of a read: a client that stalls gives its thread back
+PATIENCE = 10.0  # seconds for which the end of the server waits for clients that are being answered
+LOOPBACK = ("127.0.0.1", "::1", "localhost", "[::1]")
+
+
+class Service(Protocol):
+    """What a server answers; its threads ask at the same time."""
+
+    largest: int  # bytes of a request
+    token: str | None  # which every request but GET /health then carries as `Authorization: Bearer ...`
+    raw: tuple[str, ...]  # what the paths begin with whose requests are bytes
+    one_at_a_time: threading.Lock  # held by an answer while it computes
+
+    def answer(self, path: str, request: Record | bytes | None) -> dict:
+        """The reply to a request, None for GET; raises InvalidRecord if it is wrong, LookupError for an unknown path,
+        R3LiteError if it cannot be answered, and OSError or RuntimeError if the service fails."""
+        ...
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection to a `Server`."""
+
+    timeout = TIMEOUT
+    server: "Server"
+
+    def parse_request(self) -> bool:
+        """Also refuses what a web page sends, even one elsewhere whose own name resolves to this machine."""
+        if not super().parse_request():
+            return False
+        host = re.sub(r":\d+$", "", self.headers.get("host") or LOOPBACK[0])
+        is_ours = "origin" not in self.headers and (host in LOOPBACK or not self.server.on_loopback)
+        if not is_ours:
+            self._say(403, {"error": "web pages are not answered"})
+        return is_ours
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._say(200, {"status": "ok"})
+        elif self._may_ask():
+            self._answer(None)
+
+    def do_POST(self) -> None:
+        length, largest = self.headers.get("content-length", ""), self.server.service.largest
+        if not self._may_ask():
+            return
+        if not length.isdecimal() or len(length) > 9 or int(length) > largest:
+            self._say(413, {"error": f"a content-length is needed, of at most {largest >> 20} MiB"})
+            return
+        self._answer(self.rfile.read(int(length)))
+
+    def _may_ask(self) -> bool:
+        """Whether the request carries the token, if there is one; refuses it otherwise."""
+        if (token := self.server.service.token) is None:
+            return True
+        given = self.headers.get("authorization", "").encode("utf-8", "replace")
+        if hmac.compare_digest(given, f"Bearer {token}".encode()):
+            return True
+        self._say(401, {"error": "this server needs a token: Authorization: Bearer ..."})
+        return False
+
+    def _answer(self, body: bytes | None) -> None:
+        service = self.server.service
+        try:
+            is_json = body is not None and not self.path.startswith(service.raw)
+            request = Record(parse(body.decode()), Source("")) if is_json else body
+            self._say(200, service.answer(self.path, request))
+        except InvalidRecord as error:
+            self._say(400, {"error": error.cause})
+        except UnicodeDecodeError:
+            self._say(400, {"error": "not UTF-8"})
+        except LookupError:
+            self._say(404, {"error": "not found"})
+        except R3LiteError as error:
+            self._say(422, {"error": " ".join(str(error).split())})
+        except (OSError, RuntimeError) as error:
+            self._say(503, {"error": str(error)})
+
+    def _say(self, status: int, body: dict) -> None:
+        data = json.dumps(body).encode()
+        self.close_connection = status != 200  # what is left of the request is not read
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments) -> None:
+        """Nothing is logged."""
+
+
+class Server(ThreadingHTTPServer):
+    """Listens at an address; `serve_forever` answers. Raises R3LiteError if the address is taken."""
+
+    request_queue_size = 128  # of connections not yet accepted; of 64 clients, 5 let many wait a second to try again
+
+    def __init__(self, service: Service, host: str, port: int):
+        self.service, self._answering = service, set()  # requests under way, by their sockets
+        with explained(OSError, f"{host}:{port} cannot be listened on", "Pass another --port."):
+            super().__init__((host, port), Handler)
+        self.on_loopback = self.server_address[0] in LOOPBACK
+
+    def process_request_thread(self, request, client_address) -> None:
+        self._answering.add(request)
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._answering.discard(request)
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that went away is no error of the server, and needs no traceback."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+    def server_close(self) -> None:
+        """Ends after the answers under way. None begins then: a thread that computes while Python ends aborts it."""
+        super().server_close()
+        end = time.monotonic() + PATIENCE
+        while self._answering and time.monotonic() < end:
+            time.sleep(0.05)
+        self.service.one_at_a_time.acquire(timeout=PATIENCE)

@@ -1,0 +1,153 @@
+"""Samples episodes with a server of vLLM: turns by its /v1/completions, token ids for token ids; documents from here.
+
+vLLM is started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and reads each adapter from a path that
+both machines have. Each is a model of its own name, so that no answer is of another one. A log-probability must be of
+the distribution that was sampled from: at --temperature 1 it is in any case, at others with --logprobs-mode
+processed_logprobs (raw ones are from before the temperature).
+"""
+
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from r3lite.core.episode import Retrieve
+from r3lite.core.errors import R3LiteError, explained
+from r3lite.core.records import InvalidRecord, Record
+from r3lite.protocols.transcript import Layout
+from r3lite.rollout.fetcher import Fetcher
+from r3lite.rollout.remote import Declined, Gone, Link
+from r3lite.rollout.sequence import Sequence
+from r3lite.rollout.wire import Adapter, Ticket
+from r3lite.settings import PpoConfig
+
+COMMAND = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank R"
+START = f"Start it with: {COMMAND}, where the run's --output is at the same path."
+RAW = "Start vLLM with --logprobs-mode processed_logprobs, or pass --temperature 1."
+# Of each completion: nothing is truncated or penalized, and all that was sampled is returned.
+NEUTRAL = {
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0, "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
+    "return_token_ids": True, "logprobs": 0,
+}  # fmt: skip
+TRIES = 100  # of one turn
+
+
+class VllmServer:
+    """A server of vLLM, which batches the requests that it has at a time."""
+
+    slots = 2  # all requests of a round, if there are no other servers
+
+    def __init__(self, link: Link, config: PpoConfig, layout_of: Callable[[Sequence], Layout], output: Path):
+        self.link, self.config, self.layout_of = link, config, layout_of
+        self.adapters = output.absolute() / "served"
+        self.name = ""  # of the adapter that is loaded
+        self._loading, self._retrieving = threading.Lock(), threading.Lock()
+
+    def check(self) -> str:
+        url, model, lengths = self.link.url, self.config.model.model, self.config.lengths
+        with explained(InvalidRecord, f"{url}/v1/models gives another reply than vLLM", START):
+            served = self.link.record("/v1/models").records("data")[0]
+            root, most = served.text("root", served.text("id")), served.whole("max_model_len", lengths.max_length)
+        if Path(root).name != Path(model).name:
+            raise R3LiteError(f"{url} serves {root}, and --model is {model}", "Start vLLM with the same model.")
+        if most < lengths.max_length:
+            raise R3LiteError(f"{url} takes {most} tokens, and --max-length is {lengths.max_length}", "Lower that.")
+        self._check_logprobs(served.text("id"))
+        return f"{url} (vLLM {self.link.record('/version').text('version')})"
+
+    def _check_logprobs(self, model: str) -> None:
+        """Refuses log-probabilities from before the temperature: they then are the same at two temperatures."""
+        if self.config.sampling.temperature == 1:
+            return
+        asked = {"model": model, "prompt": [0], "max_tokens": 1, "logprobs": 1, "top_k": 1}
+        found = []
+        for temperature in (1.0, self.config.sampling.temperature):
+            choice = self.link.record("/v1/completions", asked | {"temperature": temperature}).records("choices")[0]
+            found.append(choice.record("logprobs").items("token_logprobs"))
+        if found[0] == found[1] != [0.0]:
+            raise R3LiteError(f"{self.link.url} gives log-probabilities from before --temperature", RAW)
+
+    def sample(self, tickets: list[Ticket], adapter: Adapter, retrieve: Retrieve) -> list[Sequence]:
+        """The episodes of tickets; each has a thread, and the retriever is asked by one at a time."""
+        with self._loading:
+            self._load(adapter)
+        sequences = [ticket.sequence() for ticket in tickets]
+        try:
+            with Fetcher(retrieve) as fetcher, ThreadPoolExecutor(len(tickets), "turns") as pool:
+                list(pool.map(lambda sequence: self._finish(sequence, fetcher), sequences))
+        except (Gone, Declined) as error:
+            self.name = ""  # it may have been started anew, without the adapter
+            raise Gone(str(error)) from error
+        return sequences
+
+    def _load(self, adapter: Adapter) -> None:
+        """Has vLLM load an adapter, and forget the one before."""
+        name = f"r3lite-{adapter.version[:16]}"
+        if name == self.name:
+            return
+        adapter.write(folder := self.adapters / name)
+        try:
+            self.link.text("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        except Declined as error:
+            if "already been loaded" not in str(error):
+                raise R3LiteError(f"vLLM cannot load {folder}: {error.cause}", START) from error
+        if self.name:
+            try:
+                self.link.text("/v1/unload_lora_adapter", {"lora_name": self.name})
+            except Declined as error:
+                if error.status != 404:  # it was started anew
+                    raise
+            shutil.rmtree(self.adapters / self.name, ignore_errors=True)
+        self.name = name
+
+    def _finish(self, sequence: Sequence, fetcher: Fetcher) -> None:
+        """Samples an episode to its end, as Engine.finish does."""
+        layout = self.layout_of(sequence)
+        if not sequence.tokens:
+            layout.open(sequence)
+        while sequence.finish is None:
+            if sequence.pending:
+                with self._retrieving:
+                    ((_, documents),) = fetcher.fetch([sequence])
+                layout.splice(sequence, documents)
+            else:
+                self._turn(sequence, layout)
+                layout.close_turn(sequence)
+
+    def _turn(self, sequence: Sequence, layout: Layout) -> None:
+        """Samples a turn. What vLLM ends before it is over is gone on with, as after a padding row of the embedding."""
+        for _ in range(TRIES):
+            for token, logprob in self._completion(sequence, layout):
+                if token >= layout.tokenizer.size:
+                    break
+                sequence.write([token])
+                sequence.logprobs.append(logprob)
+                sequence.values.append(0.0)
+                if layout.turn_is_over(sequence):
+                    return
+        raise R3LiteError(f"{self.link.url} ends a turn of question {sequence.question.id} {TRIES} times", START)
+
+    def _completion(self, sequence: Sequence, layout: Layout) -> list[tuple[int, float]]:
+        """Tokens that go on from a sequence, with their log-probabilities."""
+        lengths = layout.lengths
+        room = min(lengths.max_new_tokens - len(sequence.turn), lengths.max_length - len(sequence.tokens))
+        reply = self.link.record("/v1/completions", NEUTRAL | {
+            "model": self.name, "prompt": sequence.tokens, "max_tokens": max(1, room),
+            "seed": sequence.stream.getrandbits(62), "temperature": self.config.sampling.temperature,
+            "stop": list(layout.protocol.stop_strings), "stop_token_ids": [layout.tokenizer.stop_id],
+        })  # fmt: skip
+        with explained(
+            InvalidRecord, f"{self.link.url} does not reply as vLLM", "Update vLLM: it must know return_token_ids."
+        ):
+            if (model := reply.text("model")) != self.name:
+                raise InvalidRecord(f"the model is {model}, and not {self.name}")
+            return _tokens(reply.records("choices")[0])
+
+
+def _tokens(choice: Record) -> list[tuple[int, float]]:
+    ids, logprobs = choice.items("token_ids"), choice.record("logprobs").items("token_logprobs")
+    if len(ids) != len(logprobs) or not all(type(i) is int and type(x) in (int, float) for i, x in zip(ids, logprobs)):
+        raise choice.error("token_ids and token_logprobs are not a number for each token")
+    return list(zip(ids, map(float, logprobs)))

@@ -1,0 +1,24 @@
+"""Samples episodes for ppo --rollout-server on another machine, which sends it only the adapter."""
+
+from r3lite.core import command
+from r3lite.settings import RolloutWorkerConfig
+
+
+def work(config: RolloutWorkerConfig) -> None:
+    from r3lite.assembly import rollout_service  # after the arguments are read: torch takes seconds to load
+
+    rollout_service.serve(config)
+
+
+def plan(config: RolloutWorkerConfig) -> str:
+    from r3lite.assembly.rollout_service import plan_memory
+
+    return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_memory(config).table()}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    return command.run("rollout_worker", RolloutWorkerConfig(), work, argv, plan, table="ppo")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
