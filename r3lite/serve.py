@@ -16,6 +16,7 @@ def serve(config: ServeConfig) -> None:
         from r3lite.assembly.answering import open_retriever
         from r3lite.assembly.answering_live import LiveAnswers
         from r3lite.serving.app import build_app
+        from r3lite.serving.connections import Connection
         from r3lite.serving.desk import Desk
         from r3lite.serving.worker import Worker
 
@@ -31,7 +32,7 @@ def serve(config: ServeConfig) -> None:
         app = build_app(desk, config.server, config.limits, token)
         settings = uvicorn.Config(
             app,
-            http="h11",
+            http=Connection,
             ws="none",
             lifespan="on",
             access_log=False,

@@ -51,7 +51,7 @@ def queries(question: Question) -> list[str]:
         return answer if before and answer.lower().startswith(before.lower()) else before + answer
 
     for hop in question.hops:
-        filled.append(re.sub(r"(\b\w+ )?#(\d+)", fill, hop.question))
+        filled.append(re.sub(r"(\b\w+ )?#(\d{1,9})(?!\d)", fill, hop.question))
     return filled
 
 

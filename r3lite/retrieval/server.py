@@ -8,6 +8,7 @@ POST /retrieve takes {"queries": [...], "topk": k, "return_scores": true} and gi
 """
 
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from r3lite.retrieval.setup import Setup
 TIMEOUT = 60.0  # seconds of a read: a client that stalls gives its thread back
 LARGEST = 4 << 20  # bytes of a request
 MOST_QUERIES, MOST_PASSAGES = 4096, 1000  # that are answered and ranked at once
+LOOPBACK = ("127.0.0.1", "::1", "localhost", "[::1]")
 
 
 class Service:
@@ -68,6 +70,16 @@ class Handler(BaseHTTPRequestHandler):
     timeout = TIMEOUT
     server: "Server"
 
+    def parse_request(self) -> bool:
+        """Also refuses what a web page sends, even one elsewhere whose own name resolves to this machine."""
+        if not super().parse_request():
+            return False
+        host = re.sub(r":\d+$", "", self.headers.get("host") or LOOPBACK[0])
+        is_ours = "origin" not in self.headers and (host in LOOPBACK or not self.server.on_loopback)
+        if not is_ours:
+            self._say(403, {"error": "web pages are not answered"})
+        return is_ours
+
     def do_GET(self) -> None:
         if self.path == "/health":
             self._say(200, {"status": "ok"})
@@ -107,10 +119,18 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     """Listens at an address; `serve_forever` answers. Raises R3LiteError if the address is taken."""
 
+    request_queue_size = 128  # connections that wait to be accepted; by default 5, and others wait for seconds
+
     def __init__(self, service: Service, host: str, port: int):
         self.service = service
         with explained(OSError, f"{host}:{port} cannot be listened on", "Pass another --port."):
             super().__init__((host, port), Handler)
+        self.on_loopback = self.server_address[0] in LOOPBACK
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that went away is no error of the server, and needs no traceback."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def serve(setup: Setup, host: str, port: int) -> None:
@@ -120,7 +140,7 @@ def serve(setup: Setup, host: str, port: int) -> None:
     server = Server(service, host, port)
     host, port = server.server_address[:2]
     print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)
-    if host not in ("127.0.0.1", "::1", "localhost"):
+    if not server.on_loopback:
         print("warning: anyone who can reach this address can send queries", file=sys.stderr)
     with server:
         server.serve_forever()
