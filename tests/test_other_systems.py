@@ -101,7 +101,7 @@ def test_a_console_of_256_letters_is_printed_to(monkeypatch):
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="cp1252"))
     assert (
-        command.run("sft", SftConfig(), lambda config: print("Gr\u00f6\u00dfe \u6570 \U0001f600"), ["--data", "x"]) == 0
+        command.run("sft", SftConfig(), lambda config: print("Gr\u00f6\u00dfe \u6570 \U0001f600"), ["--data", "-"]) == 0
     )
     assert printed.getvalue() == b"Gr\xf6\xdfe \\u6570 \\U0001f600" + os.linesep.encode()
 
