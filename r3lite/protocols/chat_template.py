@@ -19,6 +19,8 @@ THINK, THOUGHT_END = "<think>", "</think>"
 EMPTY_THOUGHT = re.compile(rf"{THINK}\s*{THOUGHT_END}\s*$")
 # Tags of transformers around what the assistant wrote, which change nothing of the text.
 GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
+# What rendering may raise: a template comes from a download.
+FAILURES = (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
 class ChatTemplate:
@@ -41,7 +43,7 @@ class ChatTemplate:
         self.variables = {"documents": None, **switch, **(tokens or {})}
         try:
             self._template = environment.from_string(GENERATION.sub(_condition, source))
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise R3LiteError(f"{where}: the chat template cannot be read: {error}", REMEDY) from error
 
     def render(self, messages: Sequence[Mapping], prompt: bool = False, tools: Sequence[Mapping] = ()) -> str:
@@ -49,7 +51,7 @@ class ChatTemplate:
         variables = self.variables | {"tools": list(tools) or None}
         try:
             return self._template.render(messages=messages, add_generation_prompt=prompt, **variables)
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except FAILURES as error:
             roles = ", ".join(message["role"] for message in messages)
             raise R3LiteError(f"{self.where}: the chat template refuses a chat of {roles}: {error}", REMEDY) from error
 
