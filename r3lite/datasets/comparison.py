@@ -40,7 +40,7 @@ def compared(question: Question) -> str | None:
 
 def used(hop: Hop) -> set[int]:
     """The hops whose answers the sub-question of a hop refers to."""
-    return {int(number) - 1 for number in re.findall(r"#(\d+)", hop.question)}
+    return {int(number) - 1 for number in re.findall(r"#(\d{1,9})(?!\d)", hop.question)}
 
 
 def subject(question: Question, hop: int) -> str:
