@@ -247,10 +247,11 @@ def run(name, *arguments):
     assert status == 0, (name, status)
 
 tiny, run_folder = ["--preset", "tiny"], "l\\u00e4ufe \\u6570/s f t"
+less = ["--max-steps", "1", "--batch-size", "1", "--validation-rows", "0"]
 run("index", *tiny, "--corpus", "c.jsonl", "--output", "i dx")
 run("index", "--encoder", "hashing", "--documents", "d\\u00f6 cs", "--output", "d\\u00f6 x")
 run("collect", *tiny, "--data", "t.jsonl", "--output", "z \\u00fc.jsonl")
-run("sft", *tiny, "--data", "z \\u00fc.jsonl", "--max-steps", "1", "--output", run_folder)
+run("sft", *tiny, "--data", "z \\u00fc.jsonl", *less, "--output", run_folder)
 answer = ["--index", "i dx", "--adapter", run_folder, "--max-new-tokens", "16", "--max-hops", "1"]
 run("evaluate", *tiny, "--data", "t.jsonl", "--limit", "6", *answer, "--output", "l\\u00e4ufe \\u6570/e")
 run("report", "l\\u00e4ufe \\u6570", "--output", "bericht \\u6570.html")

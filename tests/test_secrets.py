@@ -100,10 +100,10 @@ def test_no_command_writes_or_prints_a_key(planted, parrot, capfd):
     corpus = (WORLD / "corpus.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:60]
     (planted / "corpus.jsonl").write_text("".join(corpus), encoding="utf-8")
     search = ["--corpus", "corpus.jsonl"]
-    short = ["--max-new-tokens", "16", "--max-hops", "1"]
+    short, less = ["--max-new-tokens", "16", "--max-hops", "1"], ["--batch-size", "1", "--validation-rows", "0"]
     assert index.main([*tiny, *search, "--output", "index"]) == 0
     assert collect.main([*tiny, *train, "--limit", "8", "--output", "rows.jsonl"]) == 0
-    assert sft.main([*tiny, "--data", "rows.jsonl", "--max-steps", "1", "--output", "sft"]) == 0
+    assert sft.main([*tiny, "--data", "rows.jsonl", "--max-steps", "1", *less, "--output", "sft"]) == 0
     small = ["--batch-size", "1", "--num-generations", "2", "--mini-batch-size", "2", "--max-steps", "1"]
     asked = {
         "collect": (collect, [*train, "--source", "teacher", *search, "--limit", "1", "--attempts", "1"]),
