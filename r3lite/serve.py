@@ -16,6 +16,7 @@ def serve(config: ServeConfig) -> None:
         from r3lite.assembly.answering import open_retriever
         from r3lite.assembly.answering_live import LiveAnswers
         from r3lite.serving.app import build_app
+        from r3lite.serving.connections import Connection
         from r3lite.serving.desk import Desk
         from r3lite.serving.worker import Worker
 
@@ -32,7 +33,7 @@ def serve(config: ServeConfig) -> None:
         quiet = {"access_log": False, "log_level": "warning", "server_header": False, "proxy_headers": False}
         limits = {"ws": "none", "timeout_graceful_shutdown": config.server.drain_seconds}
         # Until a signal ends it: Ctrl-C is raised again as KeyboardInterrupt, SIGTERM as Terminated.
-        server = uvicorn.Server(uvicorn.Config(app, http="h11", lifespan="on", **quiet, **limits))
+        server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="on", **quiet, **limits))
         server.run(sockets=[listening])
 
 

@@ -3,6 +3,7 @@ signals, exit codes."""
 
 import errno
 import functools
+import io
 import json
 import os
 import signal
@@ -59,6 +60,12 @@ def spare_the_machine() -> None:
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)
     for name in CACHES:
         os.environ.setdefault(name, KEPT)
+
+
+def print_anything() -> None:
+    """Has what a console's encoding lacks printed as an escape, such as \\u6570: on Windows it may have 256 letters."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it
 
 
 def ignore_output() -> None:
@@ -152,6 +159,7 @@ def run(
     default this one's.
     """
     spare_the_machine()
+    print_anything()
     try:
         config = resolve(command, default, sys.argv[1:] if argv is None else argv, COMMANDS, table)
         for section in sections(config).values():

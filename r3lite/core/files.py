@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON
 PART = ".part"  # suffix of what is being written; a leftover of a kill is swept at the next start
 LOCK = ".lock"
 GGUF_POINTER = "gguf.json"  # in the folder made of a GGUF file: where that is
+PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds between tries
 PIECE, PIECES = 1 << 16, 256  # bytes, and how many of them tell weights apart
 MEND_LINE = "Mend or remove the line, or pass --skip-bad-rows."
 
@@ -37,6 +39,16 @@ def check_writable(folder: Path) -> None:
     tempfile.TemporaryFile(dir=folder).close()  # permissions alone do not tell
 
 
+def move(source: str | Path, target: str | Path) -> None:
+    """Renames a file or folder, over a file that is there. What another program holds open cannot be renamed on Windows
+    (a virus scanner looks at each new file): it is tried again for some seconds."""
+    for pause in PAUSES:
+        with contextlib.suppress(PermissionError):
+            return os.replace(source, target)
+        time.sleep(pause)
+    os.replace(source, target)
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Writes a text file by way of a temporary one beside it, so that a crash leaves the old file or the new one."""
     with _to_write(path) as path:
@@ -46,7 +58,7 @@ def write_text(path: str | Path, text: str) -> None:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+            move(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 

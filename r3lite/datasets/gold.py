@@ -61,7 +61,7 @@ def queries(question: Question) -> list[str]:
         return answer if before and answer.lower().startswith(before.lower()) else before + answer
 
     for hop in question.hops:
-        filled.append(re.sub(r"(\b\w+ )?#(\d+)", fill, hop.question))
+        filled.append(re.sub(r"(\b\w+ )?#(\d{1,9})(?!\d)", fill, hop.question))
     return filled
 
 
@@ -197,7 +197,7 @@ def compared(question: Question) -> str | None:
 
 def used(hop: Hop) -> set[int]:
     """The hops whose answers the sub-question of a hop refers to."""
-    return {int(number) - 1 for number in re.findall(r"#(\d+)", hop.question)}
+    return {int(number) - 1 for number in re.findall(r"#(\d{1,9})(?!\d)", hop.question)}
 
 
 def subject(question: Question, hop: int) -> str:

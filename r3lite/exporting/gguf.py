@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from r3lite.core.files import PART, read_record
+from r3lite.core.files import PART, move, read_record
 from r3lite.exporting.chats import trained_template
 from r3lite.models import lora
 from r3lite.models.causal_lm import CausalLM, ModelConfig, divisors, stretch
@@ -93,7 +93,7 @@ def _writer(path: Path, model: CausalLM) -> Iterator[gguf.GGUFWriter]:
         writer.write_tensors_to_file()
         writer.close()
         path.parent.mkdir(exist_ok=True)
-        os.replace(temporary, path)
+        move(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

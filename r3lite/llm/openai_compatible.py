@@ -17,7 +17,7 @@ from r3lite.settings import JudgeSettings
 
 ADDRESS = "https://api.openai.com/v1"
 GET_A_KEY = "Set OPENAI_API_KEY, or name a server of your own, such as --judge-base-url http://127.0.0.1:8000/v1."
-THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)  # with which some servers begin a reasoning model's content
+THOUGHTS = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)  # some servers begin a reasoning model's content so
 
 
 class OpenAIService(Service):

@@ -12,8 +12,8 @@ from typing import Any
 from r3lite.core import records
 from r3lite.core.records import InvalidRecord, Record
 
-# JSON in a fenced block, which models write where nothing holds them to a schema.
-FENCED = re.compile(r"```\w*\s*([\[{].*[\]}])\s*```", re.DOTALL)
+# Begins JSON in a fenced block, which models write where nothing holds them to a schema.
+FENCED = re.compile(r"```\w*\s*(?=[\[{])")
 BYTES_PER_TOKEN = 3  # for estimates that are rather too high; about 4 in English
 
 FAILURES = {
@@ -109,7 +109,7 @@ def parse(text: str, request: Request) -> Reply:
     body = text.strip()
     if not body.startswith(("{", "[")):
         body = body.rpartition("</think>")[2]
-        body = fenced[1] if (fenced := FENCED.search(body)) else body
+        body = body[fenced.end() : body.rfind("```")] if (fenced := FENCED.search(body)) else body
     try:
         data = records.parse(body)
     except records.InvalidRecord as error:

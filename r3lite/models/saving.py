@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import PART, read_record, write_json, write_text
+from r3lite.core.files import PART, move, read_record, write_json, write_text
 from r3lite.models import nf4
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.config_file import config_record
@@ -118,6 +118,6 @@ def _write_folder(
         write(temporary)
         if out.exists():
             out.rmdir()  # empty; Windows renames onto nothing
-        temporary.rename(out)
+        move(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import GGUF_POINTER, PART, check_regular
+from r3lite.core.files import GGUF_POINTER, PART, check_regular, move
 from r3lite.core.records import parse
 from r3lite.models.gguf_files import GgufTensors
 
@@ -51,7 +51,7 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
         save_file(whole, temporary, metadata={"format": "pt"} | (metadata or {}))
         _sort_metadata(temporary)
         os.chmod(temporary, 0o644)  # safetensors makes files that only their owner can read
-        os.replace(temporary, path)
+        move(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

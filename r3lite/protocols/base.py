@@ -5,6 +5,7 @@ text stands among the tokens of an episode.
 """
 
 import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -38,8 +39,13 @@ def one_line(text: str) -> str:
 
 
 def same_query(a: str, b: str) -> bool:
-    """Whether two queries are the same words, whatever their case, punctuation and spaces."""
-    return re.findall(r"\w+", a.casefold()) == re.findall(r"\w+", b.casefold())
+    """Whether two queries are the same words, whatever their case, punctuation, spaces and invisible characters."""
+    return _words(a) == _words(b)
+
+
+def _words(text: str) -> list[str]:
+    visible = (c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
+    return re.findall(r"\w+", "".join(visible).casefold())
 
 
 def asked_before(query: str, earlier: Sequence[Step]) -> bool:

@@ -19,6 +19,8 @@ THINK, THOUGHT_END = "<think>", "</think>"
 EMPTY_THOUGHT = re.compile(rf"{THINK}\s*{THOUGHT_END}\s*$")
 # Tags of transformers around what the assistant wrote, which change nothing of the text.
 GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
+# What rendering may raise: a template comes from a download.
+FAILURES = (TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
 class ChatTemplate:
@@ -39,15 +41,14 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         switch = {} if thinking is None else {"enable_thinking": thinking}
         self.variables = {"documents": None, **switch, **(tokens or {})}
-        with explained(TemplateError, f"{where}: the chat template cannot be read", REMEDY):
+        with explained((TemplateError, RecursionError), f"{where}: the chat template cannot be read", REMEDY):
             self._template = environment.from_string(GENERATION.sub(_condition, source))
 
     def render(self, messages: Sequence[Mapping], prompt: bool = False, tools: Sequence[Mapping] = ()) -> str:
         """The text of a conversation; with `prompt`, up to where the assistant's next turn begins."""
         variables = self.variables | {"tools": list(tools) or None}
-        refusals = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError)
         roles = ", ".join(message["role"] for message in messages)
-        with explained(refusals, f"{self.where}: the chat template refuses a chat of {roles}", REMEDY):
+        with explained(FAILURES, f"{self.where}: the chat template refuses a chat of {roles}", REMEDY):
             return self._template.render(messages=messages, add_generation_prompt=prompt, **variables)
 
     def gaps(self, roles: tuple[str, ...], prompt: bool = False) -> tuple[str, ...]:

@@ -91,8 +91,8 @@ class Dag(Protocol):
         return "Write the plan now, and nothing else." if number == 1 else "Write that now, and nothing else."
 
     def first_search(self, question: str) -> Step:
-        """A plan of one node. Braces would be references."""
-        only = Node("A", re.sub(r"[{}]", "", question))
+        """A plan of one node. Braces would be references, and a query of braces alone would be none."""
+        only = Node("A", re.sub(r"[{}]", "", question).strip() or "?")
         return Step(Plan((only,)).text(), (Search(question, source=only.source),))
 
     def example(self) -> list[Step]:

@@ -104,7 +104,7 @@ class R3(Protocol):
 
     @cached_property
     def _step(self) -> re.Pattern:
-        return re.compile(rf"\s*{re.escape(self.names.step)}[ \t]+(\d+)[ \t]*:[ \t]*\n?")
+        return re.compile(rf"\s*{re.escape(self.names.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?")
 
     @cached_property
     def heading(self) -> re.Pattern:

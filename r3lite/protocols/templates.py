@@ -41,7 +41,7 @@ def place_of(name: str) -> Path:
 def read_prompt(name: str) -> str:
     """The text of a prompt file, whatever its placeholders are."""
     try:
-        return place_of(name).read_text(encoding="utf-8").strip()
+        return place_of(name).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
         raise R3LiteError(f"prompt file {name} cannot be read: {reason}", "Name a UTF-8 text file.") from error

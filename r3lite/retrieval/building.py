@@ -17,7 +17,7 @@ import numpy as np
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import check_writable, names_in, read_record, read_text, write_json, write_jsonl
+from r3lite.core.files import check_writable, move, names_in, read_record, read_text, write_json, write_jsonl
 from r3lite.devices.precision import resolve_device
 from r3lite.retrieval import corpus, editing, index, qdrant
 from r3lite.retrieval.corpus import Passages, write_passages
@@ -52,7 +52,7 @@ def check_output(folder: str | Path) -> Path:
         folder = Path(folder).resolve()  # ValueError: a name that no folder can have
         check_writable(folder.parent)
         if _old(folder).exists() and not folder.exists():
-            _old(folder).rename(folder)  # a kill came before the new index was in its place
+            move(_old(folder), folder)  # a kill came before the new index was in its place
         names = names_in(folder)
     if folder == Path.cwd() or folder.is_mount():  # an index is written beside the folder and takes its place
         raise R3LiteError(f"{folder} itself cannot be replaced by an index", "Name a folder in it for --output.")
@@ -154,11 +154,11 @@ def finish(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
     shutil.rmtree(old, ignore_errors=True)
     try:
         if folder.exists():
-            folder.rename(old)
-        work.rename(folder)
+            move(folder, old)
+        move(work, folder)
     finally:
         if old.exists() and not folder.exists():
-            old.rename(folder)  # the new one did not come into its place
+            move(old, folder)  # the new one did not come into its place
         shutil.rmtree(old, ignore_errors=True)
     for name in (WAITING, PLAN):
         with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ WRITING = re.compile(
 REASONING = re.compile(
     r"\b(step by step|calculate|compute|solve|prove|derive|deduce|infer|logic(al(ly)?)?|puzzle|riddle|probability|"
     r"explain why|how would|what (would|happens?) if|if all|suppose|assume|reason(ing)? about)\b"
-    r"|\d\s*[-+*/^=<>\u00d7\u00f7]\s*\d|\b(how (many|much))\b.*\d",
+    r"|\d\s*[-+*/^=<>\u00d7\u00f7]\s*\d|\b(how (many|much))\b.{0,200}\d",
     re.IGNORECASE,
 )
 QUESTION = re.compile(

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import PART, open_regular, read_record, write_json
+from r3lite.core.files import PART, move, open_regular, read_record, write_json
 from r3lite.models.tensor_files import write_tensors
 
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -68,7 +68,7 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         sync(path)
     sync(new)
     old = _set_aside(folder) if folder.exists() else None  # a folder that is not empty cannot be replaced in one go
-    os.replace(new, folder)
+    move(new, folder)
     sync(folder.parent)
     if old:
         shutil.rmtree(old, ignore_errors=True)
@@ -82,7 +82,7 @@ def _set_aside(folder: Path) -> Path:
     """Renames a folder to a hidden name, which is one operation of the file system; returns the new path."""
     old = _hidden(folder, "old")
     shutil.rmtree(old, ignore_errors=True)
-    os.replace(folder, old)
+    move(folder, old)
     return old
 
 

@@ -44,7 +44,7 @@ def peak_memory_mib(device: torch.device) -> float | None:
         return torch.cuda.max_memory_allocated(device) / MIB
     status = Path("/proc/self/status")
     if status.exists():  # Linux; its getrusage would count what the parent process once held
-        line = next((x for x in status.read_text().splitlines() if x.startswith("VmHWM:")), None)
+        line = next((x for x in status.read_text(encoding="utf-8").splitlines() if x.startswith("VmHWM:")), None)
         return int(line.split()[1]) / 1024 if line else None
     try:
         import resource

@@ -6,6 +6,7 @@ import pytest
 
 from r3lite.core.episode import Document, Hop, Question, Search
 from r3lite.datasets import gold
+from r3lite.datasets.gold import used
 from r3lite.datasets.trajectories import check_steps
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import ProtocolSettings
@@ -60,6 +61,8 @@ def test_only_earlier_hops_are_references():
         Hop("#2#1", "x", FILM),
     )
     assert gold.queries(with_hops(*hops)) == ["Who sang Mambo #5?", "Did Bega or #2 sing #12?", "noBega"]
+    long = f"Who sang #{'1' * 5000}?"  # an exception, as Python reads no such number
+    assert gold.queries(with_hops(Hop(long, "x", FILM))) == [long] and used(Hop(long, "x", FILM)) == set()
 
 
 def test_a_word_is_not_said_twice_where_an_answer_is_filled_in():

@@ -80,6 +80,7 @@ def serving():
     uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
     pytest.importorskip("fastapi", reason="needs the extra serve")
     from r3lite.serving.app import build_app
+    from r3lite.serving.connections import Connection
     from r3lite.serving.desk import Desk
     from r3lite.serving.worker import Worker
 
@@ -90,7 +91,7 @@ def serving():
         desk = Desk(Worker(answering), limits, ModeSettings(), time.monotonic)
         app = build_app(desk, server or ServerSettings(), limits, token)
         listening = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(app, http="h11", ws="none", log_level="critical", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, http=Connection, ws="none", log_level="critical", timeout_graceful_shutdown=1)
         uvicorn_server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: asyncio.run(uvicorn_server.serve([listening])))
         thread.start()

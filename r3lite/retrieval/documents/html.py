@@ -18,7 +18,7 @@ def read(text: str, name: str) -> Iterator[Section]:
     page = _Page()
     try:
         page.feed(text + "\n")  # no close(): it looks in the rest for tags, in minutes if that is of 60 KB of "<a "
-    except AssertionError as error:  # html.parser's at `<![x[`
+    except (AssertionError, ValueError) as error:  # html.parser's at `<![x[`, and at `&#` with thousands of digits
         raise Unreadable("not HTML", str(error)) from error
     page.end_paragraph()
     return under_headings(page.lines, " ".join(page.title.split()))

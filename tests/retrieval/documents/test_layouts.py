@@ -9,6 +9,7 @@ import zlib
 import pytest
 
 from r3lite.core.errors import R3LiteError
+from r3lite.retrieval import web
 from r3lite.retrieval.documents import READERS
 from r3lite.retrieval.documents.section import Unreadable
 
@@ -79,6 +80,14 @@ def test_hostile_html_takes_time_in_proportion(piece, end):
 def test_html_that_the_parser_refuses_is_unreadable():
     with pytest.raises(Unreadable, match="not HTML"):
         sections(".html", "<![x[ ]]>")
+
+
+@pytest.mark.parametrize("text", ["<p>&#{};</p>", "<p title='&#{};'>x</p>", "<title>&#{}</title>"])
+def test_a_character_of_thousands_of_digits_is_no_html(text):
+    """One such page ended the building of an index with a traceback."""
+    with pytest.raises(Unreadable, match="not HTML"):
+        sections(".html", text.replace("{}", "9" * 5000))
+    assert web.plain(text.replace("{}", "9" * 5000))
 
 
 def test_rows_are_passages_or_lines_of_their_values():
