@@ -7,7 +7,7 @@ step a step) and RL (a round of rollouts with several optimizer steps).
 import sys
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from r3lite.core.command import Terminated
 from r3lite.core.errors import NotFinite, R3LiteError
@@ -19,6 +19,9 @@ from r3lite.training.oversight import Collapse, Oversight
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
 from r3lite.training.trace import SpanLog
+
+if TYPE_CHECKING:
+    from r3lite.training.tracking import Tracker
 
 
 class Trainer(Protocol):
@@ -49,15 +52,12 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
     done = run.begin(state)
     last = min(total, done + (run.settings["stop_after"] or total))
     every = run.settings["save_every"]
-    tracker = None
-    if run.settings["track"] != "none":
-        from r3lite.training.tracking import build_tracker
-
-        tracker = build_tracker(run.settings, run.output, done)
-    log = metrics.MetricsLog(run.output, done, total, run.command, tracker)
+    log = metrics.NoLog()
+    if run.ranks.first:
+        log = metrics.MetricsLog(run.output, done, total, run.command, _tracker(run, done))
     span_log = SpanLog(spans, run.settings, run.output, run.command, done)
     try:
-        with Interrupts(state.precision) as interrupts:
+        with Interrupts(state.precision, run.ranks) as interrupts:
             steps = _Steps(run, trainer, oversight, log, interrupts)
             if oversight and (before := oversight.begin(done)):
                 log.write(before)
@@ -70,7 +70,7 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
                 with span_log.step(number):
                     record, must_save = steps.take_overseen(number)
                     log.write(record)
-                    if must_save or number == last or interrupts.pending or (every and number % every == 0):
+                    if interrupts.agree() or must_save or number == last or (every and number % every == 0):
                         with span(spans, "checkpoint"):
                             steps.save(number)
                 if oversight:
@@ -88,6 +88,15 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
     run.save(state, total)  # unless it is there: a finished run may be resumed into another folder
     run.finish(state, total)
     return True
+
+
+def _tracker(run: RunFolder, done: int) -> "Tracker | None":
+    """What gets every record of a run beside its log, if --track asks for it."""
+    if run.settings["track"] == "none":
+        return None
+    from r3lite.training.tracking import build_tracker
+
+    return build_tracker(run.settings, run.output, done)
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,7 @@ class _Steps:
         scale = self.oversight.guard.rate_scale if self.oversight else 1.0
         learning_rate = optim.set_rate(state.optimizer, share * scale)
         before, start = state.snapshot(), time.perf_counter()
+        self.run.ranks.begin_step(f"{self.run.settings['seed']}/{number}")
         try:
             with self.interrupts.step():
                 measured, tokens = trainer.step(number)
