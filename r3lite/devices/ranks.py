@@ -113,10 +113,10 @@ class Group(Ranks):
             backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else backend
         self.on_cards = "nccl" in backend
         self.lost, self.stepping, self._ending = "", False, threading.Event()
-        self.store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))
+        # A store has one user at a time, and the watch must not wait for the group.
+        self.store, own = (next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))[0] for _ in range(2))
         self._keys = [f"r3lite/{rank}" for rank in range(self.size)]
         self.store.set(self._keys[self.rank], ALIVE)
-        own = dist.PrefixStore("group", self.store.clone())
         dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.size, timeout=LATER)
         threading.Thread(target=self._watch, daemon=True).start()
 
