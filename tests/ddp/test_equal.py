@@ -17,7 +17,10 @@ RUNS = {
     "grpo": ("paid",),
     "dapo": ("seldom_paid",),
 }
-MORE = {"dapo": ["--refill-limit", "3", "--kl-beta", "0", "--overlong-filter", "off"], "grpo": ["--old-logprobs", "trainer"]}
+MORE = {
+    "dapo": ["--refill-limit", "3", "--kl-beta", "0", "--overlong-filter", "off"],
+    "grpo": ["--old-logprobs", "trainer"],
+}
 
 
 def arguments(toy, output, name: str) -> tuple[str, list[str]]:

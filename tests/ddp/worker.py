@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from r3lite.assembly import supervised
 from r3lite.assembly.supervised import SFTTrainer
+from r3lite.core.errors import R3LiteError
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.devices.ranks import Group
 from r3lite.rewards import reward
@@ -158,10 +158,20 @@ def other_weights_on_the_last_rank(patch: Patch) -> None:
         patch.setattr(TrainState, "weights_fingerprint", lambda self: fingerprint(self) + 1)
 
 
-def slow_steps(patch: Patch) -> None:
-    """A step takes half a second more, so that a test can meet it."""
-    step = SFTTrainer.step
-    patch.setattr(SFTTrainer, "step", lambda self, number: (time.sleep(0.5), step(self, number))[1])
+def other_data_on_the_last_rank(patch: Patch) -> None:
+    if RANK == SIZE - 1:
+        patch.setattr("r3lite.assembly.supervised.fingerprint", lambda rows: "other")
+
+
+def bad_data_on_the_last_rank(patch: Patch) -> None:
+    """Which comes to it while the others are already waiting."""
+
+    def read(config):
+        time.sleep(1)
+        raise R3LiteError("rows.jsonl, line 3: no messages", "Mend the line.")
+
+    if RANK == SIZE - 1:
+        patch.setattr("r3lite.assembly.supervised.read_data", read)
 
 
 def masks_are_noted(patch: Patch) -> None:
@@ -191,6 +201,5 @@ def run(job: dict) -> int:
 
 
 if __name__ == "__main__":
-    assert supervised.SFTTrainer is SFTTrainer
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)
