@@ -48,6 +48,7 @@ class Training:
     seed: int
     keep_reference: bool = False  # the adapter to start from is loaded a second time, frozen
     critic_learning_rate: float | None = None  # None: no critic
+    ranks: Ranks = ALONE  # which train it together
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,7 @@ class Policy:
 
 
 def load_policy(
-    folder: Path,
-    settings: ModelSettings,
-    memory: MemorySettings,
-    plan: Plan,
-    training: Training | None = None,
-    ranks: Ranks = ALONE,
+    folder: Path, settings: ModelSettings, memory: MemorySettings, plan: Plan, training: Training | None = None
 ) -> Policy:
     """The model of a folder with the adapter of --adapter, or else, if it is to be trained, with a fresh one.
 
@@ -103,6 +99,7 @@ def load_policy(
             _check_shape(settings.adapter, training)
     device = resolve_device(settings.device)
     precision = Precision(resolve_dtype(settings.dtype, device), device)
+    ranks = training.ranks if training else ALONE
     plan = min(ranks.gather(plan), key=lambda plan: plan.budget)
     if ranks.first:
         announce(plan)

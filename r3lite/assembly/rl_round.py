@@ -211,8 +211,11 @@ def sample(
 ) -> list[Sequence]:
     """The episodes that `run` of an engine makes of what is begun. Each rank samples a part, and gets all of them."""
     share = slice(*(len(seeds) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)))
-    mine = engine.grant.attempt("sample", run, begun[share], seeds[share], retrieve) if seeds[share] else []
-    return [sequence for part in ranks.gather(mine) for sequence in part]
+
+    def work() -> list[Sequence]:  # of more ranks than episodes, some have none
+        return run(begun[share], seeds[share], retrieve) if seeds[share] else []
+
+    return [sequence for part in ranks.gather(engine.grant.attempt("sample", work)) for sequence in part]
 
 
 def near_misses(sampled: Round) -> list[Expansion]:

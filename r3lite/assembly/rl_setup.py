@@ -60,8 +60,8 @@ def build(
     algorithm = ALGORITHMS[rl.algorithm](rl, config.lengths)
     usual = command.usual("ppo", config).lora
     critic_rate = rl.value_learning_rate if algorithm.has_critic else None
-    training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.kl_beta > 0, critic_rate)
-    policy = load_policy(folder, config.model, config.memory, plan, training, ranks)
+    training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.kl_beta > 0, critic_rate, ranks)
+    policy = load_policy(folder, config.model, config.memory, plan, training)
     policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
     known = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]
     read = zlib.crc32(repr([*known, *traces]).encode())

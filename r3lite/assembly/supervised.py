@@ -150,6 +150,7 @@ def build_trainer(
     trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
     known, (steps, _) = lengths_of(trained, held_out), config.length(len(trained))
     plan = make_plan(sft_workload(config, **known, steps=steps), config.memory)
-    training = Training(config.lora, command.usual("sft", config).lora, config.optimizer, config.common.seed)
-    policy = load_policy(folder, config.model, config.memory, plan, training, ranks)
+    usual = command.usual("sft", config).lora
+    training = Training(config.lora, usual, config.optimizer, config.common.seed, ranks=ranks)
+    policy = load_policy(folder, config.model, config.memory, plan, training)
     return SFTTrainer(config, policy, tokenizer.size, trained, held_out)

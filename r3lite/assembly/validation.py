@@ -11,7 +11,7 @@ from dataclasses import replace
 from r3lite.assembly.rl_round import sample
 from r3lite.core.episode import CUT_OFF, MALFORMED, Question, Retrieve
 from r3lite.datasets.qa import read_questions
-from r3lite.devices.ranks import ALONE, Ranks
+from r3lite.devices.ranks import Ranks
 from r3lite.evaluation.scores import Marks, scores
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -26,9 +26,7 @@ METRICS = {name: name for name in ("em", "f1", "format_adherence", "retrieval_re
 class Validation:
     """Answers its questions with the engine of a run, whose model is used as it is at that moment."""
 
-    def __init__(
-        self, questions: list[Question], engine: Engine, retrieve: Retrieve, at_once: int, ranks: Ranks = ALONE
-    ):
+    def __init__(self, questions: list[Question], engine: Engine, retrieve: Retrieve, at_once: int, ranks: Ranks):
         """At most `at_once` episodes are sampled together, as the run's memory plan assumes."""
         self.questions, self.retrieve, self.at_once, self.ranks = questions, retrieve, at_once, ranks
         self.engine = replace(engine, sampler=Sampler(temperature=0.0), value_head=None)

@@ -1,13 +1,13 @@
 """The names of the commands, and how each starts and ends: arguments, `--dry-run`, an earlier run's output, errors,
 signals, exit codes, torchrun's several processes."""
 
-import contextlib
 import errno
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,32 +66,7 @@ def shared_facts(config: Any) -> dict[str, Any]:
 def say_error(message: str) -> None:
     """Prints an error; of several processes, those beside the first say which they are."""
     rank = world().rank
-    lead, rest = message[: len(message) - len(message.lstrip())], message.lstrip()
-    print(f"{lead}[rank {rank}] {rest}" if rank else message, file=sys.__stderr__ if rank else sys.stderr)
-
-
-@contextlib.contextmanager
-def only_first_prints() -> Iterator[None]:
-    """A context in which of several processes only the first prints; errors are printed by all (`say_error`)."""
-    if not world().rank:
-        yield
-        return
-    with (
-        open(os.devnull, "w", encoding="utf-8") as nothing,
-        contextlib.redirect_stdout(nothing),
-        contextlib.redirect_stderr(nothing),
-    ):
-        yield
-
-
-def check_status(status: int, cause: str, remedy: str = "") -> None:
-    """Raises what the exit status of a command that was run here stands for: an interruption, or R3LiteError."""
-    if status == 130:
-        raise KeyboardInterrupt
-    if status == 143:
-        raise Terminated
-    if status:
-        raise R3LiteError(f"{cause} with status {status}", remedy)
+    print(f"[rank {rank}] {message.lstrip()}" if rank else message, file=sys.__stderr__ if rank else sys.stderr)
 
 
 def spare_the_machine() -> None:
@@ -195,8 +170,12 @@ def run(
     `plan` adds lines to what `--dry-run` prints. `table` names the command whose table of a TOML file is read, by
     default this one's.
     """
-    with only_first_prints():
-        return _run(command, default, work, argv, plan, table)
+    asked = command, default, work, argv, plan, table
+    if not world().rank:
+        return _run(*asked)
+    # Of several processes the first alone prints; errors are printed by all (`say_error`).
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+        return _run(*asked)
 
 
 def _run(

@@ -77,8 +77,9 @@ class Ranks:
         """Whether any rank has the flag."""
         return flag
 
-    def sum_(self, tensor: Tensor) -> None:
-        """Replaces a tensor by its sum over the ranks, which has the same bits on all of them."""
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Replaces a tensor by its sum over the ranks, which has the same bits on all of them; returns it."""
+        return tensor
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replaces gradients by their sums over the ranks, in one message; a parameter without any stays without."""
@@ -143,23 +144,18 @@ class Group(Ranks):
         return made if self.first else _unpacked(data)
 
     def any(self, flag: bool) -> bool:
-        found = torch.tensor([int(flag)])
-        self.sum_(found)
-        return bool(found)
+        return bool(self.sum_(torch.tensor([int(flag)])))
 
-    def sum_(self, tensor: Tensor) -> None:
+    def sum_(self, tensor: Tensor) -> Tensor:
         there = tensor if tensor.is_cpu or (tensor.is_cuda and self.on_cards) else tensor.cpu()
         self._wait(self.dist.all_reduce(there, async_op=True))
-        if there is not tensor:
-            tensor.copy_(there)
+        return tensor if there is tensor else tensor.copy_(there)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         some = list(parameters)
         there = torch.tensor([float(p.grad is not None) for p in some]).to(some[0].device)
         flat = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in some]
-        summed = torch.cat([there, *(x.float() for x in flat)])
-        del flat
-        self.sum_(summed)
+        summed = self.sum_(torch.cat([there, *(x.float() for x in flat)]))
         there, *sums = summed.split([len(some), *(p.numel() for p in some)])
         for p, has, total in zip(some, there.tolist(), sums, strict=True):
             p.grad = total.view_as(p).to(p.dtype) if has else None

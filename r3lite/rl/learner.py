@@ -34,10 +34,7 @@ from r3lite.settings import RLSettings
 
 @dataclass
 class Learner:
-    """Improves a policy, which is the model's active adapter, by one algorithm.
-
-    Each of several ranks has the whole batch, and runs the model on its share of the rows (`micro_batches`).
-    """
+    """Improves a policy, the model's active adapter, by one algorithm. Ranks divide the rows that the model runs on."""
 
     model: CausalLM
     vocabulary: int  # number of ids that may be sampled
@@ -81,7 +78,7 @@ class Learner:
         bar.close()
         parts = self.ranks.gather((measured, log_ratios))
         sums = added([sums for of_rank, _ in parts for sums in of_rank])
-        log_ratios = [torch.cat(of_step, dim=1) for of_step in zip(*(ratios for _, ratios in parts), strict=True)]
+        log_ratios = [torch.cat(of_step, dim=1) for of_step in zip(*(ratios for _, ratios in parts))]
         means = {"loss": float(sums.pop("loss")) / len(norms)} | means_of(sums)
         finite = [n for n in norms if math.isfinite(n)]  # a skipped step has none
         means |= {"grad_norm": statistics.fmean(finite or [math.inf])}
@@ -89,10 +86,8 @@ class Learner:
         return means | self.algorithm.follow_kl(means.get("kl")) | self.algorithm.statistics(batch)
 
     def of_all_rows(self, work: Callable[..., Tensor], *args) -> Tensor:
-        """What `work` finds of each row of a batch, [B, T], whichever rank ran the model on it."""
-        found = self.grant.attempt("update", work, *args)
-        self.ranks.sum_(found)  # it is 0 at the rows of other ranks
-        return found
+        """What `work` finds of each row [B, T]; of those of other ranks it finds 0."""
+        return self.ranks.sum_(self.grant.attempt("update", work, *args))
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """Log-probabilities [B, T] of the action tokens under the reference: the same base, another adapter."""
@@ -121,8 +116,7 @@ class Learner:
         return batch.mini_batches(chain.from_iterable(units), self.settings.mini_batch_size)
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """This rank's rows in groups that go through the model together; those that a teacher says something of have
-        their own loss."""
+        """This rank's rows, as they go through the model; those that a teacher speaks of have their own loss."""
         rows, most = batch.token_rows(), self.settings.micro_batch_size or len(batch)
         mine = set(self.ranks.share([len(row) for row in rows]))
         return [
@@ -134,7 +128,7 @@ class Learner:
     def add_gradients(self, batch: Batch) -> tuple[Sums, Tensor]:
         """Adds the gradients of a mini-batch's loss, micro-batch by micro-batch.
 
-        Returns sums over the action tokens of this rank's rows, and the log-ratios [2, N] of those that are on-policy.
+        Returns sums over this rank's action tokens, and the log-ratios [2, N] of those that are on-policy.
         """
         batch = replace(batch, weights=self.algorithm.weights(batch))
         measured: list[Sums] = []

@@ -7,7 +7,7 @@ step a step) and RL (a round of rollouts with several optimizer steps).
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from r3lite.core.command import Terminated
 from r3lite.core.errors import NotFinite, R3LiteError
@@ -19,9 +19,6 @@ from r3lite.training.oversight import Collapse, Oversight
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
 from r3lite.training.trace import SpanLog
-
-if TYPE_CHECKING:
-    from r3lite.training.tracking import Tracker
 
 
 class Trainer(Protocol):
@@ -52,9 +49,13 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
     done = run.begin(state)
     last = min(total, done + (run.settings["stop_after"] or total))
     every = run.settings["save_every"]
-    log = metrics.NoLog()
+    log, tracker = metrics.NoLog(), None
     if run.ranks.first:
-        log = metrics.MetricsLog(run.output, done, total, run.command, _tracker(run, done))
+        if run.settings["track"] != "none":
+            from r3lite.training.tracking import build_tracker
+
+            tracker = build_tracker(run.settings, run.output, done)
+        log = metrics.MetricsLog(run.output, done, total, run.command, tracker)
     span_log = SpanLog(spans, run.settings, run.output, run.command, done)
     try:
         with Interrupts(state.precision, run.ranks) as interrupts:
@@ -88,15 +89,6 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
     run.save(state, total)  # unless it is there: a finished run may be resumed into another folder
     run.finish(state, total)
     return True
-
-
-def _tracker(run: RunFolder, done: int) -> "Tracker | None":
-    """What gets every record of a run beside its log, if --track asks for it."""
-    if run.settings["track"] == "none":
-        return None
-    from r3lite.training.tracking import build_tracker
-
-    return build_tracker(run.settings, run.output, done)
 
 
 @dataclass(frozen=True)

@@ -198,10 +198,7 @@ class NoLog(MetricsLog):
     def __init__(self):
         pass
 
-    def write(self, record: dict) -> None:
-        pass
-
-    sync = close = lambda self: None
+    write = sync = close = lambda self, *record: None
 
 
 def read(path: Path) -> list[dict]:

@@ -34,10 +34,9 @@ class RunFolder:
     alone reads and writes it: it tells the others what it holds.
     """
 
-    def __init__(
-        self, command: str, config: Any, default_output: str, logs: tuple[str, ...] = (), ranks: Ranks = ALONE
-    ):
-        """`logs` are JSON-lines files with a `step` that the recipe keeps beside metrics.jsonl, cut as it is on resume.
+    def __init__(self, command: str, config: Any, default: str, logs: tuple[str, ...] = (), ranks: Ranks = ALONE):
+        """`logs` are JSON-lines files with a `step` that the recipe keeps beside metrics.jsonl, cut as it is on resume;
+        `default` is the folder if none is named.
 
         Raises R3LiteError for a folder of another run, nothing to resume from, or settings that differ."""
         self.command, self.config, self.settings = command, config, flat(config)
@@ -46,14 +45,14 @@ class RunFolder:
         self.best: int | None = None  # step of a checkpoint that stays, however old it is
         self.base: str | None = None  # fingerprint of the base model, known once that is loaded
         self._held = contextlib.ExitStack()
-        opened = ranks.shared(lambda: self._opened(default_output))
+        opened = ranks.shared(lambda: self._opened(default))
         self.output, self.elsewhere, self.source, self.loaded = opened
 
-    def _opened(self, default_output: str) -> tuple[Path, bool, Path | None, checkpoint.Checkpoint | None]:
+    def _opened(self, default: str) -> tuple[Path, bool, Path | None, checkpoint.Checkpoint | None]:
         """The folder, whether the run came from another one, and the checkpoint that it goes on from."""
         resume, output = self.settings["resume"], self.settings["output"]
         came_from = _folder_to_resume(resume, output)  # None: a fresh start
-        self.output = Path(output or came_from or default_output)
+        self.output = Path(output or came_from or default)
         elsewhere = bool(came_from) and came_from.resolve() != self.output.resolve()
         with contextlib.ExitStack() as held:
             held.enter_context(sole_writer(self.output))
@@ -103,12 +102,12 @@ class RunFolder:
         step = self.loaded.step if self.loaded else 0
         came_from = self.source.parent if self.source else self.output
         # Refused before anything is changed. (A fresh start keeps nothing, not even what was measured before step 1.)
-        logs = self.logs if self.ranks.first else ()
-        kept = {log: metrics.up_to(came_from / log, step if self.loaded else -1) for log in logs}
+        kept = step if self.loaded else -1
+        logs = {log: metrics.up_to(came_from / log, kept) for log in self.logs if self.ranks.first}
         if self.loaded:
             self._restore(state, self.loaded)
         if self.ranks.first:
-            self._make_ready(step, kept)
+            self._make_ready(step, logs)
         self.saved_step = 0 if self.elsewhere else step
         self.loaded = None  # its tensors have been copied
         return step
