@@ -132,7 +132,7 @@ class _Steps:
             if not state.precision.changed_weights:
                 state.rewind(before)
                 self.save(number - 1)
-            if isinstance(error, NonFiniteGradients):
+            if isinstance(error, NonFiniteGradients) and self.run.ranks.first:  # others may have had no row
                 raise NonFiniteGradients(f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy) from error
             raise
         seconds = time.perf_counter() - start

@@ -108,7 +108,7 @@ def common(toy: Path) -> list[str]:
 
 def sft(toy: Path, output: Path, *more: str) -> list[str]:
     data = ["--data", str(toy / "rows.jsonl"), "--validation-rows", "4", "--output", str(output)]
-    shape = "--batch-size 3 --gradient-accumulation 2 --learning-rate 1e-3 --lora-dropout 0"
+    shape = "--batch-size 3 --gradient-accumulation 2 --learning-rate 5e-4 --lora-dropout 0"
     return [*common(toy), *data, *shape.split(), *more]
 
 

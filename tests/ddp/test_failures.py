@@ -169,7 +169,7 @@ def test_out_of_memory_on_one_rank_shrinks_all(processes, toy, tmp_path, command
         ("other_data_on_the_last_rank", [], "the data (rank 0: "),
         ("another_base_on_the_last_rank", [], "the base model (rank 0: "),
         ("other_weights_on_the_last_rank", [], "the weights (rank 0: "),
-        ("paid", ["--learning-rate", "0.5"], "--learning-rate (rank 0: 0.001, rank 1: 0.5)"),
+        ("paid", ["--learning-rate", "0.5"], "--learning-rate (rank 0: 0.0005, rank 1: 0.5)"),
     ],
 )
 def test_ranks_that_differ_are_refused(processes, toy, tmp_path, change, of_last, told):
@@ -187,7 +187,7 @@ def test_a_rank_that_fails_at_start_ends_the_others_with_its_reason(processes, t
     assert together.run("sft", sft(toy, tmp_path / "run"), "bad_data_on_the_last_rank") == [1, 1]
     assert time.monotonic() - began < WITHIN
     assert "r3lite.sft stopped: rank 1 has ended: rows.jsonl, line 3: no messages\n" in together.said(0)
-    assert together.said(1) == "\n[rank 1] r3lite.sft stopped: rows.jsonl, line 3: no messages\n  Mend the line.\n"
+    assert together.said(1) == "[rank 1] r3lite.sft stopped: rows.jsonl, line 3: no messages\n  Mend the line.\n"
 
 
 def test_dropout_differs_from_rank_to_rank(processes, toy, tmp_path):
@@ -197,15 +197,16 @@ def test_dropout_differs_from_rank_to_rank(processes, toy, tmp_path):
     assert len({line.partition(" draws ")[2] for line in drawn}) == len(drawn) == 6
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize(
     ("victim", "number", "agent", "status"),
     [
         (1, signal.SIGKILL, False, [1, -9]),
         (1, signal.SIGTERM, False, [1, 143]),
-        pytest.param(0, signal.SIGKILL, False, [-9, 1], marks=pytest.mark.slow),
-        pytest.param(None, signal.SIGTERM, True, None, marks=pytest.mark.slow),
-        pytest.param(None, signal.SIGINT, True, None, marks=pytest.mark.slow),
+        (0, signal.SIGKILL, False, [-9, 1]),
+        (None, signal.SIGTERM, True, None),
+        (None, signal.SIGINT, True, None),
     ],
 )
 def test_all_end_and_the_step_before_is_saved(processes, toy, tmp_path, victim, number, agent, status):
