@@ -11,8 +11,10 @@ from r3lite.settings import PpoConfig
 
 def train(config: PpoConfig) -> None:
     from r3lite.assembly import reinforcement  # after the arguments are read: torch takes seconds to load
+    from r3lite.devices.ranks import joined
 
-    reinforcement.train(config)
+    with joined(command.world(), config.model.device, command.shared_facts(config)) as ranks:
+        reinforcement.train(config, ranks)
 
 
 def plan(config: PpoConfig) -> str:

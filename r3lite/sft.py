@@ -9,8 +9,10 @@ from r3lite.settings import SftConfig
 
 def train(config: SftConfig) -> None:
     from r3lite.assembly import supervised  # after the arguments are read: torch takes seconds to load
+    from r3lite.devices.ranks import joined
 
-    supervised.train(config)
+    with joined(command.world(), config.model.device, command.shared_facts(config)) as ranks:
+        supervised.train(config, ranks)
 
 
 def plan(config: SftConfig) -> str:

@@ -30,7 +30,7 @@ from r3lite.models.weights import load_model, resolve_folder
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.retrieval import index as indexes
-from r3lite.retrieval.documents import BINARIES, TEXTS
+from r3lite.retrieval.documents import READERS
 from r3lite.retrieval.documents.section import Unreadable
 from r3lite.settings import ProtocolSettings, RetrievalSettings
 from tests.gguf_models import write_gguf, write_model
@@ -225,11 +225,11 @@ def main(folder: Path) -> None:
     for suffix, text in TEXT.items():
         for number, content in enumerate(changed(text.encode(), 60, generator)):
             decoded = content.decode(errors="replace")
-            watch.read(suffix, f"{number} {decoded[:60]!r}", lambda s=suffix, t=decoded: list(TEXTS[s](t, "x")))
+            watch.read(suffix, f"{number} {decoded[:60]!r}", lambda s=suffix, t=decoded: list(READERS[s](t, "x")))
     page = pdf(zlib.compress(b"BT /F1 12 Tf (Hello) Tj ET"))
     bombs = [pdf(bomb(300)), pdf(zlib.compress(bomb(300)), b"[/FlateDecode /FlateDecode]")]
     for number, content in enumerate([*bombs, *changed(page, 30, generator)]):
-        watch.read("PDF", f"{number} {content[:60]!r}", lambda c=content: list(BINARIES[".pdf"](c, "x")))
+        watch.read("PDF", f"{number} {content[:60]!r}", lambda c=content: list(READERS[".pdf"](c, "x")))
     for service, reply in ((OpenAIService, OPENAI), (GeminiService, GEMINI)):
         reader = service.__new__(service)
         for number, content in enumerate(changed(json.dumps(reply).encode(), 100, generator)):

@@ -22,9 +22,9 @@ from r3lite.models.tensor_files import read_tensors, write_tensors
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.templates import read_prompt
+from r3lite.retrieval import documents
 from r3lite.retrieval.building import ids_of
 from r3lite.retrieval.corpus import read_corpus
-from r3lite.retrieval.documents import READERS
 from r3lite.retrieval.procedures import read_procedures
 from r3lite.settings import ProtocolSettings, RetrievalSettings, SftConfig
 from r3lite.training import checkpoint
@@ -228,7 +228,7 @@ def test_line_ends_and_marks_of_windows_change_nothing(tmp_path, monkeypatch, na
     for ends, mark in (("\n", b""), ("\r\n", b""), ("\r\n", b"\xef\xbb\xbf")):
         content = mark + text.replace("\n", ends).encode()
         if read is None:  # a document, of which spaces do not count
-            sections = READERS[Path(name).suffix](content.decode("utf-8-sig"), name)
+            sections = documents.READERS[Path(name).suffix](content.decode("utf-8-sig"), name)
             found.append([(s.title, s.head, s.text.split()) for s in sections])
             continue
         Path(name).write_bytes(content)

@@ -21,6 +21,7 @@ from r3lite.core.grant import Grant
 from r3lite.datasets.sources import has_steps
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
+from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.devices.speed import warn_of_slow_fp16
 from r3lite.memory.plan import Plan, announce, enforce
 from r3lite.memory.shrinking import ShrinkingGrant
@@ -47,6 +48,7 @@ class Training:
     seed: int
     keep_reference: bool = False  # the adapter to start from is loaded a second time, frozen
     critic_learning_rate: float | None = None  # None: no critic
+    ranks: Ranks = ALONE  # which train it together
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Policy:
     reference: str | None = None  # adapter that the policy is compared with; None: the bare base
     critic: ValueHead | None = None
     fingerprint: str | None = None  # of the base, to be saved with the adapter
+    ranks: Ranks = ALONE
 
     def train_state(
         self, settings: OptimizerSettings, base_model: str, data: str, facts: dict, **parts: Stateful
@@ -76,6 +79,7 @@ class Policy:
             data=data,
             facts=facts,
             parts={"memory": self.grant, **parts},
+            ranks=self.ranks,
         )
 
 
@@ -84,6 +88,7 @@ def load_policy(
 ) -> Policy:
     """The model of a folder with the adapter of --adapter, or else, if it is to be trained, with a fresh one.
 
+    Of the plans of several ranks, all follow that of the smallest budget.
     Raises R3LiteError if base, tokenizer, lengths and adapter do not fit one another.
     """
     check_lengths(folder, plan.workload.vocabulary, plan.workload.row_tokens)
@@ -94,10 +99,13 @@ def load_policy(
             _check_shape(settings.adapter, training)
     device = resolve_device(settings.device)
     precision = Precision(resolve_dtype(settings.dtype, device), device)
-    announce(plan)
+    ranks = training.ranks if training else ALONE
+    plan = min(ranks.gather(plan), key=lambda plan: plan.budget)
+    if ranks.first:
+        announce(plan)
     enforce(plan, device)
     warn_of_slow_fp16(precision)
-    model = load_frozen(folder, precision, plan.memory.nf4, memory.nf4_cache)
+    model = load_frozen(folder, precision, plan.memory.nf4, memory.nf4_cache if ranks.first else None)
     if settings.adapter:
         lora.load_adapter(model, POLICY, settings.adapter, trainable=training is not None)
     elif training:
@@ -123,9 +131,9 @@ def load_policy(
         named = {f"value_head.{name}": p for name, p in critic.named_parameters()}
         groups.append(optim.Group(named, training.critic_learning_rate))
     optimizer = optim.adamw(groups, training.optimizer.weight_decay)
-    grant = ShrinkingGrant(plan, optimizer)
+    grant = ShrinkingGrant(plan, optimizer, ranks)
     activation_checkpointing.enable(model, grant)
-    return Policy(model, precision, grant, optimizer, reference, critic, fingerprint)
+    return Policy(model, precision, grant, optimizer, reference, critic, fingerprint, ranks)
 
 
 def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> list[optim.Group]:

@@ -23,6 +23,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import append_jsonl
 from r3lite.core.spans import Spans, build_spans
 from r3lite.datasets.sources import entries_of, protocols_of, read_questions_of
+from r3lite.devices.ranks import Ranks
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.rewards import curriculum
@@ -62,7 +63,8 @@ class RLTrainer:
         if curriculum.changes_at(self.config.reward, number):
             self.guard.forget_rewards()
         sampled = self.sampler.sample(number, watch)
-        append_jsonl(self.episodes_file, sampled.records(number))
+        if self.sampler.ranks.first:
+            append_jsonl(self.episodes_file, sampled.records(number))
         found = sampled.metrics()
         self.learner.algorithm.kl.scale = self.guard.kl_scale
         if rollouts := sampled.rollouts(self.config.rl.failed_below):
@@ -83,11 +85,13 @@ class RLTrainer:
         return self.learner.explain_overflow()
 
 
-def train(config: PpoConfig) -> None:
+def train(config: PpoConfig, ranks: Ranks) -> None:
     """A run of RL in its folder, from the first round or the last checkpoint on."""
     check(config)
+    if config.remote.rollout_server and ranks.size > 1:
+        raise UsageError("--rollout-server is for one process that learns, and torchrun has started several: leave one")
     output = time.strftime("runs/ppo-%Y%m%d-%H%M%S")
-    with ExitStack() as ending, RunFolder("ppo", config, output, logs=(EPISODES,)) as run:
+    with ExitStack() as ending, RunFolder("ppo", config, output, (EPISODES,), ranks) as run:
         questions = read_questions_of(config.data, config.mixture)
         if config.rl.expand_limit and not any(question.gold for question in questions):
             cause = "no question of --data or [[sources]] has gold paragraphs, and --expand-limit goes on from these"
@@ -96,20 +100,22 @@ def train(config: PpoConfig) -> None:
         asking = [question for question in questions if protocols[question.source].searches] or questions
         setup = Setup(config.retrieval, asking, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
         retrieve = build_retriever(setup)
-        spans = build_spans(config.tracking)
+        spans = build_spans(config.tracking) if ranks.first else None
         make_client = client_maker(config.model, config.memory)
-        judge = build_judge(config.judge, run.output, config.reward, make_client, spans)
+        judge = build_judge(config.judge, run.output, config.reward, make_client, spans) if ranks.first else None
         torch.manual_seed(config.common.seed)  # its state is in checkpoints; all that is drawn has its own streams
         guard, held_out = Guard(config.guard, config.episodes_of_round), read_held_out(config, questions)
         traces, replay = rl_guidance.read(config), rl_guidance.build_buffer(config)
         parts = {"guard": guard} | ({"replay": replay} if replay else {})
-        engine, learner, state = rl_setup.build(config, questions, held_out, traces, spans, **parts)
-        validation = build_validation(config, held_out, engine, retrieve)
-        found = rl_guidance.usable(traces, config, questions, engine.layout, judge) if traces else {}
+        engine, learner, state = rl_setup.build(config, questions, held_out, traces, spans, ranks, **parts)
+        validation = build_validation(config, held_out, engine, retrieve, ranks)
+        found = {}
+        if traces:
+            found = ranks.shared(lambda: rl_guidance.usable(traces, config, questions, engine.layout, judge))
         by_id = {question.id: question for question in questions}
         guidance = Guidance(config, by_id, found, replay, learner.mean_entropies) if found or replay else None
         taught_by = teacher.build(config, learner, engine.layout.tokenizer, questions)
-        sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance, setup.query_cache)
+        sampler = RoundSampler(config, questions, engine, retrieve, judge, guidance, setup.query_cache, ranks)
         if config.remote.rollout_server:
             from r3lite.assembly import remote_rollouts
 
@@ -118,7 +124,7 @@ def train(config: PpoConfig) -> None:
         rounds, file = config.rounds(len(questions)), run.output / EPISODES
         trainer = RLTrainer(config, rounds, sampler, learner, state, guard, file, taught_by, spans)
         oversight = Oversight(run, state, guard, config.validation, trainer.total, validation, spans)
-        if loop.train(run, trainer, oversight, spans):
+        if loop.train(run, trainer, oversight, spans) and ranks.first:
             ended = rl_setup.outcome_of(config, metrics.read(run.output / metrics.FILE))
             print(f"{ended}: {run.output / 'adapter'}{oversight.note()}; answers: {file}{note_on(judge)}")
 

@@ -15,6 +15,7 @@ from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.assembly.rollout_service import facts_of
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
+from r3lite.devices.ranks import Ranks
 from r3lite.models import weights
 from r3lite.retrieval.setup import Setup
 from r3lite.rewards.judge import Judge
@@ -43,6 +44,10 @@ class RemoteSampler:
     @property
     def judge(self) -> Judge | None:
         return self.sampler.judge
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.sampler.ranks
 
     def sample(self, number: int, watch: Stopwatch) -> Round:
         """As RoundSampler.sample."""

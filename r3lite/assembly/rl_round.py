@@ -2,6 +2,7 @@
 gone on with another time, and groups that teach nothing are replaced. `ppo` learns from what comes of it.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -10,6 +11,7 @@ from r3lite.assembly.rl_guidance import Guidance
 from r3lite.core.episode import CUT_OFF, Episode, Question, Retrieve
 from r3lite.datasets.order import QuestionOrder
 from r3lite.datasets.sources import build_mixture
+from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards import curriculum
 from r3lite.rewards.judge import Judge
@@ -115,6 +117,7 @@ class RoundSampler:
     judge: Judge | None
     guidance: Guidance | None = None
     cache: QueryCache | None = None
+    ranks: Ranks = ALONE
 
     def __post_init__(self):
         seed, many = self.config.common.seed, self.config.rl.num_generations
@@ -129,7 +132,7 @@ class RoundSampler:
         if self.guidance:
             questions = self.guidance.with_replayed(questions, replayed)
         with watch.stage("rollout"):
-            sequences = self.engine.grant.attempt("sample", self.engine.run, questions, seeds, self.retrieve)
+            sequences = self.sampled(self.engine.run, questions, seeds)
         groups = [i // rl.num_generations for i in range(len(sequences))]
         with watch.stage("score"):
             told = curriculum.changing_weights(self.config.reward, number)
@@ -149,17 +152,22 @@ class RoundSampler:
             sampled = replace(sampled, told=sampled.told | self.cache.metrics())
         return sampled
 
+    def sampled(self, run: Callable, begun: list, seeds: list[str]) -> list[Sequence]:
+        """The episodes of `engine.run` or `engine.run_on`."""
+        return sample(self.engine, self.ranks, run, begun, seeds, self.retrieve)
+
     def score(self, number: int, sequences: Many[Sequence]) -> list[Scored | None]:
         """What each episode of round `number` is paid; see `score_all`."""
         settings = curriculum.of_round(self.config.reward, number)
-        return score_all([sequence.episode() for sequence in sequences], settings, self.judge)
+        episodes = [sequence.episode() for sequence in sequences]
+        return self.ranks.shared(lambda: score_all(episodes, settings, self.judge))
 
     def _expanded(self, number: int, first: Round) -> Round:
         """The round with another end for some episodes that failed halfway: grounded expansion (arXiv 2601.21699)."""
         chosen = near_misses(first)[: self.config.rl.expand_limit]
         begun = [(first.sequences[origin.place], origin.steps) for origin in chosen]
         seeds = [f"{self.config.common.seed}/expand {number}/{origin.place}" for origin in chosen]
-        added = begun and self.engine.grant.attempt("sample", self.engine.run_on, begun, seeds, self.retrieve)
+        added = self.sampled(self.engine.run_on, begun, seeds)
         scored, many = self.score(number, added), len(first.sequences)
         done = replace(
             first,
@@ -187,7 +195,7 @@ class RoundSampler:
         def more(attempt: int, count: int) -> Rewards:
             many, start = rl.num_generations, max(groups) + 1
             drawn = self.order.of_refill(number, attempt, count, used)
-            added = self.engine.grant.attempt("sample", self.engine.run, *drawn, self.retrieve)
+            added = self.sampled(self.engine.run, *drawn)
             used.update(s.question.id for s in added)
             new = Round(added, self.score(number, added), [start + i // many for i in range(len(added))])
             for all_of_round, ours in ((sequences, new.sequences), (scored, new.scored), (groups, new.groups)):
@@ -196,6 +204,18 @@ class RoundSampler:
 
         kept, told = refill(sampled.rewards(), more, rl.refill_limit)
         return replace(sampled, sequences=sequences, scored=scored, groups=groups, kept=kept, told=sampled.told | told)
+
+
+def sample(
+    engine: Engine, ranks: Ranks, run: Callable, begun: list, seeds: list[str], retrieve: Retrieve
+) -> list[Sequence]:
+    """The episodes that `run` of an engine makes of what is begun. Each rank samples a part, and gets all of them."""
+    share = slice(*(len(seeds) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)))
+
+    def work() -> list[Sequence]:  # of more ranks than episodes, some have none
+        return run(begun[share], seeds[share], retrieve) if seeds[share] else []
+
+    return [sequence for part in ranks.gather(engine.grant.attempt("sample", work)) for sequence in part]
 
 
 def near_misses(sampled: Round) -> list[Expansion]:

@@ -16,6 +16,7 @@ from r3lite.core.episode import Question
 from r3lite.core.spans import Spans
 from r3lite.datasets.sources import protocols_of
 from r3lite.datasets.trajectories import Trajectory
+from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.work import Workload
 from r3lite.memory.workloads import rl_workload
@@ -41,6 +42,7 @@ def build(
     held_out: Sequence[Question] = (),
     traces: Sequence[Trajectory] = (),
     spans: Spans | None = None,
+    ranks: Ranks = ALONE,
     **parts: Stateful,
 ) -> tuple[Engine, Learner, TrainState]:
     """The engine that samples, the learner and what a checkpoint holds, with further `parts` of it.
@@ -58,7 +60,7 @@ def build(
     algorithm = ALGORITHMS[rl.algorithm](rl, config.lengths)
     usual = command.usual("ppo", config).lora
     critic_rate = rl.value_learning_rate if algorithm.has_critic else None
-    training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.kl_beta > 0, critic_rate)
+    training = Training(config.lora, usual, config.optimizer, config.common.seed, rl.kl_beta > 0, critic_rate, ranks)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     policy.model.eval()  # no dropout: what samples, what is compared with the reference and what learns are one policy
     known = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]
@@ -71,7 +73,17 @@ def build(
     layout = next(iter(layouts.values()))
     engine = Engine(model, layout, Sampler(temperature), grant, critic, precision.autocast, spans, layouts)
     learner = Learner(
-        model, tokenizer.size, temperature, rl, algorithm, policy.reference, precision, state.update, grant, critic
+        model,
+        tokenizer.size,
+        temperature,
+        rl,
+        algorithm,
+        policy.reference,
+        precision,
+        state.update,
+        grant,
+        critic,
+        ranks,
     )
     return engine, learner, state
 

@@ -16,6 +16,7 @@ from r3lite.core.spans import build_spans, span
 from r3lite.datasets.order import rows_of_step
 from r3lite.datasets.sources import Rows, build_mixture, encode_fitting, encode_rows_of, read_data
 from r3lite.datasets.trajectories import Row, fingerprint, lengths_of
+from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import make_plan
 from r3lite.memory.workloads import sft_workload
 from r3lite.models import hooks
@@ -26,6 +27,7 @@ from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
+from r3lite.rl.sums import added
 from r3lite.settings import LengthSettings, SftConfig
 from r3lite.training import loop
 from r3lite.training.metrics import means_by_source, with_perplexity
@@ -39,7 +41,7 @@ class SFTTrainer:
         """`vocabulary`: ids of the tokenizer; those beyond are padding of the embedding and get no probability."""
         self.config, self.policy, self.vocabulary, self.rows, self.held_out = config, policy, vocabulary, rows, held_out
         self.total, self.last_row = config.length(len(rows))
-        self.spans = build_spans(config.tracking)
+        self.ranks, self.spans = policy.ranks, build_spans(config.tracking) if policy.ranks.first else None
         self.mixture = build_mixture(config.mixture, rows, f"{config.common.seed}/sft")
         facts = {
             "rows": len(rows),
@@ -52,7 +54,8 @@ class SFTTrainer:
         self.last_micro_batch: list[Row] = []
 
     def step(self, number: int) -> tuple[dict, int]:
-        """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched."""
+        """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched and
+        divided among ranks."""
         per_step, seed = self.config.rows_per_step, self.config.common.seed
         chosen = rows_of_step(number, len(self.rows), per_step, seed, self.last_row, self.mixture)
         rows = [self.rows[i] for i in chosen]
@@ -61,11 +64,12 @@ class SFTTrainer:
             with cast_once(self.policy.model, self.policy.precision.dtype):
                 shares = self.policy.grant.attempt("update", self.add_gradients, rows)
             norm, _ = self.state.update()
+        shares = added(self.ranks.gather(shares))
         epoch = ((number - 1) * per_step + len(rows)) / len(self.rows)
         record = means_by_source("loss", shares, tokens_of(rows)) | {"grad_norm": norm, "epoch": epoch}
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
             with span(self.spans, "validate", rows=len(self.held_out)):
-                record |= self.policy.grant.attempt("update", self.validation_losses)
+                record |= self.validation_losses()
         return with_perplexity(record), sum(len(row.tokens) for row in rows)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
@@ -90,8 +94,10 @@ class SFTTrainer:
         return loss
 
     def micro_batches(self, rows: list[Row]) -> list[list[Row]]:
-        """Rows in groups that go through the model together; each of one source, whose loss is thereby known."""
+        """This rank's share of rows in groups that go through the model together; each of one source, whose loss is
+        thereby known."""
         limit, most, made = self.policy.grant.memory.micro_batch_tokens, self.config.sft.batch_size, []
+        rows = [rows[i] for i in self.ranks.share([len(row.tokens) for row in rows])]
         for name in dict.fromkeys(row.source for row in rows):
             some = [row for row in rows if row.source == name]
             made += [[some[i] for i in group] for group in groups([row.tokens for row in some], limit, most)]
@@ -99,13 +105,18 @@ class SFTTrainer:
 
     def validation_losses(self) -> dict[str, float]:
         """Mean cross-entropy over all trained tokens of the rows held out, and of each source's."""
+        sums = added(self.ranks.gather(self.policy.grant.attempt("update", self.held_out_losses)))
+        tokens = tokens_of(self.held_out)
+        return means_by_source("eval_loss", {n: x / sum(tokens.values()) for n, x in sums.items()}, tokens)
 
+    def held_out_losses(self) -> dict[str, float]:
+        """Summed cross-entropy of this rank's share of the rows held out, by source."""
         self.policy.model.eval()
-        tokens, sums = tokens_of(self.held_out), dict.fromkeys((row.source for row in self.held_out), 0.0)
+        sums = dict.fromkeys((row.source for row in self.held_out), 0.0)
         with torch.no_grad():
             for group in tqdm(self.micro_batches(self.held_out), "validating", unit="batch", **BRIEF):
                 sums[group[0].source] += self.loss(group).item()
-        return means_by_source("eval_loss", {n: x / sum(tokens.values()) for n, x in sums.items()}, tokens)
+        return sums
 
     def explain_overflow(self) -> str:
         """Which layer overflowed first in the last micro-batch."""
@@ -117,17 +128,19 @@ def tokens_of(rows: list[Row]) -> dict[str, int]:
     return {name: sum(r.loss_tokens for r in rows if r.source == name) for name in {r.source for r in rows}}
 
 
-def train(config: SftConfig) -> None:
+def train(config: SftConfig, ranks: Ranks) -> None:
     """A run of SFT in its folder, from the first step or the last checkpoint on."""
     data = read_data(config)
-    with RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S")) as run:
+    with RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S"), ranks=ranks) as run:
         torch.manual_seed(config.common.seed)  # of dropout; all else has streams of its own
-        trainer = build_trainer(config, *data)
+        trainer = build_trainer(config, *data, ranks)
         if loop.train(run, trainer, spans=trainer.spans):
             print(f"the adapter is in {run.output / 'adapter'}")
 
 
-def build_trainer(config: SftConfig, protocols: dict[str, Protocol], rows: Rows, validation: Rows) -> SFTTrainer:
+def build_trainer(
+    config: SftConfig, protocols: dict[str, Protocol], rows: Rows, validation: Rows, ranks: Ranks = ALONE
+) -> SFTTrainer:
     """Lays the rows out in tokens, plans the memory that they take and loads the model."""
 
     folder = resolve_folder(config.model.model)
@@ -137,6 +150,7 @@ def build_trainer(config: SftConfig, protocols: dict[str, Protocol], rows: Rows,
     trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
     known, (steps, _) = lengths_of(trained, held_out), config.length(len(trained))
     plan = make_plan(sft_workload(config, **known, steps=steps), config.memory)
-    training = Training(config.lora, command.usual("sft", config).lora, config.optimizer, config.common.seed)
+    usual = command.usual("sft", config).lora
+    training = Training(config.lora, usual, config.optimizer, config.common.seed, ranks=ranks)
     policy = load_policy(folder, config.model, config.memory, plan, training)
     return SFTTrainer(config, policy, tokenizer.size, trained, held_out)

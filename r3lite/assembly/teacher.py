@@ -22,6 +22,7 @@ from r3lite.datasets.trajectories import Conversation, Row, Trajectory, encode_r
 from r3lite.datasets.trajectories import fingerprint as rows_fingerprint
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision
+from r3lite.devices.ranks import Ranks
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import read_workload
 from r3lite.models import activation_checkpointing, lora, weights
@@ -70,6 +71,7 @@ class TeacherInTurns:
     grant: Grant
     vocabulary: int
     nf4_cache: str | None
+    ranks: Ranks
 
     def batch(self, rollouts: list[Rollout], questions: dict[int, str]) -> Batch:
         """The rollouts, with what the teacher would have said at the tokens of those that failed."""
@@ -77,8 +79,10 @@ class TeacherInTurns:
         failed = [i for i, rollout in enumerate(rollouts) if rollout.failed]
         if not failed:
             return batch
-        said = iter(self.grant.attempt("update", self.read, batch.rows(failed)))
-        return replace(batch, teacher=[next(said) if rollout.failed else None for rollout in rollouts])
+        mine = [failed[i] for i in self.ranks.share(batch.lengths[failed].tolist())]
+        said = dict(zip(mine, self.grant.attempt("update", self.read, batch.rows(mine)), strict=True))
+        said = {row: of_row for part in self.ranks.gather(said) for row, of_row in part.items()}
+        return replace(batch, teacher=[said.get(row) for row in range(len(rollouts))])
 
     def read(self, batch: Batch) -> list[TopTokens]:
         """What the teacher would have said at the action tokens of each row."""
@@ -144,7 +148,8 @@ def build(
     check_lengths(folder, tokenizer.size, config.lengths.max_length)
     if rl.teacher_adapter:
         check_base(ModelSettings(model=rl.teacher, adapter=rl.teacher_adapter), weights.fingerprint(folder))
-    return TeacherInTurns(folder, rl, learner.precision, learner.grant, tokenizer.size, config.memory.nf4_cache)
+    cache = config.memory.nf4_cache
+    return TeacherInTurns(folder, rl, learner.precision, learner.grant, tokenizer.size, cache, learner.ranks)
 
 
 def identity(rl: RLSettings) -> str:

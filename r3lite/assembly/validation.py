@@ -8,8 +8,10 @@ import random
 import sys
 from dataclasses import replace
 
+from r3lite.assembly.rl_round import sample
 from r3lite.core.episode import CUT_OFF, MALFORMED, Question, Retrieve
 from r3lite.datasets.qa import read_questions
+from r3lite.devices.ranks import Ranks
 from r3lite.evaluation.scores import Marks, scores
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -24,9 +26,9 @@ METRICS = {name: name for name in ("em", "f1", "format_adherence", "retrieval_re
 class Validation:
     """Answers its questions with the engine of a run, whose model is used as it is at that moment."""
 
-    def __init__(self, questions: list[Question], engine: Engine, retrieve: Retrieve, at_once: int):
+    def __init__(self, questions: list[Question], engine: Engine, retrieve: Retrieve, at_once: int, ranks: Ranks):
         """At most `at_once` episodes are sampled together, as the run's memory plan assumes."""
-        self.questions, self.retrieve, self.at_once = questions, retrieve, at_once
+        self.questions, self.retrieve, self.at_once, self.ranks = questions, retrieve, at_once, ranks
         self.engine = replace(engine, sampler=Sampler(temperature=0.0), value_head=None)
 
     def measure(self) -> tuple[dict, list[float] | None]:
@@ -38,7 +40,7 @@ class Validation:
         episodes, run = [], self.engine.run
         for start in range(0, len(self.questions), self.at_once):
             some = self.questions[start : start + self.at_once]
-            sequences = self.engine.grant.attempt("sample", run, some, ["greedy"] * len(some), self.retrieve)
+            sequences = sample(self.engine, self.ranks, run, some, ["greedy"] * len(some), self.retrieve)
             episodes += [sequence.episode() for sequence in sequences]
         whole = [episode for episode in episodes if not episode.failure]
         failed = {"retrieval_failures": len(episodes) - len(whole)} if len(whole) < len(episodes) else {}
@@ -75,7 +77,7 @@ def draw_from(
 
 
 def build_validation(
-    config: PpoConfig, held_out: list[Question], engine: Engine, retrieve: Retrieve
+    config: PpoConfig, held_out: list[Question], engine: Engine, retrieve: Retrieve, ranks: Ranks
 ) -> Validation | None:
     """The validation on questions held out; None if there are none.
 
@@ -85,4 +87,4 @@ def build_validation(
         return None
     if config.retrieval.from_questions:
         retrieve = build_retriever(Setup(config.retrieval, held_out, config.common.seed))
-    return Validation(held_out, engine, retrieve, config.episodes_of_round)
+    return Validation(held_out, engine, retrieve, config.episodes_of_round, ranks)

@@ -1,5 +1,5 @@
 """The names of the commands, and how each starts and ends: arguments, `--dry-run`, an earlier run's output, errors,
-signals, exit codes."""
+signals, exit codes, torchrun's several processes."""
 
 import errno
 import functools
@@ -9,9 +9,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import r3lite
 from r3lite.core.config import Trait, UsageError, check_required, flag, flat, sections, settings_with
 from r3lite.core.errors import R3LiteError
 from r3lite.core.invocation import load_toml, resolve, with_values
@@ -22,6 +24,7 @@ COMMANDS = (
     "tune_prompt", "check_format", "prepare", "procedures", "rollout_worker",
     "quickstart",
 )  # fmt: skip
+DISTRIBUTED = ("sft", "ppo")  # commands that torchrun may start in several processes
 # Of writing and flushing a file, which name no path. (Those of a network have other numbers.)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # How often a thread of GNU OpenMP, which PyTorch has on Linux, looks for the others before it sleeps; 300,000 times if
@@ -41,14 +44,32 @@ def _terminate(signum, frame):
     raise Terminated
 
 
-def check_status(status: int, cause: str, remedy: str = "") -> None:
-    """Raises what the exit status of a command that was run here stands for: an interruption, or R3LiteError."""
-    if status == 130:
-        raise KeyboardInterrupt
-    if status == 143:
-        raise Terminated
-    if status:
-        raise R3LiteError(f"{cause} with status {status}", remedy)
+class World(NamedTuple):
+    """Which of a run's processes this is."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among those of this machine
+
+
+def world() -> World:
+    """What torchrun has put into the environment; without it, one process."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if not {*names, "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return World()
+    return World(*(int(os.environ[name]) for name in names))
+
+
+def shared_facts(config: Any) -> dict[str, Any]:
+    """What the processes of a run must agree on before they begin: all settings but where files are."""
+    settings = {flag(name): value for name, value in flat(config).items() if name not in ("config", "output")}
+    return {"the version of r3lite": r3lite.__version__, **settings}
+
+
+def say_error(message: str) -> None:
+    """Prints an error; of several processes, those beside the first say which they are."""
+    rank = world().rank
+    print(f"[rank {rank}] {message.lstrip()}" if rank else message, file=sys.__stderr__ if rank else sys.stderr)
 
 
 def spare_the_machine() -> None:
@@ -158,6 +179,17 @@ def run(
     `plan` adds lines to what `--dry-run` prints. `table` names the command whose table of a TOML file is read, by
     default this one's.
     """
+    asked = command, default, work, argv, plan, table
+    if not world().rank:
+        return _run(*asked)
+    # Of several processes the first alone prints; errors are printed by all (`say_error`).
+    with open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+        return _run(*asked)
+
+
+def _run(
+    command: str, default: Any, work: Callable, argv: list[str] | None, plan: Callable | None, table: str | None
+) -> int:
     spare_the_machine()
     print_anything()
     try:
@@ -165,6 +197,9 @@ def run(
         for section in sections(config).values():
             section.check()
         check_used(table or command, config)
+        if (size := world().size) > 1 and command not in DISTRIBUTED:
+            alone = f"torchrun has started {size} processes, and {command} is one: python -m r3lite.{command}"
+            raise UsageError(f"{alone}. Several may run {' and '.join(DISTRIBUTED)}")
         if flat(config)["dry_run"]:
             print(describe(config))
             if plan:
@@ -176,7 +211,7 @@ def run(
         sys.stdout.flush()  # here, where a broken pipe is caught
         return 0
     except UsageError as error:
-        print(f"r3lite.{command}: {error}", file=sys.stderr)
+        say_error(f"r3lite.{command}: {error}")
         return 2
     except R3LiteError as error:
         return _stopped(command, error)
@@ -195,9 +230,11 @@ def run(
         remedy = "Pass a smaller --vram-budget, or close what else uses the card."
         return _stopped(command, R3LiteError(str(error).splitlines()[0], remedy))
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        say_error("\ninterrupted")
         return 130
     except Terminated:
+        if world().size > 1:
+            say_error("\nterminated: torchrun ends all processes if it is asked to, or if one of them fails")
         return 143
 
 
@@ -207,5 +244,5 @@ def entry(command: str, default: Any, work: Callable, plan: Callable | None = No
 
 
 def _stopped(command: str, error: R3LiteError) -> int:
-    print(f"\nr3lite.{command} stopped: {error}", file=sys.stderr)
+    say_error(f"\nr3lite.{command} stopped: {error}")
     return 1

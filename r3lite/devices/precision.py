@@ -101,8 +101,9 @@ class Precision:
         self.dtype, self.device = dtype, device
         self.scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
         self.skipped = self.skipped_in_a_row = 0
-        # Whether weights may have changed since the loop last cleared this; see interrupts.py.
-        self.changed_weights = False
+        # Since the loop last cleared them: whether weights may have changed, and whether an update has begun, which
+        # other processes may complete; see interrupts.py.
+        self.changed_weights = self.updating = False
 
     def autocast(self) -> AbstractContextManager:
         """A context in which matrix products are in the run's dtype; in fp32 one that does nothing."""

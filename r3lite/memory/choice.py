@@ -52,7 +52,10 @@ def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, Mo
             return memory
         least = size if least is None else min(least, size)
     cause = f"this run takes {least / MIB:,.0f} MiB at least, and the budget is {budget / MIB:,.0f} MiB"
-    raise R3LiteError(cause, f"It would fit with {'; or '.join(_remedies(w, fixed, budget, least, models))}.")
+    remedy = f"It would fit with {'; or '.join(_remedies(w, fixed, budget, least, models))}."
+    raise R3LiteError(
+        cause, f"{remedy} Or take a machine with a larger card: each of several processes holds all of it."
+    )
 
 
 def _remedies(

@@ -6,10 +6,11 @@ from dataclasses import asdict, replace
 
 import torch
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import NotFinite, R3LiteError
 from r3lite.core.grant import Grant, Memory, P, Phase, T
 from r3lite.core.records import Record, Source
 from r3lite.devices.random_state import random_state, set_random_state
+from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import Plan
 from r3lite.memory.planner import peak
 
@@ -23,25 +24,37 @@ class OutOfMemory(R3LiteError):
 class ShrinkingGrant(Grant):
     """A grant whose figures become smaller when the device runs out of memory. They are part of checkpoints.
 
-    Figures that the user gave (`plan.fixed`) stay. `optimizer` is that of the parameters whose gradients are added.
+    Figures that the user gave (`plan.fixed`) stay. `optimizer` is that of the parameters whose gradients are added. If
+    one of several `ranks` runs out, all repeat the work with the same figures.
     """
 
-    def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer):
+    def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE):
         super().__init__(plan.memory)
-        self.plan, self.optimizer = plan, optimizer
+        self.plan, self.optimizer, self.ranks = plan, optimizer, ranks
 
     def attempt(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
         """The result of `work(*args)`; if memory runs out, of the same again with smaller figures.
 
         Gradients of a failed attempt are dropped, and dropout is rewound. Raises OutOfMemory if nothing can be made
-        smaller.
+        smaller. Every rank calls this, with work in which none waits for another. NotFinite is raised on all of them.
         """
         before = random_state()
         while True:
+            result, reason, failure = None, "", None
             try:
-                return work(*args)
+                result = work(*args)
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
+            except NotFinite as error:
+                if self.ranks.size == 1:
+                    raise
+                failure = error
+            if not self.ranks.any(bool(reason or failure)):
+                return result
+            said = self.ranks.gather((reason, failure))
+            if failure := next((failure for _, failure in said if failure), None):
+                raise failure
+            reason, result = next(reason for reason, _ in said if reason), None
             # Outside the except block, whose traceback holds the tensors of the work that failed.
             self.optimizer.zero_grad(set_to_none=True)
             set_random_state(before)

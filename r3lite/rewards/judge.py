@@ -57,7 +57,7 @@ def question() -> tuple[str, dict]:
     """What the judge is asked, and the JSON schema of its reply. Both are part of the name of a cached reply: if they
     change, every episode is judged anew."""
     text, schema = (
-        shipped("prompts", "judge", name).read_text("utf-8") for name in ("instructions.txt", "schema.json")
+        shipped("prompts", "judge", name).read_text(encoding="utf-8") for name in ("instructions.txt", "schema.json")
     )
     return filled(text.strip(), {"document_length": str(DOCUMENT_LENGTH)}), json.loads(schema)
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from r3lite.core.bars import BRIEF
 from r3lite.core.grant import Grant
 from r3lite.devices.precision import Precision
+from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.models import hooks
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.logprobs import chosen_loss, token_logprobs, token_loss
@@ -33,7 +34,7 @@ from r3lite.settings import RLSettings
 
 @dataclass
 class Learner:
-    """Improves a policy, which is the model's active adapter, by one algorithm."""
+    """Improves a policy, the model's active adapter, by one algorithm. Ranks divide the rows that the model runs on."""
 
     model: CausalLM
     vocabulary: int  # number of ids that may be sampled
@@ -45,6 +46,7 @@ class Learner:
     optimizer_step: Callable[[], tuple[float, bool]]  # clips and updates; returns (gradient norm, skipped)
     grant: Grant
     value_head: nn.Module | None = None  # if the algorithm has a critic
+    ranks: Ranks = ALONE
     _last: Batch | None = field(default=None, init=False)  # the newest micro-batch, to explain an overflow by
 
     def __post_init__(self):
@@ -53,9 +55,9 @@ class Learner:
     def learn(self, batch: Batch, seed: str) -> dict[str, float]:
         """All optimizer steps of a round; returns its metrics. `seed` orders the mini-batches."""
         if self.settings.old_logprobs == "trainer":
-            batch = replace(batch, rescored=self.grant.attempt("update", self.policy_logprobs, batch))
+            batch = replace(batch, rescored=self.of_all_rows(self.policy_logprobs, batch))
         if self.settings.kl_beta:
-            batch = replace(batch, reference=self.grant.attempt("update", self.reference_logprobs, batch))
+            batch = replace(batch, reference=self.of_all_rows(self.reference_logprobs, batch))
         batch = self.algorithm.with_advantages(batch)
         scaled = self.settings.negative_advantage_scale * batch.advantages
         batch = replace(batch, advantages=torch.where(batch.advantages < 0, scaled, batch.advantages))
@@ -74,12 +76,18 @@ class Learner:
                 norm, _ = self.optimizer_step()
                 norms.append(norm)
         bar.close()
-        sums = added(measured)
+        parts = self.ranks.gather((measured, log_ratios))
+        sums = added([sums for of_rank, _ in parts for sums in of_rank])
+        log_ratios = [torch.cat(of_step, dim=1) for of_step in zip(*(ratios for _, ratios in parts))]
         means = {"loss": float(sums.pop("loss")) / len(norms)} | means_of(sums)
         finite = [n for n in norms if math.isfinite(n)]  # a skipped step has none
         means |= {"grad_norm": statistics.fmean(finite or [math.inf])}
         means |= sampling_metrics(log_ratios, self.settings.clip_low, self.settings.clip_high)
         return means | self.algorithm.follow_kl(means.get("kl")) | self.algorithm.statistics(batch)
+
+    def of_all_rows(self, work: Callable[..., Tensor], *args) -> Tensor:
+        """What `work` finds of each row [B, T]; of those of other ranks it finds 0."""
+        return self.ranks.sum_(self.grant.attempt("update", work, *args))
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """Log-probabilities [B, T] of the action tokens under the reference: the same base, another adapter."""
@@ -99,7 +107,7 @@ class Learner:
 
     def mean_entropies(self, batch: Batch) -> Tensor:
         """The mean entropy [B] of the policy at each row's action tokens, in nats."""
-        return self.grant.attempt("update", self.policy_logprobs, batch, True).sum(-1) / batch.action_mask.sum(-1)
+        return self.of_all_rows(self.policy_logprobs, batch, True).sum(-1) / batch.action_mask.sum(-1)
 
     def mini_batches(self, batch: Batch, seed: str) -> list[list[int]]:
         """The rows of each optimizer step of an epoch; `seed` shuffles what the algorithm keeps together."""
@@ -108,22 +116,23 @@ class Learner:
         return batch.mini_batches(chain.from_iterable(units), self.settings.mini_batch_size)
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """The rows that go through the model together; those that a teacher says something of have their own loss."""
+        """This rank's rows, as they go through the model; those that a teacher speaks of have their own loss."""
         rows, most = batch.token_rows(), self.settings.micro_batch_size or len(batch)
+        mine = set(self.ranks.share([len(row) for row in rows]))
         return [
             [kind[i] for i in group]
-            for kind in batch.by_teacher()
+            for kind in ([i for i in kind if i in mine] for kind in batch.by_teacher())
             for group in groups([rows[i] for i in kind], self.grant.memory.micro_batch_tokens, most)
         ]
 
     def add_gradients(self, batch: Batch) -> tuple[Sums, Tensor]:
         """Adds the gradients of a mini-batch's loss, micro-batch by micro-batch.
 
-        Returns sums over its action tokens, and the log-ratios [2, N] of those that are on-policy.
+        Returns sums over this rank's action tokens, and the log-ratios [2, N] of those that are on-policy.
         """
         batch = replace(batch, weights=self.algorithm.weights(batch))
         measured: list[Sums] = []
-        log_ratios: list[Tensor] = []
+        log_ratios = [torch.empty(2, 0, device=self.precision.device)]
         with cast_once(self.model, self.precision.dtype):
             for rows in self.micro_batches(batch):
                 part = batch.rows(rows)

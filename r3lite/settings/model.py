@@ -38,7 +38,8 @@ class LoraSettings(Section):
     lora_alpha: Positive = 16.0
     """scale; the adapter is multiplied by alpha / r"""
     lora_dropout: Fraction = 0.0
-    """dropout before the adapter, in SFT only: RL must train the policy that it sampled from"""
+    """dropout before the adapter, in SFT only: RL must train the policy that it sampled from; masks, and so results,
+    depend on the number of processes (torchrun)"""
     lora_targets: tuple[Projection, ...] = get_args(Projection)
     """projections that get an adapter"""
     rslora: bool = False

@@ -7,17 +7,19 @@ from collections.abc import Iterator
 
 from r3lite.core.command import Terminated
 from r3lite.devices.precision import Precision
+from r3lite.devices.ranks import ALONE, Ranks
 
 
 class Interrupts:
     """Raises KeyboardInterrupt or Terminated at once while a step has changed no weight; else later.
 
     A step cut in half could not be resumed exactly, so one that has begun to change weights is completed, and the
-    loop then finds the interruption in `pending`. A second Ctrl-C raises at once, whatever is lost.
+    loop then finds the interruption in `pending`. A second Ctrl-C raises at once, whatever is lost. Several processes
+    begin an update only together, so none of them leaves before it while another one completes it.
     """
 
-    def __init__(self, precision: Precision):
-        self.precision = precision
+    def __init__(self, precision: Precision, ranks: Ranks = ALONE):
+        self.precision, self.ranks = precision, ranks
         self.inside_step = False
         self.pending: type[BaseException] | None = None
 
@@ -33,20 +35,27 @@ class Interrupts:
 
     def _arrived(self, number, frame) -> None:
         again, self.pending = self.pending, KeyboardInterrupt if number == signal.SIGINT else Terminated
-        harmless, self.inside_step = self.inside_step and not self.precision.changed_weights, False
+        begun = self.precision.changed_weights or self.precision.updating
+        harmless, self.inside_step = self.inside_step and not begun, False
         if harmless or (again and number == signal.SIGINT):
             raise self.pending
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """A step; it is entered with its weights unchanged."""
-        self.precision.changed_weights = False
+        self.precision.changed_weights = self.precision.updating = False
         self.inside_step = True
         try:
             self.leave_if_asked()
             yield
         finally:
             self.inside_step = False
+
+    def agree(self) -> bool:
+        """Whether the run must be left here: all processes leave it after the same step, whichever was asked to."""
+        if self.ranks.any(self.pending is not None):
+            self.pending = self.pending or Terminated
+        return self.pending is not None
 
     def leave_if_asked(self) -> None:
         if self.pending:

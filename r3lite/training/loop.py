@@ -49,15 +49,16 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
     done = run.begin(state)
     last = min(total, done + (run.settings["stop_after"] or total))
     every = run.settings["save_every"]
-    tracker = None
-    if run.settings["track"] != "none":
-        from r3lite.training.tracking import build_tracker
+    log, tracker = metrics.NoLog(), None
+    if run.ranks.first:
+        if run.settings["track"] != "none":
+            from r3lite.training.tracking import build_tracker
 
-        tracker = build_tracker(run.settings, run.output, done)
-    log = metrics.MetricsLog(run.output, done, total, run.command, tracker)
+            tracker = build_tracker(run.settings, run.output, done)
+        log = metrics.MetricsLog(run.output, done, total, run.command, tracker)
     span_log = SpanLog(spans, run.settings, run.output, run.command, done)
     try:
-        with Interrupts(state.precision) as interrupts:
+        with Interrupts(state.precision, run.ranks) as interrupts:
             steps = _Steps(run, trainer, oversight, log, interrupts)
             if oversight and (before := oversight.begin(done)):
                 log.write(before)
@@ -70,7 +71,7 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
                 with span_log.step(number):
                     record, must_save = steps.take_overseen(number)
                     log.write(record)
-                    if must_save or number == last or interrupts.pending or (every and number % every == 0):
+                    if interrupts.agree() or must_save or number == last or (every and number % every == 0):
                         with span(spans, "checkpoint"):
                             steps.save(number)
                 if oversight:
@@ -123,6 +124,7 @@ class _Steps:
         scale = self.oversight.guard.rate_scale if self.oversight else 1.0
         learning_rate = optim.set_rate(state.optimizer, share * scale)
         before, start = state.snapshot(), time.perf_counter()
+        self.run.ranks.begin_step(f"{self.run.settings['seed']}/{number}")
         try:
             with self.interrupts.step():
                 measured, tokens = trainer.step(number)
@@ -130,7 +132,7 @@ class _Steps:
             if not state.precision.changed_weights:
                 state.rewind(before)
                 self.save(number - 1)
-            if isinstance(error, NonFiniteGradients):
+            if isinstance(error, NonFiniteGradients) and self.run.ranks.first:  # others may have had no row
                 raise NonFiniteGradients(f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy) from error
             raise
         seconds = time.perf_counter() - start

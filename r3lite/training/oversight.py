@@ -135,7 +135,8 @@ class Oversight:
             return False
         best = f"step {guard.best.step} (validation F1 {guard.best.f1:.3f})"
         if self.best != step:  # whose checkpoint is yet to be written
-            self.state.go_back(checkpoint.read(self.run.output / f"checkpoint-{self.best}"))
+            folder = self.run.output / f"checkpoint-{self.best}"
+            self.state.go_back(self.run.ranks.shared(lambda: checkpoint.read(folder)))
         if guard.rollbacks == s.guard_rollbacks:
             guard.forget()
             _say(f"{wrong}; after {guard.rollbacks} rollbacks the run stops, with the weights of {best}")

@@ -17,6 +17,7 @@ from r3lite.core.config import flat
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import folder_fingerprint, names_in, sole_writer, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml, with_values
+from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.models.weights import resolve_folder
 from r3lite.training import checkpoint, metrics
 from r3lite.training.state import TrainState
@@ -28,31 +29,40 @@ LOGS_OF_SHELLS = (".log", ".txt", ".out", ".err")  # what a scheduler or `> log.
 class RunFolder:
     """The folder of one run, which no other process may write to until the context of this object ends.
 
-    Constructing it only checks; `begin` writes, once the model and the data are loaded.
+    Constructing it only checks; `begin` writes, once the model and the data are loaded. Of several ranks the first one
+    alone reads and writes it: it tells the others what it holds.
     """
 
-    def __init__(self, command: str, config: Any, default_output: str, logs: tuple[str, ...] = ()):
-        """`logs` are JSON-lines files with a `step` that the recipe keeps beside metrics.jsonl, cut as it is on resume.
+    def __init__(self, command: str, config: Any, default: str, logs: tuple[str, ...] = (), ranks: Ranks = ALONE):
+        """`logs` are JSON-lines files with a `step` that the recipe keeps beside metrics.jsonl, cut as it is on resume;
+        `default` is the folder if none is named.
 
         Raises R3LiteError for a folder of another run, nothing to resume from, or settings that differ."""
         self.command, self.config, self.settings = command, config, flat(config)
-        self.logs = (metrics.FILE, *logs)
-        resume, output = self.settings["resume"], self.settings["output"]
-        came_from = _folder_to_resume(resume, output)  # None: a fresh start
-        self.output = Path(output or came_from or default_output)
-        self.elsewhere = bool(came_from) and came_from.resolve() != self.output.resolve()
+        self.logs, self.ranks = (metrics.FILE, *logs), ranks
         self.saved_step = 0
         self.best: int | None = None  # step of a checkpoint that stays, however old it is
         self.base: str | None = None  # fingerprint of the base model, known once that is loaded
+        self._held = contextlib.ExitStack()
+        opened = ranks.shared(lambda: self._opened(default))
+        self.output, self.elsewhere, self.source, self.loaded = opened
+
+    def _opened(self, default: str) -> tuple[Path, bool, Path | None, checkpoint.Checkpoint | None]:
+        """The folder, whether the run came from another one, and the checkpoint that it goes on from."""
+        resume, output = self.settings["resume"], self.settings["output"]
+        came_from = _folder_to_resume(resume, output)  # None: a fresh start
+        self.output = Path(output or came_from or default)
+        elsewhere = bool(came_from) and came_from.resolve() != self.output.resolve()
         with contextlib.ExitStack() as held:
             held.enter_context(sole_writer(self.output))
             self.source = _checkpoint_to_resume(resume, came_from)
-            self.loaded = checkpoint.read(self.source) if self.source else None
-            if self.loaded:
-                self._check_settings(self.loaded.state)
-            if self.loaded is None or self.elsewhere:
+            loaded = checkpoint.read(self.source) if self.source else None
+            if loaded:
+                self._check_settings(loaded.state)
+            if loaded is None or elsewhere:
                 self._check_free(resume)
             self._held = held.pop_all()
+        return self.output, elsewhere, self.source, loaded
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -85,12 +95,24 @@ class RunFolder:
         """Puts the checkpoint, if any, into `state` and makes the folder ready; returns the steps already taken."""
         model = self.settings.get("model")
         self.base = folder_fingerprint(resolve_folder(model)) if model else None
+        if self.ranks.size > 1:
+            weights = state.weights_fingerprint()
+            self.ranks.require_same({"the data": state.data, "the base model": self.base, "the weights": weights})
         step = self.loaded.step if self.loaded else 0
         came_from = self.source.parent if self.source else self.output
         # Refused before anything is changed. (A fresh start keeps nothing, not even what was measured before step 1.)
-        logs = {log: metrics.up_to(came_from / log, step if self.loaded else -1) for log in self.logs}
+        kept = step if self.loaded else -1
+        logs = {log: metrics.up_to(came_from / log, kept) for log in self.logs if self.ranks.first}
         if self.loaded:
             self._restore(state, self.loaded)
+        if self.ranks.first:
+            self._make_ready(step, logs)
+        self.saved_step = 0 if self.elsewhere else step
+        self.loaded = None  # its tensors have been copied
+        return step
+
+    def _make_ready(self, step: int, logs: dict[str, list[dict]]) -> None:
+        """Removes what is later than a step, and writes the config and the logs up to there."""
         checkpoint.sweep(self.output)
         for later, folder in checkpoint.all_of(self.output).items():
             if later > step:  # unsound, or beyond the checkpoint that the user went back to
@@ -101,9 +123,6 @@ class RunFolder:
         write_text(self.output / CONFIG, to_toml(whole, self.command))
         for log, records in logs.items():
             write_jsonl(self.output / log, records)
-        self.saved_step = 0 if self.elsewhere else step
-        self.loaded = None  # its tensors have been copied
-        return step
 
     def _restore(self, state: TrainState, loaded: checkpoint.Checkpoint) -> None:
         base = loaded.state.get("base")  # None: of a version that did not keep it
@@ -122,21 +141,25 @@ class RunFolder:
 
     def write(self, state: TrainState, step: int) -> None:
         """Writes the checkpoint of a step in any case, and removes the oldest ones."""
-        with self._writing(f"the checkpoint of step {step}"):
-            run = {"command": self.command, "settings": self.settings, "base": self.base}
-            checkpoint.write(self.output, state.checkpoint(step, run), state.save_adapter)
+        if self.ranks.first:
+            with self._writing(f"the checkpoint of step {step}"):
+                run = {"command": self.command, "settings": self.settings, "base": self.base}
+                checkpoint.write(self.output, state.checkpoint(step, run), state.save_adapter)
+            checkpoint.prune(self.output, self.settings["keep_checkpoints"], self.best)
         self.saved_step = step
-        checkpoint.prune(self.output, self.settings["keep_checkpoints"], self.best)
 
     def keep(self, step: int) -> bool:
         """Keeps the checkpoint of a step from now on; whether it is there, here or where the run came from."""
+        self.best = step if self.ranks.shared(lambda: self._kept(step)) else None
+        return self.best is not None
+
+    def _kept(self, step: int) -> bool:
         folder = self.output / f"checkpoint-{step}"
         source = self.source.parent / folder.name if self.source else folder
         if not folder.exists() and source.exists():
             with self._writing(f"the checkpoint of step {step}"):
                 checkpoint.replace_folder(folder, partial(shutil.copytree, source, dirs_exist_ok=True))
-        self.best = step if folder.exists() else None
-        return self.best is not None
+        return folder.exists()
 
     def _writing(self, what: str) -> contextlib.AbstractContextManager:
         remedy = "Make room or mend the folder, then go on with --resume auto."
@@ -144,6 +167,8 @@ class RunFolder:
 
     def write_adapter(self, state: TrainState, step: int | None) -> None:
         """Writes `adapter/`: that of the checkpoint of a step, or with None that of now."""
+        if not self.ranks.first:
+            return
         source = self.output / f"checkpoint-{step}" / checkpoint.ADAPTER
         fill = state.save_adapter if step is None else partial(shutil.copytree, source, dirs_exist_ok=True)
         with self._writing("the adapter"):
@@ -151,6 +176,8 @@ class RunFolder:
 
     def finish(self, state: TrainState, total: int) -> None:
         """Writes `adapter/`, which is the best one if one is kept as that, and `summary.json`."""
+        if not self.ranks.first:
+            return
         self.write_adapter(state, self.best)
         records = metrics.read(self.output / metrics.FILE)
         numbers: dict[str, list[float]] = {}

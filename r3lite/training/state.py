@@ -1,5 +1,6 @@
 """What a training run changes from step to step, and what its checkpoints therefore hold."""
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.precision import Precision
 from r3lite.devices.random_state import random_state, set_random_state
+from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.training import optim
 from r3lite.training.checkpoint import GROUPS, Checkpoint
 
@@ -37,10 +39,21 @@ class TrainState:
     parts: dict[str, Stateful] = field(default_factory=dict)  # what else checkpoints keep, by name
     num_tokens: int = 0  # processed so far, padding not counted
     seconds: float = 0.0  # spent in steps so far
+    ranks: Ranks = ALONE
 
     def update(self) -> tuple[float, bool]:
-        """One optimizer step with all parameters clipped together; see Precision.step."""
-        return self.precision.step(self.optimizer, optim.parameters(self.optimizer).values(), self.max_grad_norm)
+        """One optimizer step on the gradients of all ranks, clipped together; see Precision.step."""
+        parameters = optim.parameters(self.optimizer).values()
+        self.precision.updating = True
+        self.ranks.sum_gradients(parameters)
+        return self.precision.step(self.optimizer, parameters, self.max_grad_norm)
+
+    def weights_fingerprint(self) -> int:
+        """Tells weights apart that are to be trained."""
+        found = 0
+        for parameter in optim.parameters(self.optimizer).values():
+            found = zlib.crc32(parameter.detach().cpu().flatten().view(torch.uint8).numpy(), found)
+        return found
 
     def snapshot(self) -> dict[str, Any]:
         """What a step may change before it changes a weight; for `rewind`."""

@@ -1,0 +1,133 @@
+"""Ranks that tests command, and a small model with rows and questions of unequal lengths for them."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3lite.core.files import write_jsonl
+from r3lite.models.weights import resolve_folder
+from r3lite.training import checkpoint, metrics
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun gives a process."""
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": 1}
+    return os.environ | {name: str(value) for name, value in {**names, **paths}.items()}
+
+
+class Processes:
+    """Processes that run one command after another, as ranks of a world or, of size 1, alone."""
+
+    def __init__(self, size: int, log: Path):
+        self.size, self.log = size, log
+        self.errors = [open(log / f"rank-{rank}-of-{size}.txt", "w") for rank in range(size)]  # noqa: SIM115
+        self.started = [
+            subprocess.Popen(
+                [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                stderr=self.errors[rank], env=environment(rank, size, 0), cwd=ROOT,
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+
+    def run(self, command: str, arguments: list[str], *changes: str, of_last: list[str] = ()) -> list[int]:
+        """The exit status of each rank; the last one gets the arguments `of_last`, too."""
+        port = free_port()
+        self.began = [os.path.getsize(file.name) for file in self.errors]
+        for rank, process in enumerate(self.started):
+            more = of_last if rank == self.size - 1 else []
+            job = {"command": command, "arguments": [*arguments, *more], "port": port, "changes": changes}
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+        return [json.loads(process.stdout.readline()) for process in self.started]
+
+    def said(self, rank: int) -> str:
+        """What a rank has printed in the last run."""
+        with open(self.errors[rank].name) as file:
+            file.seek(self.began[rank])
+            return file.read()
+
+    def end(self) -> None:
+        for process, error in zip(self.started, self.errors, strict=True):
+            process.stdin.close()
+            process.wait(30)
+            error.close()
+
+
+@pytest.fixture(scope="session")
+def processes(tmp_path_factory):
+    """`processes(2)`: two ranks, started once."""
+    made, log = {}, tmp_path_factory.mktemp("ranks")
+    yield lambda size: made.setdefault(size, None) or made.update({size: Processes(size, log)}) or made[size]
+    for some in made.values():
+        some.end()
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory, small_model, write_folder) -> Path:
+    """A folder with a small random model, and rows and questions of unequal lengths."""
+    place = tmp_path_factory.mktemp("toy")
+    folder = write_folder(small_model(vocab_size=1024, num_hidden_layers=2), place / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve_folder("tiny") / name, folder / name)
+    talks = [
+        [
+            {"role": "user", "content": f"Who is {i}?"},
+            {"role": "assistant", "content": "It is" + f" {i} and" * (2 + i * i % 19)},
+        ]
+        for i in range(20)
+    ]
+    write_jsonl(place / "rows.jsonl", [{"messages": talk} for talk in talks])
+    texts = ["Where is " + "the one beside " * (i * 3 % 4) + f"{i}?" for i in range(9)]
+    questions = [{"id": str(i), "question": text, "answer": "there"} for i, text in enumerate(texts)]
+    write_jsonl(place / "questions.jsonl", questions)
+    for name, text in (("init", "{question}"), ("step", "{documents}")):
+        (place / f"{name}.txt").write_text(text, encoding="utf-8")
+    return place
+
+
+def common(toy: Path) -> list[str]:
+    prompts = [x for name in ("init", "step") for x in (f"--{name}-prompt", str(toy / f"{name}.txt"))]
+    return ["--model", str(toy / "model"), "--device", "cpu", "--dtype", "fp32", *prompts, "--max-steps", "3"]
+
+
+def sft(toy: Path, output: Path, *more: str) -> list[str]:
+    data = ["--data", str(toy / "rows.jsonl"), "--validation-rows", "4", "--output", str(output)]
+    shape = "--batch-size 3 --gradient-accumulation 2 --learning-rate 5e-4 --lora-dropout 0"
+    return [*common(toy), *data, *shape.split(), *more]
+
+
+def rl(toy: Path, output: Path, algorithm: str, *more: str) -> list[str]:
+    data = ["--data", str(toy / "questions.jsonl"), "--retriever", "none", "--output", str(output)]
+    shape = "--batch-size 3 --num-generations 3 --mini-batch-size 5 --micro-batch-size 2 --learning-rate 1e-4"
+    shape += " --max-new-tokens 24 --max-length 88 --kl-beta 0.05 --algorithm"
+    return [*common(toy), *data, *shape.split(), algorithm, *more]
+
+
+def differences(one: Path, other: Path, step: int = 3) -> tuple[float, float]:
+    """The largest difference of a trained weight, and of a metric (of one above 1, relative to it)."""
+    weights, others = (checkpoint.read(run / f"checkpoint-{step}").tensors["weights"] for run in (one, other))
+    assert weights.keys() == others.keys()
+    of_weights = max(float((weight - others[name]).abs().max()) for name, weight in weights.items())
+    of_metrics = 0.0
+    for record, again in zip(*(metrics.read(run / metrics.FILE) for run in (one, other)), strict=True):
+        a, b = metrics.repeatable(record), metrics.repeatable(again)
+        assert a.keys() == b.keys() and all((a[name] is None) == (b[name] is None) for name in a)
+        apart = (abs(a[n] - b[n]) / max(1.0, abs(a[n])) for n in a if isinstance(a[n], int | float))
+        of_metrics = max(of_metrics, *apart)
+    return of_weights, of_metrics
