@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from r3lite.core.command import Terminated, World
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 
 T = TypeVar("T")
 BEAT = 1.0  # seconds between a rank's signs of life
@@ -114,11 +114,14 @@ class Group(Ranks):
             backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else backend
         self.on_cards = "nccl" in backend
         self.lost, self.stepping, self._ending = "", False, threading.Event()
-        # A store has one user at a time, and the watch must not wait for the group.
-        self.store, own = (next(dist.rendezvous("env://", timeout=timedelta(minutes=10)))[0] for _ in range(2))
-        self._keys = [f"r3lite/{rank}" for rank in range(self.size)]
+        # A store has one user at a time, and the watch must not wait for the group. After a restart it may still hold
+        # the addresses of processes that have ended.
+        start = f"r3lite/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        self.store, own = (dist.PrefixStore(start, next(dist.rendezvous("env://"))[0]) for _ in range(2))
+        self._keys = [f"rank {rank}" for rank in range(self.size)]
         self.store.set(self._keys[self.rank], ALIVE)
-        dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.size, timeout=LATER)
+        with explained(RuntimeError, "the processes of this run do not reach each other", GO_ON):
+            dist.init_process_group(backend, store=own, rank=self.rank, world_size=self.size, timeout=LATER)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def begin_step(self, name: str) -> None:
@@ -162,11 +165,9 @@ class Group(Ranks):
 
     def _wait(self, work: Any) -> None:
         """Waits here and not in C++, where neither a signal nor a rank that is gone would end it."""
-        pause = 0.0
         while not work.is_completed():
             self._raise_if_lost()
-            time.sleep(pause)
-            pause = min(0.005, pause + 2e-5)
+            time.sleep(5e-4)
         try:
             work.wait()
         except RuntimeError as error:  # a connection was closed: its owner may have said why
@@ -241,7 +242,7 @@ def _take_card(local_rank: int) -> None:
 
 def _end_within(seconds: float) -> None:
     """Ends this process after a while, from a thread that nothing holds up."""
-    faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "wb"))  # noqa: SIM115
 
 
 def _packed(value: Any) -> Tensor:
