@@ -14,7 +14,7 @@ import numpy as np
 
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import check_writable, names_in, read_record, write_json
+from r3lite.core.files import check_writable, names_in, read_record, sweep, write_json
 from r3lite.retrieval import index
 from r3lite.retrieval.encoder import Encoder
 from r3lite.retrieval.hashing import HashingEncoder
@@ -71,6 +71,7 @@ def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gath
     folder = check_output(folder)
     work = folder.with_name(f".{folder.name}.build")
     work.mkdir(exist_ok=True)
+    sweep(work)
     try:
         fingerprint = write_passages(work, documents)
         with contextlib.closing(Passages(work, None, np.empty(0, np.int64), "")) as passages:

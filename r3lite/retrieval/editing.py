@@ -7,7 +7,7 @@ of the new.
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import faiss
@@ -100,6 +100,11 @@ def _publish(folder: Path, manifest: Record, names: dict[str, str | None], passa
     files = {name: value or index.digest(folder / name) for name, value in names.items()}  # older indexes have none
     message = manifest.values | {"passages": len(passages), "fingerprint": fingerprint(passages), "files": files}
     write_json(folder / index.MANIFEST, message | {"edit": _next(manifest)})
+    tidy(folder, files)
+
+
+def tidy(folder: Path, names: Container[str]) -> None:
+    """Removes the vectors and deletions that are not those of a manifest: a kill may have come before this."""
     for path in folder.iterdir():
         if index.PARTS.fullmatch(path.name) and path.name not in names:
             with contextlib.suppress(OSError):  # on Windows a reader may have it open; the next edit removes it

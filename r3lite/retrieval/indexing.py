@@ -7,7 +7,7 @@ from pathlib import Path
 
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document
-from r3lite.core.files import read_text, write_jsonl
+from r3lite.core.files import read_text, sweep, write_jsonl
 from r3lite.devices.precision import resolve_device
 from r3lite.retrieval import building, corpus, editing, index, qdrant
 from r3lite.retrieval.documents.folder import Folder, read_folder
@@ -74,6 +74,8 @@ def device_of(settings: IndexSettings) -> str:
 
 def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> None:
     """Deletes passages of an index folder, then adds some."""
+    editing.tidy(output, index.parts(index.read_manifest(output)))
+    sweep(output)
     if settings.delete:
         print(f"deleted     {editing.delete(output, ids_of(settings.delete))} passages")
     if settings.add:

@@ -213,9 +213,3 @@ def remove(folder: Path) -> None:
     except OSError as error:  # on Windows, while a program has one of its files open
         raise R3LiteError(f"{folder} cannot be removed: {error}", "Close what uses it, and run again.") from error
     shutil.rmtree(old, ignore_errors=True)
-
-
-def sweep(output: Path) -> None:
-    """Removes what a killed process left half written."""
-    for leftover in output.glob(f".*{PART}"):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

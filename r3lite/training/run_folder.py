@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from r3lite.core.command import changes, refuse_another_run
 from r3lite.core.config import flat
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import folder_fingerprint, names_in, sole_writer, write_json, write_jsonl, write_text
+from r3lite.core.files import folder_fingerprint, names_in, sole_writer, sweep, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml, with_values
 from r3lite.models.weights import resolve_folder
 from r3lite.training import checkpoint, metrics
@@ -92,7 +92,7 @@ class RunFolder:
         logs = {log: metrics.up_to(came_from / log, step if self.loaded else -1) for log in self.logs}
         if self.loaded:
             self._restore(state, self.loaded)
-        checkpoint.sweep(self.output)
+        sweep(self.output)
         for later, folder in checkpoint.all_of(self.output).items():
             if later > step:  # unsound, or beyond the checkpoint that the user went back to
                 print(f"removing {folder}: the run goes on from step {step}", file=sys.stderr)
