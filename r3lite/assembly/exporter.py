@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from r3lite.assembly.policy import check_base, warn_of_other_format
-from r3lite.core.files import PART, shipped, sweep, write_text
+from r3lite.core.files import PART, shipped, write_text
 from r3lite.datasets.qa import read_questions
 from r3lite.devices.precision import DTYPES
 from r3lite.exporting import chats, parity
@@ -58,7 +58,6 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     facts = Facts(settings.model, settings.weights, file, merged, bool(settings.adapter), run, settings.license, scores)
     place = output.resolve()
     made = place.with_name(f".{place.name}.new{PART}") / place.name
-    sweep(place)
     try:
         made.parent.mkdir(parents=True)
         model = write_form(model, folder, settings, layout, made)
