@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ class Bench:
     server: Server
     rng: random.Random
     records: list[dict]
+    save: Callable[[], None]  # called after each record
     brief: bool = False  # its cases have learned little
 
     def __post_init__(self):
@@ -48,6 +50,7 @@ class Bench:
         self.records.append({"case": case, "fault": fault, "at": at, "held": not faults, **more})
         if faults:
             self.records[-1]["why"] = faults
+        self.save()
         held = "held" if not faults else f"BROKE: {'; '.join(faults)}"
         print(f"{len(self.records):>4} {case:<34} {fault:<9} {at!s:<44} {held}", flush=True)
 

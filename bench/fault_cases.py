@@ -130,20 +130,7 @@ def _edited(fixtures: Path, place: Path) -> None:
 
 def _tune(fixtures: Path, place: Path, url: str) -> list[str]:
     data = ["--data", str(fixtures / "few.jsonl"), "--eval-data", str(fixtures / "others.jsonl"), "--retriever", "none"]
-    sizes = [
-        "--beam",
-        "2",
-        "--branch",
-        "2",
-        "--rounds",
-        "2",
-        "--sampled-questions",
-        "3",
-        "--max-new-tokens",
-        "24",
-        "--max-hops",
-        "1",
-    ]
+    sizes = "--beam 2 --branch 2 --rounds 2 --sampled-questions 3 --max-new-tokens 24 --max-hops 1"
     asked = [*judged(url), "--judge-concurrency", "1"]
     return [*TINY, "--adapter", str(fixtures / "sft"), *data, *sizes.split(), *asked, "--output", str(place / "tuned")]
 

@@ -36,25 +36,26 @@ WRITERS = (
 
 
 def ends(bench: Bench) -> None:
+    for name in WRITERS:
+        two_writers(bench, NAMED[name])
+    not_numbers(bench)
+    cut_files(bench)
+    server_killed(bench)
     for name in FULL:
         if name in NAMED:
             full_disk(bench, NAMED[name])
-    for name in WRITERS:
-        two_writers(bench, NAMED[name])
-    cut_files(bench)
-    not_numbers(bench)
-    server_killed(bench)
 
 
 def full_disk(bench: Bench, case: Case) -> None:
     """A file system of its own that is too small; then it grows, and the command goes on. Needs root."""
     whole, _, _ = bench.whole(case)
-    size = sum(path.stat().st_size for path in bench.place.rglob("*") if path.is_file())
     case.begin(bench.fixtures, bench.place)
+    assert bench.once(case, case.arguments(bench.fixtures, bench.place, bench.server.url)).status == 0
+    size = sum(1 + (path.stat().st_size >> 12) for path in bench.place.rglob("*"))
     for share in (0.3, 0.8):
         shutil.rmtree(bench.place)
         bench.place.mkdir()
-        pages = max(12, int(size * share) >> 12)
+        pages = max(1, int(size * share))
         mount = ["mount", "-t", "tmpfs", "-o", f"size={pages << 12}", "none", str(bench.place)]
         if os.getuid() or subprocess.run(mount, capture_output=True).returncode:
             print("no tmpfs can be mounted here: only the full disk that is put in place was tried")
@@ -71,9 +72,9 @@ def full_disk(bench: Bench, case: Case) -> None:
                 faults.append(f"ends with status {broken.status}: {broken.said[-500:].strip()}")
             subprocess.run(["mount", "-o", "remount,size=1g", str(bench.place)], check=True)
             faults += bench.faults(case, bench.once(case, [*arguments, *case.again]), whole)
-            bench.note(case.name, "tmpfs", f"{pages * 4} of {size >> 10} KiB", faults, status=broken.status)
+            bench.note(case.name, "tmpfs", f"{pages} of {size} pages", faults, status=broken.status)
         finally:
-            subprocess.run(["umount", str(bench.place)], check=True)
+            subprocess.run(["umount", "--lazy", str(bench.place)], check=True)
 
 
 def two_writers(bench: Bench, case: Case) -> None:

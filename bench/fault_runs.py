@@ -299,6 +299,8 @@ def content(place: Path) -> dict[str, object]:
 def _read(path: Path) -> object:
     if path.name in ("metrics.jsonl", "episodes.jsonl"):
         return [_timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    if path.name == "spans.jsonl":  # times; what there is of each step is the same
+        return [len(re.findall('"spanId"', line)) for line in path.read_text(encoding="utf-8").splitlines()]
     if path.name in ("summary.json", "state.json", "scores.json", "history.json"):
         return _timeless(json.loads(path.read_text(encoding="utf-8")))
     if path.name == "manifest.json" and path.parent.name.startswith("checkpoint-"):

@@ -24,6 +24,7 @@ from bench.fault_bench import Bench
 from bench.fault_cases import CASES, Case, Server
 from bench.fault_ends import ends
 from bench.fault_runs import ROOT, chosen, preload
+from r3lite.devices import machine
 
 KILLS, TIMED, OTHERS = 100, 16, 2  # kills at moments, kills by the clock, faults of each other kind for each case
 TWICE = 0.3  # share of kills after which the run that goes on is killed, too
@@ -93,7 +94,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--others", type=int, default=OTHERS, help="of each other kind for each case")
     parser.add_argument("--only", nargs="*", default=[""], help="cases whose names begin so")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--ends", action="store_true", help="only what is not a moment of a case")
+    parts = ("kills", "others", "ends")
+    parser.add_argument("--parts", nargs="*", default=parts, choices=parts)
     parser.add_argument("--work", type=Path, help="folder to work in, kept; by default a temporary one")
     parser.add_argument("--results", type=Path, default=options.RESULTS)
     given = parser.parse_args(argv)
@@ -102,28 +104,31 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.work or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench(folder, Server(), random.Random(given.seed), [], given.quick)
-        begun = time.monotonic()
+        found: list[dict] = []
+        begun, date = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+        def save() -> None:
+            made = {"date": date, "section": "quick" if given.quick else "all", "commit": commit}
+            made |= {"processor": machine.processor(), "seed": given.seed, "seconds": round(time.monotonic() - begun)}
+            made |= {"tried": len(found), "held": sum(record["held"] for record in found)}
+            records.add(given.results / "faults.json", made | {"table": table(found), "records": found})
+
+        commit = records.commit(ROOT)
+        bench = Bench(folder, Server(), random.Random(given.seed), found, save, given.quick)
         cases = [case for case in CASES if case.name.startswith(tuple(given.only))]
-        date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if given.quick:
             quick(bench)
-        else:
-            if not given.ends:
-                kills(bench, cases, given.kills)
-                for case in (cases * given.timed)[: given.timed]:
-                    bench.timed(case)
-                others(bench, cases, given.others)
+        if "kills" in given.parts and not given.quick:
+            kills(bench, cases, given.kills)
+            for case in (cases * given.timed)[: given.timed]:
+                bench.timed(case)
+        if "others" in given.parts and not given.quick:
+            others(bench, cases, given.others)
+        if "ends" in given.parts and not given.quick:
             ends(bench)
-    held = sum(record["held"] for record in bench.records)
-    print(f"{held} of {len(bench.records)} held; {sum(r.get('kills', 0) for r in bench.records)} kills")
-    from r3lite.devices import machine
-
-    made = {"date": date, "section": "quick" if given.quick else "all", "commit": records.commit(ROOT)}
-    made |= {"processor": machine.processor(), "seed": given.seed, "seconds": round(time.monotonic() - begun)}
-    made |= {"held": held, "tried": len(bench.records), "table": table(bench.records), "records": bench.records}
-    records.add(given.results / "faults.json", made)
-    return int(held < len(bench.records))
+    held = sum(record["held"] for record in found)
+    print(f"{held} of {len(found)} held; {sum(r.get('kills', 0) for r in found)} kills")
+    return int(held < len(found))
 
 
 if __name__ == "__main__":
