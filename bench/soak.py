@@ -85,7 +85,8 @@ def logged(folder: Path) -> Callable[[], tuple[int, float]]:
 
 def verdict(looks: list[Look], total: int) -> dict:
     """The second and the last tenth side by side, and what does not hold."""
-    tenths = [[x for x in looks if total * i / 10 <= x.done <= total * (i + 1) / 10] for i in range(10)]
+    under_way = [x for x in looks if x.done < total]  # not while it writes its results and ends
+    tenths = [[x for x in under_way if total * i / 10 <= x.done <= total * (i + 1) / 10] for i in range(10)]
     early, late = tenths[1], tenths[9]
     if len(early) < 2 or len(late) < 2:
         return {"done": looks[-1].done if looks else 0, "total": total, "held": False, "why": ["it did not get far"]}
