@@ -292,7 +292,7 @@ def fixtures(folder: Path, brief: bool = False) -> Path:
     """Makes what the cases read: questions, an index, one that was edited, trajectories, a cold start; `brief`: one
     that has learned little, and nothing that has learned some answers by heart."""
     made = folder / "fixtures"
-    if (made / "learned" / "summary.json").exists():
+    if (made / ("sft" if brief else "learned") / "summary.json").exists():
         return made
     made.mkdir(parents=True, exist_ok=True)
     write_jsonl(made / "films.jsonl", [film(i) for i in range(10)])

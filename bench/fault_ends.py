@@ -126,7 +126,8 @@ def changed(bench: Bench, source: Path, file: str, change: Callable[[Path], None
 
 def cut(share: float) -> Callable[[Path], None]:
     def change(path: Path) -> None:
-        os.truncate(path, int(path.stat().st_size * share))
+        size = path.stat().st_size
+        os.truncate(path, max(0, min(int(size * share), size - 2)))  # more than the last line's end
 
     return change
 
