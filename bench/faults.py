@@ -49,7 +49,7 @@ def kills(bench: Bench, cases: list[Case], count: int) -> None:
     weights = {case.name: WEIGHTS.get(case.name, 3) for case in cases}
     total = sum(weights.values())
     for case in cases:
-        share = max(1, round(count * weights[case.name] / total))
+        share = max(1, round(count * weights[case.name] / total)) if count else 0
         _, ended, _ = bench.whole(case)
         for at in list(chosen(ended.moments, share, bench.rng)):
             again = bench.rng.randrange(len(ended.moments)) if bench.rng.random() < TWICE else None
@@ -108,12 +108,13 @@ def main(argv: list[str] | None = None) -> int:
         begun, date = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
         def save() -> None:
-            made = {"date": date, "section": "quick" if given.quick else "all", "commit": commit}
+            made = {"date": date, "section": section, "commit": commit}
             made |= {"processor": machine.processor(), "seed": given.seed, "seconds": round(time.monotonic() - begun)}
             made |= {"tried": len(found), "held": sum(record["held"] for record in found)}
             records.add(given.results / "faults.json", made | {"table": table(found), "records": found})
 
         commit = records.commit(ROOT)
+        section = "quick" if given.quick else ", ".join((*given.parts, *filter(None, given.only)))
         bench = Bench(folder, Server(), random.Random(given.seed), found, save, given.quick)
         cases = [case for case in CASES if case.name.startswith(tuple(given.only))]
         if given.quick:
