@@ -335,6 +335,20 @@ def test_what_was_killed_is_not_there_and_the_same_command_writes_it(run, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["x"] and (tmp_path / "x" / "README.md").exists()
 
 
+def test_a_full_disk_ends_a_gguf_file_with_one_message(run, tmp_path, monkeypatch, capsys):
+    """NumPy's error of it has neither number nor path, and was taken for a bug."""
+    gguf = pytest.importorskip("gguf")
+
+    def full(writer):
+        raise OSError("139264 requested and 46816 written")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
+    flags = [*TINY, "--adapter", str(run), "--form", "gguf", "--prompts", "0", "--output", str(tmp_path / "x")]
+    assert export.main(flags) == 1
+    assert re.search(r"46816 written: .*model.gguf'\n  Check that there is room", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_adapter_of_another_base_is_refused(run, tmp_path, capsys):
     """Merged into other weights it would say nothing of what it learned."""
     model, folder = load_model(resolve_folder("tiny"), torch.float32, "cpu"), tmp_path / "adapter"

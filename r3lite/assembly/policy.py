@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from r3lite.core.config import flag, flat
@@ -237,7 +236,7 @@ def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None
     try:
         saving.save_nf4(model, folder, kept)
         print(f"the quantized weights are kept in {kept}", file=sys.stderr)
-    except (OSError, SafetensorError) as error:  # a full disk costs the next start some seconds, not this run
+    except OSError as error:  # a full disk costs the next start some seconds, not this run
         print(f"warning: the quantized weights cannot be kept in {kept}: {error}", file=sys.stderr)
     return model
 
