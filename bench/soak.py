@@ -6,8 +6,9 @@
 2,000 steps of `sft`, 500 rounds of `ppo --algorithm grpo`, 20,000 requests to `serve`, each in a process that is
 watched from outside: resident and proportional memory, descriptors, threads, seconds computed, files of its folder. The
 first tenth is the warm-up. What comes after it is compared: the medians of the second and of the last tenth. Speed is
-work per second computed and not by the clock, since other programs may run. Learning rates are so small that the last
-round has as much to do as the first. Linux only.
+work per second computed and not by the clock, since other programs may run; and since these take cache and memory, it is
+held against the seconds that work which is always the same takes at that time. Learning rates are so small that the
+last round has as much to do as the first. Linux only.
 """
 
 import argparse
@@ -50,6 +51,16 @@ class Look:
     descriptors: int
     threads: int
     files: int
+    yardstick: float  # seconds that the same work takes this process: more on a busy machine
+
+
+def yardstick() -> float:
+    """Seconds computed for work that is always the same, in Python and in memory."""
+    start = time.process_time()
+    for _ in range(4):
+        sum(i * i for i in range(20_000))
+        bytes(range(256)) * 8192
+    return time.process_time() - start
 
 
 def look(pid: int, folder: Path, done: Callable[[], tuple[int, float]]) -> Look | None:
@@ -60,7 +71,7 @@ def look(pid: int, folder: Path, done: Callable[[], tuple[int, float]]) -> Look 
         open_now, threads = len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
         count, work = done()
         files = sum(path.is_file() for path in folder.rglob("*"))
-        return Look(count, work, computed(pid), sizes["Rss"], sizes["Pss"], open_now, threads, files)
+        return Look(count, work, computed(pid), sizes["Rss"], sizes["Pss"], open_now, threads, files, yardstick())
     except (OSError, KeyError):
         return None
 
@@ -95,6 +106,9 @@ def verdict(looks: list[Look], total: int) -> dict:
         found[name] = [statistics.median(getattr(x, name) for x in some) for some in (early, late)]
     rates = [(some[-1].work - some[0].work) / (some[-1].seconds - some[0].seconds) for some in (early, late)]
     found["per_second_computed"] = [round(rate, 1) for rate in rates]
+    pace = [statistics.median(x.yardstick for x in some) for some in (early, late)]
+    found["yardstick_ms"] = [round(1000 * seconds, 2) for seconds in pace]
+    rates = [rate * seconds for rate, seconds in zip(rates, pace, strict=True)]
     found["speed_ratio"] = round(rates[1] / rates[0], 3)
     why = [f"{n} grew" for n in ("rss_mib", "pss_mib") if found[n][1] > MOST_GROWTH * found[n][0]]
     why += [f"{n} grew" for n in ("descriptors", "threads", "files") if found[n][1] > found[n][0]]
