@@ -35,14 +35,16 @@ WRITERS = (
 )
 
 
-def ends(bench: Bench) -> None:
+def ends(bench: Bench, only: tuple[str, ...] = ("",)) -> None:
+    """All of them, or those of cases and kinds (cut files, not numbers, serve) whose names begin so."""
     for name in WRITERS:
-        two_writers(bench, NAMED[name])
-    not_numbers(bench)
-    cut_files(bench)
-    server_killed(bench)
+        if name.startswith(only):
+            two_writers(bench, NAMED[name])
+    for kind, work in (("not numbers", not_numbers), ("cut files", cut_files), ("serve", server_killed)):
+        if kind.startswith(only):
+            work(bench)
     for name in FULL:
-        if name in NAMED:
+        if name in NAMED and name.startswith(only):
             full_disk(bench, NAMED[name])
 
 

@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         if "others" in given.parts and not given.quick:
             others(bench, cases, given.others)
         if "ends" in given.parts and not given.quick:
-            ends(bench)
+            ends(bench, tuple(given.only))
     held = sum(record["held"] for record in found)
     print(f"{held} of {len(found)} held; {sum(r.get('kills', 0) for r in found)} kills")
     return int(held < len(found))

@@ -6,8 +6,8 @@
 2,000 steps of `sft`, 500 rounds of `ppo --algorithm grpo`, 20,000 requests to `serve`, each in a process that is
 watched from outside: resident and proportional memory, descriptors, threads, seconds computed, files of its folder. The
 first tenth is the warm-up. What comes after it is compared: the medians of the second and of the last tenth. Speed is
-work per second computed and not by the clock, since other programs may run; and since these take cache and memory, it is
-held against the seconds that work which is always the same takes at that time. Learning rates are so small that the
+work per second computed and not by the clock, since other programs may run; and since these take cache and memory, it
+is held against the seconds that work which is always the same takes at that time. Learning rates are so small that the
 last round has as much to do as the first. Linux only.
 """
 
