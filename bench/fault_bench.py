@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.fault_cases import PLACE, Case, Server, fixtures
-from bench.fault_runs import ROOT, Ended, Fault, content, differences, run
+from bench.fault_runs import ROOT, THREADS, Ended, Fault, content, differences, run
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Bench:
         whole, ended, _ = self.whole(case)
         arguments = self.begin(case)
         words = [sys.executable, "-m", f"r3lite.{case.command}"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(THREADS)}
         log = open(self.folder / "timed.log", "w")  # noqa: SIM115 (a process writes to it)
         process = subprocess.Popen([*words, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=log)
         while process.poll() is None and not any(self.place.iterdir()):
