@@ -251,8 +251,9 @@ class Moments:
         finally:
             self.active = True
         if self.broken and (opens or kind not in ("sample", "update", "request", "reply", "remove", "rmdir")):
-            code = errno.ENOSPC if self.fault.kind == "full" else errno.EACCES
-            raise OSError(code, os.strerror(code))  # without a name, as of writing and flushing
+            if self.fault.kind == "full":  # as of writing and flushing, which name no path
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), path)
 
     def _happen(self) -> None:
         kind = self.fault.kind
