@@ -6,7 +6,7 @@ from pathlib import Path
 from r3lite.core import command
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError, extra
-from r3lite.core.files import names_in, read_record, sole_writer
+from r3lite.core.files import names_in, read_record, sole_writer, sweep
 from r3lite.exporting import hub
 from r3lite.exporting.files import FILES, is_export
 from r3lite.settings import CommandConfig, ExportSettings, ProtocolSettings
@@ -48,9 +48,12 @@ def export(config: ExportConfig) -> None:
         scores = read_record(Path(settings.evaluation) / "scores.json", "Name the folder of an evaluation.").values
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
-        if settings.push and is_export(output):
+        whole, taken = is_export(output), names_in(output) if output.is_dir() else output.exists()
+        if whole or not taken:
+            sweep(output)  # of a kill
+        if settings.push and whole:
             print(f"{output} was written before, and stays as it is")
-        elif names_in(output) if output.is_dir() else output.exists():
+        elif taken:
             raise R3LiteError(f"--output {output} is there already", "Name a new folder.")
         else:
             from r3lite.assembly import exporter

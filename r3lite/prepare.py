@@ -4,14 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.files import check_writable, sole_writer, write_json, write_jsonl, write_text
+from r3lite.core.errors import R3LiteError
+from r3lite.core.files import check_writable, names_in, sole_writer, sweep, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.hub import files_of, sha256
 from r3lite.datasets.splits import draw, held_out
 from r3lite.settings import CommandConfig, PrepareSettings, QuestionSettings
 
 PROCESSED = Path("data/processed")
-MANIFEST = "manifest.json"
+CONFIG, MANIFEST = "config.toml", "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,23 @@ def prepare(config: PrepareConfig) -> None:
     output = Path(config.common.output or PROCESSED / Path(data).stem.split(",")[0])
     check_writable(output)
     with sole_writer(output):
-        if (output / MANIFEST).exists():
-            command.refuse_another_run(output / "config.toml", "prepare", config, output)
+        names = names_in(output)
+        if names and CONFIG not in names:
+            remedy = "Name another folder for --output, or move the file away."
+            raise R3LiteError(f"--output {output} is not an empty folder: it holds {min(names)}", remedy)
+        if names:
+            command.refuse_another_run(output / CONFIG, "prepare", config, output)
+        if MANIFEST in names:
             print(f"{output} is prepared already")
         else:
             other = held_out(data, config.prepare.held_out)
             parts = draw(config.data, config.prepare, config.common.seed, other)
+            sweep(output)
+            write_text(output / CONFIG, to_toml(config, "prepare"))  # from here on the folder is this run's
             for name, rows in parts.items():
                 write_jsonl(output / f"{name}.jsonl", rows)
             counts = {name: len(rows) for name, rows in parts.items()}
             files = {str(path): sha256(path) for name in (data, other) if name for path in files_of(name)}
-            write_text(output / "config.toml", to_toml(config, "prepare"))
             write_json(output / MANIFEST, {"rows": counts, "files": files})  # last: it says that all is there
             print(f"{output}: " + ", ".join(f"{count:,} questions in {name}.jsonl" for name, count in counts.items()))
     print(f"next: python -m r3lite.collect --data {output / 'train.jsonl'}")

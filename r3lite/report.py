@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.files import read_jsonl, write_text
+from r3lite.core.files import read_jsonl, sole_writer, sweep, write_text
 from r3lite.reports import png
 from r3lite.reports.data import DataFile, of_questions, read_data
 from r3lite.reports.page import Report, html
@@ -41,7 +41,9 @@ def report(config: ReportConfig) -> None:
         found = read(settings)
         going_on = settings.watch and not all(run.complete for run in found.runs)
         page = html(found, time.strftime("written on %Y-%m-%d at %H:%M:%S"), EVERY if going_on else None)
-        write_text(path, page)
+        with sole_writer(path, folder=False):
+            sweep(path)
+            write_text(path, page)
         names = ", ".join(f"{x.name} ({x.label})" for x in (*found.runs, *found.data))
         print(f"{path}  {len(page.encode()) / 1024:,.0f} KiB: {names}", flush=True)
         if not going_on:

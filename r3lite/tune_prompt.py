@@ -6,7 +6,7 @@ from pathlib import Path
 from r3lite.core import command
 from r3lite.core.config import UsageError, flag
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import names_in, sole_writer, write_text
+from r3lite.core.files import names_in, sole_writer, sweep, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.settings import TunePromptConfig
 from r3lite.tuning.history import History, all_episodes, most, shown
@@ -45,6 +45,7 @@ def improve(config: TunePromptConfig, output: Path) -> None:
         count = all_episodes(config.tuning, len(sampled.questions), len(scored.questions))
         engine = build_engine(config, count, judge=config.judge)
         # From here on the folder is this run's: if it is killed, only the same one may be begun there again.
+        sweep(output)
         write_text(output / CONFIG, to_toml(config, "tune_prompt"))
         tuner = PromptTuner(config, output, history, engine, client, sampled, scored)
         tuner.run()

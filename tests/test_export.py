@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from r3lite import export
+from r3lite.assembly import exporter
 from r3lite.assembly.exporter import parity
 from r3lite.core.files import read_record
 from r3lite.models import lora
@@ -294,6 +295,41 @@ def test_what_is_refused_writes_nothing(run, tmp_path, monkeypatch, capsys, flag
     assert export.main([*TINY, *flags]) == status
     assert told in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize(
+    ("form", "weights"), [("folder", "fp32"), ("folder", "nf4"), ("gguf", "q8_0"), ("adapter", "fp32")]
+)
+def test_what_was_killed_is_not_there_and_the_same_command_writes_it(run, tmp_path, monkeypatch, form, weights):
+    """A kill before the card left a folder that looked like an export, and that the same command then refused."""
+    pytest.importorskip("gguf")
+    flags = [*TINY, "--adapter", str(run), "--form", form, "--weights", weights, "--prompts", "0"]
+    output = ["--output", str(tmp_path / "x")]
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(exporter, "card", killed)
+        patched.setattr(exporter.shutil, "rmtree", lambda *_, **__: None)  # as a kill would leave it
+        assert export.main([*flags, *output]) == 130
+    assert not (tmp_path / "x").exists() and list(tmp_path.iterdir())
+    assert export.main([*flags, *output]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["x"] and (tmp_path / "x" / "README.md").exists()
+
+
+def test_a_full_disk_ends_a_gguf_file_with_one_message(run, tmp_path, monkeypatch, capsys):
+    """NumPy's error of it has neither number nor path, and was taken for a bug."""
+    gguf = pytest.importorskip("gguf")
+
+    def full(writer):
+        raise OSError("139264 requested and 46816 written")
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
+    flags = [*TINY, "--adapter", str(run), "--form", "gguf", "--prompts", "0", "--output", str(tmp_path / "x")]
+    assert export.main(flags) == 1
+    assert re.search(r"46816 written: .*model.gguf'\n  Check that there is room", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_adapter_of_another_base_is_refused(run, tmp_path, capsys):

@@ -20,6 +20,7 @@ from r3lite.core.files import (
     read_jsonl,
     recover_jsonl,
     sole_writer,
+    sweep,
     write_json,
     write_jsonl,
     write_text,
@@ -129,6 +130,17 @@ def test_a_link_is_written_through(tmp_path, write):
     with pytest.raises(OSError, match="loop"):
         write(tmp_path / "loop")
     assert (tmp_path / "loop").is_symlink()
+
+
+def test_what_a_kill_has_left_is_swept_and_nothing_else(tmp_path):
+    """Only run folders were swept once: each kill of another command left a file for good."""
+    ours = [".out.new.part/x", ".out.17.part", "out/.a.json.17.part", "out/cache/.b.17.part", ".rows.jsonl.17.part"]
+    others = ["out/.keep", "out/a.part", "rows.jsonl", ".rows.jsonl.cache.17.part", ".outer.17.part", "x.part"]
+    for name in (*ours, *others):
+        write_text(tmp_path / name, "")
+    sweep(tmp_path / "out", tmp_path / "rows.jsonl", tmp_path / "absent")
+    left = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
+    assert left == set(others) and not (tmp_path / ".out.new.part").exists()
 
 
 # One writer

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from r3lite import evaluate, ppo, sft
 from r3lite.assembly import policy
 from r3lite.core.command import usual
-from r3lite.core.files import shipped
+from r3lite.core.files import shipped, sole_writer
 from r3lite.core.invocation import with_values
 from r3lite.devices.precision import Precision
 from r3lite.models import lora, weights
@@ -219,6 +219,18 @@ def test_kept_nf4_weights_are_not_used_after_their_source_changed(base, tmp_path
     assert loads(base, tmp_path / "cache") == kept
     change(base)
     assert len(loads(base, tmp_path / "cache")) == 2
+
+
+def test_what_a_kill_left_of_nf4_weights_goes_and_another_process_may_be_writing_them(base, tmp_path, capsys):
+    """Each kill while they were written left a hidden folder as large as they are, for good."""
+    (kept,) = loads(base, tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache" / kept)
+    (tmp_path / "cache" / f".{kept}.17.part").mkdir()
+    assert loads(base, tmp_path / "cache") == [kept]
+    shutil.rmtree(tmp_path / "cache" / kept)
+    with sole_writer(tmp_path / "cache" / kept, folder=False):  # a lock is of a descriptor, also within one process
+        assert loads(base, tmp_path / "cache") == [f".{kept}.lock"]
+    assert "cannot be kept in " in (told := capsys.readouterr().err) and "another process" in told
 
 
 def test_an_adapter_fits_its_base_whether_in_nf4_or_not(base, tmp_path):

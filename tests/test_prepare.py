@@ -79,6 +79,29 @@ def test_the_manifest_says_what_was_drawn_and_from_what(questions, tmp_path):
     assert manifest["files"] == {str(questions): hashlib.sha256(questions.read_bytes()).hexdigest()}
 
 
+def test_a_folder_that_holds_something_else_is_left_as_it_is(questions, tmp_path, capsys):
+    """A train.jsonl of the user's own was once written over."""
+    path = write(tmp_path / "train.jsonl", [{"question": "Mine?", "answer": "yes"}])
+    assert run(questions, tmp_path) == 1
+    assert "is not an empty folder: it holds " in capsys.readouterr().err
+    assert "Mine?" in path.read_text(encoding="utf-8")
+
+
+def test_what_was_killed_goes_on_with_its_own_settings_only(questions, tmp_path, capsys, monkeypatch):
+    """Between the parts and what said that they were whole, other sizes once took the place of some of them."""
+    whole, output = tmp_path / "whole", tmp_path / "out"
+    assert run(questions, whole) == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(questions, output) == 130
+    (output / ".dev.jsonl.17.part").touch()
+    assert run(questions, output, "--train-size", "3") == 1
+    assert "train_size (was None, is 3)" in capsys.readouterr().err
+    assert run(questions, output) == 0
+    assert {p.name: p.read_bytes() for p in output.iterdir()}.keys() == {p.name for p in whole.iterdir()}
+    assert parts(output) == parts(whole)
+
+
 def test_once_is_enough_and_other_sizes_are_refused(questions, tmp_path, capsys):
     run(questions, tmp_path / "out")
     before = parts(tmp_path / "out")

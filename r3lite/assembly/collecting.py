@@ -4,7 +4,7 @@ from pathlib import Path
 
 from r3lite.assembly.answering import build_engine
 from r3lite.core.episode import Episode, Question
-from r3lite.core.files import write_text
+from r3lite.core.files import sweep, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.collected import Earlier, Tally, config_of
 from r3lite.datasets.demonstrations import write_gold
@@ -21,7 +21,8 @@ from r3lite.settings import CollectConfig
 
 def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
     """Adds to the file what the source has of the questions; an earlier run is gone on with."""
-    questions = new_questions(config.data)
+    questions, replies = new_questions(config.data), Path(f"{output}.cache")
+    sweep(output, config_of(output), replies)
     protocol = build_protocol(config.protocol)
     setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     if config.collect.source == "self":
@@ -29,7 +30,7 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
     retrieve = build_retriever(setup)
     if config.collect.source == "gold":
         return write_gold(config, questions, protocol, retrieve, output)
-    client = Client(config.judge, Path(config.judge.judge_cache or f"{output}.cache"))
+    client = Client(config.judge, Path(config.judge.judge_cache or replies))
     teacher = Teacher(config.collect, client, protocol, retrieve, config.common.seed, config.lengths.max_hops)
     write_text(config_of(output), to_toml(config, "collect"))
     return teacher.gather(questions, output, earlier, 4 * config.judge.judge_concurrency)

@@ -6,7 +6,7 @@ from pathlib import Path
 from r3lite.assembly.answering import build_engine
 from r3lite.assembly.local_client import client_maker
 from r3lite.core.episode import Episode
-from r3lite.core.files import write_json, write_jsonl, write_text
+from r3lite.core.files import sweep, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.qa import read_questions
 from r3lite.evaluation.folder import CONFIG, PREDICTIONS, SCORES
@@ -36,6 +36,7 @@ def answer_and_score(config: EvaluateConfig, output: Path) -> None:
         questions = [finder.before(question) for question in questions]
         print(f"{sum(bool(q.procedure) for q in questions)} of {len(questions)} questions have a procedure before them")
     # From here on the folder is this evaluation's: if it is killed, only the same one may be begun there again.
+    sweep(output)
     write_text(output / CONFIG, to_toml(config, "evaluate"))
     seeds = [f"{config.common.seed}/{i}" for i in range(len(questions))]
     episodes = [s.episode() for s in engine.run(questions, seeds, retrieve, progress="evaluate")]

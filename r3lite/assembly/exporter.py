@@ -12,8 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from r3lite.assembly.policy import check_base, warn_of_other_format
-from r3lite.core.errors import R3LiteError
-from r3lite.core.files import shipped, write_text
+from r3lite.core.files import PART, move, shipped, write_text
 from r3lite.datasets.qa import read_questions
 from r3lite.devices.precision import DTYPES
 from r3lite.exporting import chats
@@ -36,7 +35,8 @@ TRAINED = "trained"  # the adapter's name
 def write(settings: ExportSettings, config: CommandConfig, scores: dict, output: Path) -> None:
     """Merges, or not, writes and reads back; tells what is written and how near the two are.
 
-    Removes what it wrote if another program would make another prompt of it than the training had.
+    All is written beside `output` and takes its place when it is whole. Nothing does if another program would make
+    another prompt of it than the training had.
     """
     folder, run = weights.resolve_folder(settings.model), {}
     if settings.adapter:
@@ -56,14 +56,20 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     merged, file = settings.form in ("folder", "gguf"), FILES[settings.form]
     if merged and settings.adapter:
         lora.merge_adapter(model, TRAINED)
-    try:
-        model = write_form(model, folder, settings, layout, output)
-    except R3LiteError:
-        shutil.rmtree(output, ignore_errors=True)
-        raise
     facts = Facts(settings.model, settings.weights, file, merged, bool(settings.adapter), run, settings.license, scores)
-    write_text(output / CARD, card(facts, protocol, asked.format, tokenizer))
-    size, written = sum(path.stat().st_size for path in output.iterdir()), output / (file or "")
+    place = output.resolve()
+    made = place.with_name(f".{place.name}.new{PART}") / place.name
+    try:
+        made.parent.mkdir(parents=True)
+        model = write_form(model, folder, settings, layout, made)
+        write_text(made / CARD, card(facts, protocol, asked.format, tokenizer))
+        if place.exists():
+            place.rmdir()  # empty; Windows renames onto nothing
+        move(made, place)
+    finally:
+        shutil.rmtree(made.parent, ignore_errors=True)
+    size = sum(path.stat().st_size for path in output.iterdir())
+    written = output / file if file else output
     print(f"written to  {written}, {size / (1 << 20):,.0f} MiB in all, with a card in {output / CARD}")
     if before is not None:
         largest, mean, same = parity(before, next_logits(model, prompts, tokenizer.size, "after"))

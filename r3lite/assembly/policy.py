@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from r3lite.core.config import flag, flat
 from r3lite.core.errors import R3LiteError
+from r3lite.core.files import sole_writer, sweep
 from r3lite.core.grant import Grant
 from r3lite.datasets.sources import has_steps
 from r3lite.devices.live_tensors import MIB
@@ -243,10 +243,13 @@ def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None
         return weights.load_model(kept, dtype, device)
     model = weights.load_model(folder, dtype, device, quantize=True)
     try:
-        saving.save_nf4(model, folder, kept)
+        with sole_writer(kept, folder=False):
+            sweep(kept)  # of a kill: as large as the weights
+            saving.save_nf4(model, folder, kept)
         print(f"the quantized weights are kept in {kept}", file=sys.stderr)
-    except (OSError, SafetensorError) as error:  # a full disk costs the next start some seconds, not this run
-        print(f"warning: the quantized weights cannot be kept in {kept}: {error}", file=sys.stderr)
+    except (OSError, R3LiteError) as error:  # a full disk costs the next start some seconds, not this run
+        message = str(error).splitlines()[0]
+        print(f"warning: the quantized weights cannot be kept in {kept}: {message}", file=sys.stderr)
     return model
 
 

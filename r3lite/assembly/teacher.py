@@ -14,7 +14,7 @@ from tqdm import tqdm
 from r3lite.assembly.policy import Policy, check_base, check_lengths, load_frozen, load_policy
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import folder_fingerprint, sole_writer
+from r3lite.core.files import folder_fingerprint, sole_writer, sweep
 from r3lite.core.grant import Grant
 from r3lite.datasets import teacher_logprobs
 from r3lite.datasets.teacher_logprobs import PART, Lesson, Origin
@@ -182,6 +182,7 @@ def write_cache(config: CollectConfig) -> None:
         plan = plan_cache(config, len(rows))
         teacher = fingerprint(base, config.model.adapter, plan.memory.nf4)
         origin = Origin(teacher, tokenizer.fingerprint, rows_fingerprint(rows), str(cache.teacher_top))
+        sweep(folder)
         done, tokens = teacher_logprobs.parts_done(folder, origin), sum(row.loss_tokens for row in rows)
         print(f"{len(rows)} trajectories, {tokens:,} tokens: {on_disk(tokens, cache.teacher_top)} on disk")
         if done * PART < len(rows):

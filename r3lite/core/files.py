@@ -5,6 +5,8 @@ import contextlib
 import errno
 import json
 import os
+import re
+import shutil
 import stat
 import sys
 import tempfile
@@ -18,7 +20,7 @@ from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 
 MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
-PART = ".part"  # suffix of what is being written; a leftover of a kill is swept at the next start
+PART = ".part"  # suffix of what is being written; a kill leaves it, and `sweep` removes it at the next start
 LOCK = ".lock"
 GGUF_POINTER = "gguf.json"  # in the folder made of a GGUF file: where that is
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds between tries
@@ -174,6 +176,15 @@ def _lock(descriptor: int) -> None:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def sweep(*places: Path) -> None:
+    """Removes what a killed process left half written of files and folders that are this process's to write."""
+    for place in places:
+        half = re.compile(rf"\.{re.escape(place.name)}\.\w+{re.escape(PART)}")
+        beside = [path for path in place.absolute().parent.glob(f".*{PART}") if half.fullmatch(path.name)]
+        for left in [*beside, *place.rglob(f".*{PART}")]:
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def names_in(folder: Path) -> set[str]:

@@ -6,6 +6,7 @@ Norms and biases stay in fp32, as there.
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -94,6 +95,8 @@ def _writer(path: Path, model: CausalLM) -> Iterator[gguf.GGUFWriter]:
         writer.close()
         path.parent.mkdir(exist_ok=True)
         move(temporary, path)
+    except OSError as error:  # NumPy's, of a full disk, has neither number nor path
+        raise OSError(error.errno or errno.EIO, str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,6 +1,7 @@
 """Safetensors files: read with errors that name the file, written whole or not at all."""
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def read_tensors(path: str | Path, remedy: str = REMEDY) -> dict[str, Tensor]:
 def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Writes a file via a temporary one beside it, so that a crash leaves the old file or the new one.
 
-    The same tensors and metadata give the same bytes.
+    The same tensors and metadata give the same bytes. Raises OSError, also for a full disk.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,6 +53,8 @@ def write_tensors(path: str | Path, tensors: dict[str, Tensor], metadata: dict[s
         _sort_metadata(temporary)
         os.chmod(temporary, 0o644)  # safetensors makes files that only their owner can read
         move(temporary, path)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -17,7 +17,7 @@ import numpy as np
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import check_writable, move, names_in, read_record, read_text, write_json, write_jsonl
+from r3lite.core.files import check_writable, move, names_in, read_record, read_text, sweep, write_json, write_jsonl
 from r3lite.devices.precision import resolve_device
 from r3lite.retrieval import corpus, editing, index, qdrant
 from r3lite.retrieval.corpus import Passages, write_passages
@@ -77,6 +77,7 @@ def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gath
     folder = check_output(folder)
     work = folder.with_name(f".{folder.name}.build")
     work.mkdir(exist_ok=True)
+    sweep(work)
     try:
         fingerprint = write_passages(work, documents)
         with contextlib.closing(Passages(work, None, np.empty(0, np.int64), "")) as passages:
@@ -223,6 +224,8 @@ def device_of(settings: IndexSettings) -> str:
 
 def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> None:
     """Deletes passages of an index folder, then adds some."""
+    editing.tidy(output, index.Folder(output).digests)
+    sweep(output)
     if settings.delete:
         print(f"deleted     {editing.delete(output, ids_of(settings.delete))} passages")
     if settings.add:

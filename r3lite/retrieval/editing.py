@@ -7,7 +7,7 @@ of the new.
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import faiss
@@ -88,7 +88,12 @@ def _publish(folder: index.Folder, replaced: str | tuple[str, ...], name: str, p
     files = {file: value or index.digest(folder.path / file) for file, value in (kept | {name: None}).items()}
     changed = {"passages": len(passages), "fingerprint": fingerprint(passages), "files": files}
     write_json(folder.path / index.MANIFEST, folder.manifest.values | changed | {"edit": _next(folder)})
-    for path in folder.path.iterdir():
-        if index.PARTS.fullmatch(path.name) and path.name not in files:
+    tidy(folder.path, files)
+
+
+def tidy(folder: Path, names: Container[str]) -> None:
+    """Removes the vectors and deletions that are not those of a manifest: a kill may have come before this."""
+    for path in folder.iterdir():
+        if index.PARTS.fullmatch(path.name) and path.name not in names:
             with contextlib.suppress(OSError):  # on Windows a reader may have it open; the next edit removes it
                 path.unlink()

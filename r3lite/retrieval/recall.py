@@ -9,7 +9,7 @@ from pathlib import Path
 
 from r3lite.core.episode import Document, Failure, Question, folded
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import check_writable, write_json
+from r3lite.core.files import check_writable, sole_writer, sweep, write_json
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 
@@ -48,8 +48,11 @@ def measure(setup: Setup, known: list[Question], cuts: list[int], output: Path) 
     print(f"{seconds:.2f} s for {len(known)} queries, {1000 * seconds / len(known):.1f} ms each")
     if setup.query_cache:
         print(setup.query_cache.line())
-    write_json(output / "recall.json", {"n": len(answered), "recall": recall})
-    print(f"written to {output / 'recall.json'}")
+    path = output / "recall.json"
+    with sole_writer(path, folder=False):
+        sweep(path)
+        write_json(path, {"n": len(answered), "recall": recall})
+    print(f"written to {path}")
 
 
 def mean_recall(questions: list[Question], found: list[list[Document]], k: int) -> float:

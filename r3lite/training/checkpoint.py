@@ -210,9 +210,3 @@ def remove(folder: Path) -> None:
     with explained(OSError, f"{folder} cannot be removed", "Close what uses it, and run again."):
         old = _set_aside(folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def sweep(output: Path) -> None:
-    """Removes what a killed process left half written."""
-    for leftover in output.glob(f".*{PART}"):
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

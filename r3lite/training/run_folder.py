@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from r3lite.core.command import changes, refuse_another_run
 from r3lite.core.config import flat
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import folder_fingerprint, names_in, sole_writer, write_json, write_jsonl, write_text
+from r3lite.core.files import folder_fingerprint, names_in, sole_writer, sweep, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml, with_values
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.models.weights import resolve_folder
@@ -113,7 +113,7 @@ class RunFolder:
 
     def _make_ready(self, step: int, logs: dict[str, list[dict]]) -> None:
         """Removes what is later than a step, and writes the config and the logs up to there."""
-        checkpoint.sweep(self.output)
+        sweep(self.output)
         for later, folder in checkpoint.all_of(self.output).items():
             if later > step:  # unsound, or beyond the checkpoint that the user went back to
                 print(f"removing {folder}: the run goes on from step {step}", file=sys.stderr)

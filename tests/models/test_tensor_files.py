@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from r3lite.core.errors import R3LiteError
@@ -28,6 +28,18 @@ def test_tensors_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
         write_tensors(path, {"a": torch.zeros(2)})
     assert torch.equal(load_file(path)["a"], torch.ones(2, 3))
     assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path, monkeypatch):
+    """Safetensors has an error of its own for it: `export` and `collect --teacher-logprobs` ended with a traceback."""
+
+    def crash(tensors, file, metadata):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(tensor_files, "save_file", crash)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(2)})
+    assert error.value.filename == str(tmp_path / "a.safetensors") and not os.listdir(tmp_path)
 
 
 def test_the_same_tensors_and_metadata_are_the_same_bytes(tmp_path):

@@ -13,6 +13,7 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import building, editing, index
 from r3lite.retrieval.index_size import estimate
+from r3lite.settings import DocumentSettings, IndexSettings
 from tests.built_index import encoder_settings
 
 D = 32
@@ -120,6 +121,22 @@ def test_a_stop_before_the_manifest_is_replaced_changes_nothing(tmp_path, opened
     assert found(opened(tmp_path / "i"), QUERIES, 3) == before
     assert editing.add(tmp_path / "i", opened(tmp_path / "i"), [passage(8)]) == (1, 0)
     assert [d.id for d in index.read_documents(tmp_path / "i")] == ["0", "1", "2", "3", "4", "8"]
+
+
+def test_what_a_kill_after_the_manifest_has_left_is_removed_by_the_next_edit(tmp_path, opened, monkeypatch):
+    """Given again, the same --add has nothing to add, and the old vectors stayed for good."""
+    build(tmp_path / "i", [passage(i) for i in range(5)])
+    editing.add(tmp_path / "i", opened(tmp_path / "i"), [passage(7)])
+    monkeypatch.setattr(building, "passages_of", lambda *_: ([passage(8)], None))
+    given = IndexSettings(add="x", encoder="drawn")
+    with monkeypatch.context() as patched:
+        patched.setattr(editing, "tidy", lambda *_: None)
+        editing.add(tmp_path / "i", opened(tmp_path / "i"), [passage(8)])
+    (tmp_path / "i" / ".manifest.json.17.part").touch()
+    monkeypatch.setattr(building, "device_of", lambda _: "cpu")
+    building.edit(given, DocumentSettings(), tmp_path / "i")
+    left = {path.name for path in (tmp_path / "i").iterdir()}
+    assert {name for name in left if name.startswith(("added", "."))} == {"added-2.faiss"}
 
 
 def test_an_index_that_is_open_stays_what_it_was(tmp_path, opened):

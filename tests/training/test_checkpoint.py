@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from r3lite.core.errors import R3LiteError
+from r3lite.core.files import sweep
 from r3lite.training import checkpoint
 from r3lite.training.checkpoint import Checkpoint
 
@@ -166,7 +167,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
         checkpoint.replace_folder(folder, fail)
     assert checkpoint.fault(folder) is None
     assert len(list(tmp_path.iterdir())) == 2  # with what was left half written,
-    checkpoint.sweep(tmp_path)
+    sweep(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]  # which the next start sweeps
 
 
@@ -177,7 +178,7 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_one(tmp_path, mo
         patched.setattr(checkpoint.shutil, "rmtree", lambda folder, ignore_errors: None)  # killed before the first file
         checkpoint.prune(tmp_path, 1)
     assert list(checkpoint.all_of(tmp_path)) == [2]
-    checkpoint.sweep(tmp_path)
+    sweep(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
@@ -223,7 +224,7 @@ def test_kill_9_at_any_moment_leaves_a_sound_checkpoint(tmp_path):
         found = checkpoint.read(checkpoint.newest_sound(tmp_path))
         assert found.step >= last
         assert torch.equal(found.tensors["weights"]["w"], torch.full((1 << 18,), float(found.step)))
-        checkpoint.sweep(tmp_path)
+        sweep(tmp_path)
         assert all(checkpoint.NAME.fullmatch(p.name) for p in tmp_path.iterdir())
         for folder in checkpoint.all_of(tmp_path).values():
             checkpoint.remove(folder)

@@ -1,0 +1,43 @@
+"""What the cases of bench.faults write, as digests: two processes must print the same.
+
+    python -m bench.repeated --work FOLDER --threads 2 sft "index, build"
+
+The folder is used by one process at a time; paths in it are part of what is written.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from bench import fault_runs
+from bench.fault_cases import NAMED, PLACE, Server, fixtures
+from bench.fault_runs import content, preload, run
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(NAMED))
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args(argv)
+    os.environ["GOOGLE_API_KEY"] = "key"
+    preload()
+    fault_runs.THREADS = given.threads
+    given.work.mkdir(parents=True, exist_ok=True)
+    made, server, place = fixtures(given.work, brief="collect, self" not in given.cases), Server(), given.work / PLACE
+    found = {}
+    for name in given.cases:
+        case = NAMED[name]
+        case.begin(made, place)
+        ended = run(case.command, case.arguments(made, place, server.url), place, given.work / "run.log")
+        assert ended.status == 0, f"{name}: {ended.said}"
+        texts = {file: repr(held).replace(server.url, "URL") for file, held in content(place).items()}
+        found[name] = {file: hashlib.sha256(text.encode()).hexdigest()[:16] for file, text in texts.items()}
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,252 @@
+"""Long runs at the smallest scale: memory, descriptors, threads and files that do not grow, and a speed that stays.
+
+    python -m bench.soak                          # all, into bench/results/soak.json
+    python -m bench.soak --only serve --scale 0.1 # a tenth of the requests
+
+2,000 steps of `sft`, 500 rounds of `ppo --algorithm grpo`, 20,000 requests to `serve`, each in a process that is
+watched from outside: resident and proportional memory, descriptors, threads, seconds computed, files of its folder. The
+first tenth is the warm-up. What comes after it is compared: the medians of the second and of the last tenth. Speed is
+work per second computed and not by the clock, since other programs may run; and since these take cache and memory, it
+is held against the seconds that work which is always the same takes at that time. Learning rates are so small that the
+last round has as much to do as the first. Linux only.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench import options, records
+from bench.serving import computed
+from r3lite.core.files import read_jsonl, shipped, write_jsonl
+from r3lite.devices import machine
+
+ROOT = Path(__file__).parent.parent
+WORLD = shipped("data", "world")
+EVERY = 0.5  # seconds between two looks
+MOST_GROWTH, LEAST_SPEED = 1.02, 0.97
+STEPS, ROUNDS, REQUESTS, PEOPLE = 2000, 500, 20_000, 8
+TINY = ["--preset", "tiny", "--dtype", "fp32"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a process was at one moment; `done` are the steps or requests so far, `work` its tokens or requests."""
+
+    done: int
+    work: float
+    seconds: float  # computed
+    rss_mib: float
+    pss_mib: float
+    descriptors: int
+    threads: int
+    files: int
+    yardstick: float  # seconds that the same work takes this process: more on a busy machine
+
+
+def yardstick() -> float:
+    """Seconds computed for work that is always the same, in Python and in memory."""
+    start = time.process_time()
+    for _ in range(4):
+        sum(i * i for i in range(20_000))
+        bytes(range(256)) * 8192
+    return time.process_time() - start
+
+
+def look(pid: int, folder: Path, done: Callable[[], tuple[int, float]]) -> Look | None:
+    """None once the process has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines if line.endswith(" kB")}
+        open_now, threads = len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+        count, work = done()
+        files = sum(path.is_file() for path in folder.rglob("*"))
+        return Look(count, work, computed(pid), sizes["Rss"], sizes["Pss"], open_now, threads, files, yardstick())
+    except (OSError, KeyError):
+        return None
+
+
+def logged(folder: Path) -> Callable[[], tuple[int, float]]:
+    """Steps and tokens of a run, from what its log has got since the last call."""
+    seen = [0, 0.0, 0]
+
+    def done() -> tuple[int, float]:
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            with open(path, "rb") as file:
+                file.seek(seen[2])
+                for line in file.read().splitlines(keepends=True):
+                    if line.endswith(b"\n"):
+                        record = json.loads(line)
+                        seen[:] = record["step"], record["num_tokens"], seen[2] + len(line)
+        return seen[0], seen[1]
+
+    return done
+
+
+def verdict(looks: list[Look], total: int) -> dict:
+    """The second and the last tenth side by side, and what does not hold."""
+    under_way = [x for x in looks if x.done < total]  # not while it writes its results and ends
+    tenths = [[x for x in under_way if total * i / 10 <= x.done <= total * (i + 1) / 10] for i in range(10)]
+    early, late = tenths[1], tenths[9]
+    if len(early) < 2 or len(late) < 2:
+        return {"done": looks[-1].done if looks else 0, "total": total, "held": False, "why": ["it did not get far"]}
+    found: dict = {"done": looks[-1].done, "total": total, "looks": len(looks)}
+    for name in ("rss_mib", "pss_mib", "descriptors", "threads", "files"):
+        found[name] = [statistics.median(getattr(x, name) for x in some) for some in (early, late)]
+    rates = [(some[-1].work - some[0].work) / (some[-1].seconds - some[0].seconds) for some in (early, late)]
+    found["per_second_computed"] = [round(rate, 1) for rate in rates]
+    pace = [statistics.median(x.yardstick for x in some) for some in (early, late)]
+    found["yardstick_ms"] = [round(1000 * seconds, 2) for seconds in pace]
+    rates = [rate * seconds for rate, seconds in zip(rates, pace, strict=True)]
+    found["speed_ratio"] = round(rates[1] / rates[0], 3)
+    why = [f"{n} grew" for n in ("rss_mib", "pss_mib") if found[n][1] > MOST_GROWTH * found[n][0]]
+    why += [f"{n} grew" for n in ("descriptors", "threads", "files") if found[n][1] > found[n][0]]
+    why += ["it became slower"] if found["speed_ratio"] < LEAST_SPEED else []
+    return found | {"held": not why, "why": why}
+
+
+def watched(command: list[str], folder: Path, total: int) -> tuple[list[Look], int]:
+    """Looks at a command until it ends, and its exit status."""
+    looks, done = [], logged(folder)
+    with open(folder.with_suffix(".log"), "w") as log:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        while process.poll() is None:
+            if found := look(process.pid, folder, done):
+                looks.append(found)
+            time.sleep(EVERY)
+    return looks, process.returncode
+
+
+def sft(folder: Path, total: int) -> list[Look]:
+    rows = [row.values for row in read_jsonl(folder / "rows.jsonl")]
+    write_jsonl(folder / "short.jsonl", rows[:40])
+    flags = ["--data", str(folder / "short.jsonl"), "--max-steps", str(total), "--save-every", "50"]
+    flags += ["--batch-size", "1", "--validation-rows", "0", "--learning-rate", "1e-6", "--max-document-tokens", "16"]
+    command = [sys.executable, "-m", "r3lite.sft", *TINY, *flags, "--output", str(folder / "sft")]
+    looks, status = watched(command, folder / "sft", total)
+    assert status == 0, (folder / "sft.log").read_text()[-2000:]
+    return looks
+
+
+def grpo(folder: Path, total: int) -> list[Look]:
+    data = ["--data", str(WORLD / "train.jsonl"), "--limit", "20", "--index", str(folder / "index")]
+    sizes = "--batch-size 1 --num-generations 3 --mini-batch-size 3 --update-epochs 1 --max-new-tokens 16 --max-hops 1"
+    sizes += f" --learning-rate 1e-8 --max-steps {total} --save-every 25 --algorithm grpo --kl-beta 0.01"
+    command = [sys.executable, "-m", "r3lite.ppo", *TINY, *data, *sizes.split(), "--output", str(folder / "grpo")]
+    looks, status = watched([*command, "--adapter", str(folder / "start")], folder / "grpo", total)
+    assert status == 0, (folder / "grpo.log").read_text()[-2000:]
+    return looks
+
+
+def serve(folder: Path, total: int) -> list[Look]:
+    """Eight people at once, each over one connection: chats in conversations, searches, streams, bad requests."""
+    place = folder / "serve"
+    place.mkdir()
+    limits = "--requests-per-minute 100000000 --max-requests-per-client 1000 --max-new-tokens 6 --max-hops 1"
+    flags = [*TINY, *limits.split(), "--index", str(folder / "index"), "--adapters", f"base,start={folder / 'start'}"]
+    flags += ["--chat-adapter", "base", "--conversations", "50", "--port", "0"]
+    command = [sys.executable, "-m", "r3lite.serve", *flags]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    lines = [process.stdout.readline() for _ in range(2)]
+    port = int(lines[1].split()[0].rpartition(":")[2])
+    questions = [row.text("question") for row in read_jsonl(WORLD / "test.jsonl")]
+    count, lock, looks, failed = [0], threading.Lock(), [], []
+
+    def person(number: int) -> None:
+        rng = random.Random(number)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        while True:
+            with lock:
+                if count[0] >= total:
+                    return connection.close()
+                count[0] += 1
+            kind, body = rng.random(), {"query": rng.choice(questions), "mode": "chat"}
+            path, wanted = "/generate", 200
+            if kind < 0.5:
+                body["conversation"] = f"c{rng.randrange(200)}"
+            elif kind < 0.6:
+                body["mode"] = "search"
+            elif kind < 0.7:
+                body["stream"] = True
+            elif kind < 0.8:
+                path = "/v1/chat/completions"
+                body = {"model": "chat", "messages": [{"role": "user", "content": body["query"]}]}
+            elif kind < 0.85:
+                body, wanted = {"query": "", "mode": "?"}, None
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            reply = connection.getresponse()
+            reply.read()
+            if (wanted and reply.status != wanted) or reply.status >= 500:
+                failed.append(reply.status)
+
+    people = [threading.Thread(target=person, args=(i,), daemon=True) for i in range(PEOPLE)]
+    for thread in people:
+        thread.start()
+    while any(thread.is_alive() for thread in people):
+        if found := look(process.pid, place, lambda: (count[0], float(count[0]))):
+            looks.append(found)
+        time.sleep(EVERY)
+    process.terminate()
+    process.wait(60)
+    assert not failed, f"{len(failed)} requests failed, such as {failed[0]}"
+    return looks
+
+
+KINDS = {"sft": (sft, STEPS), "grpo": (grpo, ROUNDS), "serve": (serve, REQUESTS)}
+
+
+def prepare(folder: Path) -> None:
+    """An index, trajectories, and an adapter that has learned little."""
+    search = ["--index", str(folder / "index")]
+    data = ["--data", str(WORLD / "train.jsonl"), "--limit", "60"]
+    rows = ["--data", str(folder / "rows.jsonl"), "--max-steps", "4", "--validation-rows", "0"]
+    for command in (
+        ["index", "--preset", "tiny", "--corpus", str(WORLD / "corpus.jsonl"), "--output", str(folder / "index")],
+        ["collect", "--preset", "tiny", *data, *search, "--output", str(folder / "rows.jsonl")],
+        ["sft", *TINY, *rows, "--output", str(folder / "start")],
+    ):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        words = [sys.executable, "-m", f"r3lite.{command[0]}", *command[1:]]
+        subprocess.run(words, check=True, cwd=ROOT, env=environment, capture_output=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the steps, rounds and requests")
+    parser.add_argument("--results", type=Path, default=options.RESULTS)
+    given = parser.parse_args(argv)
+    held = True
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        prepare(folder)
+        for name in given.only:
+            run, total = KINDS[name]
+            total = int(total * given.scale)
+            date, start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+            looks = run(folder, total)
+            found = verdict(looks, total)
+            held &= found["held"]
+            made = {"date": date, "section": name, "commit": records.commit(ROOT), "processor": machine.processor()}
+            made |= {"wall_seconds": round(time.monotonic() - start)} | found
+            made["every"] = [asdict(x) for x in looks[:: max(1, len(looks) // 20)]]
+            records.add(given.results / "soak.json", made)
+            print(json.dumps({k: v for k, v in made.items() if k != "every"}, indent=1), flush=True)
+    return int(not held)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

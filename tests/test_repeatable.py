@@ -1,0 +1,38 @@
+"""The same command twice gives the same bits, in processes whose hash seeds differ, with one thread and with two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.fault_cases import NAMED
+
+ROOT = Path(__file__).parent.parent
+FAST = ["sft", "ppo, grpo", "collect, gold", "index, build", "index, add", "export, folder", "prepare", "report"]
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the bench forks")
+
+
+def written(work: Path, threads: int, seed: int, cases: list[str]) -> dict[str, dict[str, str]]:
+    command = [sys.executable, "-m", "bench.repeated", "--work", str(work), "--threads", str(threads), *cases]
+    env = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("threads", "cases"),
+    [
+        (1, FAST),
+        pytest.param(2, FAST, marks=pytest.mark.slow),
+        pytest.param(1, [name for name in NAMED if "spans" not in name], marks=pytest.mark.slow),
+        pytest.param(2, [name for name in NAMED if "spans" not in name], marks=pytest.mark.slow),
+    ],
+    ids=["1 thread", "2 threads", "1 thread, all", "2 threads, all"],
+)
+def test_twice_is_the_same_to_the_bit(tmp_path, threads, cases):
+    one, other = (written(tmp_path, threads, seed, cases) for seed in (1, 2))
+    assert one == other and all(one.values())
