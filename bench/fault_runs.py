@@ -95,7 +95,7 @@ def preload() -> None:
     ):
         importlib.import_module(f"r3lite.{name}")
     more = ("supervised", "reinforcement", "collecting", "exporter", "evaluating", "prompt_tuner", "teacher")
-    for name in [f"assembly.{n}" for n in more] + ["retrieval.indexing", "llm.gemini", "exporting.gguf"]:
+    for name in [f"assembly.{n}" for n in more] + ["retrieval.building", "llm.gemini", "exporting.gguf"]:
         importlib.import_module(f"r3lite.{name}")
     for name, size in (("retrieval.building", 64), ("retrieval.index", 64), ("datasets.self_taught", 8)):
         importlib.import_module(f"r3lite.{name}").BLOCK = size  # several blocks also of what is small
