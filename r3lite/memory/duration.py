@@ -286,7 +286,7 @@ class Duration:
     def _streaming(self) -> Iterator[str]:
         """What copying layers does to each phase, and how fast episodes are sampled meanwhile."""
         for phase, (copying, exposed) in self.copies.items():
-            limit = "copying" if exposed > copying / 10 else "computing"
+            limit = "copying" if copying > self.phases[phase] - exposed else "computing"
             hidden = 100 * (1 - exposed / copying)
             yield f"{phase}: {in_words(copying)} of copying layers, {hidden:.0f} % hidden, so {limit} limits"
             if phase == "sample":
