@@ -34,7 +34,7 @@ tokens/s.
 ## What fits into 4 GB
 
 The planned peak in MiB on a card of 4 GB, and the layers that run again in the backward pass: SFT with rows of 1,024
-tokens, and GRPO with 64 episodes of 4,096; "streamed" is with `--stream-layers`. `python -m bench.models` prints this.
+tokens, and GRPO with 64 episodes of 4,096; *: with `--stream-layers`. `python -m bench.models` prints this.
 
 {table}
 
@@ -68,7 +68,7 @@ def cell(model: str, flags: list[str], quantize: str) -> str:
         return "no"
     again, offloads = found.memory.recompute_layers, ", offload" * found.memory.offload
     if found.memory.stream_layers:
-        return f"{found.peak / MIB:,.0f} (streamed{offloads})"
+        return f"{found.peak / MIB:,.0f}*" + " (offload)" * found.memory.offload
     return f"{found.peak / MIB:,.0f} ({again} of {found.workload.model.num_hidden_layers}{offloads})"
 
 
