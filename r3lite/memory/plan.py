@@ -86,11 +86,10 @@ class Plan:
             "budget_mib": mib(self.budget),
             "peak_mib": mib(self.peak),
             "fits": self.peak <= self.budget,
-            "host_mib": mib(self.host),
             "phases": {name: {k: mib(v) for k, v in parts.items()} for name, parts in found.items()},
             "chosen": asdict(self.memory),
             "seconds": self.duration and self.duration.report(),
-        }
+        } | ({"host_mib": mib(self.host)} if self.memory.stream_layers else {})
 
     def line(self) -> str:
         """One line for the start of a run."""
