@@ -110,7 +110,7 @@ FEATURES = {
     "dropout": "--lora-dropout 0.2 --recompute-layers 3 --micro-batch-tokens 1",
     "offload": "--recompute-layers 4 --offload on",
     "nf4": "--quantize nf4 --recompute-layers 2",
-    "streamed": "--stream-layers",
+    "streamed": "--stream-layers --recompute-layers none",
     "fp16": "--dtype fp16 --max-steps 3",
 }
 

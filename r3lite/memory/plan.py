@@ -152,7 +152,7 @@ def _check_streaming(w: Workload, given: dict) -> None:
         cause = (
             f"--recompute-layers is {given['recompute_layers']}, and with --stream-layers all {layers} are recomputed"
         )
-        raise R3LiteError(cause, "Leave --recompute-layers out.")
+        raise R3LiteError(cause, "Pass --recompute-layers none if a preset or file sets it, or leave it out.")
     needed, there = planner.host_bytes(w, Memory(**given)), host_memory() if w.device else None
     if there and needed > there:
         cause = f"--stream-layers takes {needed / MIB:,.0f} MiB of the host's memory, which has {there / MIB:,.0f} MiB"

@@ -441,7 +441,7 @@ def test_what_does_not_go_with_streaming_or_fit_without_it_is_said(folder, tmp_p
     full_rows(str(folder), 64, tmp_path / "data.jsonl")
     given = flags(folder, tmp_path, "--stream-layers", "--max-length", "64")
     assert sft.main([*given, "--recompute-layers", "2"]) == 1
-    assert "Leave --recompute-layers out" in capsys.readouterr().err
+    assert "Pass --recompute-layers none" in capsys.readouterr().err
     monkeypatch.setattr("r3lite.memory.plan.host_memory", lambda: 1 << 20)
     assert sft.main(given) == 1
     assert "of the host's memory, which has 1 MiB" in capsys.readouterr().err
