@@ -34,7 +34,7 @@ tokens/s.
 ## What fits into 4 GB
 
 The planned peak in MiB on a card of 4 GB, and the layers that run again in the backward pass: SFT with rows of 1,024
-tokens, and GRPO with 64 episodes of 4,096. `python -m bench.models` prints this page.
+tokens, and GRPO with 64 episodes of 4,096; *: with `--stream-layers`. `python -m bench.models` prints this.
 
 {table}
 
@@ -61,10 +61,14 @@ without thoughts teaches an empty one.
 
 def cell(model: str, flags: list[str], quantize: str) -> str:
     """The planned peak of a run and its recomputed layers, or that it does not fit."""
-    found = planned(["--card", CARD, "--model", model, "--quantize", quantize, *flags])
+    flags = ["--card", CARD, "--model", model, "--quantize", quantize, *flags]
+    if (found := planned(flags)) is None:
+        found = planned([*flags, "--stream-layers"])
     if found is None:
         return "no"
     again, offloads = found.memory.recompute_layers, ", offload" * found.memory.offload
+    if found.memory.stream_layers:
+        return f"{found.peak / MIB:,.0f}*" + " (offload)" * found.memory.offload
     return f"{found.peak / MIB:,.0f} ({again} of {found.workload.model.num_hidden_layers}{offloads})"
 
 

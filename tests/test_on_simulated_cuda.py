@@ -110,6 +110,7 @@ FEATURES = {
     "dropout": "--lora-dropout 0.2 --recompute-layers 3 --micro-batch-tokens 1",
     "offload": "--recompute-layers 4 --offload on",
     "nf4": "--quantize nf4 --recompute-layers 2",
+    "streamed": "--stream-layers --recompute-layers none",
     "fp16": "--dtype fp16 --max-steps 3",
 }
 
@@ -152,7 +153,7 @@ def test_fp16_skips_what_overflows(trained):
     assert saved["scaler"]["scale"] == SCALE / 2 ** last["skipped_steps"]
 
 
-@pytest.mark.parametrize("feature", ["dropout", "fp16"])
+@pytest.mark.parametrize("feature", ["dropout", "fp16", "streamed"])
 def test_sft_stopped_and_resumed_equals_uninterrupted(trained, rows, tmp_path, feature, monkeypatch):
     """Dropout draws from the card's own random numbers, whose state is in the checkpoint."""
     in_fp16(monkeypatch)

@@ -105,7 +105,8 @@ def load_policy(
         announce(plan)
     enforce(plan, device)
     warn_of_slow_fp16(precision)
-    model = load_frozen(folder, precision, plan.memory.nf4, memory.nf4_cache if ranks.first else None)
+    cache = memory.nf4_cache if ranks.first else None
+    model = load_frozen(folder, precision, plan.memory.nf4, cache, plan.memory.stream_layers)
     if settings.adapter:
         lora.load_adapter(model, POLICY, settings.adapter, trainable=training is not None)
     elif training:
@@ -230,18 +231,25 @@ def _compile(model: CausalLM, device: torch.device, nf4: bool) -> None:
     print(f"compiled in {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
 
-def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None) -> CausalLM:
-    """The model of a folder, dense or in NF4.
+def load_frozen(folder: Path, precision: Precision, nf4: bool, cache: str | None, streamed: bool = False) -> CausalLM:
+    """The model of a folder, dense or in NF4, with all its layers on the device or with two of them.
 
     Quantized weights are kept in the folder `cache` (--nf4-cache) for the next start with the same files.
     """
+    model = _load(folder, precision, nf4, cache, streamed)
+    if model.stream:
+        model.stream.attach(model)
+    return model
+
+
+def _load(folder: Path, precision: Precision, nf4: bool, cache: str | None, streamed: bool) -> CausalLM:
     dtype, device = precision.dtype, precision.device
     if not nf4 or cache is None or is_nf4(folder):
-        return weights.load_model(folder, dtype, device, quantize=nf4)
+        return weights.load_model(folder, dtype, device, nf4, streamed)
     kept = Path(cache).expanduser() / f"{folder.resolve().name}-nf4-{_state_of(folder, dtype)}"
     if kept.is_dir():
-        return weights.load_model(kept, dtype, device)
-    model = weights.load_model(folder, dtype, device, quantize=True)
+        return weights.load_model(kept, dtype, device, streamed=streamed)
+    model = weights.load_model(folder, dtype, device, True, streamed)
     try:
         with sole_writer(kept, folder=False):
             sweep(kept)  # of a kill: as large as the weights

@@ -23,6 +23,7 @@ class Memory:
     mlp_tile: int = 1024  # tokens for which the inside of an MLP exists at a time, if it is not kept
     offload: bool = False
     rollout_batch_size: int = 64
+    stream_layers: bool = False  # two layers are on the device, the others on the host; see models/streaming.py
 
 
 class Grant:

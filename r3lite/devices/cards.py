@@ -36,11 +36,19 @@ class Speeds:
     memory: int | None = None  # bytes; None: not told
     # The same by the dtype of the weights, where it was measured: a CPU reads fewer bytes of bf16 in a second.
     reads: dict[str, float] = field(default_factory=dict)
+    link: float | None = None  # bytes that are copied from the host's pinned memory to the card; None: not told
 
 
-def _card(name: str, gib: int, gigabytes: float, fp32: float, half: dict[str, float], source: str) -> Speeds:
+# Bytes a second and direction of PCI Express, after its encoding (https://hpc-notes.pages.dev/reference/pcie). The
+# MX450 is taken to have four lanes of 4.0, Turing 16 of 3.0, GeForce cards since 8 of 4.0; a laptop may connect fewer.
+PCIE4_X4, PCIE3_X16, PCIE4_X8 = 4 * 1.969e9, 16 * 0.985e9, 8 * 1.969e9
+
+
+def _card(
+    name: str, gib: int, gigabytes: float, fp32: float, half: dict[str, float], source: str, link: float = PCIE3_X16
+) -> Speeds:
     flops = {dtype: tera * 1e12 for dtype, tera in {"fp32": fp32, **half}.items()}
-    return Speeds(name, gigabytes * 1e9, flops, LAUNCH, source, gib * GIB)
+    return Speeds(name, gigabytes * 1e9, flops, LAUNCH, source, gib * GIB, link=link)
 
 
 def _ampere(name: str, gib: int, gigabytes: float, fp32: float, one: str, other: str) -> Speeds:
@@ -49,7 +57,7 @@ def _ampere(name: str, gib: int, gigabytes: float, fp32: float, one: str, other:
     Its figures are those of a page that compares `one` with `other`.
     """
     source = f"https://hmc-tech.com/gpu/nvidia-geforce-{one}-vs-nvidia-geforce-{other}"
-    return _card(name, gib, gigabytes, fp32, {"fp16": 2 * fp32, "bf16": 2 * fp32}, source)
+    return _card(name, gib, gigabytes, fp32, {"fp16": 2 * fp32, "bf16": 2 * fp32}, source, PCIE4_X8)
 
 
 # Names as NVIDIA's driver gives them, without what `card` takes off; GiB; GB/s; and TFLOPS of products that accumulate
@@ -58,7 +66,7 @@ def _ampere(name: str, gib: int, gigabytes: float, fp32: float, one: str, other:
 # is assumed for them. Turing (all up to the T4) has no bf16. A card of a laptop is slower the less power the laptop
 # gives it: the middle is taken, and named. Of cards that differ in their memory under one name the slower is taken.
 CARDS = (
-    _card("MX450", 2, 64.0, 2.285, {"fp16": 2.285}, f"{CPUTRONIC}/it/gpu/nvidia-geforce-mx450-30-5w-8gbps"),
+    _card("MX450", 2, 64.0, 2.285, {"fp16": 2.285}, f"{CPUTRONIC}/it/gpu/nvidia-geforce-mx450-30-5w-8gbps", PCIE4_X4),
     _card("GTX 1650", 4, 128.1, 2.984, {"fp16": 2.984}, f"{CPUTRONIC}/gpu/nvidia-geforce-gtx-1650"),
     _card("GTX 1650 GDDR6", 4, 192.0, 2.849, {"fp16": 2.849}, f"{CPUTRONIC}/gpu/nvidia-geforce-gtx-1650-gddr6"),
     _card("GTX 1660", 6, 192.1, 5.027, {"fp16": 5.027}, f"{CPUTRONIC}/en/gpu/nvidia-geforce-gtx-1660"),
@@ -107,6 +115,7 @@ def measured(device: torch.device) -> Speeds | None:
             launch=found.number("launch", low=0),
             source=found.choice("source", [MEASURED, BESIDE_OTHERS]),
             memory=found.whole("memory", None),
+            link=found.number("link", None, low=0, above=True),
             reads={dtype: reads.number(dtype, low=0, above=True) for dtype in DTYPES if dtype in reads},
         )
     except R3LiteError:

@@ -15,6 +15,7 @@ class LiveTensors(TorchDispatchMode):
 
     Views share their storage, which counts once. A storage that grows in place (`resize_`) counts with its new size;
     one that is resized by itself (`untyped_storage().resize_`), by no operator, from the next operator that touches it.
+    What models/streaming.py keeps in the host's memory counts as `host`, on a CPU too, not as `live`.
 
     It sees the operators of the thread that entered it, and what autograd runs for a backward pass begun there: on a
     CPU in the same thread, on CUDA in threads that autograd hands the mode to. A tensor that another thread makes is
@@ -25,8 +26,8 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live = self.peak = 0
-        self._sizes: dict[int, int] = {}  # by storage
+        self.live = self.peak = self.host = 0
+        self._sizes: dict[int, tuple[int, int]] = {}  # by storage: the device's bytes and the host's
 
     @property
     def peak_mib(self) -> float:
@@ -44,11 +45,17 @@ class LiveTensors(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 key, size = storage._cdata, -(-storage.nbytes() // GRAIN) * GRAIN
+                host = size if getattr(storage, "is_host_part", False) else 0
                 if key not in self._sizes:
                     weakref.finalize(storage, self._forget, key)
-                self.live += size - self._sizes.get(key, 0)
-                self._sizes[key] = size
+                self._replace(key, size - host, host)
         self.peak = max(self.peak, self.live)
 
     def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
+        self._replace(key, 0, 0)
+        del self._sizes[key]
+
+    def _replace(self, key: int, live: int, host: int) -> None:
+        before = self._sizes.get(key, (0, 0))
+        self.live, self.host = self.live + live - before[0], self.host + host - before[1]
+        self._sizes[key] = live, host

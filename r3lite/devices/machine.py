@@ -91,7 +91,7 @@ def describe(device: torch.device, told: dict[str, str]) -> Machine:
         processor=processor(),
         cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
-        memory_mib=_host_memory(),
+        memory_mib=None if (memory := host_memory()) is None else memory // MIB,
         python=platform.python_version(),
         torch=torch.__version__,
         cuda=torch.version.cuda,
@@ -143,9 +143,9 @@ def processor() -> str:
     return names[0] if names else platform.processor() or "unknown"
 
 
-def _host_memory() -> int | None:
-    """MiB of the host's memory; None if the system does not say it this way."""
+def host_memory() -> int | None:
+    """Bytes of the host's memory; None if the system does not say it this way."""
     names = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" not in names or "SC_PAGE_SIZE" not in names:
         return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

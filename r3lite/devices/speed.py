@@ -36,7 +36,8 @@ def measure(device: torch.device, product: Product) -> Speeds:
     dtypes = {name: TORCH_DTYPES[name] for name in DTYPES if has(device, name)}
     flops = {name: product_speed(device, dtype, product) for name, dtype in dtypes.items()}
     reads = {name: read_speed(device, dtype, product) for name, dtype in dtypes.items()}
-    return Speeds(device_name(device), reads["fp32"], flops, launch_seconds(device), MEASURED, memory, reads)
+    link = _link_speed(device) if device.type == "cuda" else None
+    return Speeds(device_name(device), reads["fp32"], flops, launch_seconds(device), MEASURED, memory, reads, link)
 
 
 @functools.cache  # for this run, if it cannot be kept
@@ -135,6 +136,14 @@ def host_copy_speed(device: torch.device, pinned: bool, size: int = 1 << 26) -> 
     source = torch.ones(size // 4, pin_memory=pinned)
     target = torch.empty(size // 4, device=device)
     return source.nbytes / seconds(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def _link_speed(device: torch.device) -> float:
+    """Bytes a second of copies to a card as streamed layers are copied: of pinned memory, if that can be had."""
+    try:
+        return host_copy_speed(device, pinned=True)
+    except RuntimeError:
+        return host_copy_speed(device, pinned=False)
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:

@@ -22,11 +22,13 @@ def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:
         return [fixed[name]] if name in fixed else values
 
     L, longest = w.model.num_hidden_layers, w.row_tokens
+    # Streamed layers keep no activations: their weights are not there any more when these would be used.
+    every = list(range(L + 1)) if w.trains and not fixed.get("stream_layers") else [L]
     passes = sorted({max(longest, t) for t in (8192, 4096, 2048, longest)}, reverse=True)
     rollouts = [r for r in (128, 64, 32, 16, 8, 4, 2, 1) if r < 2 * max(w.episodes, 1)]
     for quantized in options("nf4", [False, True]):
         # Recomputing costs a third of a step, more than anything that follows; small passes cost little.
-        for layers in options("recompute_layers", list(range(L + 1)) if w.trains else [L]):
+        for layers in options("recompute_layers", every):
             yield from (
                 Memory(quantized, layers, tokens, logprobs.CHUNK, 1024, False, rows)
                 for rows in options("rollout_batch_size", rollouts)
@@ -69,10 +71,13 @@ def _remedies(
     found = []
     if fixed.get("nf4") is False and fits(w, {k: v for k, v in fixed.items() if k != "nf4"}):
         found.append("--quantize nf4")
-    loose = {k: v for k, v in fixed.items() if k == "nf4"}
+    if not fixed.get("stream_layers") and fits(w, {"nf4": True} | fixed | {"stream_layers": True}):
+        found.append("--stream-layers")
+    kept = ("nf4", "stream_layers")
+    loose = {k: v for k, v in fixed.items() if k in kept}
     if loose != fixed and fits(w, loose):
         free = {"offload": "auto"}  # what leaves a setting to the plan
-        found.append(" ".join(f"{flag(k)} {free.get(k, 'none')}" for k in fixed if k != "nf4"))
+        found.append(" ".join(f"{flag(k)} {free.get(k, 'none')}" for k in fixed if k not in kept))
     for tokens in (t for t in (8192, 4096, 2048, 1024, 512, 256) if t < w.row_tokens):
         if fits(replace(w, row_tokens=tokens, reads=min(w.reads, tokens)), fixed):
             found.append(f"--max-length {tokens}")

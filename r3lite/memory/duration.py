@@ -7,11 +7,12 @@ may be, unless it is known that they are not.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import BESIDE_OTHERS, MEASURED, Speeds
-from r3lite.memory.planner import adapter_bytes, as_teacher, linears
+from r3lite.memory.planner import adapter_bytes, as_teacher, layer_bytes, linears
 from r3lite.memory.work import Workload
 
 # Kernels: of a layer, forward, and backward; more for casts of adapters and their gradients in half precision, and for
@@ -54,6 +55,7 @@ class Cost:
     attention: float = 0.0  # operations of attention
     activations: float = 0.0  # bytes, read or written
     kernels: float = 0.0
+    copied: float = 0.0  # bytes of layers, from the host's memory
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -62,6 +64,18 @@ class Cost:
         return Cost(*(a * times for a in vars(self).values()))
 
     def seconds(self, speeds: Speeds, dtype: str, efficiency: Efficiency) -> float:
+        return self.computing(speeds, dtype, efficiency) + self.exposed(speeds, dtype, efficiency)
+
+    def copying(self, speeds: Speeds) -> float:
+        """Seconds in which layers are copied to the device. Of a CPU, a copy within its memory."""
+        return self.copied / (speeds.link or speeds.bandwidth)
+
+    def exposed(self, speeds: Speeds, dtype: str, efficiency: Efficiency) -> float:
+        """Seconds of copying that are not hidden: on a card a layer is copied while the one before it computes."""
+        copying = self.copying(speeds)
+        return max(0.0, copying - self.computing(speeds, dtype, efficiency)) if efficiency.overlaps else copying
+
+    def computing(self, speeds: Speeds, dtype: str, efficiency: Efficiency) -> float:
         flops, e = speeds.flops[dtype], efficiency
         read, computed = self.weights / speeds.reads.get(dtype, speeds.bandwidth), self.products / flops
         products = max(read, computed) if e.overlaps else read + computed
@@ -94,6 +108,7 @@ def forward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
         attention=L * 4 * m.num_attention_heads * m.head_dim * tokens * keys,
         activations=L * (numbers * tokens * w.element + (weights * nf4_moved(w) if memory.nf4 else 0)),
         kernels=L * (LAYER_FORWARD + (LAYER_NF4 if memory.nf4 else 0)) + AROUND,
+        copied=L * layer_bytes(w, memory.nf4) if memory.stream_layers else 0,
     )
 
 
@@ -114,7 +129,8 @@ def backward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
         activations=L * numbers * tokens * w.element + nf4,
         kernels=L * (LAYER_BACKWARD + casts + (LAYER_NF4 if memory.nf4 else 0)) + AROUND,
     )
-    return own + again * (min(memory.recompute_layers, L) / L)
+    own += replace(again, copied=0) * (min(memory.recompute_layers, L) / L)
+    return replace(own, copied=again.copied * max(0, L - 2) / L)  # the last two layers are there
 
 
 def head(w: Workload, memory: Memory, tokens: int, per_logit: int, products: int) -> Cost:
@@ -183,7 +199,7 @@ def decode(w: Workload, memory: Memory, rows: int, slots: float) -> list[Cost]:
     m = w.model
     cache = rows * slots * 2 * m.num_key_value_heads * m.head_dim * w.element * m.num_hidden_layers
     step = forward(w, memory, rows, slots)
-    step = replace(step, kernels=step.kernels * (IN_GRAPH if w.on_cuda else 1))
+    step = replace(step, kernels=step.kernels * (IN_GRAPH if w.on_cuda and not memory.stream_layers else 1))
     return [step, head(w, memory, rows, SAMPLING, products=1), Cost(weights=cache)]
 
 
@@ -213,6 +229,8 @@ class Duration:
     phases: dict[str, float]  # seconds
     workload: Workload
     validation: float = 0.0  # seconds of one; 0: there is none
+    # Of layers that are streamed, by phase: seconds of copying, and those that are not hidden.
+    copies: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -258,11 +276,26 @@ class Duration:
         if self.validation:
             many = f" and {self.validations:,} validations" if self.run else ", a validation"
             message += f"{many} of {in_words(self.validation)}"
+        message += "".join(f"; {line}" for line in self._streaming())
         if w.refills:
             message += f"; not counted: up to {w.refills} refills a round, each up to {in_words(self.phases['sample'])}"
         if speeds.source in (MEASURED, BESIDE_OTHERS):
             return f"{message}; predicted from this device's speed as {speeds.source}"
         return f"{message}; predicted from the peak speeds of the {speeds.name}, so at best"
+
+    def _streaming(self) -> Iterator[str]:
+        """What copying layers does to each phase, and how fast episodes are sampled meanwhile."""
+        for phase, (copying, exposed) in self.copies.items():
+            limit = "copying" if copying > self.phases[phase] - exposed else "computing"
+            hidden = 100 * (1 - exposed / copying)
+            yield f"{phase}: {in_words(copying)} of copying layers, {hidden:.0f} % hidden, so {limit} limits"
+            if phase == "sample":
+                yield f"{self.sampled_tokens_per_second:,.1f} tokens/s sampled"
+
+    @property
+    def sampled_tokens_per_second(self) -> float:
+        w = self.workload
+        return w.episodes * (w.writes or w.row_tokens) / self.phases["sample"]
 
     def report(self) -> dict:
         """As JSON."""
@@ -272,12 +305,21 @@ class Duration:
         run = None if self.run is None else round(self.run, 1)
         told = {"phases": phases, "step": round(self.seconds, 4), "run": run}
         told |= {"validation": round(self.validation, 4)} if self.validation else {}
+        if self.copies:
+            told["copying"] = {
+                phase: {"seconds": round(copying, 4), "hidden_percent": round(100 * (1 - exposed / copying), 1)}
+                for phase, (copying, exposed) in self.copies.items()
+            }
+            if "sample" in self.phases:
+                told["sampled_tokens_per_second"] = round(self.sampled_tokens_per_second, 1)
         return told | {"device": speeds.name, "speeds_from": speeds.source}
 
 
 def predict(w: Workload, memory: Memory) -> Duration | None:
     """How long it takes; None if the device's speeds are not known."""
     if w.speeds is None or w.dtype not in w.speeds.flops:
+        return None
+    if memory.stream_layers and w.on_cuda and not w.speeds.link:  # measured by an earlier version
         return None
     costs = {"sample": sample(w, memory)} if w.episodes else {}
     costs |= {"expand": expand(w, memory)} if w.expanded else {}
@@ -290,7 +332,12 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
         return sum(cost.seconds(*speeds) for cost in parts)
 
     validation = seconds(validate(w, memory)) if w.held_out else 0.0
-    return Duration({phase: seconds(parts) for phase, parts in costs.items()}, w, validation)
+    copies = {
+        phase: (sum(cost.copying(w.speeds) for cost in parts), sum(cost.exposed(*speeds) for cost in parts))
+        for phase, parts in costs.items()
+        if any(cost.copied for cost in parts)
+    }
+    return Duration({phase: seconds(parts) for phase, parts in costs.items()}, w, validation, copies)
 
 
 def in_words(seconds: float) -> str:

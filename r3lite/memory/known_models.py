@@ -25,6 +25,7 @@ SMOLLM2_SIZES = {"135M": (49_152, 576, 1536, 30, 9, 3), "360M": (49_152, 960, 25
 # By name: ids of the tokenizer, what the family computes, the longest text, and sizes.
 _FAMILIES = {
     "Qwen/Qwen2.5-{}-Instruct": (QWEN_TOKENS, {}, 32_768, QWEN25_SIZES),
+    "Qwen/Qwen2.5-{}B-Instruct": (QWEN_TOKENS, UNTIED, 32_768, {"7": (152_064, 3584, 18_944, 28, 28, 4)}),
     "Qwen/Qwen3-{}": (151_669, QWEN3, 40_960, QWEN3_SIZES),
     "meta-llama/Llama-3.2-{}-Instruct": (128_256, LLAMA, 131_072, LLAMA32_SIZES),
     "HuggingFaceTB/SmolLM2-{}-Instruct": (49_152, LLAMA, 8192, SMOLLM2_SIZES),

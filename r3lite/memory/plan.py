@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from r3lite.core.errors import R3LiteError
 from r3lite.core.grant import Memory
 from r3lite.devices.live_tensors import MIB
+from r3lite.devices.machine import host_memory
 from r3lite.devices.speed import speeds_of
 from r3lite.memory import choice, duration, planner
 from r3lite.memory.duration import Duration, in_words
@@ -46,6 +48,11 @@ class Plan:
         return planner.peak(self.workload, self.memory)
 
     @property
+    def host(self) -> int:
+        """Bytes of the host's memory for layers that are streamed; 0 if they are not."""
+        return planner.host_bytes(self.workload, self.memory) if self.memory.stream_layers else 0
+
+    @property
     def allocated(self) -> int:
         return planner.allocated(self.workload, self.memory)
 
@@ -59,6 +66,11 @@ class Plan:
             lines.append(part.ljust(16) + "".join(cells))
         lines.append("all".ljust(16) + "".join(f"{sum(p.values()) / MIB:>10,.0f}" for p in found.values()))
         top = max(found, key=lambda name: sum(found[name].values()))
+        if self.memory.stream_layers:
+            lines.append(
+                f"host's memory {self.host / MIB:,.0f} MiB: {self.workload.model.num_hidden_layers} layers"
+                + ("" if self.workload.model.tie_word_embeddings else " and the embedding")
+            )
         lines.append(f"peak {self.peak / MIB:,.0f} MiB ({top}) of a budget of {self.budget / MIB:,.0f} MiB")
         lines.append("chosen: " + ", ".join(f"{k} {v}" for k, v in asdict(self.memory).items()))
         return "\n".join([*lines, self.time_line()])
@@ -77,13 +89,14 @@ class Plan:
             "phases": {name: {k: mib(v) for k, v in parts.items()} for name, parts in found.items()},
             "chosen": asdict(self.memory),
             "seconds": self.duration and self.duration.report(),
-        }
+        } | ({"host_mib": mib(self.host)} if self.memory.stream_layers else {})
 
     def line(self) -> str:
         """One line for the start of a run."""
         m, w = self.memory, self.workload
         parts = [f"{self.peak / MIB:,.0f} of {self.budget / MIB:,.0f} MiB"]
         parts += ["NF4"] if m.nf4 else []
+        parts += [f"{self.host / MIB:,.0f} MiB of layers in the host's memory"] if m.stream_layers else []
         if w.trains:
             parts += [f"{m.recompute_layers} of {w.model.num_hidden_layers} layers recomputed"]
             parts += [f"{m.micro_batch_tokens} tokens a pass"]
@@ -101,6 +114,8 @@ def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSe
     """The fastest settings that fit into the budget; R3LiteError with what would help if none do."""
     given, room = _given(settings, sampling), _budget(settings, workload)
     given |= {"nf4": True} if workload.packed else {}
+    if settings.stream_layers:
+        _check_streaming(workload, given)
     return Plan(workload, choice.choose(workload, given, room, list(QWEN25.items())), room, given)
 
 
@@ -124,8 +139,24 @@ def _given(settings: MemorySettings, sampling: SamplingSettings | None = None) -
     given = {name: getattr(settings, name) for name in names}
     given["rollout_batch_size"] = sampling.rollout_batch_size if sampling else None
     given["nf4"] = {"auto": None, "none": False, "nf4": True}[settings.quantize]
+    if settings.stream_layers:
+        given |= {"stream_layers": True, "nf4": given["nf4"] is not False}
     given["offload"] = {"auto": None, "off": False, "on": True}[settings.offload]
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _check_streaming(w: Workload, given: dict) -> None:
+    """Refuses layers that keep activations, and a machine whose memory does not hold the layers."""
+    layers = w.model.num_hidden_layers
+    if w.trains and given.get("recompute_layers", layers) < layers:
+        cause = (
+            f"--recompute-layers is {given['recompute_layers']}, and with --stream-layers all {layers} are recomputed"
+        )
+        raise R3LiteError(cause, "Pass --recompute-layers none if a preset or file sets it, or leave it out.")
+    needed, there = planner.host_bytes(w, Memory(**given)), host_memory() if w.device else None
+    if there and needed > there:
+        cause = f"--stream-layers takes {needed / MIB:,.0f} MiB of the host's memory, which has {there / MIB:,.0f} MiB"
+        raise R3LiteError(cause, "Pass a smaller --model, or --quantize nf4.")
 
 
 def _budget(settings: MemorySettings, workload: Workload) -> int:

@@ -32,8 +32,31 @@ def linears(m: ModelConfig) -> dict[str, tuple[int, int]]:
     return attention | {"gate_proj": (wide, C), "up_proj": (wide, C), "down_proj": (C, wide)}
 
 
-def weight_bytes(w: Workload, quantized: bool) -> int:
-    """The frozen base."""
+def weight_bytes(w: Workload, quantized: bool, streamed: bool = False) -> int:
+    """The frozen base; of one whose layers are streamed what the device holds: two layers, head and final norm."""
+    m = w.model
+    layers = min(2, m.num_hidden_layers) if streamed else m.num_hidden_layers
+    tables = 1 if m.tie_word_embeddings or streamed else 2
+    return layers * layer_bytes(w, quantized) + tables * _table(w) + rounded(m.hidden_size * w.element)
+
+
+def host_bytes(w: Workload, memory: Memory) -> int:
+    """What a base whose layers are streamed takes of the host's memory: all layers, and an untied embedding.
+
+    PyTorch pins memory in pieces whose sizes are powers of two (c10's CachingHostAllocator).
+    """
+    layer = layer_bytes(w, memory.nf4)
+    layer = 1 << (layer - 1).bit_length() if w.on_cuda else layer
+    return w.model.num_hidden_layers * layer + (not w.model.tie_word_embeddings) * _table(w)
+
+
+def _table(w: Workload) -> int:
+    """The embedding, or the head."""
+    return rounded(w.model.vocab_size * w.model.hidden_size * w.element)
+
+
+def layer_bytes(w: Workload, quantized: bool) -> int:
+    """The frozen weights of a layer."""
     m, e, C = w.model, w.element, w.model.hidden_size
     shapes = linears(m)
     layer = 2 * rounded(C * e) + 2 * m.qk_norm * rounded(m.head_dim * e)
@@ -41,9 +64,7 @@ def weight_bytes(w: Workload, quantized: bool) -> int:
     for stack in stacks(shapes):
         weights = [shapes[name][0] * shapes[name][1] for name in stack]
         layer += _nf4_bytes(weights) if quantized else rounded(sum(weights) * e)
-    tables = 1 if m.tie_word_embeddings else 2
-    most = m.num_hidden_layers * layer + tables * rounded(m.vocab_size * C * e) + rounded(C * e)
-    return most + (_beyond(w.packed, e) if quantized and w.packed else 0)
+    return layer + (_beyond(w.packed, e) // m.num_hidden_layers if quantized and w.packed else 0)
 
 
 def _beyond(packed: nf4.Packed, element: int) -> int:
@@ -80,7 +101,7 @@ def _moment_bytes(w: Workload) -> int:
 
 def standing(w: Workload, memory: Memory) -> Parts:
     """What the run holds from its first step to its last, by part."""
-    parts = {"weights": weight_bytes(w, memory.nf4), "adapters": adapter_bytes(w) * w.adapters}
+    parts = {"weights": weight_bytes(w, memory.nf4, memory.stream_layers), "adapters": adapter_bytes(w) * w.adapters}
     return parts | ({"optimizer": _moment_bytes(w)} if w.trains else {})
 
 
@@ -101,7 +122,8 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
         found["update"] = fixed | {"adapter casts": _cast_bytes(w)} | most
         found["save"] = dict(fixed)
     if w.on_cuda:
-        captured = {"sample": _forward(w, memory, min(memory.rollout_batch_size, w.episodes))}  # see rollout/decoder.py
+        rows = 0 if memory.stream_layers else min(memory.rollout_batch_size, w.episodes)
+        captured = {"sample": _forward(w, memory, rows) if rows else 0}  # see rollout/decoder.py
         if w.judge:
             captured["judge"] = _forward(as_judge(w, w.judge), w.judge.memory, w.judge.memory.rollout_batch_size)
         for name, parts in found.items():
@@ -122,9 +144,9 @@ def allocated(w: Workload, memory: Memory) -> int:
 def _load(w: Workload, memory: Memory) -> Parts:
     """The peak of loading: the embedding beside its view of the file, or the last linear beside all other weights."""
     m, e = w.model, w.element
-    table = rounded(m.vocab_size * m.hidden_size * e)
+    table = _table(w)
     last = max(out * into * e for out, into in linears(m).values())
-    weights = weight_bytes(w, memory.nf4)
+    weights = weight_bytes(w, memory.nf4, memory.stream_layers)
     if w.on_cuda:  # the file's view is the host's
         return {"weights": weights, "one tensor": last if memory.nf4 else 0}
     peak = max(2 * table, weights + last)
@@ -180,7 +202,7 @@ def as_teacher(w: Workload, memory: Memory, teacher: TeacherWork) -> tuple[Workl
     """The teacher's reading as a workload of its own."""
     of_adapter = {"lora_r": teacher.lora_r, "targets": teacher.targets}
     own = replace(w, model=teacher.model, packed=teacher.packed, **of_adapter, teacher=None)
-    return own, replace(memory, nf4=teacher.nf4)
+    return own, replace(memory, nf4=teacher.nf4, stream_layers=False)
 
 
 def _teach(w: Workload, memory: Memory, teacher: TeacherWork) -> Parts:
@@ -219,7 +241,8 @@ def kv_bytes(w: Workload, rows: int, tokens: int) -> int:
 def _sample(w: Workload, memory: Memory) -> Parts:
     m, rows = w.model, min(memory.rollout_batch_size, w.episodes)
     together = min(rows * w.reads, memory.micro_batch_tokens)  # see Engine: this many are read at a time
-    seen = w.row_tokens if w.retrieves or w.on_cuda else w.reads  # CUDA graphs want a cache that does not move
+    graphs = w.on_cuda and not memory.stream_layers  # they want a cache that does not move
+    seen = w.row_tokens if w.retrieves or graphs else w.reads
     masks = together * seen * w.element + seen * 2 * _queries(m) * w.element  # and one row's keys, for every head
     prefill = {"KV cache": kv_bytes(w, rows, seen), "prefill": _forward(w, memory, together) + masks}
     sampler = rows * m.vocab_size * (w.element + 4 + 4)

@@ -81,7 +81,10 @@ class ShrinkingGrant(Grant):
         if saved.nf4 != self.memory.nf4:
             was = "nf4" if saved.nf4 else "none"
             raise R3LiteError("the checkpoint is of a run with another base", f"Resume with --quantize {was}.")
-        if peak(self.plan.workload, saved) <= self.plan.budget:
+        # Streaming is this run's own choice: it changes no number, but needs all layers recomputed.
+        saved = replace(saved, stream_layers=self.memory.stream_layers)
+        keeps = saved.recompute_layers < self.plan.workload.model.num_hidden_layers
+        if peak(self.plan.workload, saved) <= self.plan.budget and not (saved.stream_layers and keeps):
             self.memory = saved
 
     def _shrink(self, phase: Phase, reason: str) -> None:

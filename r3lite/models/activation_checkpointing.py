@@ -16,6 +16,7 @@ from r3lite.models.attention import AttentionContext
 from r3lite.models.causal_lm import CausalLM, Layer
 from r3lite.models.lora import Switch, switch_of
 from r3lite.models.offload import Offload
+from r3lite.models.streaming import LayerStream
 
 
 def enable(model: CausalLM, grant: Grant) -> None:
@@ -27,26 +28,29 @@ def enable(model: CausalLM, grant: Grant) -> None:
     inputs wait in the host's memory.
     """
     # The switch rather than the model: a model that refers to itself is freed late.
-    model.run_layer = _LayerRunner(grant, switch_of(model), model.head_weight.device).run
+    model.run_layer = _LayerRunner(grant, switch_of(model), model.head_weight.device, model.stream).run
 
 
 class _LayerRunner:
     """Runs layers by the figures that are granted when each of them is run."""
 
-    def __init__(self, grant: Grant, switch: Switch, device: torch.device):
-        self.grant, self.switch, self.device = grant, switch, device
+    def __init__(self, grant: Grant, switch: Switch, device: torch.device, stream: LayerStream | None):
+        self.grant, self.switch, self.device, self.stream = grant, switch, device, stream
         self.host: Offload | None = None
         self.offloads_for: Memory | None = None  # the figures for which `host` was made
 
     def run(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
         """A layer's output [B, T, C]."""
         memory = self.grant.memory
+        if self.stream:
+            self.stream.in_forward(layer.layer_idx)
         if torch.is_grad_enabled() and layer.layer_idx < memory.recompute_layers:
             if not x.requires_grad:
                 # With a frozen base the first layer's input requires no gradient, and autograd would leave it out.
                 x.requires_grad_()
-            run = _LayerRun(layer, context, self.switch, memory.mlp_tile, self._offload(memory))
+            run = _LayerRun(layer, context, self.switch, memory.mlp_tile, self._offload(memory), self.stream)
             return _Recomputed.apply(x, cos, sin, run)
+        assert not (self.stream and torch.is_grad_enabled()), "a streamed layer keeps no activations"
         return layer(x, cos, sin, context, memory.mlp_tile)
 
     def _offload(self, memory: Memory) -> Offload | None:
@@ -67,6 +71,7 @@ class _LayerRun:
     switch: Switch
     tile: int
     host: Offload | None
+    stream: LayerStream | None
 
 
 class _Recomputed(torch.autograd.Function):
@@ -91,6 +96,8 @@ class _Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         run, (cos, sin, *x) = ctx.run, ctx.saved_tensors
+        if run.stream:
+            run.stream.in_backward(run.layer.layer_idx)
         x = (x[0] if run.host is None else run.host.take()).detach().requires_grad_()
         random = contextlib.nullcontext() if ctx.random is None else _replayed(*ctx.random)
         with torch.enable_grad(), ctx.autocast, run.switch.to(ctx.adapter), random:

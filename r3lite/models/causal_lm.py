@@ -22,6 +22,7 @@ from r3lite.models.attention import AttentionContext, CausalRows
 from r3lite.models.embedding import embedding
 from r3lite.models.functions import rms_norm, rotate_, swiglu
 from r3lite.models.projections import project
+from r3lite.models.streaming import LayerStream
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,7 @@ class CausalLM(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.run_layer = run_layer  # replaced by models.activation_checkpointing
+        self.stream: LayerStream | None = None  # set by models.streaming
 
     @property
     def head_weight(self) -> Tensor:
@@ -219,9 +221,11 @@ class CausalLM(nn.Module):
         """Hidden states [B, T, C] after the final norm, for token ids [B, T].
 
         Without a context the ids are rows by themselves, padded on the right. With one they are the tokens of a pack
-        [1, N], of a prefill [1, N] or of a decode step [B, 1].
+        [1, N], of a prefill [1, N] or of a decode step [B, 1], and may be on the host.
         """
-        x = self.model.embed_tokens(input_ids)  # [B, T, C]
+        table = self.model.embed_tokens
+        x = table(input_ids.to(table.weight.device, non_blocking=True))  # [B, T, C]
+        x = x if self.stream is None else self.stream.upload(x)
         context = CausalRows(input_ids) if context is None else context
         cos, sin = rotary_angles(context.positions, self.config, x.dtype)
         for layer in self.model.layers:

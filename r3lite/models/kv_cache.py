@@ -28,7 +28,7 @@ class Prefill:
         self.cache, device = cache, cache.device
         starts = [cache.lengths[row] for row, _ in given]
         tokens = [[t for _, tokens in given for t in tokens]]
-        self.tokens = torch.tensor(tokens).to(device, non_blocking=True)  # [1, N]
+        self.tokens = torch.tensor(tokens)  # [1, N], on the host
         positions = [start + i for start, (_, tokens) in zip(starts, given) for i in range(len(tokens))]
         self.positions = torch.tensor([positions]).to(device, non_blocking=True)  # [1, N]
         stretches = [(start, len(tokens)) for start, (_, tokens) in zip(starts, given)]

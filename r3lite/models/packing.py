@@ -32,7 +32,7 @@ class Segment:
 class Pack:
     """The tokens of several rows, N in all; the attention context of a pass over them."""
 
-    tokens: Tensor  # [1, N]
+    tokens: Tensor  # [1, N], on the host
     positions: Tensor  # [1, N]
     segments: list[Segment]
     places: list[list[int]]  # for each row, where its tokens are among the N
@@ -70,8 +70,7 @@ class Pack:
             Segment(own.stop - own.start, before, mask) for (own, before), mask in zip(found, masks, strict=True)
         ]
         # From the host without waiting for what the device is still doing.
-        ids, at = (torch.tensor([x]).to(device, non_blocking=True) for x in (tokens, positions))
-        return Pack(ids, at, segments, places)
+        return Pack(torch.tensor([tokens]), torch.tensor([positions]).to(device, non_blocking=True), segments, places)
 
     def attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]."""
@@ -90,15 +89,16 @@ class Pack:
         In the order of rows and tokens. A row's first token is left out: no state comes before it. A token that several
         rows share comes once for each row that chooses it.
         """
+        ids = self.tokens[0].tolist()
         pairs = [
-            (place[t - 1], place[t])
+            (place[t - 1], ids[place[t]])
             for place, row in zip(self.places, chosen, strict=True)
             for t in range(1, len(place))
             if row[t]
         ]
-        found = torch.tensor(pairs, dtype=torch.long).view(-1, 2).to(self.tokens.device, non_blocking=True)
+        found = torch.tensor(pairs, dtype=torch.long).view(-1, 2).to(self.positions.device, non_blocking=True)
         before, own = found.unbind(1)
-        return before, self.tokens[0, own]
+        return before, own
 
 
 def states_before(

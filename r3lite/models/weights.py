@@ -27,13 +27,13 @@ from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.config_file import SIZES, quant_method, read_config
 from r3lite.models.projections import Nf4Linear
 from r3lite.models.stacks import StackMemory
+from r3lite.models.streaming import EMBEDDING, HEAD, HostLayers, LayerStream
 from r3lite.models.tensor_files import opened
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Written by old exporters; computed here.
 COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SAMPLED_ROWS = 4  # of each tensor, for the fingerprint
 COMPARED_ROWS = 4096  # of head and embedding at a time
 FINGERPRINT = "base_fingerprint"  # key in a file's metadata
@@ -118,13 +118,20 @@ def _are_equal(places: dict[str, Path], *names: str) -> bool:
         )
 
 
-def load_model(folder: str | Path, dtype: torch.dtype, device: str | torch.device, quantize: bool = False) -> CausalLM:
+def load_model(
+    folder: str | Path,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    quantize: bool = False,
+    streamed: bool = False,
+) -> CausalLM:
     """The model of a folder, frozen and in evaluation mode, in `dtype` on `device`.
 
     With `quantize` the linears of the layers are in NF4; those of a folder of `save_nf4` are so anyway, and of one of
     bitsandbytes those that it has in NF4. Tensors are read, and quantized, one by one into a model that has no memory
-    of its own yet, so that beside the finished weights only one tensor is in memory at a time. Raises R3LiteError
-    naming a tensor that is missing, unexpected or of the wrong shape or type.
+    of its own yet, so that beside the finished weights only one tensor is in memory at a time. With `streamed` the
+    layers stay in the host's memory, and `model.stream.attach` must follow. Raises R3LiteError naming a tensor that is
+    missing, unexpected or of the wrong shape or type.
     """
     folder = Path(folder)
     config, places = model_config(folder), tensor_places(folder)
@@ -144,7 +151,7 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
     unexpected = [n for n in found if n not in expected and not _is_surplus(n, config.tie_word_embeddings)]
     _refuse_names(folder, "missing", [name for name in expected if name not in found])
     _refuse_names(folder, "unexpected", unexpected)
-    memory = StackMemory(filled, dtype, torch.device(device))
+    memory = (HostLayers if streamed else StackMemory)(filled, dtype, torch.device(device))
     by_file = defaultdict(list)
     for name in expected:
         by_file[places[name]].append(name)
@@ -167,6 +174,8 @@ def load_model(folder: str | Path, dtype: torch.dtype, device: str | torch.devic
                 del weight
                 bar.update()
     bar.close()
+    if isinstance(memory, HostLayers):
+        model.stream = LayerStream(memory)
     return model.eval()
 
 

@@ -27,9 +27,9 @@ class Decoder:
     def __call__(self, tokens: list[int]) -> Tensor:
         """Hidden states [n, C] after one more token in each of the first n rows."""
         context = self.cache.decode(len(tokens))
-        ids = torch.tensor(tokens).to(self.cache.device, non_blocking=True)[:, None]
+        ids = torch.tensor(tokens)[:, None]  # on the host, see CausalLM
         # The base is in the run's dtype anyway; projections.project chooses the dtype of an adapter's products.
-        with torch.autocast(ids.device.type, enabled=False):
+        with torch.autocast(self.cache.device.type, enabled=False):
             return self.model(ids, context)[:, 0]
 
 

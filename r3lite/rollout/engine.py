@@ -107,7 +107,7 @@ class Engine:
     def begin(self, sequences: list[Sequence], rows: int) -> tuple[Scheduler, Decoder]:
         """The scheduler and the decoder that run sequences in a new cache of `rows` rows."""
         cache = KVCache.of(self.model, rows)
-        if cache.device.type == "cuda":
+        if cache.device.type == "cuda" and not self.model.stream:  # a graph holds no copies from the host
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
         else:
             decoder = Decoder(self.model, cache)

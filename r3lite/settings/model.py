@@ -50,7 +50,7 @@ class LoraSettings(Section):
 class MemorySettings(Section):
     """Memory. Sizes that are not given are chosen automatically: the fastest that fit."""
 
-    # Three are free, as a checkpoint holds how the work is divided and whether the base is in NF4; see
+    # Four are free, as a checkpoint holds how the work is divided and whether the base is in NF4; see
     # memory/shrinking.py.
     vram_budget: Annotated[Free[str | None], Alias("memory_budget")] = None
     """most memory, such as 4GiB or 1300MiB; by default 4GiB, or what is free on the device, less a margin"""
@@ -68,3 +68,5 @@ class MemorySettings(Section):
     """tokens whose MLP activations are in memory at a time, if they are not kept"""
     offload: Literal["auto", "on", "off"] = "auto"
     """keep layer inputs in the host's memory until the backward pass needs them (CUDA)"""
+    stream_layers: Free[bool] = False
+    """keep the layers, in NF4 unless --quantize none, in the host's memory: two at a time are on the device"""

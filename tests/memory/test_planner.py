@@ -422,3 +422,31 @@ def test_on_a_card_the_allocator_holds_what_was_planned(folder, tmp_path, plans,
     measured = torch.cuda.max_memory_allocated() - before
     kept = THREADS * plans[1].workload.beside.workspace
     assert plans[1].allocated - kept == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("untied", [True, False])
+@pytest.mark.parametrize("quantize", ["nf4", "none"])
+def test_streamed_layers_take_what_was_planned(
+    folder, tmp_path, plans, small_model, write_folder, quantize, untied, monkeypatch
+):
+    """Of the device and of the host: both parts of the count are those of the plan."""
+    counters, seen = [], LiveTensors.count
+    monkeypatch.setattr(LiveTensors, "count", lambda self, tree: (seen(self, tree), counters.append(self.host)))
+    write_folder(small_model(**SIZES, tie_word_embeddings=not untied), folder, tie_word_embeddings=not untied)
+    measured = sft_peak(folder, tmp_path, 1024, "--dtype", "bf16", "--quantize", quantize, "--stream-layers")
+    assert plans[0].memory.stream_layers and plans[0].memory.recompute_layers == LAYERS
+    assert plans[0].peak == pytest.approx(measured, rel=0.03)
+    assert plans[0].host == pytest.approx(max(counters), rel=0.01)
+
+
+def test_what_does_not_go_with_streaming_or_fit_without_it_is_said(folder, tmp_path, capsys, monkeypatch):
+    full_rows(str(folder), 64, tmp_path / "data.jsonl")
+    given = flags(folder, tmp_path, "--stream-layers", "--max-length", "64")
+    assert sft.main([*given, "--recompute-layers", "2"]) == 1
+    assert "Pass --recompute-layers none" in capsys.readouterr().err
+    monkeypatch.setattr("r3lite.memory.plan.host_memory", lambda: 1 << 20)
+    assert sft.main(given) == 1
+    assert "of the host's memory, which has 1 MiB" in capsys.readouterr().err
+    w = qwen("3B", row_tokens=2048, targets=TARGETS)
+    with pytest.raises(R3LiteError, match="It would fit with --stream-layers; or"):
+        choose(w, {}, budget_bytes("2600MiB"))
