@@ -12,6 +12,7 @@ from tqdm import tqdm
 from r3lite.assembly.policy import Policy, Training, load_policy
 from r3lite.core import command
 from r3lite.core.bars import BRIEF
+from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import build_spans, span
 from r3lite.datasets.order import rows_of_step
 from r3lite.datasets.sources import Rows, build_mixture, encode_fitting, encode_rows_of, read_data
@@ -74,7 +75,15 @@ class SFTTrainer:
         for group in self.micro_batches(rows):
             self.last_micro_batch = group
             loss = self.loss(group) / count
-            self.policy.precision.backward(loss)
+            try:
+                self.policy.precision.backward(loss)
+                if self.policy.full:
+                    self.policy.full.finish()
+            except torch.OutOfMemoryError as error:
+                if not self.policy.precision.changed_weights:
+                    raise  # it can be tried again
+                remedy = "Close what else uses the card, or pass a smaller --vram-budget, and go on with --resume auto."
+                raise R3LiteError(f"memory ran out in the middle of an update ({error})", remedy) from error
             shares[group[0].source] = shares.get(group[0].source, 0.0) + loss.detach()
         # There when the gradients' norm is: a step waits for the device once.
         return {name: loss.to("cpu", non_blocking=True) for name, loss in shares.items()}
@@ -86,7 +95,9 @@ class SFTTrainer:
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.loss_mask for row in rows])
             head = model.head_weight[: self.vocabulary]  # [V, C]
             chunk = self.policy.grant.memory.loss_chunk
-            loss, _ = token_loss(hidden, head, targets, cross_entropy, chunk=chunk)
+            full = self.policy.full if torch.is_grad_enabled() else None
+            head_grad = full.head_gradient()[: self.vocabulary] if full else None
+            loss, _ = token_loss(hidden, head, targets, cross_entropy, chunk=chunk, head_grad=head_grad)
         return loss
 
     def micro_batches(self, rows: list[Row]) -> list[list[Row]]:
@@ -124,7 +135,7 @@ def train(config: SftConfig) -> None:
         torch.manual_seed(config.common.seed)  # of dropout; all else has streams of its own
         trainer = build_trainer(config, *data)
         if loop.train(run, trainer, spans=trainer.spans):
-            print(f"the adapter is in {run.output / 'adapter'}")
+            print(f"the {trainer.state.result} is in {run.output / trainer.state.result}")
 
 
 def build_trainer(config: SftConfig, protocols: dict[str, Protocol], rows: Rows, validation: Rows) -> SFTTrainer:
@@ -134,6 +145,9 @@ def build_trainer(config: SftConfig, protocols: dict[str, Protocol], rows: Rows,
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
+    if not config.lora.lora and len(rows) > 1 and config.rows_per_step > 1:
+        cause = "--no-lora has one pass a step, and rows of several sources have a pass each"
+        raise R3LiteError(cause, "Pass --batch-size 1, or leave --no-lora out.")
     trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
     known, (steps, _) = lengths_of(trained, held_out), config.length(len(trained))
     plan = make_plan(sft_workload(config, **known, steps=steps), config.memory)
