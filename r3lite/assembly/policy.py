@@ -98,7 +98,7 @@ def load_policy(
     Raises R3LiteError if base, tokenizer, lengths and adapter do not fit one another.
     """
     check_lengths(folder, plan.workload.vocabulary, plan.workload.row_tokens)
-    fully = training is not None and not training.fresh.lora
+    fully = training is not None and training.fresh.no_lora
     fingerprint = weights.fingerprint(folder) if settings.adapter or (training and not fully) else None
     if settings.adapter:
         check_base(settings, fingerprint)

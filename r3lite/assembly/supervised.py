@@ -4,6 +4,7 @@
 """
 
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from r3lite.core.spans import build_spans, span
 from r3lite.datasets.order import rows_of_step
 from r3lite.datasets.sources import Rows, build_mixture, encode_fitting, encode_rows_of, read_data
 from r3lite.datasets.trajectories import Row, fingerprint, lengths_of
+from r3lite.devices.random_state import random_state, set_random_state
 from r3lite.memory.plan import make_plan
 from r3lite.memory.workloads import sft_workload
 from r3lite.models import hooks
@@ -51,6 +53,7 @@ class SFTTrainer:
         data = fingerprint([*rows, *held_out])
         self.state = policy.train_state(config.optimizer, config.model.model, data, facts)
         self.last_micro_batch: list[Row] = []
+        self.rehearsed = False
 
     def step(self, number: int) -> tuple[dict, int]:
         """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched."""
@@ -58,6 +61,8 @@ class SFTTrainer:
         chosen = rows_of_step(number, len(self.rows), per_step, seed, self.last_row, self.mixture)
         rows = [self.rows[i] for i in chosen]
         self.policy.model.train()
+        if not self.rehearsed and self.policy.precision.device.type == "cuda":  # where memory may not be there
+            self.rehearse(rows)
         with span(self.spans, "update", rows=len(rows)):
             with cast_once(self.policy.model, self.policy.precision.dtype):
                 shares = self.policy.grant.attempt("update", self.add_gradients, rows)
@@ -68,6 +73,26 @@ class SFTTrainer:
             with span(self.spans, "validate", rows=len(self.held_out)):
                 record |= self.policy.grant.attempt("update", self.validation_losses)
         return with_perplexity(record), sum(len(row.tokens) for row in rows)
+
+    def rehearse(self, rows: list[Row]) -> None:
+        """Adds the gradients of the run's largest pass, unless `rows` have one as large, and drops them.
+
+        A row that does not fit then fails, or makes passes smaller, in the first step and not hours later. Nothing else
+        is left of it.
+        """
+
+        def size(group: list[Row]) -> int:
+            return sum(len(row.tokens) for row in group)
+
+        longest = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
+        largest, self.rehearsed = max(self.micro_batches(longest), key=size), True
+        if size(largest) <= max(map(size, self.micro_batches(rows))):
+            return
+        before, full = random_state(), self.policy.full
+        with full.rehearsal() if full else nullcontext():
+            self.policy.grant.attempt("update", self.add_gradients, largest)
+        self.state.optimizer.zero_grad(set_to_none=True)
+        set_random_state(before)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
         """What each source adds to the mean loss of a step's rows, and its gradients, however many passes they take."""
@@ -145,7 +170,7 @@ def build_trainer(config: SftConfig, protocols: dict[str, Protocol], rows: Rows,
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
-    if not config.lora.lora and len(rows) > 1 and config.rows_per_step > 1:
+    if config.lora.no_lora and len(rows) > 1 and config.rows_per_step > 1:
         cause = "--no-lora has one pass a step, and rows of several sources have a pass each"
         raise R3LiteError(cause, "Pass --batch-size 1, or leave --no-lora out.")
     trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)

@@ -80,12 +80,13 @@ def usual(command: str, config: Any) -> Any:
     chosen, preset = flat(config), ["--preset", flat(config)["preset"]]
     plain = resolve(command, type(config)(), preset, COMMANDS)
     choices = {name for section in sections(config).values() for name in section.implied}
-    made = [x for name in sorted(choices) if chosen[name] != flat(plain)[name] for x in _as_flags(name, chosen[name])]
+    made = [
+        x
+        for name in sorted(choices)
+        if chosen[name] != flat(plain)[name]
+        for x in ([flag(name)] if chosen[name] is True else [flag(name), chosen[name]])
+    ]
     return resolve(command, type(config)(), [*preset, *made], COMMANDS) if made else plain
-
-
-def _as_flags(name: str, value: Any) -> list[Any]:
-    return [flag(name if value else f"no_{name}")] if isinstance(value, bool) else [flag(name), value]
 
 
 def check_used(command: str, config: Any) -> None:

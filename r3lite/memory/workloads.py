@@ -64,7 +64,7 @@ def sft_workload(config: SftConfig, longest: int | None = None, **known: float |
 
     `known` are fields of Workload that are known once the rows are read, such as how many tokens they have in the mean.
     """
-    longest, full = min(config.sft.max_length, longest or config.sft.max_length), not config.lora.lora
+    longest, full = min(config.sft.max_length, longest or config.sft.max_length), config.lora.no_lora
     if full and config.model.adapter:
         raise UsageError(f"--adapter is {config.model.adapter}, and --no-lora has none: pass its `export` as --model")
     base = _base(config.model)
@@ -96,7 +96,7 @@ def rl_workload(
     At most `off_policy` episodes join those that are sampled. If there are `replays`, a pass over what the buffer holds
     of their questions finds them.
     """
-    if not config.lora.lora:
+    if config.lora.no_lora:
         raise UsageError("--no-lora is for sft: ppo trains an adapter beside the model that it starts from")
     model, rl, lengths, validation = config.model, config.rl, config.lengths, config.validation
     episodes = config.episodes_of_round

@@ -4,7 +4,8 @@ Embedding and head get theirs by hand, because autograd would make several tenso
 one of fp32 as the loss is computed, the rows of the tokens that were read join it at the end.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,15 @@ class FullTuning:
         added = torch.ops.aten.embedding_dense_backward(rows.grad.flatten(0, 1).float(), places, len(tokens), -1, False)
         grad.index_add_(0, tokens, added)
         self.apply(self.embedding, grad)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within the `with` block gradients are dropped."""
+        apply, self.apply = self.apply, lambda parameter, grad: None
+        try:
+            yield
+        finally:
+            self.apply = apply
 
     def _remember(self, module: nn.Module, inputs: tuple[Tensor], rows: Tensor) -> None:
         if torch.is_grad_enabled():
