@@ -54,15 +54,15 @@ def test_rows_that_do_not_fit_make_passes_smaller_in_the_first_step(toy, tmp_pat
     loss = supervised.SFTTrainer.loss
 
     def short_of_memory(trainer, rows):
-        if len(rows) > 1 and trainer.policy.grant.memory.recompute_layers < 2:
+        if trainer.policy.grant.memory.micro_batch_tokens == 8192:
             raise torch.OutOfMemoryError("out of memory")
         return loss(trainer, rows)
 
     monkeypatch.setattr(supervised.SFTTrainer, "loss", short_of_memory)
     arguments = [*toy, "--batch-size", "2", "--max-steps", "1", "--validation-rows", "0"]
     assert sft.main([*arguments, "--output", str(tmp_path / "run")]) == 0
-    assert "recompute_layers" in capsys.readouterr().err
-    assert checkpoint.read(tmp_path / "run" / "checkpoint-1").state["kept"]["memory"]["recompute_layers"] > 0
+    assert "out of memory; the step is repeated with micro_batch_tokens" in capsys.readouterr().err
+    assert checkpoint.read(tmp_path / "run" / "checkpoint-1").state["kept"]["memory"]["micro_batch_tokens"] < 8192
 
 
 @pytest.mark.parametrize("steps", [40, pytest.param(300, marks=pytest.mark.slow)])

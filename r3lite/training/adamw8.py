@@ -5,6 +5,7 @@ arXiv 2110.02861, each BLOCK numbers of a moment share a scale, their largest ma
 bits of exponent: of the first moment with a sign and 3 bits of mantissa, of the root of the second, which is never
 negative, with 4. Weights and moments are rounded up or down by chance, so that in the mean nothing is lost of changes
 that are smaller than half a step: bf16 has 8 bits, and a learning rate of 1e-5 changes the 17th.
+Chance is noise, too: so weights, but for those of embedding and head, keep 8 bits more in a byte beside them.
 
 Gradients are clipped tensor by tensor: the norm of all is known only when most weights have changed already.
 """
@@ -29,13 +30,20 @@ class AdamW8(torch.optim.Optimizer):
     """See the module. Random bits are functions of the seed, a tensor's name and its number of updates."""
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], rate: float, weight_decay: float, max_norm: float, seed: int
+        self,
+        parameters: dict[str, nn.Parameter],
+        rate: float,
+        weight_decay: float,
+        max_norm: float,
+        seed: int,
+        coarse: tuple[nn.Parameter, ...] = (),
     ):
         """`max_norm`: each tensor's gradient is clipped to it. Weights are decayed, but for those of norms and biases.
 
-        All parameters are on one device, in bf16 or fp32.
+        All parameters are on one device, in bf16 or fp32. Of those in bf16, all but `coarse` keep 8 more bits.
         """
         super().__init__([{"params": list(parameters.items()), "lr": rate, "peak_lr": rate}], {})
+        self.coarse = coarse
         self.weight_decay, self.max_norm, self.seed = weight_decay, max_norm, seed
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.device = next(iter(parameters.values())).device
@@ -62,9 +70,17 @@ class AdamW8(torch.optim.Optimizer):
             m = self._read(state, "exp_avg", some).lerp_(g, 1 - first)
             s = self._read(state, "exp_avg_sq", some)
             s = s.square_().mul_(second).addcmul_(g, g, value=1 - second).sqrt_()
-            wide = weights[some].float() * (1 - decay)
+            wide = weights[some].float()
+            if "low" in state:
+                wide = wide.view(torch.int32).add_(state["low"][some].int() << 8).view(torch.float32)
+            wide = wide.mul_(1 - decay) if parameter.dtype != torch.float32 else wide * (1 - decay)
             wide.addcdiv_(m, s / math.sqrt(1 - second**step) + EPS, value=-rate / (1 - first**step))
-            if parameter.dtype == torch.bfloat16:  # the upper 16 bits of fp32
+            if "low" in state:
+                bits = wide.view(torch.int32).add_(noise & 0xFF)
+                wide = (bits + 0x8000).bitwise_and_(-0x10000)  # the nearest of bf16
+                state["low"][some] = ((bits - wide) >> 8).clamp_(-128, 127)
+                wide = wide.view(torch.float32)
+            elif parameter.dtype == torch.bfloat16:  # the upper 16 bits of fp32
                 wide = wide.view(torch.int32).add_(noise & 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
             weights[some] = wide
             self._write(state, "exp_avg", some, m, (noise >> 16) & 0xFF)
@@ -81,6 +97,8 @@ class AdamW8(torch.optim.Optimizer):
     def _fresh(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state, count = self.state[parameter], parameter.numel()
         state["step"] = torch.zeros((), dtype=torch.int64)
+        if parameter.dtype == torch.bfloat16 and not any(parameter is p for p in self.coarse):
+            state["low"] = torch.zeros(count, dtype=torch.int8, device=self.device)
         for name in MOMENTS:
             if count < LEAST or count % BLOCK:
                 state[name] = torch.zeros(count, device=self.device)

@@ -89,13 +89,20 @@ def test_zeros_stay_zeros():
     assert not decoded(*encoded(some, noise, 3), 3)[:, 1:].any()
 
 
-def test_bf16_weights_keep_changes_below_their_step():
+@pytest.mark.parametrize("coarse", [True, False])
+def test_bf16_weights_keep_changes_below_their_step(coarse):
     """A weight of 1 in bf16 has steps of 2^-8 below it: rounded to the nearest, 1e-4 would never move it."""
-    named = {"w": nn.Parameter(torch.ones(64, 1024, dtype=torch.bfloat16))}
-    optimizer = AdamW8(named, rate=1e-4, weight_decay=0.0, max_norm=1e9, seed=3)
+    w = nn.Parameter(torch.ones(64, 1024, dtype=torch.bfloat16))
+    optimizer = AdamW8({"w": w}, 1e-4, 0.0, 1e9, seed=3, coarse=(w,) if coarse else ())
     for _ in range(30):
-        optimizer.update(named["w"], torch.ones(64, 1024, dtype=torch.bfloat16))
-    assert named["w"].float().mean().item() == pytest.approx(1 - 30 * 1e-4, abs=2e-4)
+        optimizer.update(w, torch.ones(64, 1024, dtype=torch.bfloat16))
+    kept = w.float()
+    if not coarse:
+        assert kept.unique().numel() == 1  # no noise in bf16: the rest is in the byte beside it
+        low = optimizer.state[w]["low"].int().view_as(w)
+        kept = (kept.view(torch.int32) + (low << 8)).view(torch.float32)
+        assert kept.std() < 1e-4
+    assert kept.detach().mean().item() == pytest.approx(1 - 30 * 1e-4, abs=2e-4)
 
 
 def test_each_tensor_is_clipped_by_itself():
