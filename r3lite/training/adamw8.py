@@ -5,7 +5,8 @@ arXiv 2110.02861, each BLOCK numbers of a moment share a scale, their largest ma
 bits of exponent: of the first moment with a sign and 3 bits of mantissa, of the root of the second, which is never
 negative, with 4. Weights and moments are rounded up or down by chance, so that in the mean nothing is lost of changes
 that are smaller than half a step: bf16 has 8 bits, and a learning rate of 1e-5 changes the 17th.
-Chance is noise, too: so weights, but for those of embedding and head, keep 8 bits more in a byte beside them.
+Chance is noise, too: so weights, but for those of embedding and head, keep what rounding took in a byte beside them,
+and it does not add up.
 
 Gradients are clipped tensor by tensor: the norm of all is known only when most weights have changed already.
 """
@@ -72,13 +73,14 @@ class AdamW8(torch.optim.Optimizer):
             s = s.square_().mul_(second).addcmul_(g, g, value=1 - second).sqrt_()
             wide = weights[some].float()
             if "low" in state:
-                wide = wide.view(torch.int32).add_(state["low"][some].int() << 8).view(torch.float32)
+                wide = wide.view(torch.int32).add_(state["low"][some].int() << 9).view(torch.float32)
             wide = wide.mul_(1 - decay) if parameter.dtype != torch.float32 else wide * (1 - decay)
             wide.addcdiv_(m, s / math.sqrt(1 - second**step) + EPS, value=-rate / (1 - first**step))
             if "low" in state:
-                bits = wide.view(torch.int32).add_(noise & 0xFF)
-                wide = (bits + 0x8000).bitwise_and_(-0x10000)  # the nearest of bf16
-                state["low"][some] = ((bits - wide) >> 8).clamp_(-128, 127)
+                # By chance, too, though nothing is lost: the next pass would not see a change of less than half a step.
+                bits = wide.view(torch.int32).add_((noise >> 16) & 0x1FF)
+                wide = (bits + (noise & 0xFFFF)).bitwise_and_(-0x10000)
+                state["low"][some] = (bits - wide) >> 9
                 wide = wide.view(torch.float32)
             elif parameter.dtype == torch.bfloat16:  # the upper 16 bits of fp32
                 wide = wide.view(torch.int32).add_(noise & 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
