@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from r3lite.core.config import flag, flat
 from r3lite.core.errors import R3LiteError
@@ -28,10 +29,13 @@ from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.models import activation_checkpointing, compiled, lora, saving, weights
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.config_file import is_nf4, read_config
+from r3lite.models.full_tuning import FullTuning
 from r3lite.models.value_head import ValueHead
 from r3lite.settings import LoraSettings, MemorySettings, ModelSettings, OptimizerSettings
 from r3lite.settings.common import CommandConfig
 from r3lite.training import optim
+from r3lite.training.adamw8 import AdamW8
+from r3lite.training.checkpoint import ADAPTER, MODEL
 from r3lite.training.earlier_run import settings_of
 from r3lite.training.state import Stateful, TrainState
 
@@ -40,7 +44,7 @@ POLICY, REFERENCE = "policy", "reference"  # names of the adapters
 
 @dataclass(frozen=True)
 class Training:
-    """What a run trains: an adapter, and for algorithms with a critic a value head."""
+    """What a run trains: an adapter or all weights, and for algorithms with a critic a value head."""
 
     fresh: LoraSettings  # shape of the adapter, if --adapter names none to start from
     usual: LoraSettings  # the same without flags and files: a value that differs was asked for
@@ -58,11 +62,13 @@ class Policy:
     model: CausalLM
     precision: Precision
     grant: Grant
-    optimizer: torch.optim.AdamW | None = None
+    optimizer: torch.optim.AdamW | AdamW8 | None = None
     reference: str | None = None  # adapter that the policy is compared with; None: the bare base
     critic: ValueHead | None = None
     fingerprint: str | None = None  # of the base, to be saved with the adapter
     ranks: Ranks = ALONE
+    full: FullTuning | None = None  # of all weights
+    folder: Path | None = None  # of the base
 
     def train_state(
         self, settings: OptimizerSettings, base_model: str, data: str, facts: dict, **parts: Stateful
@@ -71,11 +77,16 @@ class Policy:
         assert self.optimizer is not None and isinstance(self.grant, ShrinkingGrant)
         if self.precision.device.type == "cuda":  # where it is what peak_memory_mib measures
             facts = facts | {"planned_memory_mib": self.grant.plan.allocated / MIB}
+
+        def save_adapter(folder: Path) -> None:
+            lora.save_adapter(self.model, POLICY, folder, base_model, self.fingerprint)
+
         return TrainState(
             optimizer=self.optimizer,
             precision=self.precision,
             max_grad_norm=settings.max_grad_norm,
-            save_adapter=lambda folder: lora.save_adapter(self.model, POLICY, folder, base_model, self.fingerprint),
+            save_adapter=partial(saving.save_merged, self.model, self.folder) if self.full else save_adapter,
+            result=MODEL if self.full else ADAPTER,
             data=data,
             facts=facts,
             parts={"memory": self.grant, **parts},
@@ -92,7 +103,8 @@ def load_policy(
     Raises R3LiteError if base, tokenizer, lengths and adapter do not fit one another.
     """
     check_lengths(folder, plan.workload.vocabulary, plan.workload.row_tokens)
-    fingerprint = weights.fingerprint(folder) if settings.adapter or training else None
+    fully = training is not None and training.fresh.no_lora
+    fingerprint = weights.fingerprint(folder) if settings.adapter or (training and not fully) else None
     if settings.adapter:
         check_base(settings, fingerprint)
         if training:
@@ -109,12 +121,12 @@ def load_policy(
     model = load_frozen(folder, precision, plan.memory.nf4, cache, plan.memory.stream_layers)
     if settings.adapter:
         lora.load_adapter(model, POLICY, settings.adapter, trainable=training is not None)
-    elif training:
+    elif training and not fully:
         s = training.fresh
         lora.add_adapter(
             model, POLICY, s.lora_r, s.lora_alpha, s.lora_dropout, s.lora_targets, s.rslora, seed=training.seed
         )
-    if settings.adapter or training:
+    if settings.adapter or (training and not fully):
         lora.set_adapter(model, POLICY)
     if settings.compile:
         _compile(model, device, plan.memory.nf4)
@@ -122,6 +134,8 @@ def load_policy(
         grant = Grant(plan.memory)
         activation_checkpointing.enable(model, grant)
         return Policy(model, precision, grant)
+    if fully:
+        return _train_all(model, precision, plan, training, folder)
     reference, critic = None, None
     if training.keep_reference and settings.adapter:
         lora.load_adapter(model, REFERENCE, settings.adapter, trainable=False)
@@ -135,6 +149,29 @@ def load_policy(
     grant = ShrinkingGrant(plan, optimizer, ranks)
     activation_checkpointing.enable(model, grant)
     return Policy(model, precision, grant, optimizer, reference, critic, fingerprint, ranks)
+
+
+def _train_all(model: CausalLM, precision: Precision, plan: Plan, training: Training, folder: Path) -> Policy:
+    """Full fine-tuning: each layer's weights are changed within the backward pass."""
+    if training.ranks.size > 1:
+        cause = (
+            "--no-lora changes weights within the backward pass, so it trains with one process, and torchrun started"
+        )
+        raise R3LiteError(f"{cause} {training.ranks.size}", "Start it without torchrun, or leave --no-lora out.")
+    if precision.scaler is not None:
+        cause = "--no-lora trains weights in bf16 or fp32, and this run is in fp16, in which gradients are scaled"
+        raise R3LiteError(cause, "Pass --dtype bf16 or fp32, or leave --no-lora out.")
+    s = training.optimizer
+    named, tables = dict(model.named_parameters()), (model.model.embed_tokens.weight, model.head_weight)
+    optimizer = AdamW8(named, s.learning_rate, s.weight_decay, s.max_grad_norm, training.seed, tables)
+
+    def apply(parameter: nn.Parameter, grad: Tensor) -> None:
+        precision.changed_weights = True
+        optimizer.update(parameter, grad)
+
+    grant = ShrinkingGrant(plan, optimizer)
+    activation_checkpointing.enable(model, grant)
+    return Policy(model, precision, grant, optimizer, full=FullTuning(model, apply), folder=folder)
 
 
 def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> list[optim.Group]:

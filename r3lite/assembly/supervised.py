@@ -4,6 +4,7 @@
 """
 
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -12,10 +13,12 @@ from tqdm import tqdm
 from r3lite.assembly.policy import Policy, Training, load_policy
 from r3lite.core import command
 from r3lite.core.bars import BRIEF
+from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import build_spans, span
 from r3lite.datasets.order import rows_of_step
 from r3lite.datasets.sources import Rows, build_mixture, encode_fitting, encode_rows_of, read_data
 from r3lite.datasets.trajectories import Row, fingerprint, lengths_of
+from r3lite.devices.random_state import random_state, set_random_state
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import make_plan
 from r3lite.memory.workloads import sft_workload
@@ -52,6 +55,7 @@ class SFTTrainer:
         data = fingerprint([*rows, *held_out])
         self.state = policy.train_state(config.optimizer, config.model.model, data, facts)
         self.last_micro_batch: list[Row] = []
+        self.rehearsed = False
 
     def step(self, number: int) -> tuple[dict, int]:
         """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched and
@@ -60,6 +64,8 @@ class SFTTrainer:
         chosen = rows_of_step(number, len(self.rows), per_step, seed, self.last_row, self.mixture)
         rows = [self.rows[i] for i in chosen]
         self.policy.model.train()
+        if not self.rehearsed and self.policy.precision.device.type == "cuda":  # where memory may not be there
+            self.rehearse(rows)
         with span(self.spans, "update", rows=len(rows)):
             with cast_once(self.policy.model, self.policy.precision.dtype):
                 shares = self.policy.grant.attempt("update", self.add_gradients, rows)
@@ -72,13 +78,42 @@ class SFTTrainer:
                 record |= self.validation_losses()
         return with_perplexity(record), sum(len(row.tokens) for row in rows)
 
+    def rehearse(self, rows: list[Row]) -> None:
+        """Adds the gradients of the run's largest pass, unless `rows` have one as large, and drops them.
+
+        A row that does not fit then fails, or makes passes smaller, in the first step and not hours later. Nothing else
+        is left of it.
+        """
+
+        def size(group: list[Row]) -> int:
+            return sum(len(row.tokens) for row in group)
+
+        longest = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
+        largest, self.rehearsed = max(self.micro_batches(longest), key=size, default=[]), True
+        if not self.ranks.any(size(largest) > max(map(size, self.micro_batches(rows)), default=0)):
+            return
+        before, full = random_state(), self.policy.full
+        tried = largest if self.ranks.size == 1 else longest  # of which each rank takes its share
+        with full.rehearsal() if full else nullcontext():
+            self.policy.grant.attempt("update", self.add_gradients, tried)
+        self.state.optimizer.zero_grad(set_to_none=True)
+        set_random_state(before)
+
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
         """What each source adds to the mean loss of a step's rows, and its gradients, however many passes they take."""
         count, shares = sum(row.loss_tokens for row in rows), {}
         for group in self.micro_batches(rows):
             self.last_micro_batch = group
             loss = self.loss(group) / count
-            self.policy.precision.backward(loss)
+            try:
+                self.policy.precision.backward(loss)
+                if self.policy.full:
+                    self.policy.full.finish()
+            except torch.OutOfMemoryError as error:
+                if not self.policy.precision.changed_weights:
+                    raise  # it can be tried again
+                remedy = "Close what else uses the card, or pass a smaller --vram-budget, and go on with --resume auto."
+                raise R3LiteError(f"memory ran out in the middle of an update ({error})", remedy) from error
             shares[group[0].source] = shares.get(group[0].source, 0.0) + loss.detach()
         # There when the gradients' norm is: a step waits for the device once.
         return {name: loss.to("cpu", non_blocking=True) for name, loss in shares.items()}
@@ -90,7 +125,9 @@ class SFTTrainer:
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.loss_mask for row in rows])
             head = model.head_weight[: self.vocabulary]  # [V, C]
             chunk = self.policy.grant.memory.loss_chunk
-            loss, _ = token_loss(hidden, head, targets, cross_entropy, chunk=chunk)
+            full = self.policy.full if torch.is_grad_enabled() else None
+            head_grad = full.head_gradient()[: self.vocabulary] if full else None
+            loss, _ = token_loss(hidden, head, targets, cross_entropy, chunk=chunk, head_grad=head_grad)
         return loss
 
     def micro_batches(self, rows: list[Row]) -> list[list[Row]]:
@@ -135,7 +172,7 @@ def train(config: SftConfig, ranks: Ranks) -> None:
         torch.manual_seed(config.common.seed)  # of dropout; all else has streams of its own
         trainer = build_trainer(config, *data, ranks)
         if loop.train(run, trainer, spans=trainer.spans):
-            print(f"the adapter is in {run.output / 'adapter'}")
+            print(f"the {trainer.state.result} is in {run.output / trainer.state.result}")
 
 
 def build_trainer(
@@ -147,6 +184,9 @@ def build_trainer(
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
+    if config.lora.no_lora and len(rows) > 1 and config.rows_per_step > 1:
+        cause = "--no-lora has one pass a step, and rows of several sources have a pass each"
+        raise R3LiteError(cause, "Pass --batch-size 1, or leave --no-lora out.")
     trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
     known, (steps, _) = lengths_of(trained, held_out), config.length(len(trained))
     plan = make_plan(sft_workload(config, **known, steps=steps), config.memory)

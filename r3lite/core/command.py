@@ -110,7 +110,8 @@ def usual(command: str, config: Any) -> Any:
     chosen, preset = flat(config), ["--preset", flat(config)["preset"]]
     plain = resolve(command, type(config)(), preset, COMMANDS)
     choices = {name for section in sections(config).values() for name in section.implied}
-    made = [x for name in sorted(choices) if chosen[name] != flat(plain)[name] for x in (flag(name), chosen[name])]
+    changed = [name for name in sorted(choices) if chosen[name] != flat(plain)[name]]
+    made = [x for name in changed for x in (flag(name), chosen[name]) if x is not True]
     return resolve(command, type(config)(), [*preset, *made], COMMANDS) if made else plain
 
 

@@ -21,9 +21,10 @@ def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:
     def options(name: str, values: list) -> list:
         return [fixed[name]] if name in fixed else values
 
-    L, longest = w.model.num_hidden_layers, w.row_tokens
+    L, longest = w.model.num_hidden_layers, w.pass_tokens
     # Streamed layers keep no activations: their weights are not there any more when these would be used.
     every = list(range(L + 1)) if w.trains and not fixed.get("stream_layers") else [L]
+    fixed = fixed | ({"nf4": False, "recompute_layers": L} if w.full else {})
     passes = sorted({max(longest, t) for t in (8192, 4096, 2048, longest)}, reverse=True)
     rollouts = [r for r in (128, 64, 32, 16, 8, 4, 2, 1) if r < 2 * max(w.episodes, 1)]
     for quantized in options("nf4", [False, True]):
@@ -68,7 +69,7 @@ def _remedies(
     def fits(work: Workload, given: dict) -> bool:
         return any(peak(work, replace(m, **given)) <= budget * (1 - SLACK) for m in candidates(work, given))
 
-    found = []
+    found = ["LoRA instead of --no-lora"] if w.full and fits(replace(w, full=False, lora_r=8), fixed) else []
     if fixed.get("nf4") is False and fits(w, {k: v for k, v in fixed.items() if k != "nf4"}):
         found.append("--quantize nf4")
     if not fixed.get("stream_layers") and fits(w, {"nf4": True} | fixed | {"stream_layers": True}):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import BESIDE_OTHERS, MEASURED, Speeds
-from r3lite.memory.planner import adapter_bytes, as_teacher, layer_bytes, linears
+from r3lite.memory.planner import adapter_bytes, as_teacher, layer_bytes, linears, sizes
 from r3lite.memory.work import Workload
 
 # Kernels: of a layer, forward, and backward; more for casts of adapters and their gradients in half precision, and for
@@ -117,7 +117,7 @@ def backward(w: Workload, memory: Memory, tokens: int, keys: float) -> Cost:
     again = forward(w, memory, tokens, keys)
     m, shapes, L = w.model, linears(w.model), w.model.num_hidden_layers
     adapted = [shapes[name] for name in w.targets]
-    low = adapter_weights(w)
+    low = sum(out * into for out, into in shapes.values()) if w.full else adapter_weights(w)
     numbers = BACKWARD[0] * m.hidden_size + BACKWARD[1] * m.intermediate_size
     numbers += 3 * sum(into + out for out, into in adapted)
     nf4 = L * nf4_moved(w) * sum(out * into for out, into in shapes.values()) if memory.nf4 else 0
@@ -145,7 +145,7 @@ def head(w: Workload, memory: Memory, tokens: int, per_logit: int, products: int
 
 
 def optimizer_step(w: Workload) -> Cost:
-    weights = adapter_bytes(w) / 4
+    weights = sum(map(sum, sizes(w.model))) if w.full else adapter_bytes(w) / 4
     return Cost(activations=TRAINED * weights, kernels=PER_TENSOR * 2 * len(w.targets) * w.model.num_hidden_layers)
 
 
@@ -164,7 +164,7 @@ def packs(w: Workload, memory: Memory, rows: int, most: int) -> Packs:
     length = w.mean_tokens or w.row_tokens
     shared = min(w.shared, length)
     apart = length - shared
-    fit = max(1, (max(memory.micro_batch_tokens, w.row_tokens) - shared) // max(1, apart))
+    fit = max(1, (max(memory.micro_batch_tokens, w.pass_tokens) - shared) // max(1, apart))
     count = -(-rows // min(fit, most))
     each = rows / count
     tokens = shared + each * apart
@@ -214,7 +214,7 @@ def update(w: Workload, memory: Memory) -> list[Cost]:
     rows = (w.episodes + w.joining) or w.step_rows
     steps = -(-rows // w.step_rows)
     p = packs(w, memory, w.step_rows, w.rows)
-    loss = head(w, memory, p.said, POLICY_LOSS if w.episodes else LOSS, products=2)
+    loss = head(w, memory, p.said, POLICY_LOSS if w.episodes else LOSS, products=3 if w.full else 2)
     if w.ratios_first:
         loss += head(w, memory, p.said, SCORING, products=1)
     passes = p.count * rows / w.step_rows * w.epochs

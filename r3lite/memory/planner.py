@@ -18,6 +18,7 @@ from r3lite.models.kv_cache import BLOCK
 from r3lite.models.stacks import stacks
 
 Parts = dict[str, int]
+TILE8 = 25 << 20  # bytes that training/adamw8.py takes for some weights at a time
 
 
 def rounded(size: float) -> int:
@@ -93,10 +94,28 @@ def _cast_bytes(w: Workload) -> int:
 
 
 def _moment_bytes(w: Workload) -> int:
-    """The two moments of each of an adapter's weights, and AdamW's count of steps."""
+    """The two moments of each of an adapter's weights, and AdamW's count of steps; full fine-tuning: of all weights."""
+    if w.full:
+        moments = sum(2 * _moment8(count) + GRAIN for some in sizes(w.model) for count in some)
+        return moments + (sum(map(rounded, sizes(w.model)[0])) if w.element == 2 else 0)  # bits beyond bf16
     shapes = linears(w.model)
     layer = sum(2 * rounded(4 * w.lora_r * side) + GRAIN for name in w.targets for side in shapes[name])
     return w.model.num_hidden_layers * layer
+
+
+def sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
+    """How many numbers each tensor of a layer has, of all layers, and each of the others."""
+    shapes, C = linears(m), m.hidden_size
+    biases = [shapes[name][0] for name in ("q_proj", "k_proj", "v_proj")] if m.qkv_bias else []
+    norms = [C, C] + [m.head_dim] * 2 * m.qk_norm
+    tables = [m.vocab_size * C] * (1 if m.tie_word_embeddings else 2)
+    layer = [out * into for out, into in shapes.values()] + biases + norms
+    return layer * m.num_hidden_layers, [C, *tables]
+
+
+def _moment8(count: int) -> int:
+    """Bytes of a moment of `count` numbers, as training/adamw8.py keeps it: codes and scales, or fp32."""
+    return rounded(count * 4) if count < 4096 or count % 256 else rounded(count) + rounded(count / 64)
 
 
 def standing(w: Workload, memory: Memory) -> Parts:
@@ -185,7 +204,7 @@ def _pass(w: Workload, memory: Memory, rows: int) -> tuple[int, int, int]:
     its rows attend to besides their own.
     """
     apart = w.row_tokens - w.shared
-    tokens = min(max(memory.micro_batch_tokens, w.row_tokens), w.shared + rows * apart)
+    tokens = min(max(memory.micro_batch_tokens, w.pass_tokens), w.shared + rows * apart)
     rows = -(-(tokens - w.shared) // max(apart, 1))
     return tokens, tokens - w.shared if w.episodes else tokens, rows * w.shared  # episodes share their prompt alone
 
@@ -295,6 +314,9 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     # The loss: all layers are done, the chunk's logits are there.
     critic = 2 * said * C * 4 if w.critic else 0
     chunk = _chunk(w, memory, said, True) + said * C * e + critic
+    if w.full:
+        accumulated = rounded(m.vocab_size * C * 4)  # of the head, in fp32
+        yield common | {"optimizer's tile": TILE8, "gradients": accumulated}
     yield common | {"kept layers": kept, "loss chunk": chunk, "gradients": accumulated}
     # The first of the layers that keep their activations, its gradients beside them.
     if recomputed < L:
@@ -316,6 +338,8 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
         attention = tokens * (3 * C + 8 * W + _kv(w)) * e + _dense(w, memory, C * (W + _kv(w)))
         live = max(feed_forward, attention + again + joined) + tokens * (4 * m.num_attention_heads + 8 * w.lora_r)
         live += tokens * _head_norms(w)
+        if w.full:
+            accumulated += sum(sizes(m)[0]) // L * e
         # The last recomputed layer, when all inputs are there, and the first, when all gradients are.
         for layer in (recomputed, 1):
             here = min(layer, held) if offload else layer

@@ -105,8 +105,8 @@ class ShrinkingGrant(Grant):
         changes: list[tuple[str, object]] = []
         if phase == "sample":
             changes.append(("rollout_batch_size", min(m.rollout_batch_size, w.episodes) // 2))
-        if m.micro_batch_tokens > w.row_tokens:
-            changes.append(("micro_batch_tokens", max(w.row_tokens, m.micro_batch_tokens // 2)))
+        if m.micro_batch_tokens > w.pass_tokens:
+            changes.append(("micro_batch_tokens", max(w.pass_tokens, m.micro_batch_tokens // 2)))
         if phase == "update":
             L = w.model.num_hidden_layers
             if m.recompute_layers < L:

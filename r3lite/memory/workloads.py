@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from r3lite.core.config import UsageError
-from r3lite.core.errors import nearest
+from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import CARDS, card
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
@@ -64,13 +64,19 @@ def sft_workload(config: SftConfig, longest: int | None = None, **known: float |
 
     `known` are fields of Workload that are known once the rows are read, such as how many tokens they have in the mean.
     """
-    longest = min(config.sft.max_length, longest or config.sft.max_length)
+    longest, full = min(config.sft.max_length, longest or config.sft.max_length), config.lora.no_lora
+    if full and config.model.adapter:
+        raise UsageError(f"--adapter is {config.model.adapter}, and --no-lora has none: pass its `export` as --model")
+    base = _base(config.model)
+    if full and base["packed"]:
+        cause = f"--no-lora trains dense weights, and those of {config.model.model} are in 4 bits"
+        raise R3LiteError(cause, "Name the dense model, or leave --no-lora out.")
     return Workload(
-        **_base(config.model),
-        **_adapter(config.model, config.lora),
+        **base,
+        **({"full": True, "lora_r": 0} if full else _adapter(config.model, config.lora)),
         **known,
         row_tokens=longest,
-        rows=config.sft.batch_size,
+        rows=config.rows_per_step if full else config.sft.batch_size,
         step_rows=config.rows_per_step,
     )
 
@@ -90,6 +96,8 @@ def rl_workload(
     At most `off_policy` episodes join those that are sampled. If there are `replays`, a pass over what the buffer holds
     of their questions finds them.
     """
+    if config.lora.no_lora:
+        raise UsageError("--no-lora is for sft: ppo trains an adapter beside the model that it starts from")
     model, rl, lengths, validation = config.model, config.rl, config.lengths, config.validation
     episodes = config.episodes_of_round
     sampling = _sampling(lengths, config.retrieval, episodes, shared)

@@ -19,6 +19,7 @@ CHUNK = 128  # rows of logits that exist at a time
 # A row's gradient has this size when it is multiplied in the head's dtype: fp16 has no numbers below 6e-8, and the
 # gradient of one token of a large batch is often smaller.
 UNIT = 1024.0
+HEAD_ROWS = 8192  # of the head, whose gradient is computed at a time
 
 Metrics = dict[str, Tensor]
 ChosenLoss = Callable[[slice, Tensor], tuple[Tensor, Metrics]]
@@ -58,12 +59,14 @@ def token_loss(
     temperature: float = 1.0,
     chunk: int = CHUNK,
     with_entropy: bool = False,
+    head_grad: Tensor | None = None,
 ) -> tuple[Tensor, list[Metrics]]:
     """The sum over chunks of `loss(rows, logprobs, entropies)`, a scalar, and the metrics of each chunk in order.
 
     Arguments are as in `token_logprobs`. The upstream gradient is known as soon as a chunk's log-probabilities are, so
     the gradient with respect to `hidden` is computed in the forward pass and the logits are computed once, not twice;
-    twice only for a loss that depends on the entropies.
+    twice only for a loss that depends on the entropies. In the backward pass `head_grad` (fp32 [V, C], zeros), if it is
+    given, becomes the gradient of the head, of a loss that does not depend on them.
     """
     trains = torch.is_grad_enabled() and hidden.requires_grad
 
@@ -79,12 +82,14 @@ def token_loss(
         value = value.detach()
         if not grad_entropies or grad_entropies[0] is None:  # the loss does not depend on them
             scale = grad_logprobs / (-_unit(logits.dtype) * temperature)
+            if head_grad is not None:
+                _add_product(head_grad, logits, (hidden[rows] * scale[:, None]).to(logits.dtype))
             return value, measured, linear(logits, head_weight.t()).float() * scale[:, None]
         del logits  # before they are computed again
         grads = grad_logprobs, *grad_entropies
         return value, measured, _grad_hidden(hidden[rows], head_weight, targets[rows], found[1], *grads, temperature)
 
-    return _Loss.apply(hidden, head_weight, len(targets), chunk, of_chunk, trains)
+    return _Loss.apply(hidden, head_weight, len(targets), chunk, of_chunk, trains, head_grad)
 
 
 def cross_entropy(rows: slice, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Metrics]:
@@ -149,7 +154,7 @@ def chosen_loss(
             logits[w] = probs.mul_(-grad[w].sum(-1, keepdim=True)).scatter_add_(-1, ids[w], grad[w])
         return value.detach(), measured, linear(logits, head_weight.t()).float() / (unit * temperature)[:, None]
 
-    return _Loss.apply(hidden, head_weight, len(chosen), chunk, of_chunk, True)
+    return _Loss.apply(hidden, head_weight, len(chosen), chunk, of_chunk, True, None)
 
 
 def wide_rows(device_type: str) -> int:
@@ -162,7 +167,7 @@ class _Loss(torch.autograd.Function):
     [n, C] with respect to a chunk's hidden states."""
 
     @staticmethod
-    def forward(ctx, hidden, head_weight, count, chunk, of_chunk, trains):
+    def forward(ctx, hidden, head_weight, count, chunk, of_chunk, trains, head_grad):
         assert not head_weight.requires_grad, "the head is frozen"
         grad_hidden = torch.empty(hidden.shape, dtype=torch.float32, device=hidden.device) if trains else None
         total, metrics = torch.zeros((), device=hidden.device), []
@@ -173,14 +178,22 @@ class _Loss(torch.autograd.Function):
             if trains:
                 grad_hidden[rows] = grad
         ctx.save_for_backward(grad_hidden)
-        ctx.dtype = hidden.dtype
+        ctx.dtype, ctx.head_grad = hidden.dtype, head_grad
         return total, metrics
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_total, _):
         (grad_hidden,) = ctx.saved_tensors
-        return (grad_hidden * grad_total).to(ctx.dtype), None, None, None, None, None
+        if ctx.head_grad is not None:
+            ctx.head_grad.mul_(grad_total)
+        return (grad_hidden * grad_total).to(ctx.dtype), None, None, None, None, None, None
+
+
+def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
+    """Adds logits [n, V] transposed times hidden [n, C] to a total [V, C] in fp32, a few of the V at a time."""
+    for some in _chunks(logits.shape[1], HEAD_ROWS):
+        total[some] += logits[:, some].t() @ hidden
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

@@ -35,6 +35,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Written by old exporters; computed here.
 COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 SAMPLED_ROWS = 4  # of each tensor, for the fingerprint
+OPENED_FOR = 8  # tensors that are read from a file while it is open
 COMPARED_ROWS = 4096  # of head and embedding at a time
 FINGERPRINT = "base_fingerprint"  # key in a file's metadata
 SOURCE = "Copy {} from the model's source."
@@ -153,10 +154,12 @@ def load_model(
     _refuse_names(folder, "unexpected", unexpected)
     memory = (HostLayers if streamed else StackMemory)(filled, dtype, torch.device(device))
     by_file = defaultdict(list)
-    for name in expected:
-        by_file[places[name]].append(name)
+    for number, name in enumerate(expected):
+        # A file is closed now and then: until then, what was read of a mapped one counts as the process's memory.
+        part = 0 if places[name].name == GGUF_POINTER else number // OPENED_FOR
+        by_file[places[name], part].append(name)
     bar = tqdm(total=len(expected), desc=f"loading {folder.name}", unit="tensor", **BRIEF)
-    for path, names in by_file.items():
+    for (path, _), names in by_file.items():
         with opened(path) as file:
             for name in names:
                 layer = name.removesuffix(".weight")

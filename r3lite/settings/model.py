@@ -33,6 +33,10 @@ class ModelSettings(Section):
 class LoraSettings(Section):
     """LoRA adapter (arXiv 2106.09685)."""
 
+    implied: ClassVar = {"no_lora": {"True": {"learning_rate": 2e-5, "gradient_accumulation": 1}}}
+
+    no_lora: bool = False
+    """sft: train all weights, in bf16 or fp32, in place of an adapter; the run folder then has model/ for --model"""
     lora_r: Annotated[int, Bounds(low=1, high=4096)] = 8
     """rank; --adapter keeps its own shape, and another that a flag or file asks for (not the preset) is refused"""
     lora_alpha: Positive = 16.0

@@ -11,7 +11,7 @@ from r3lite.core.config import Section, kinds_of
 from r3lite.settings.commands import CollectSettings
 from r3lite.settings.data import NewQuestionSettings
 from r3lite.settings.judge import JudgeSettings
-from r3lite.settings.model import MemorySettings, ModelSettings
+from r3lite.settings.model import LoraSettings, MemorySettings, ModelSettings
 from r3lite.settings.protocol import ProtocolSettings
 from r3lite.settings.retrieval import SERVICES, ProcedureSettings, RetrievalSettings, collection_server
 from r3lite.settings.rollout import LengthSettings, SamplingSettings, TruncationSettings
@@ -205,6 +205,13 @@ USES = (
     Use("recompute_layers offload", "sft and ppo", trains),
     Use("loss_chunk", "sft, ppo and --teacher-logprobs", lambda s: trains(s) or s.teacher_logprobs),
     Use("nf4_cache", "--quantize auto or nf4", lambda s: s.quantize != "none"),
+    Use(of(LoraSettings, but="no_lora") + " lora_plus_ratio nf4_cache compile", "LoRA, not --no-lora",
+        lambda s: not s.no_lora),
+    Use("quantize", "LoRA, as --no-lora trains dense weights", lambda s: not s.no_lora or s.quantize == "none"),
+    Use("gradient_accumulation", "LoRA: --no-lora changes weights in each pass; --batch-size rows are one",
+        lambda s: not s.no_lora),
+    Use("recompute_layers micro_batch_tokens", "LoRA: --no-lora recomputes all layers, and has one pass a step",
+        lambda s: not s.no_lora),
     Use("lora_dropout", "sft: ppo trains the policy that it sampled from", lambda s: s.command == "sft"),
     Use("validation_rows", "--validation-fraction", lambda s: s.validation_fraction),
     Use("validate_every", "--validation-fraction and --validation-rows",

@@ -7,7 +7,7 @@ A checkpoint is the folder `checkpoint-<step>`:
     random.safetensors      states of PyTorch's generators, as bytes
     <part>.safetensors      of a part of the run that is too large for JSON, such as the replay buffer
     state.json              step, settings, loss scale, and what the recipe keeps
-    adapter/                the adapter in PEFT's form, so that a checkpoint can be evaluated
+    adapter/                the adapter in PEFT's form, so that a checkpoint can be evaluated; not in full fine-tuning
     manifest.json           size and CRC-32 of every other file; written last
 
 It is written under another name, each file flushed to the disk, and renamed, so that a kill or a power cut at any
@@ -32,7 +32,7 @@ from r3lite.core.files import PART, move, open_regular, read_record, write_json
 from r3lite.models.tensor_files import write_tensors
 
 NAME = re.compile(r"checkpoint-(\d+)")
-MANIFEST, STATE, ADAPTER = "manifest.json", "state.json", "adapter"
+MANIFEST, STATE, ADAPTER, MODEL = "manifest.json", "state.json", "adapter", "model"
 GROUPS = ("weights", "optimizer", "random")  # of tensors, in every checkpoint; each is one file
 FORMAT = 1
 REMEDY = "Name another checkpoint, or pass --resume auto to take the newest sound one."
@@ -95,15 +95,16 @@ def crc(path: Path) -> int:
     return value
 
 
-def write(output: Path, checkpoint: Checkpoint, save_adapter: Callable[[Path], None]) -> Path:
-    """Writes `output/checkpoint-<step>`; `save_adapter` fills the adapter's folder."""
+def write(output: Path, checkpoint: Checkpoint, save_adapter: Callable[[Path], None] | None) -> Path:
+    """Writes `output/checkpoint-<step>`; `save_adapter` fills the adapter's folder, if there is one."""
 
     def fill(folder: Path) -> None:
         for name, group in checkpoint.tensors.items():
             write_tensors(folder / f"{name}.safetensors", group)
         write_json(folder / STATE, checkpoint.state)
-        (folder / ADAPTER).mkdir()
-        save_adapter(folder / ADAPTER)
+        if save_adapter:
+            (folder / ADAPTER).mkdir()
+            save_adapter(folder / ADAPTER)
         files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
         described = {name: {"bytes": p.stat().st_size, "crc32": crc(p)} for name, p in files.items()}
         write_json(folder / MANIFEST, {"format": FORMAT, "step": checkpoint.step, "files": described})

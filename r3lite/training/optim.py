@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from r3lite.training.adamw8 import AdamW8
+
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
 
 
@@ -63,13 +65,19 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
         f"{name}.{moment}": optimizer.state[parameter][moment]
         for name, parameter in parameters(optimizer).items()
-        for moment in MOMENTS
-        if parameter in optimizer.state
+        for moment in optimizer.state.get(parameter, ())
     }
 
 
 def load_state_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """The inverse of `state_tensors`."""
+    if isinstance(optimizer, AdamW8):  # whose codes PyTorch would make numbers of
+        for name, parameter in parameters(optimizer).items():
+            found = {key.rpartition(".")[2]: key for key in tensors if key.rpartition(".")[0] == name}
+            optimizer.state[parameter] = {
+                moment: tensors.pop(key).to(parameter.device, copy=True) for moment, key in found.items()
+            }
+        return
     state = optimizer.state_dict()
     state["state"] = {
         i: {moment: tensors[f"{name}.{moment}"] for moment in MOMENTS}

@@ -144,7 +144,8 @@ class RunFolder:
         if self.ranks.first:
             with self._writing(f"the checkpoint of step {step}"):
                 run = {"command": self.command, "settings": self.settings, "base": self.base}
-                checkpoint.write(self.output, state.checkpoint(step, run), state.save_adapter)
+                save_adapter = state.save_adapter if state.result == checkpoint.ADAPTER else None
+                checkpoint.write(self.output, state.checkpoint(step, run), save_adapter)
             checkpoint.prune(self.output, self.settings["keep_checkpoints"], self.best)
         self.saved_step = step
 
@@ -166,16 +167,16 @@ class RunFolder:
         return explained((OSError, SafetensorError), f"{what} cannot be written in {self.output}", remedy)
 
     def write_adapter(self, state: TrainState, step: int | None) -> None:
-        """Writes `adapter/`: that of the checkpoint of a step, or with None that of now."""
+        """Writes `adapter/`: that of the checkpoint of a step, or with None that of now; or `model/`."""
         if not self.ranks.first:
             return
         source = self.output / f"checkpoint-{step}" / checkpoint.ADAPTER
         fill = state.save_adapter if step is None else partial(shutil.copytree, source, dirs_exist_ok=True)
-        with self._writing("the adapter"):
-            checkpoint.replace_folder(self.output / "adapter", fill)
+        with self._writing(f"the {state.result}"):
+            checkpoint.replace_folder(self.output / state.result, fill)
 
     def finish(self, state: TrainState, total: int) -> None:
-        """Writes `adapter/`, which is the best one if one is kept as that, and `summary.json`."""
+        """Writes `adapter/`, which is the best one if one is kept as that, or `model/`, and `summary.json`."""
         if not self.ranks.first:
             return
         self.write_adapter(state, self.best)
@@ -193,8 +194,8 @@ class RunFolder:
             "last": records[-1] if records else {},
             "mean": {key: sum(values) / len(values) for key, values in numbers.items()},
             **state.facts,
-            "adapter": "adapter",
-            "adapter_step": total if self.best is None else self.best,
+            state.result: state.result,
+            f"{state.result}_step": total if self.best is None else self.best,
             "checkpoint": f"checkpoint-{total}",
         }
         with self._writing("the summary"):

@@ -13,7 +13,8 @@ from r3lite.devices.precision import Precision
 from r3lite.devices.random_state import random_state, set_random_state
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.training import optim
-from r3lite.training.checkpoint import GROUPS, Checkpoint
+from r3lite.training.adamw8 import AdamW8
+from r3lite.training.checkpoint import ADAPTER, GROUPS, Checkpoint
 
 LATER = ("guard",)  # parts that checkpoints of earlier versions lack: they begin afresh
 
@@ -30,10 +31,11 @@ class Stateful(Protocol):
 class TrainState:
     """Optimizer, precision and whatever else a resumed run must find again."""
 
-    optimizer: torch.optim.AdamW  # made by optim.adamw
+    optimizer: torch.optim.AdamW | AdamW8  # the former made by optim.adamw
     precision: Precision
     max_grad_norm: float
-    save_adapter: Callable[[Path], None]  # writes the adapter in PEFT's form into a folder
+    save_adapter: Callable[[Path], None]  # writes the adapter in PEFT's form, or the model, into a folder
+    result: str = ADAPTER  # or MODEL: the name of that folder in a run
     data: str = ""  # fingerprint of what is trained on: a run is resumed on the same data only
     facts: dict = field(default_factory=dict)  # about the run, for summary.json
     parts: dict[str, Stateful] = field(default_factory=dict)  # what else checkpoints keep, by name
@@ -43,6 +45,8 @@ class TrainState:
 
     def update(self) -> tuple[float, bool]:
         """One optimizer step on the gradients of all ranks, clipped together; see Precision.step."""
+        if isinstance(self.optimizer, AdamW8):  # which has updated them one by one
+            return self.optimizer.finish(), False
         parameters = optim.parameters(self.optimizer).values()
         self.precision.updating = True
         self.ranks.sum_gradients(parameters)

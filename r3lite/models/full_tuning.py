@@ -1,0 +1,82 @@
+"""Gradients of all of a model's weights, handed out layer by layer in the backward pass and dropped at once.
+
+Embedding and head get theirs by hand, because autograd would make several tensors [V, C]: the head's are added up in
+one of fp32 as the loss is computed, the rows of the tokens that were read join it at the end.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from r3lite.models.causal_lm import CausalLM
+
+
+class FullTuning:
+    """Trains a model's weights: `apply(parameter, gradient)` is called for each once in a pass, the last layer first.
+
+    A pass is a forward pass with one loss, `head_gradient` given to it, its backward pass, and `finish`.
+    """
+
+    def __init__(self, model: CausalLM, apply: Callable[[nn.Parameter, Tensor], None]):
+        """From now on `model`, which runs its layers as `activation_checkpointing.enable` has said, is trained."""
+        self.apply = apply
+        self.embedding, self.head = model.model.embed_tokens.weight, model.head_weight
+        self.norm = model.model.norm
+        self.head_grad: Tensor | None = None
+        self.read: tuple[Tensor, Tensor] | None = None  # ids [B, T] of the pass, and their rows [B, T, C]
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter is not self.embedding and parameter is not self.head)
+        model.model.embed_tokens.register_forward_hook(self._remember)
+        model.run_layer = _after_each(model.run_layer, self._apply)
+
+    def head_gradient(self) -> Tensor:
+        """Zeros [V, C], to which a loss adds the gradient of the head."""
+        self.head_grad = None  # of a pass that failed
+        self.head_grad = torch.zeros(self.head.shape, device=self.head.device)
+        return self.head_grad
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Applies what is left after the backward pass."""
+        self._apply(list(self.norm.parameters()))
+        (ids, rows), grad = self.read, self.head_grad
+        self.read = self.head_grad = None
+        if self.head is not self.embedding:
+            self.apply(self.head, grad)
+            grad = grad.zero_()
+        # A token's rows are added up in a fixed order, unlike by index_add.
+        tokens, places = ids.flatten().unique(return_inverse=True)
+        added = torch.ops.aten.embedding_dense_backward(rows.grad.flatten(0, 1).float(), places, len(tokens), -1, False)
+        grad.index_add_(0, tokens, added)
+        self.apply(self.embedding, grad)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within the `with` block gradients are dropped."""
+        apply, self.apply = self.apply, lambda parameter, grad: None
+        try:
+            yield
+        finally:
+            self.apply = apply
+
+    def _remember(self, module: nn.Module, inputs: tuple[Tensor], rows: Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.read = inputs[0], rows.requires_grad_()
+
+    def _apply(self, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            grad, parameter.grad = parameter.grad, None
+            self.apply(parameter, grad)
+
+
+def _after_each(run: Callable[..., Tensor], apply: Callable[[list[nn.Parameter]], None]) -> Callable[..., Tensor]:
+    """Runs layers as `run` does; when the gradient of a layer's input is there, so are those of its parameters."""
+
+    def run_layer(layer, x, cos, sin, context):
+        if torch.is_grad_enabled():
+            x.register_hook(lambda grad: apply(list(layer.parameters())))
+        return run(layer, x, cos, sin, context)
+
+    return run_layer

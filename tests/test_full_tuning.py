@@ -1,0 +1,129 @@
+"""`sft --no-lora`: it learns, resumes to the bit, and writes a model that other commands take."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3lite import ppo, sft
+from r3lite.assembly import supervised
+from r3lite.core.errors import R3LiteError
+from r3lite.models import full_tuning, lora
+from r3lite.models.weights import load_model
+from r3lite.training import checkpoint, metrics
+from tests.test_sft import toy  # noqa: F401 (a fixture)
+
+FULL = ["--no-lora", "--batch-size", "2", "--learning-rate", "2e-3"]
+
+
+def log(output: Path) -> list[dict]:
+    return metrics.read(output / metrics.FILE)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_it_learns_and_writes_the_model_that_it_trained(toy, tmp_path, dtype, capsys):  # noqa: F811
+    output = tmp_path / "run"
+    arguments = [*FULL, "--dtype", dtype, "--max-steps", "30", "--validate-every", "30", "--validation-fraction", "0.2"]
+    assert sft.main([*toy, *arguments, "--output", str(output)]) == 0
+    records = log(output)
+    assert records[-1]["loss"] < 0.5 * records[0]["loss"]
+    assert not (output / "adapter").exists() and not (output / "checkpoint-30" / "adapter").exists()
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["model"], summary["model_step"]) == ("model", 30) and "adapter" not in summary
+    assert f"the model is in {output / 'model'}" in capsys.readouterr().out
+    trained = checkpoint.read(output / "checkpoint-30").tensors["weights"]
+    model = load_model(output / "model", {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], "cpu")
+    assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
+    # What the run validated is what the next command begins with.
+    again = [
+        "--model",
+        str(output / "model"),
+        "--dtype",
+        dtype,
+        "--validation-fraction",
+        "0.2",
+        "--validate-every",
+        "1",
+    ]
+    again += ["--learning-rate", "1e-30", "--max-steps", "1", "--output", str(tmp_path / "next")]
+    assert sft.main([*toy, *again]) == 0
+    assert log(tmp_path / "next")[0]["eval_loss"] == pytest.approx(records[-1]["eval_loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_left_and_resumed_equals_uninterrupted_to_the_bit(toy, tmp_path, dtype):  # noqa: F811
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    arguments = [*toy, *FULL, "--dtype", dtype, "--max-steps", "8"]
+    assert sft.main([*arguments, "--output", str(whole)]) == 0
+    assert sft.main([*arguments, "--output", str(parts), "--stop-after", "3"]) == 0
+    assert not (parts / "model").exists()
+    assert sft.main(["--config", str(parts / "config.toml"), "--resume", "auto"]) == 0
+    assert [metrics.repeatable(r) for r in log(whole)] == [metrics.repeatable(r) for r in log(parts)]
+    one, two = (checkpoint.read(output / "checkpoint-8") for output in (whole, parts))
+    for group, tensors in one.tensors.items():
+        assert tensors.keys() == two.tensors[group].keys()
+        assert all(torch.equal(tensors[name], two.tensors[group][name]) for name in tensors)
+    files = sorted(path.name for path in (whole / "model").iterdir())
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    for name in files:
+        assert (whole / "model" / name).read_bytes() == (parts / "model" / name).read_bytes()
+    codes = {str(tensor.dtype) for name, tensor in one.tensors["optimizer"].items() if "mlp" in name}
+    assert "torch.uint8" in codes
+
+
+def test_all_rows_of_a_step_are_one_pass(toy, tmp_path, monkeypatch):  # noqa: F811
+    """A second pass would compute its gradients with weights that the first has changed."""
+    made, micro_batches = [], supervised.SFTTrainer.micro_batches
+    monkeypatch.setattr(
+        supervised.SFTTrainer, "micro_batches", lambda self, rows: made.append(micro_batches(self, rows)) or made[-1]
+    )
+    arguments = [*FULL, "--batch-size", "5", "--max-steps", "2", "--validation-rows", "0"]
+    assert sft.main([*toy, *arguments, "--output", str(tmp_path / "run")]) == 0
+    assert [[len(group) for group in groups] for groups in made] == [[5], [5]]
+
+
+def test_memory_that_runs_out_after_weights_have_changed_is_not_tried_again(toy, tmp_path, monkeypatch, capsys):  # noqa: F811
+    finish = full_tuning.FullTuning.finish
+
+    def out_of_memory(full):
+        finish(full)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(full_tuning.FullTuning, "finish", out_of_memory)
+    assert sft.main([*toy, *FULL, "--max-steps", "2", "--output", str(tmp_path / "run")]) == 1
+    told = capsys.readouterr().err
+    assert "memory ran out in the middle of an update" in told and "--resume auto" in told
+    assert not checkpoint.all_of(tmp_path / "run")
+
+
+REFUSED = {
+    "--lora-r 4": "--lora-r is 4",
+    "--gradient-accumulation 4": "--gradient-accumulation is 4",
+    "--quantize nf4": "--quantize is nf4",
+    "--recompute-layers 1": "--recompute-layers is 1",
+    "--micro-batch-tokens 64": "--micro-batch-tokens is 64",
+    "--adapter x": "--adapter is x",
+    "--lora-plus-ratio 4": "--lora-plus-ratio is 4",
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_settings_of_lora_beside_it_are_refused_by_name(given, capsys):
+    assert sft.main(["--no-lora", "--data", "x", "--dry-run", *given.split()]) == 2
+    assert REFUSED[given] in capsys.readouterr().err
+
+
+def test_rl_trains_adapters_only(capsys):
+    assert ppo.main(["--no-lora", "--data", "x", "--dry-run"]) == 2
+    assert "--no-lora is for sft" in capsys.readouterr().err
+
+
+def test_what_it_cannot_train_is_refused(toy, tmp_path, capsys):  # noqa: F811
+    assert sft.main([*toy, *FULL, "--dtype", "fp16", "--output", str(tmp_path / "run")]) == 1
+    assert "Pass --dtype bf16 or fp32" in capsys.readouterr().err
+    # An --adapter of such a run names the way to its model.
+    assert sft.main([*toy, *FULL, "--max-steps", "1", "--output", str(tmp_path / "run")]) == 0
+    with pytest.raises(R3LiteError, match="all weights") as refused:
+        lora.read_base(tmp_path / "run")
+    assert refused.value.remedy == f"Pass --model {tmp_path / 'run' / 'model'}."
