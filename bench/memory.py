@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -129,7 +130,7 @@ def run_peer(case: Case, folder: str, precision: Precision) -> None:
         keeping() if case.algorithm == WITHOUT else recomputing()
 
 
-def run_command(case: Case, folder: str, precision: Precision) -> tuple[Plan, dict]:
+def run_command(case: Case, folder: str, precision: Precision, more: Sequence[str] = ()) -> tuple[Plan, dict]:
     """Runs the real command, all of whose turns are full; returns its plan and the record of its newest step.
 
     Random weights never succeed: of the episodes that may be replayed, every second one counts as a success.
@@ -146,7 +147,7 @@ def run_command(case: Case, folder: str, precision: Precision) -> tuple[Plan, di
         mock.patch.object(rl_guidance, "outcome_share", lambda *_: next(successes)),
     ):
         main = sft.main if case.algorithm == "sft" else ppo.main
-        assert main(arguments(case, folder, Path(where), precision)) == 0, "the command failed"
+        assert main([*arguments(case, folder, Path(where), precision), *more]) == 0, "the command failed"
         return plans[0], metrics.read(Path(where) / "run" / metrics.FILE)[-1]
 
 

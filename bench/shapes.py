@@ -20,6 +20,20 @@ def write_folder(where: Path, shape: ModelConfig, tokens: int = QWEN_TOKENS) -> 
 
     The tokenizer is the tiny model's, filled up with tokens that no text has.
     """
+    write_tokenizer(where, shape, tokens)
+    with torch.device("meta"):
+        named = dict(CausalLM(shape).named_parameters())
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.empty(p.shape, dtype=torch.bfloat16).normal_("norm" in name, 0.02, generator=generator)
+        for name, p in named.items()
+    }
+    save_file(tensors, where / "model.safetensors", {"format": "pt"})
+    return str(where)
+
+
+def write_tokenizer(where: Path, shape: ModelConfig, tokens: int = QWEN_TOKENS) -> None:
+    """Makes a folder with all of a model but its weights."""
     where.mkdir(parents=True)
     config = dict(vars(shape), model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_act="silu")
     (where / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}), encoding="utf-8")
@@ -32,12 +46,3 @@ def write_folder(where: Path, shape: ModelConfig, tokens: int = QWEN_TOKENS) -> 
     for i, token in enumerate(added, last):
         token["id"] = i
     (where / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
-    with torch.device("meta"):
-        named = dict(CausalLM(shape).named_parameters())
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.empty(p.shape, dtype=torch.bfloat16).normal_("norm" in name, 0.02, generator=generator)
-        for name, p in named.items()
-    }
-    save_file(tensors, where / "model.safetensors", {"format": "pt"})
-    return str(where)

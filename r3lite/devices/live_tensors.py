@@ -26,7 +26,7 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live = self.peak = self.host = 0
+        self.live = self.peak = self.host = self.most_host = 0
         self._sizes: dict[int, tuple[int, int]] = {}  # by storage: the device's bytes and the host's
 
     @property
@@ -58,4 +58,5 @@ class LiveTensors(TorchDispatchMode):
     def _replace(self, key: int, live: int, host: int) -> None:
         before = self._sizes.get(key, (0, 0))
         self.live, self.host = self.live + live - before[0], self.host + host - before[1]
+        self.most_host = max(self.most_host, self.host)
         self._sizes[key] = live, host
