@@ -214,7 +214,7 @@ NAMED = {case.name: case for case in CASES}
 class Server:
     """Answers as Gemini does: as a teacher of films, as a judge or as a critic, by the request alone."""
 
-    def __init__(self):
+    def __init__(self, port: int = 0):
         self.asked: list[str] = []  # bodies of requests
         outer = self
 
@@ -235,7 +235,7 @@ class Server:
             def log_message(self, *arguments):
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.http.daemon_threads = True
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}"
