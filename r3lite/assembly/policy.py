@@ -154,10 +154,8 @@ def load_policy(
 def _train_all(model: CausalLM, precision: Precision, plan: Plan, training: Training, folder: Path) -> Policy:
     """Full fine-tuning: each layer's weights are changed within the backward pass."""
     if training.ranks.size > 1:
-        cause = (
-            "--no-lora changes weights within the backward pass, so it trains with one process, and torchrun started"
-        )
-        raise R3LiteError(f"{cause} {training.ranks.size}", "Start it without torchrun, or leave --no-lora out.")
+        cause = f"--no-lora trains in one process, and torchrun started {training.ranks.size}"
+        raise R3LiteError(cause, "Start it without torchrun, or leave --no-lora out.")
     if precision.scaler is not None:
         cause = "--no-lora trains weights in bf16 or fp32, and this run is in fp16, in which gradients are scaled"
         raise R3LiteError(cause, "Pass --dtype bf16 or fp32, or leave --no-lora out.")

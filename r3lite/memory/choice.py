@@ -72,7 +72,7 @@ def _remedies(
     found = ["LoRA instead of --no-lora"] if w.full and fits(replace(w, full=False, lora_r=8), fixed) else []
     if fixed.get("nf4") is False and fits(w, {k: v for k, v in fixed.items() if k != "nf4"}):
         found.append("--quantize nf4")
-    if not fixed.get("stream_layers") and fits(w, {"nf4": True} | fixed | {"stream_layers": True}):
+    if not (w.full or fixed.get("stream_layers")) and fits(w, {"nf4": True} | fixed | {"stream_layers": True}):
         found.append("--stream-layers")
     kept = ("nf4", "stream_layers")
     loose = {k: v for k, v in fixed.items() if k in kept}
