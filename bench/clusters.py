@@ -19,6 +19,7 @@ from bench import records
 from bench.cards import planned
 from bench.options import RESULTS
 from r3lite.devices.cards import GIB, Speeds, card
+from r3lite.devices.ranks import shares
 from r3lite.memory import duration
 from r3lite.memory.plan import Plan
 from r3lite.memory.planner import adapter_bytes
@@ -26,14 +27,12 @@ from r3lite.memory.planner import adapter_bytes
 MODELS = {
     "0.5B": "Qwen/Qwen2.5-0.5B-Instruct",
     "1.5B": "Qwen/Qwen2.5-1.5B-Instruct",
-    "3B": "Qwen/Qwen2.5-3B-Instruct",
     "7B": "mistralai/Mistral-7B-Instruct-v0.3",
 }
 RANKS, OF_A_MACHINE = (1, 2, 8, 64), 8
 ROWS, TOKENS = 64, 1024  # of an SFT step, on all cards together
 QUESTIONS, GENERATIONS, MINI_BATCH = 64, 8, 128  # of a round
 ROUNDS = 20  # simulated
-QUERIES_A_SECOND = 100  # of one retrieval server on two CPU cores (bench/results/load.json)
 LIMITS = {"sample": "rollouts", "update": "updates", "all_reduce": "all-reduce", "retrieve": "retrieval"}
 
 
@@ -51,6 +50,28 @@ class Rented:
 # its 900 GB/s, PCIe 4.0 x16 at 25 GB/s; between machines 100 Gbit/s.
 RENTED = (Rented("RTX 4090", 0.34, 25e9, 12.5e9), Rented("H100 80GB HBM3", 2.69, 450e9, 12.5e9))
 LATENCY = 50e-6  # seconds of a message, assumed
+
+
+LOAD = """\
+{clients} clients at once for {minutes:g} minutes, with a restart of the server in the middle, on {threads} CPU cores
+with a small encoder: {requests_per_second:g} queries a second, p50 {p50_ms:.0f} ms, p99 {p99_ms:.0f} ms, none of
+{sent:,} lost. `serve` with the tiny model: {chats[requests_per_second]:g} answers a second, p50 {chats[p50_ms]:.0f} ms,
+p99 {chats[p99_ms]:.0f} ms, none of {chats[sent]:,} lost. Memory grew by at most {growth:.1%}."""
+
+
+@functools.cache
+def loads() -> dict[str, dict]:
+    """The newest run of bench/load.py for each server."""
+    runs = json.loads((RESULTS / "load.json").read_text(encoding="utf-8"))["runs"]
+    found = {run["server"]: run | {"minutes": run["seconds"] / 60} for run in runs}
+    assert all(run["sent"] == run["answered"] and not run["wrong"] for run in found.values()), "something was lost"
+    growth = max(share for run in found.values() for share in run["memory_growth"])
+    return {name: run | {"growth": growth} for name, run in found.items()}
+
+
+def queries_a_second() -> float:
+    """Of one retrieval server, as measured."""
+    return loads()["retrieve"]["requests_per_second"]
 
 
 @functools.cache
@@ -121,12 +142,9 @@ def draw(rng: random.Random) -> list[list[tuple[int, int, int]]]:
     return [rng.choices(rng.choice(lengths()), k=GENERATIONS) for _ in range(QUESTIONS)]
 
 
-def shares(rows: list[int], ranks: int) -> list[int]:
-    """Tokens of each rank, if rows are given away the longest first, each to the rank that has least."""
-    loads = [0] * ranks
-    for row in sorted(rows, reverse=True):
-        loads[loads.index(min(loads))] += row
-    return loads
+def loads_of(rows: list[int], ranks: int) -> list[int]:
+    """Tokens of each rank, as rows are given to ranks in training."""
+    return [sum(rows[i] for i in share) for share in shares(rows, ranks)]
 
 
 class Simulation:
@@ -177,7 +195,7 @@ class Simulation:
             every = [tokens for group in groups for tokens, _, _ in group]
             rng.shuffle(every)
             batches = [every[i : i + MINI_BATCH] for i in range(0, len(every), MINI_BATCH)]
-            tokens = [shares(every, ranks), *(shares(batch, ranks) for batch in batches)]
+            tokens = [loads_of(every, ranks), *(loads_of(batch, ranks) for batch in batches)]
             busy = [[n * self.a_score for n in tokens[0]], *([n * self.a_token for n in t] for t in tokens[1:])]
             parts = [sampled, *busy]
             longest = sum(map(max, parts))
@@ -188,7 +206,7 @@ class Simulation:
                     sample=max(sampled),
                     update=sum(map(max, busy)) + len(batches) * self.optimizer,
                     all_reduce=reduced,
-                    retrieve=queries / QUERIES_A_SECOND,
+                    retrieve=queries / queries_a_second(),
                     waited=1 - sum(map(statistics.fmean, parts)) / longest,
                 )
             )
@@ -227,7 +245,12 @@ def rows_of(rented: Rented) -> list[dict]:
 def page() -> str:
     text = (Path(__file__).parent / "scaling_page.md").read_text(encoding="utf-8")
     tables = [f"### {rented.name}, ${rented.dollars} an hour\n\n{records.table(rows_of(rented))}" for rented in RENTED]
-    return text.replace("{tables}", "\n\n".join(tables))
+    served = loads()
+    return text.format(
+        rows=ROWS, tokens=TOKENS, questions=QUESTIONS, generations=GENERATIONS, mini_batch=MINI_BATCH, rounds=ROUNDS,
+        queries=queries_a_second(), load=LOAD.format(**served["retrieve"], chats=served["serve"]),
+        tables="\n\n".join(tables),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

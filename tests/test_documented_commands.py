@@ -30,6 +30,8 @@ ELSEWHERE = {
     "r3lite.quickstart": "trains for minutes: tests/test_quickstart.py and .ci/run",
     "r3lite.doctor": "takes minutes: tests/test_doctor.py",
     "r3lite.serve": "runs until it is stopped: tests/test_tutorial.py",
+    "r3lite.rollout_worker": "runs until it is stopped: tests/test_remote_rollouts.py",
+    "http://HOST:8100": "needs a worker: tests/test_remote_rollouts.py",
     "--serve": "runs until it is stopped: tests/retrieval",
     "--push": "asks the hub: tests/exporting",
     "gemini": "asks Gemini: tests/test_tune_prompt.py",
@@ -70,7 +72,7 @@ def commands(path: Path) -> list[list[str]]:
     """The words of each command in a page's blocks, without `python -m` and comments."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    found = (re.search(r"python -m (r3lite\..*)", line) for line in lines)
+    found = (re.search(r"-m (r3lite\..*)", line) for line in lines)
     return [shlex.split(line[1], comments=True) for line in found if line]
 
 
