@@ -352,6 +352,8 @@ def applied(remedy: str, w: Workload, fixed: dict, budget: int) -> tuple[Workloa
         return replace(w, row_tokens=tokens, reads=min(w.reads, tokens)), fixed, budget
     if remedy == "--quantize nf4":
         return w, fixed | {"nf4": True}, budget
+    if remedy == "--stream-layers":
+        return w, {"nf4": True} | fixed | {"stream_layers": True}, budget
     if match := re.fullmatch(r"--model (\S+)", remedy):
         return replace(w, model=QWEN25[match[1]]), fixed, budget
     gone = {flag.replace("-", "_") for flag in re.findall(r"--(\S+) (?:none|auto)", remedy)}
