@@ -271,7 +271,16 @@ def test_a_trait_stands_beside_bounds_and_leaves_them():
 
 def test_what_a_resumed_run_may_change():
     anywhere = {"preset", "config", "output", "dry_run", "save_every", "keep_checkpoints", "stop_after", "resume"}
-    anywhere |= {"vram_budget", "nf4_cache", "quantize", "track", "track_project", "track_name", "track_spans"}
+    anywhere |= {
+        "vram_budget",
+        "nf4_cache",
+        "quantize",
+        "stream_layers",
+        "track",
+        "track_project",
+        "track_name",
+        "track_spans",
+    }
     limits = ("rpm", "concurrency", "timeout", "retries", "max_calls", "max_cost", "input_price", "output_price")
     assert command.free_settings(settings.SftConfig()) == anywhere
     judge = {f"judge_{name}" for name in (*limits, "cache")}

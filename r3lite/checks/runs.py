@@ -6,6 +6,7 @@ import gc
 import json
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from r3lite.core.invocation import resolve
 from r3lite.datasets.sources import read_data
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.devices.precision import Precision, dtype_name
+from r3lite.devices.ranks import ALONE
 from r3lite.memory.cuda_parts import THREADS
 from r3lite.memory.plan import Plan, enforce
 from r3lite.models.weights import resolve_folder
@@ -54,7 +56,7 @@ def place(precision: Precision) -> Iterator[Path]:
 
 def train(output: Path, flags: list[str]) -> list[dict]:
     """Runs the command; the records of its steps. What it printed before it failed is in the check's output."""
-    status = command.run("sft", SftConfig(), supervised.train, [*flags, "--output", str(output)])
+    status = command.run("sft", SftConfig(), partial(supervised.train, ranks=ALONE), [*flags, "--output", str(output)])
     command.check_status(status, "the run ended")
     return metrics.read(output / metrics.FILE)
 

@@ -72,7 +72,9 @@ def _remedies(
     found = ["LoRA instead of --no-lora"] if w.full and fits(replace(w, full=False, lora_r=8), fixed) else []
     if fixed.get("nf4") is False and fits(w, {k: v for k, v in fixed.items() if k != "nf4"}):
         found.append("--quantize nf4")
-    if not (w.full or fixed.get("stream_layers")) and fits(w, {"nf4": True} | fixed | {"stream_layers": True}):
+    recomputed = fixed.get("recompute_layers", w.model.num_hidden_layers) >= w.model.num_hidden_layers
+    streamed = {"nf4": True} | fixed | {"stream_layers": True}
+    if not (w.full or fixed.get("stream_layers")) and recomputed and fits(w, streamed):
         found.append("--stream-layers")
     kept = ("nf4", "stream_layers")
     loose = {k: v for k, v in fixed.items() if k in kept}

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from r3lite.core import http_server
 from r3lite.core.episode import Document
 from r3lite.retrieval import server as retrieval_server
 from r3lite.serving import connections, guard
@@ -223,7 +224,7 @@ OF_RETRIEVER = {
     "no length": (request("/retrieve", QUERY).replace(b"Content-Length", b"X"), 413),
     "a length below zero": (request("/retrieve", QUERY, length=-1), 413),
     "a length of 5,000 digits": (request("/retrieve", QUERY, length=10**4000), 413),
-    "too much": (request("/retrieve", QUERY, length=retrieval_server.LARGEST + 1), 413),
+    "too much": (request("/retrieve", QUERY, length=retrieval_server.Service.largest + 1), 413),
     "two lengths": (request("/retrieve", QUERY, head=b"Content-Length: 2\r\n"), 200),
     "chunks": (request("/retrieve", QUERY, b"Transfer-Encoding: chunked\r\n").replace(b"Content-Length", b"X"), 413),
     "bytes that are not UTF-8": (request("/retrieve", b'{"queries": ["\xff"]}'), 400),
@@ -261,7 +262,7 @@ def test_a_retriever_that_others_can_reach_has_any_name_and_answers_no_page(retr
 
 
 def test_clients_that_break_off_or_wait_neither_stop_a_retriever_nor_fill_its_log(retriever, monkeypatch, capfd):
-    monkeypatch.setattr(retrieval_server.Handler, "timeout", 0.5)
+    monkeypatch.setattr(http_server.Handler, "timeout", 0.5)
     running = retriever()
     whole = request("/retrieve", QUERY)
     for cut in (10, len(whole) - 5, len(whole)):
