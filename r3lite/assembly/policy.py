@@ -160,8 +160,8 @@ def _train_all(model: CausalLM, precision: Precision, plan: Plan, training: Trai
         cause = "--no-lora trains weights in bf16 or fp32, and this run is in fp16, in which gradients are scaled"
         raise R3LiteError(cause, "Pass --dtype bf16 or fp32, or leave --no-lora out.")
     s = training.optimizer
-    named, tables = dict(model.named_parameters()), (model.model.embed_tokens.weight, model.head_weight)
-    optimizer = AdamW8(named, s.learning_rate, s.weight_decay, s.max_grad_norm, training.seed, tables)
+    named = dict(model.named_parameters())
+    optimizer = AdamW8(named, s.learning_rate, s.weight_decay, s.max_grad_norm, training.seed)
 
     def apply(parameter: nn.Parameter, grad: Tensor) -> None:
         precision.changed_weights = True

@@ -72,6 +72,16 @@ def say_error(message: str) -> None:
     print(f"[rank {rank}] {message.lstrip()}" if rank else message, file=sys.__stderr__ if rank else sys.stderr)
 
 
+def check_status(status: int, cause: str, remedy: str = "") -> None:
+    """Raises what the exit status of a command that was run here stands for: an interruption, or R3LiteError."""
+    if status == 130:
+        raise KeyboardInterrupt
+    if status == 143:
+        raise Terminated
+    if status:
+        raise R3LiteError(f"{cause} with status {status}", remedy)
+
+
 def spare_the_machine() -> None:
     """Has waiting threads sleep soon and few compiled products kept, unless the user has said otherwise.
 

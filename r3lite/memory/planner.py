@@ -96,8 +96,7 @@ def _cast_bytes(w: Workload) -> int:
 def _moment_bytes(w: Workload) -> int:
     """The two moments of each of an adapter's weights, and AdamW's count of steps; full fine-tuning: of all weights."""
     if w.full:
-        moments = sum(2 * _moment8(count) + GRAIN for some in sizes(w.model) for count in some)
-        return moments + (sum(map(rounded, sizes(w.model)[0])) if w.element == 2 else 0)  # bits beyond bf16
+        return sum(2 * _moment8(count) + GRAIN for some in sizes(w.model) for count in some)
     shapes = linears(w.model)
     layer = sum(2 * rounded(4 * w.lora_r * side) + GRAIN for name in w.targets for side in shapes[name])
     return w.model.num_hidden_layers * layer

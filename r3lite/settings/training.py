@@ -69,7 +69,7 @@ class OptimizerSettings(Section):
     weight_decay: NonNegative = 0.0
     """decoupled weight decay"""
     max_grad_norm: Positive = 1.0
-    """gradients are clipped to this norm; with --no-lora those of each tensor by themselves"""
+    """gradients are clipped to this norm; with --no-lora those of each tensor to a share of it, by its size"""
 
     def check(self) -> None:
         if self.learning_rate_schedule == "constant" and self.min_learning_rate != 1:

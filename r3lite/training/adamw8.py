@@ -5,10 +5,9 @@ arXiv 2110.02861, each BLOCK numbers of a moment share a scale, their largest ma
 bits of exponent: of the first moment with a sign and 3 bits of mantissa, of the root of the second, which is never
 negative, with 4. Weights and moments are rounded up or down by chance, so that in the mean nothing is lost of changes
 that are smaller than half a step: bf16 has 8 bits, and a learning rate of 1e-5 changes the 17th.
-Chance is noise, too: so weights, but for those of embedding and head, keep what rounding took in a byte beside them,
-and it does not add up.
 
-Gradients are clipped tensor by tensor: the norm of all is known only when most weights have changed already.
+The norm of all gradients is known only when most weights have changed already. So each tensor's gradient is clipped by
+itself, to its share of `max_norm` by its number of weights: the norm of all together is at most `max_norm`.
 """
 
 import math
@@ -31,21 +30,12 @@ class AdamW8(torch.optim.Optimizer):
     """See the module. Random bits are functions of the seed, a tensor's name and its number of updates."""
 
     def __init__(
-        self,
-        parameters: dict[str, nn.Parameter],
-        rate: float,
-        weight_decay: float,
-        max_norm: float,
-        seed: int,
-        coarse: tuple[nn.Parameter, ...] = (),
+        self, parameters: dict[str, nn.Parameter], rate: float, weight_decay: float, max_norm: float, seed: int
     ):
-        """`max_norm`: each tensor's gradient is clipped to it. Weights are decayed, but for those of norms and biases.
-
-        All parameters are on one device, in bf16 or fp32. Of those in bf16, all but `coarse` keep 8 more bits.
-        """
+        """Weights are decayed, but for those of norms and biases. All are on one device, in bf16 or fp32."""
         super().__init__([{"params": list(parameters.items()), "lr": rate, "peak_lr": rate}], {})
-        self.coarse = coarse
-        self.weight_decay, self.max_norm, self.seed = weight_decay, max_norm, seed
+        self.weight_decay, self.seed = weight_decay, seed
+        self.max_norm = max_norm / math.sqrt(sum(p.numel() for p in parameters.values()))  # of a single weight
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.device = next(iter(parameters.values())).device
         self.generator = torch.Generator(self.device)
@@ -60,7 +50,8 @@ class AdamW8(torch.optim.Optimizer):
         self.generator.manual_seed(random.Random(f"{self.seed}/{step}/{self.names[parameter]}").getrandbits(63))
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.norms.append(norm)
-        clip = torch.where(norm.isfinite(), (self.max_norm / norm).clamp(max=1), 0)
+        limit = self.max_norm * math.sqrt(parameter.numel())
+        clip = torch.where(norm.isfinite(), (limit / norm).clamp(max=1), 0)
         (first, second), decay = BETAS, rate * self.weight_decay if parameter.dim() > 1 else 0.0
         weights, grads = parameter.view(-1), grad.flatten()
         for start in range(0, len(weights), TILE):
@@ -71,18 +62,9 @@ class AdamW8(torch.optim.Optimizer):
             m = self._read(state, "exp_avg", some).lerp_(g, 1 - first)
             s = self._read(state, "exp_avg_sq", some)
             s = s.square_().mul_(second).addcmul_(g, g, value=1 - second).sqrt_()
-            wide = weights[some].float()
-            if "low" in state:
-                wide = wide.view(torch.int32).add_(state["low"][some].int() << 9).view(torch.float32)
-            wide = wide.mul_(1 - decay) if parameter.dtype != torch.float32 else wide * (1 - decay)
+            wide = weights[some].float() * (1 - decay)
             wide.addcdiv_(m, s / math.sqrt(1 - second**step) + EPS, value=-rate / (1 - first**step))
-            if "low" in state:
-                # By chance, too, though nothing is lost: the next pass would not see a change of less than half a step.
-                bits = wide.view(torch.int32).add_((noise >> 16) & 0x1FF)
-                wide = (bits + (noise & 0xFFFF)).bitwise_and_(-0x10000)
-                state["low"][some] = (bits - wide) >> 9
-                wide = wide.view(torch.float32)
-            elif parameter.dtype == torch.bfloat16:  # the upper 16 bits of fp32
+            if parameter.dtype == torch.bfloat16:  # the upper 16 bits of fp32
                 wide = wide.view(torch.int32).add_(noise & 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
             weights[some] = wide
             self._write(state, "exp_avg", some, m, (noise >> 16) & 0xFF)
@@ -99,8 +81,6 @@ class AdamW8(torch.optim.Optimizer):
     def _fresh(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state, count = self.state[parameter], parameter.numel()
         state["step"] = torch.zeros((), dtype=torch.int64)
-        if parameter.dtype == torch.bfloat16 and not any(parameter is p for p in self.coarse):
-            state["low"] = torch.zeros(count, dtype=torch.int8, device=self.device)
         for name in MOMENTS:
             if count < LEAST or count % BLOCK:
                 state[name] = torch.zeros(count, device=self.device)

@@ -108,9 +108,9 @@ def test_a_stop_between_the_two_renames_puts_the_old_index_back(tmp_path, monkey
     """The old index, moved aside, was deleted together with the new one: nothing was left."""
     save(tmp_path / "i")
     before = (tmp_path / "i").stat().st_ino
-    rename = Path.rename
+    move = building.move
     monkeypatch.setattr(
-        Path, "rename", lambda p, to: (_ for _ in ()).throw(stop) if ".build" in p.name else rename(p, to)
+        building, "move", lambda p, to: (_ for _ in ()).throw(stop) if ".build" in p.name else move(p, to)
     )
     with pytest.raises(type(stop)):
         save(tmp_path / "i")
