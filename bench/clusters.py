@@ -26,7 +26,6 @@ from r3lite.memory.planner import adapter_bytes
 
 MODELS = {
     "0.5B": "Qwen/Qwen2.5-0.5B-Instruct",
-    "1.5B": "Qwen/Qwen2.5-1.5B-Instruct",
     "7B": "mistralai/Mistral-7B-Instruct-v0.3",
 }
 RANKS, OF_A_MACHINE = (1, 2, 8, 64), 8
@@ -53,10 +52,10 @@ LATENCY = 50e-6  # seconds of a message, assumed
 
 
 LOAD = """\
-{clients} clients at once for {minutes:g} minutes, with a restart of the server in the middle, on {threads} CPU cores
-with a small encoder: {requests_per_second:g} queries a second, p50 {p50_ms:.0f} ms, p99 {p99_ms:.0f} ms, none of
-{sent:,} lost. `serve` with the tiny model: {chats[requests_per_second]:g} answers a second, p50 {chats[p50_ms]:.0f} ms,
-p99 {chats[p99_ms]:.0f} ms, none of {chats[sent]:,} lost. Memory grew by at most {growth:.1%}."""
+{clients} clients for {minutes:g} minutes with a restart in the middle, on {threads} CPU cores with a small encoder:
+{requests_per_second:g} queries a second, p50 {p50_ms:.0f} ms, p99 {p99_ms:.0f} ms, none of {sent:,} lost. `serve` with
+the tiny model: {chats[requests_per_second]:g} answers a second, p50 {chats[p50_ms]:.0f} ms, p99 {chats[p99_ms]:.0f} ms,
+none of {chats[sent]:,} lost. Memory grew by at most {growth:.1%}."""
 
 
 @functools.cache
@@ -106,11 +105,10 @@ def seconds(found: Plan, costs: list[duration.Cost]) -> float:
 # SFT
 
 
-def sft(found: Plan, ranks: int, rented: Rented) -> tuple[float, float]:
-    """Seconds of a step of ROWS rows, and of its all-reduce."""
+def sft(found: Plan, ranks: int, rented: Rented) -> float:
+    """Seconds of a step of ROWS rows."""
     work = replace(found.workload, step_rows=-(-ROWS // ranks), mean_tokens=TOKENS, row_tokens=TOKENS)
-    reduced = all_reduce(adapter_bytes(work), ranks, rented)
-    return seconds(found, duration.update(work, found.memory)) + reduced, reduced
+    return seconds(found, duration.update(work, found.memory)) + all_reduce(adapter_bytes(work), ranks, rented)
 
 
 # A round of GRPO
@@ -223,7 +221,7 @@ def rows_of(rented: Rented) -> list[dict]:
         supervised = plan_of(size, known, ["--max-length", str(TOKENS)])
         simulation = Simulation(plan_of(size, known, learning), rented)
         for ranks in RANKS:
-            step, reduced = sft(supervised, ranks, rented)
+            step = sft(supervised, ranks, rented)
             timed = simulation.timed(ranks)
             price = rented.dollars * ranks / 3600
             found.append(
@@ -232,7 +230,6 @@ def rows_of(rented: Rented) -> list[dict]:
                     "cards": ranks,
                     "SFT, tokens/s": f"{ROWS * TOKENS / step:,.0f}",
                     "$ per million": f"{price * step / (ROWS * TOKENS) * 1e6:.3f}",
-                    "all-reduce": f"{reduced / step:.0%}",
                     "a round, s": f"{timed.round:.1f}",
                     "$ per 100 rounds": f"{price * timed.round * 100:.2f}",
                     "waiting": f"{timed.waited:.0%}",
