@@ -58,6 +58,15 @@ def is_answer(kind: str, reply: dict) -> bool:
     return bool(found) if kind == "retrieve" else isinstance(found, str)
 
 
+async def answered(http: httpx.AsyncClient, path: str, body: dict) -> httpx.Response | None:
+    """The reply to a request; None if the server is away."""
+    try:
+        reply = await http.post(path, json=body)
+    except httpx.TransportError:
+        return None
+    return None if reply.status_code in (502, 503) else reply
+
+
 async def client(http: httpx.AsyncClient, kind: str, questions: list[str], load: Load, end: float) -> None:
     """Asks one question after another until `end`; the last is answered, too."""
     for question in itertools.cycle(questions):
@@ -65,13 +74,7 @@ async def client(http: httpx.AsyncClient, kind: str, questions: list[str], load:
             return
         path, body = body_of(kind, question)
         load.sent += 1
-        while True:
-            try:
-                reply = await http.post(path, json=body)
-                if reply.status_code == 200 or reply.status_code not in (502, 503):
-                    break
-            except httpx.TransportError:
-                pass
+        while (reply := await answered(http, path, body)) is None:
             load.again += 1
             await asyncio.sleep(PAUSE)
         load.answered += 1

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,19 @@ def toml(tmp_path):
         return str(tmp_path / "my.toml")
 
     return write
+
+
+@pytest.fixture
+def running():
+    """Starts servers and stops them; an address of each."""
+    started = []
+
+    def start(made) -> str:
+        started.append(made)
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{made.server_port}"
+
+    yield start
+    for made in started:
+        made.shutdown()
+        made.server_close()

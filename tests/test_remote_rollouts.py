@@ -42,20 +42,13 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def running():
-    """Starts servers and stops them; the address of each."""
-    started = []
+def running(running):
+    """Starts servers, of a service if one is given, and stops them; the address of each."""
 
     def start(service) -> str:
-        made = service if isinstance(service, ThreadingHTTPServer) else Server(service, "127.0.0.1", 0)
-        started.append(made)
-        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-        return f"http://127.0.0.1:{made.server_port}"
+        return running(service if isinstance(service, ThreadingHTTPServer) else Server(service, "127.0.0.1", 0))
 
-    yield start
-    for made in started:
-        made.shutdown()
-        made.server_close()
+    return start
 
 
 def worker_flags(cold: Path, *more: str) -> list[str]:

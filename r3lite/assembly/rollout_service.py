@@ -1,5 +1,5 @@
-"""What a rollout worker answers: GET /version says what it samples with, POST /adapter/HASH takes the adapter of a
-round, POST /sample samples episodes with it. `rollout/remote.py` is the other side.
+"""The service of a rollout worker. GET /version describes the model and settings, POST /adapter/HASH receives the
+adapter of a round, POST /sample returns episodes that are sampled with it. `rollout/remote.py` is the other side.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""A server of JSON over HTTP: how requests are read and errors answered. A service says what is answered.
+"""A server of JSON over HTTP: reads requests and replies with what a service answers, or with its error.
 
 Errors are {"error": "..."}. GET /health says that the server is there. Requests are not logged: they hold people's
 questions.
@@ -125,7 +125,7 @@ class Server(ThreadingHTTPServer):
             self._answering.discard(request)
 
     def handle_error(self, request, client_address) -> None:
-        """A client that went away is no error of the server, and needs no traceback."""
+        """Prints no traceback if a client has disconnected, which is not an error of the server."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
