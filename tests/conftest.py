@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from r3lite.core.http_server import Server
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.compiled import missing_compiler
@@ -142,10 +144,11 @@ def toml(tmp_path):
 
 @pytest.fixture
 def running():
-    """Starts servers and stops them; an address of each."""
+    """Starts servers, or servers of services, and stops them; the address of each."""
     started = []
 
     def start(made) -> str:
+        made = made if isinstance(made, ThreadingHTTPServer) else Server(made, "127.0.0.1", 0)
         started.append(made)
         threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
         return f"http://127.0.0.1:{made.server_port}"

@@ -8,81 +8,35 @@ import re
 import subprocess
 import sys
 import threading
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 
 from r3lite import ppo, rollout_worker
-from r3lite.assembly import remote_rollouts, rl_setup, rollout_service
-from r3lite.assembly.rl_round import RoundSampler
-from r3lite.core.command import COMMANDS
+from r3lite.assembly import remote_rollouts, rollout_service
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.core.http_server import Server
-from r3lite.core.invocation import resolve
 from r3lite.core.records import InvalidRecord, Record, Source
-from r3lite.datasets.sources import read_questions_of
 from r3lite.models import lora
-from r3lite.retrieval.retriever import build_retriever
-from r3lite.retrieval.setup import Setup
-from r3lite.rl.batch import Batch, Rollout
 from r3lite.rollout import remote, wire
-from r3lite.settings import PpoConfig, RolloutWorkerConfig
-from r3lite.training import optim
 from r3lite.training.metrics import Stopwatch
 from tests.cold_start import WORLD, adapter, arguments, logged, same
-from tests.fake_vllm import FakeVllm
+from tests.sampled_elsewhere import (
+    SHORT,
+    config_of,
+    equal,
+    perturb,
+    rollouts_of,
+    sampler_of,
+    service_of,
+    trainers_difference,
+    worker_flags,
+)
 from tests.scripted_server import Scripted
 
-SHORT = ["--dtype", "fp32", "--max-new-tokens", "48", "--max-hops", "2"]
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def running(running):
-    """Starts servers, of a service if one is given, and stops them; the address of each."""
-
-    def start(service) -> str:
-        return running(service if isinstance(service, ThreadingHTTPServer) else Server(service, "127.0.0.1", 0))
-
-    return start
-
-
-def worker_flags(cold: Path, *more: str) -> list[str]:
-    return ["--preset", "tiny", "--index", str(cold / "index"), *SHORT, *more]
-
-
-def service_of(cold: Path, *more: str, token: str | None = None):
-    flags = worker_flags(cold, *more)
-    return rollout_service.build(resolve("rollout_worker", RolloutWorkerConfig(), flags, COMMANDS, "ppo"), token)
-
-
-def config_of(cold: Path, *more: str) -> PpoConfig:
-    flags = arguments(cold, cold / "unused", "--algorithm", "grpo", *SHORT, *more)
-    return resolve("ppo", PpoConfig(), flags, COMMANDS)
-
-
-def sampler_of(config: PpoConfig, output: Path, elsewhere: bool = True):
-    """The sampler of a run, as `reinforcement.train` makes it, and its learner and state."""
-    remote_rollouts.check(config)
-    questions = read_questions_of(config.data, config.mixture)
-    setup = Setup(config.retrieval, questions, config.common.seed)
-    engine, learner, state = rl_setup.build(config, questions)
-    sampler = RoundSampler(config, questions, engine, build_retriever(setup), None)
-    if elsewhere:
-        sampler = remote_rollouts.build(sampler, learner, state, setup, output)
-    return sampler, learner, state
-
-
-def equal(one, other, within: float = 1e-5) -> None:
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        assert (a.question.id, a.tokens, a.action_mask) == (b.question.id, b.tokens, b.action_mask)
-        assert (a.steps, a.step_ends, a.finish, a.place) == (b.steps, b.step_ends, b.finish, b.place)
-        assert a.logprobs == pytest.approx(b.logprobs, abs=within)
 
 
 def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_path, running, monkeypatch, capfd):
@@ -220,96 +174,6 @@ def test_a_worker_asks_for_its_token(cold, tmp_path, running, monkeypatch):
         sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
     monkeypatch.setenv("R3LITE_TOKEN", "a secret of this test")
     assert sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
-
-
-@pytest.fixture
-def vllm(running):
-    """Starts imitations of vLLM."""
-    return lambda **options: (made := FakeVllm(**options), running(made))
-
-
-def perturb(state) -> None:
-    """Moves the policy, as an update does."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, weight in optim.parameters(state.optimizer).items():
-            if "lora_B" in name:
-                weight += 0.01 * torch.randn(weight.shape, generator=generator)
-
-
-def rollouts_of(sequences) -> Batch:
-    """Episodes of groups of three that are paid 0, 1 and 2 at their ends."""
-    paid = [
-        Rollout.paid_at_end(s.tokens, s.action_mask, s.logprobs, float(i % 3), i // 3) for i, s in enumerate(sequences)
-    ]
-    return Batch.of(paid)
-
-
-def trainers_difference(learner, sequences) -> float:
-    """The largest one between the recorded log-probabilities and those that the trainer computes now."""
-    batch = rollouts_of(sequences)
-    return float((learner.policy_logprobs(batch) - batch.logprobs).abs().max())
-
-
-def test_vllm_samples_turns_and_gets_the_adapter_after_each_update(cold, tmp_path, vllm):
-    server, url = vllm()
-    flags = ["--num-generations", "6", "--rollout-server", url]
-    sampler, learner, state = sampler_of(config_of(cold, *flags), tmp_path)
-    first = sampler.sample(1, Stopwatch()).sequences
-    assert any(step.documents for s in first for step in s.steps)  # found and spliced here
-    assert trainers_difference(learner, first) < 1e-4
-    again, _, _ = sampler_of(config_of(cold, *flags), tmp_path / "again")
-    equal(again.sample(1, Stopwatch()).sequences, first)  # each turn's seed follows from the episode's
-    perturb(state)
-    assert trainers_difference(learner, first) > 1e-3
-    second = sampler.sample(2, Stopwatch()).sequences
-    assert trainers_difference(learner, second) < 1e-4
-    loads = [line for line in server.log if not line.startswith("complete")]
-    old, new = (f"r3lite-{made.sampler.engine.adapter.version[:16]}" for made in (again, sampler))
-    assert loads == [f"load {old}", f"load {new}", f"unload {old}"]
-    assert [p.name for p in (tmp_path / "served").iterdir()] == [new]
-
-
-def test_a_turn_that_vllm_ends_too_early_is_gone_on_with(cold, tmp_path, vllm):
-    server, url = vllm()
-    sampler, learner, _ = sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
-    server.stop_early = 4
-    made = sampler.sample(1, Stopwatch()).sequences
-    assert all(s.finish for s in made) and trainers_difference(learner, made) < 1e-4
-
-
-def test_a_vllm_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, vllm):
-    server, url = vllm()
-    sampler, learner, _ = sampler_of(config_of(cold, "--rollout-server", f"{url},{vllm()[1]}"), tmp_path)
-    sampler.sample(1, Stopwatch())
-    server.answer("/v1/unload_lora_adapter", {"lora_name": sampler.sampler.engine.servers[0].name})
-    made = sampler.sample(2, Stopwatch())  # elsewhere, for now
-    assert made.told["rollout/moved_episodes"] and trainers_difference(learner, made.sequences) < 1e-4
-    assert sampler.sample(3, Stopwatch()).told["rollout/moved_episodes"] == 0 and server.loaded
-
-
-def test_log_probabilities_of_vllm_are_those_of_the_temperature_or_refused(cold, tmp_path, vllm):
-    flags = ["--temperature", "0.7", "--rollout-server"]
-    with pytest.raises(R3LiteError, match="from before --temperature\n  Start vLLM with --logprobs-mode processed"):
-        sampler_of(config_of(cold, *flags, vllm(raw=True)[1]), tmp_path)
-    sampler, learner, _ = sampler_of(config_of(cold, *flags, vllm()[1]), tmp_path)
-    assert trainers_difference(learner, sampler.sample(1, Stopwatch()).sequences) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"root": "Qwen/Qwen2.5-0.5B"}, "serves Qwen/Qwen2.5-0.5B, and --model is tiny"),
-        ({"longest": 512}, "takes 512 tokens, and --max-length is 1536"),
-        (
-            {"updating": False},
-            "vLLM cannot load .*: status 404.*\n  Start it with: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
-        ),
-    ],
-)
-def test_a_vllm_that_does_not_fit_is_refused(cold, tmp_path, vllm, options, told):
-    with pytest.raises(R3LiteError, match=told):
-        sampler_of(config_of(cold, "--rollout-server", vllm(**options)[1]), tmp_path)[0].sample(1, Stopwatch())
 
 
 def test_another_server_is_neither(cold, tmp_path, running):

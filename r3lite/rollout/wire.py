@@ -8,12 +8,14 @@ import hashlib
 import json
 import math
 import random
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Step
+from r3lite.core.files import PART, move
 from r3lite.core.records import Record
 from r3lite.models import lora
 from r3lite.rollout.sequence import Sequence
@@ -35,9 +37,12 @@ class Adapter:
         return hashlib.sha256(self.body).hexdigest()[:32]
 
     def write(self, folder: Path) -> None:
+        """Writes the two files, each whole: a server that another thread sent here may have the same file mapped."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in zip((lora.CONFIG, lora.WEIGHTS), self.body.split(b"\0", 1), strict=True):
-            (folder / name).write_bytes(content)
+            part = folder / f".{name}.{threading.get_ident()}{PART}"
+            part.write_bytes(content)
+            move(part, folder / name)
 
 
 @dataclass(frozen=True)
