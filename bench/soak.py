@@ -151,7 +151,11 @@ def grpo(folder: Path, total: int) -> list[Look]:
 
 
 def serve(folder: Path, total: int) -> list[Look]:
-    """Eight people at once, each over one connection: chats in conversations, searches, streams, bad requests."""
+    """Eight people at once, each over one connection: chats in conversations, searches, streams, bad requests.
+
+    In the warm-up there are sixteen: memory grows with the most answers that were under way at once, which in a calmer
+    crowd would come about late by chance.
+    """
     place = folder / "serve"
     place.mkdir()
     limits = "--requests-per-minute 100000000 --max-requests-per-client 1000 --max-new-tokens 6 --max-hops 1"
@@ -165,12 +169,12 @@ def serve(folder: Path, total: int) -> list[Look]:
     questions = [row.text("question") for row in read_jsonl(WORLD / "test.jsonl")]
     count, lock, looks, failed = [0], threading.Lock(), [], []
 
-    def person(number: int) -> None:
+    def person(number: int, until: int) -> None:
         rng = random.Random(number)
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
         while True:
             with lock:
-                if count[0] >= total:
+                if count[0] >= until:
                     return connection.close()
                 count[0] += 1
             kind, body = rng.random(), {"query": rng.choice(questions), "mode": "chat"}
@@ -192,7 +196,8 @@ def serve(folder: Path, total: int) -> list[Look]:
             if (wanted and reply.status != wanted) or reply.status >= 500:
                 failed.append(reply.status)
 
-    people = [threading.Thread(target=person, args=(i,), daemon=True) for i in range(PEOPLE)]
+    leaving = {i: total // 10 for i in range(PEOPLE, 2 * PEOPLE)}
+    people = [threading.Thread(target=person, args=(i, leaving.get(i, total)), daemon=True) for i in range(2 * PEOPLE)]
     for thread in people:
         thread.start()
     while any(thread.is_alive() for thread in people):
