@@ -28,7 +28,7 @@ from r3lite.llm.known_models import prices_of
 from r3lite.llm.limits import Budget, RateLimiter
 from r3lite.llm.replies import Reply, Request, estimated_tokens, parse
 from r3lite.llm.service import Service, read_complaint
-from r3lite.llm.transport import Broken, Calls, Refused, TooLarge
+from r3lite.llm.transport import Calls, NoReply
 from r3lite.settings import JudgeSettings
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try
@@ -220,14 +220,9 @@ class Client(CachingClient):
             body = self._calls.run(lambda: self.service.send(request, limit))
             reply, cost = self._reply_to(request, body, prompt_tokens, limit)
             return reply, 0.0
-        except Refused as error:
-            cost = 0.0
-            return self._refusal(error)
-        except Broken as error:
-            cost = most if error.sent else 0.0
-            return self._failure(error.kind, str(error)), 0.0
-        except TooLarge as error:
-            return self._failure("too_large", str(error)), 0.0
+        except NoReply as error:
+            cost = most if error.sent and not error.status else 0.0
+            return self._refusal(error) if error.status else (self._failure(error.kind, str(error)), 0.0)
         except InvalidRecord as error:
             return self._failure("malformed", error.cause), 0.0
         finally:
@@ -245,9 +240,9 @@ class Client(CachingClient):
         reply = replace(reply, detail=self._redacted(reply.detail))
         return reply, self._price(answer.input_tokens, answer.output_tokens)
 
-    def _refusal(self, error: Refused) -> tuple[Reply, float]:
+    def _refusal(self, error: NoReply) -> tuple[Reply, float]:
         """What a status other than 200 means; raises R3LiteError if every request would fail like it."""
-        name, reason, delays = read_complaint(error.body)
+        name, reason, delays = read_complaint(str(error))
         status, message = error.status, self._redacted(f"{error.status} {name}: {reason}")
         wait = _seconds(error.retry_after, *delays)
         if status == 429 and name == "insufficient_quota":  # OpenAI's word: waiting would not help

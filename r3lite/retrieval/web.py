@@ -60,7 +60,7 @@ class Exa:
         def read(reply: Record) -> list[dict[str, str]]:
             return [_page(row, "url", "title", "text") for row in reply.records("results")[:count]]
 
-        return self._poster.ask(body, "documented", read)
+        return self._poster.ask("", body, "documented", read)
 
 
 class DuckDuckGo:
