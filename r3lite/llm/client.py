@@ -24,8 +24,7 @@ from r3lite.core import bars
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord
 from r3lite.llm.cache import ReplyCache, digest
-from r3lite.llm.known_models import prices_of
-from r3lite.llm.limits import Budget, RateLimiter
+from r3lite.llm.limits import Budget, RateLimiter, prices_of
 from r3lite.llm.replies import Reply, Request, estimated_tokens, parse
 from r3lite.llm.service import Service, read_complaint
 from r3lite.llm.transport import Calls, NoReply

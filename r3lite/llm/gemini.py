@@ -1,6 +1,7 @@
 """Gemini as a service of the client: requests by Google's library, keys from GOOGLE_API_KEY or GEMINI_API_KEY."""
 
 import copy
+import re
 
 from google import genai
 from google.genai import types
@@ -8,9 +9,8 @@ from google.genai import types
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record, Source, parse
 from r3lite.llm.http_client import BoundedClient
-from r3lite.llm.known_models import THINKING_ROOM, thinking
 from r3lite.llm.replies import Answer, Request, estimated_tokens, token_count
-from r3lite.llm.service import Service, read_key
+from r3lite.llm.service import LEAST_THINKING_ROOM, THINKING_ROOM, Service, read_key
 from r3lite.settings import JudgeSettings
 
 KEYS = ("GOOGLE_API_KEY", "GEMINI_API_KEY")
@@ -78,3 +78,13 @@ class GeminiService(Service):
         written = token_count(usage, "candidatesTokenCount") or estimated_tokens(text)
         thoughts = token_count(usage, "thoughtsTokenCount")
         return Answer(text, failure, detail, read, written + (limit if thoughts is None else thoughts))
+
+
+def thinking(model: str, wanted: bool) -> tuple[dict, int]:
+    """The fields of a request that say whether a model is to think, and how many tokens its thoughts may take."""
+    if re.match(r"(models/)?gemini-[12]\b", model):  # before thinking had levels
+        budget = THINKING_ROOM if wanted else 0
+        return {"thinking_budget": budget}, budget
+    if wanted:
+        return {"thinking_level": "HIGH"}, THINKING_ROOM
+    return {"thinking_level": "MINIMAL"}, LEAST_THINKING_ROOM

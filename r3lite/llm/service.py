@@ -8,6 +8,10 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 from r3lite.llm.replies import Answer, Request
 
+# More output tokens, because thoughts count against the limit: for a model that thinks, and for one set to think
+# as little as it can.
+THINKING_ROOM, LEAST_THINKING_ROOM = 8192, 512
+
 
 class Service(Protocol):
     """How one kind of server is asked, and what its answers mean."""

@@ -22,10 +22,8 @@ from r3lite.devices.precision import resolve_device
 from r3lite.retrieval import corpus, editing, index, qdrant
 from r3lite.retrieval.corpus import Passages, write_passages
 from r3lite.retrieval.documents.folder import Folder, read_folder
-from r3lite.retrieval.encoder import Encoder, make_encoder
-from r3lite.retrieval.hashing import HASHING, HashingEncoder
-from r3lite.retrieval.index_size import BLOCK, Estimate, choose
-from r3lite.retrieval.vectors import VectorFile, build_vectors, write_vectors
+from r3lite.retrieval.encoder import HASHING, Encoder, HashingEncoder, make_encoder
+from r3lite.retrieval.vectors import BLOCK, Estimate, VectorFile, build_vectors, choose, write_vectors
 from r3lite.settings import DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
 

@@ -18,9 +18,8 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_json
 from r3lite.retrieval import index
 from r3lite.retrieval.corpus import Passages, fingerprint, write_passages
-from r3lite.retrieval.index_size import BLOCK
+from r3lite.retrieval.vectors import BLOCK, open_vectors, write_vectors
 from r3lite.retrieval.vectors import add as add_vectors
-from r3lite.retrieval.vectors import open_vectors, write_vectors
 
 MANY = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
 

@@ -29,11 +29,9 @@ from r3lite.core.files import PIECE, PIECES, check_regular, read_record
 from r3lite.core.records import Record
 from r3lite.retrieval.conventions import STYLES
 from r3lite.retrieval.corpus import ENDS, PASSAGES, Passages, fingerprint
-from r3lite.retrieval.encoder import Encoder, EncoderSettings, make_encoder
-from r3lite.retrieval.hashing import HASHING, HashingEncoder
-from r3lite.retrieval.index_size import BLOCK
+from r3lite.retrieval.encoder import HASHING, Encoder, EncoderSettings, HashingEncoder, make_encoder
 from r3lite.retrieval.search import best, found
-from r3lite.retrieval.vectors import CLASSES, Vectors, add, open_vectors
+from r3lite.retrieval.vectors import BLOCK, CLASSES, Vectors, add, open_vectors
 
 VERSION = 1
 VECTORS, MANIFEST = "index.faiss", "manifest.json"

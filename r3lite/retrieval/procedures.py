@@ -16,8 +16,7 @@ from r3lite.core.episode import Document, Question, folded
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_text, within
 from r3lite.core.records import Record, Source
-from r3lite.retrieval.encoder import Encoder
-from r3lite.retrieval.hashing import HashingEncoder
+from r3lite.retrieval.encoder import Encoder, HashingEncoder
 from r3lite.settings import ProcedureSettings
 
 TRIGGER, PRIORITY = 10.0, 0.5  # what a trigger that is there and a unit of priority add to a score

@@ -9,9 +9,8 @@ from pathlib import Path
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import corpus, index
-from r3lite.retrieval.encoder import Encoder, make_encoder
+from r3lite.retrieval.encoder import HASHING, Encoder, make_encoder
 from r3lite.retrieval.filters import fitting
-from r3lite.retrieval.hashing import HASHING
 from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
 from r3lite.retrieval.reranker import CrossEncoder, Reranker
 from r3lite.settings import RetrievalSettings

@@ -15,9 +15,8 @@ from r3lite import index as recipe
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import building, index
-from r3lite.retrieval.encoder import make_encoder
-from r3lite.retrieval.hashing import HashingEncoder
-from r3lite.retrieval.index_size import estimate
+from r3lite.retrieval.encoder import HashingEncoder, make_encoder
+from r3lite.retrieval.vectors import estimate
 from tests.built_index import encoder_settings
 
 DOCUMENTS = [Document(str(i), f"Town {i}", f"Town {i} lies by the river {i * 7 % 31}.") for i in range(23)]

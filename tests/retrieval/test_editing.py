@@ -12,7 +12,7 @@ from r3lite import index as recipe
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import building, editing, index
-from r3lite.retrieval.index_size import estimate
+from r3lite.retrieval.vectors import estimate
 from r3lite.settings import DocumentSettings, IndexSettings
 from tests.built_index import encoder_settings
 
