@@ -132,8 +132,7 @@ def _kept(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
     if 0 < rows < n:
         fresh = encoder.encode_passages([build.passages[rows - 1]], lambda count: None)
         if not np.linalg.norm(fresh - waiting.read(rows - 1, 1)) <= index.FURTHEST:
-            name = encoder.settings["encoder"]
-            raise R3LiteError(f"{build.work} was begun with another {name}: the vectors differ", remedy)
+            raise R3LiteError(f"{build.work} was begun with another {plan['encoder']}: the vectors differ", remedy)
     return rows
 
 
@@ -142,8 +141,7 @@ def finish(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
     folder, work, old = build.folder, build.work, _old(build.folder)
     waiting, n = VectorFile(work / WAITING, encoder.dimension, estimate.kind), len(build.passages)
     write_vectors(build_vectors(estimate.kind, waiting), work / index.VECTORS)
-    probes = np.concatenate([waiting.read(i, 1) for i in index.probed(n)])
-    (work / index.PROBES).write_bytes(probes.astype("<f4").tobytes())
+    np.concatenate([waiting.read(i, 1) for i in index.probed(n)]).astype("<f4").tofile(work / index.PROBES)
     if isinstance(encoder, HashingEncoder):
         encoder.save(work)  # its words, which its vectors depend on
     manifest = {"version": index.VERSION, "passages": n, "fingerprint": build.fingerprint, "kind": estimate.kind}
@@ -201,8 +199,7 @@ def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> N
     encoder = make_encoder(settings, [], device, settings.batch_size)
     start = time.perf_counter()
     encoded, count = qdrant.fill(address, documents, encoder)
-    seconds = time.perf_counter() - start
-    print(f"written     {encoded} passages in {seconds:.1f} s, encoded on {device}")
+    print(f"written     {encoded} passages in {time.perf_counter() - start:.1f} s, encoded on {device}")
     print(f"passages    {count} in {address}")
 
 
@@ -229,8 +226,8 @@ def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> N
     if settings.add:
         named = {"documents": settings.add} if Path(settings.add).is_dir() else {"corpus": (settings.add,)}
         documents = list(passages_of(replace(settings, **named), chunking)[0])
-        opened = index.load(output, settings, device_of(settings), settings.batch_size)
-        added, known = editing.add(output, opened, documents)
+        there = index.load(output, settings, device_of(settings), settings.batch_size)
+        added, known = editing.add(output, there, documents)
         print(f"added       {added} passages" + (f"; {known} were there already" if known else ""))
     print(f"passages    {len(index.read_documents(output))} in {output}")
 

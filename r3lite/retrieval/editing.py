@@ -18,8 +18,8 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_json
 from r3lite.retrieval import index
 from r3lite.retrieval.corpus import Passages, fingerprint, write_passages
-from r3lite.retrieval.vectors import BLOCK, open_vectors, write_vectors
 from r3lite.retrieval.vectors import add as add_vectors
+from r3lite.retrieval.vectors import blocks_of, open_vectors, write_vectors
 
 MANY = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
 
@@ -33,8 +33,7 @@ def add(path: Path, opened: index.PassageIndex, documents: Iterable[Document]) -
     given = len(new)
     for there in opened.documents:
         if new.pop(there.id, there) != there:
-            remedy = f"Delete that one first: --delete {there.id}"
-            raise R3LiteError(f"{path} has another passage with the id {there.id!r}", remedy)
+            raise R3LiteError(f"{path} has another passage with the id {there.id!r}", f"First --delete {there.id}")
     if not new:
         return 0, given
     fresh, vectors = list(new.values()), opened.vectors
@@ -48,8 +47,7 @@ def add(path: Path, opened: index.PassageIndex, documents: Iterable[Document]) -
     replaced, written = "added", waiting
     if waiting.ntotal > max(MANY, vectors.base.ntotal // 10):
         written = open_vectors(folder.file("index"), folder.manifest.text("kind"), folder.remedy, mapped=False)
-        starts = range(0, waiting.ntotal, BLOCK)
-        add_vectors(written, (waiting.reconstruct_n(i, min(BLOCK, waiting.ntotal - i)) for i in starts))
+        add_vectors(written, blocks_of(waiting))
         replaced = ("index", "added")
     name = f"{'added' if written is waiting else 'index'}-{_next(folder)}.faiss"
     write_vectors(written, path / name)

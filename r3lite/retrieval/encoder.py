@@ -189,8 +189,7 @@ class SentenceEncoder(FolderEncoder):
 
     def __init__(self, name: str, style: str, device: str = "cpu", batch_size: int = 32, dtype: str = "fp32"):
         super().__init__(name, style, batch_size)
-        what = f"the encoder {name} ({self.found.other})"
-        with extra("encoders", what, "Or use a BERT, such as intfloat/e5-base-v2."):
+        with extra("encoders", f"the encoder {name} ({self.found.other})", "Or use a BERT, as intfloat/e5-base-v2."):
             from sentence_transformers import SentenceTransformer
         how = {"use_safetensors": True, "dtype": DTYPES[dtype]}
         remedy, folder = "See that all files are there, the weights as safetensors.", str(self.found.folder)

@@ -31,7 +31,7 @@ from r3lite.retrieval.conventions import STYLES
 from r3lite.retrieval.corpus import ENDS, PASSAGES, Passages, fingerprint
 from r3lite.retrieval.encoder import HASHING, Encoder, EncoderSettings, HashingEncoder, make_encoder
 from r3lite.retrieval.search import best, found
-from r3lite.retrieval.vectors import BLOCK, CLASSES, Vectors, add, open_vectors
+from r3lite.retrieval.vectors import BLOCK, CLASSES, Vectors, add, blocks_of, open_vectors
 
 VERSION = 1
 VECTORS, MANIFEST = "index.faiss", "manifest.json"
@@ -129,8 +129,7 @@ def load(
     passages, vectors, probes = consistent(path, lambda folder: (folder.passages(), *folder.vectors()))
     # Some passages' vectors must come out again: this tells other weights of the same shape, and another order.
     fresh = encoder.encode_passages([passages.at(place) for place in probes], lambda n: None)
-    distances = np.linalg.norm(fresh - np.stack(list(probes.values())), axis=1)
-    if not distances.max() <= FURTHEST:  # nor if it is NaN
+    if not np.linalg.norm(fresh - np.stack(list(probes.values())), axis=1).max() <= FURTHEST:  # nor if it is NaN
         asked = f"{encoder_name} as it is now: the vectors differ"
         _refuse(path, "encoder", kept_encoder, asked, f"Pass the encoder that it was built with, or {rebuild}")
     return PassageIndex(encoder, passages, vectors)
@@ -220,7 +219,7 @@ class Folder:
             raise self._unfit(f"{path.name} holds {passages} vectors for {indexed} passages")
         if base.d != dimension:
             raise self._unfit(f"{path.name} has {base.d} dimensions and not {dimension}")
-        if None in self.digests.values() and not _finite(base):  # of an older index
+        if None in self.digests.values() and not all(np.isfinite(b).all() for b in blocks_of(base)):  # an older index
             raise self._unfit(f"{path.name} holds vectors that are not finite")
         if "probed" not in manifest:
             return vectors, {place: base.reconstruct(place) for place in probed(base.ntotal)}
@@ -251,9 +250,3 @@ def digest(path: Path) -> str:
             file.seek(i * (size - PIECE) // (PIECES - 1))
             found.update(file.read(PIECE))
         return found.hexdigest()
-
-
-def _finite(vectors: faiss.Index) -> bool:
-    """Whether the vectors of a flat index are numbers."""
-    starts = range(0, vectors.ntotal, BLOCK)
-    return all(np.isfinite(vectors.reconstruct_n(i, min(BLOCK, vectors.ntotal - i))).all() for i in starts)

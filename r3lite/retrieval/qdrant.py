@@ -85,10 +85,8 @@ class Collection:
         return [passage for id, passage in wanted.items() if there.get(id) != passage.to_json()]
 
     def write(self, passages: list[Document]) -> None:
-        vectors = self.encoder.encode_passages(passages, lambda count: None)
-        pairs = zip(passages, vectors.tolist(), strict=True)
-        make = self.models.PointStruct
-        points = [make(id=point_id(passage), vector=vector, payload=passage.to_json()) for passage, vector in pairs]
+        pairs = zip(passages, self.encoder.encode_passages(passages, lambda count: None).tolist(), strict=True)
+        points = [self.models.PointStruct(id=point_id(p), vector=vector, payload=p.to_json()) for p, vector in pairs]
         with self.explained():
             self.client.upsert(self.name, points, wait=True)
 

@@ -40,8 +40,9 @@ class QueryCache:
             self._file = sqlite3.connect(self.path, WAIT, isolation_level="IMMEDIATE", check_same_thread=False)
             # What a power cut loses of a cache is encoded again.
             self._file.execute("PRAGMA synchronous = OFF")
-            columns = "id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB"
-            self._file.execute(f"CREATE TABLE IF NOT EXISTS queries ({columns})")
+            self._file.execute(
+                "CREATE TABLE IF NOT EXISTS queries (id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB)"
+            )
 
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
         """The vector of each key: that which is kept, else what `make` gives for its place, which is kept then."""

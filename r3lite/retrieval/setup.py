@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 
 from r3lite.core.episode import Document, Question
@@ -34,8 +35,7 @@ class Setup:
         """The passages of --index or --corpus, or the paragraphs that come with the questions."""
         settings = self.settings
         if settings.index:
-            passages = self._checked(index.read_documents(Path(settings.index)))
-            return passages.only(fitting(settings.filter, passages)) if settings.filter else passages
+            return self._fitting(self._checked(index.read_documents(Path(settings.index))))
         if settings.corpus:
             return self._fitting(corpus.read_corpus(settings.corpus, self.skip_bad_rows))
         bare = [q.id for q in self.questions if not q.documents]
@@ -81,11 +81,12 @@ class Setup:
             return self.like.query_cache
         return QueryCache(settings.query_cache, settings.query_cache_mib) if settings.query_cache else None
 
-    def _fitting(self, documents: list[Document]) -> list[Document]:
+    def _fitting(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages that fit --filter."""
         if not self.settings.filter:
             return documents
-        return [d for d, fits in zip(documents, fitting(self.settings.filter, documents), strict=True) if fits]
+        fit = fitting(self.settings.filter, documents)
+        return documents.only(fit) if isinstance(documents, corpus.Passages) else list(compress(documents, fit))
 
     def _cached(self, encoder: Encoder) -> Encoder:
         if self.query_cache is None or isinstance(encoder, CachedEncoder):
@@ -106,12 +107,12 @@ class Setup:
 
     def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages of the index, refused if another corpus than theirs is named beside it."""
-        settings = self.settings
-        if settings.corpus:
-            named = corpus.read_corpus(settings.corpus, self.skip_bad_rows)
-            if corpus.fingerprint(named) != corpus.fingerprint(documents):
-                cause = f"the index {settings.index} was not built of the corpus {settings.corpus}"
-                raise R3LiteError(cause, "Pass one of them only, or build it again with python -m r3lite.index.")
+        index, named = self.settings.index, self.settings.corpus
+        if named and corpus.fingerprint(corpus.stream_corpora([named], self.skip_bad_rows)) != corpus.fingerprint(
+            documents
+        ):
+            cause = f"the index {index} was not built of the corpus {named}"
+            raise R3LiteError(cause, "Pass one of them only, or build it again with python -m r3lite.index.")
         return documents
 
     def own(self, questions: list[Question]) -> list[tuple[int, ...]] | None:

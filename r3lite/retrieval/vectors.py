@@ -14,7 +14,7 @@ opq-ivf-pq  the same lists, a byte for each 8 dimensions of the rotated vector (
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -97,8 +97,7 @@ def estimate(kind: str, passages: int, dimension: int) -> Estimate:
         "opq-ivf-pq": (4 * rotated * (lists + d + 256), rotated // SUBSPACE + 8),
     }[kind]
     file = trained + round(n * code)
-    copies = {"opq-ivf-pq": 3, "ivf-sq8": 2}.get(kind, 1)  # that FAISS makes of the sample
-    sample = 4 * d * sample_of(kind, n, d) * copies
+    sample = 4 * d * sample_of(kind, n, d) * {"opq-ivf-pq": 3, "ivf-sq8": 2}.get(kind, 1)  # FAISS copies it
     # Lists and links grow by doubling; what is flat gets its memory at once.
     grown = trained + round({"hnsw": n * (2 * code - 4 * d)}.get(kind, n * code * (GROWTH if kind in IVF else 1)))
     build = max(sample + trained, grown) + 3 * 4 * d * min(n, BLOCK) + (DISTANCES if kind in IVF else 0)
@@ -115,8 +114,7 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     if kind == "opq-ivf-pq" and few:
         raise R3LiteError(f"{kind} needs {CODEWORDS * LEAST:,} passages, not {passages:,}", "Pass --index-type auto.")
     by_size = ("flat", "sq8", "ivf-sq8") if few else ("flat", "sq8", *IVF) if passages <= MANY else IVF
-    kinds = by_size if kind == "auto" else (kind,)
-    found = [estimate(each, passages, dimension) for each in kinds]
+    found = [estimate(each, passages, dimension) for each in (by_size if kind == "auto" else (kind,))]
     for each in found:
         if max(each.search, each.build) <= budget:
             return each
@@ -237,8 +235,8 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
         print(f"training    {kind} on {size:,} vectors", flush=True)  # which may take minutes, and FAISS tells nothing
         index.train(vectors.sample(size))
     _reserve(index, count)
-    starts = tqdm(range(0, count, BLOCK), "indexing", unit="block", **BRIEF)
-    add(index, (vectors.read(start, BLOCK) for start in starts))
+    bar = tqdm(range(0, count, BLOCK), "indexing", unit="block", **BRIEF)
+    add(index, (vectors.read(start, BLOCK) for start in bar))
     return index
 
 
@@ -284,6 +282,11 @@ def add(index: faiss.Index, blocks: Iterable[np.ndarray]) -> None:
             index.add(block)
     finally:
         faiss.omp_set_num_threads(threads)
+
+
+def blocks_of(index: faiss.Index) -> Iterator[np.ndarray]:
+    """The vectors of a flat index, a block at a time."""
+    return (index.reconstruct_n(i, min(BLOCK, index.ntotal - i)) for i in range(0, index.ntotal, BLOCK))
 
 
 def write_vectors(index: faiss.Index, path: Path) -> None:

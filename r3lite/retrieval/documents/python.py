@@ -32,13 +32,13 @@ def read(text: str, name: str) -> Iterator[Section]:
     for node in tree.body:
         if isinstance(node, IMPORTS):
             taken |= _span(node)
-    yield _section("imports", module, "", name, _joined(lines, taken))
+    yield _section("imports", module, None, name, _joined(lines, taken))
     for node in tree.body:
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             yield from _definition(node, "", name, lines)
             taken |= _span(node)
-    rest = _joined(lines, set(range(1, len(lines))) - taken)
-    yield _section("module", module, ast.get_docstring(tree) or "", name, rest)
+    rest = set(range(1, len(lines))) - taken
+    yield _section("module", module, tree, name, _joined(lines, rest))
 
 
 def _definition(node: ast.stmt, outer: str, name: str, lines: list[str]) -> Iterator[Section]:
@@ -51,7 +51,7 @@ def _definition(node: ast.stmt, outer: str, name: str, lines: list[str]) -> Iter
         kind, inner = "method" if outer else "function", []
     for child in inner:
         own -= _span(child)
-    yield _section(kind, qualified, ast.get_docstring(node) or "", name, _joined(lines, own))
+    yield _section(kind, qualified, node, name, _joined(lines, own))
     for child in inner:
         yield from _definition(child, f"{qualified}.", name, lines)
 
@@ -66,7 +66,7 @@ def _joined(lines: list[str], numbers: set[int]) -> str:
     return "\n".join(lines[number] for number in sorted(numbers))
 
 
-def _section(kind: str, qualified: str, docstring: str, name: str, text: str) -> Section:
-    said = " ".join(docstring.split())[:DESCRIPTION]
+def _section(kind: str, qualified: str, node: ast.AST | None, name: str, text: str) -> Section:
+    said = " ".join(((node and ast.get_docstring(node)) or "").split())[:DESCRIPTION]
     head = f"# {kind}: {qualified}\n" + f"# Description: {said}\n" * bool(said) + f"# File: {name}\n\n"
     return Section(text, qualified, head)
