@@ -70,8 +70,7 @@ class Harvest:
                 groups = {q.id: episodes[i * n : (i + 1) * n] for i, q in enumerate(block)}
                 failures = {id: e.failure for id, group in groups.items() for e in group if e.failure}
                 if len(failures) == len(block):
-                    remedy = "Mend that, and run the same command again to go on."
-                    raise R3LiteError(f"the retriever fails: {failures[block[0].id]}", remedy)
+                    raise R3LiteError(f"the retriever fails: {failures[block[0].id]}", "Mend that, and run it again.")
                 self.failed += failures.values()
                 whole = [id for id in groups if id not in failures]
                 self._add({id: chosen(groups[id], protocol, settings, retrieves) for id in whole})

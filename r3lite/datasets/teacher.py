@@ -41,8 +41,7 @@ class Try:
 
     @property
     def goes_on(self) -> bool:
-        answered = bool(self.steps) and self.steps[-1].answer is not None
-        return not (answered or self.failure or self.missing)
+        return not (self.failure or self.missing or (self.steps and self.steps[-1].answer is not None))
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,11 @@ class Teacher:
         Continues an earlier run: questions that are in the file, and those whose replies were rejected (named in
         `<output>.rejected.jsonl`), are not asked again. Questions that got no reply are.
         """
-        rejected, kept_before, rejected_before = rejections_of(output), ids(earlier.kept), ids(earlier.rejected)
-        waiting = [q for q in questions if q.id not in kept_before | rejected_before]
-        tally = Tally(len(questions))
+        before, tally = {"kept": ids(earlier.kept), "rejected": ids(earlier.rejected)}, Tally(len(questions))
+        waiting = [q for q in questions if not any(q.id in known for known in before.values())]
         if len(waiting) < len(questions):
-            tally.extra["kept by earlier runs"] = sum(q.id in kept_before for q in questions)
-            tally.extra["rejected by earlier runs"] = sum(q.id in rejected_before for q in questions)
+            counts = {name: sum(q.id in known for q in questions) for name, known in before.items()}
+            tally.extra |= {f"{name} by earlier runs": count for name, count in counts.items()}
         bar = tqdm(total=len(waiting), desc="teacher", unit="question", disable=None)
         for start in range(0, len(waiting), size):
             block = waiting[start : start + size]
@@ -78,7 +76,7 @@ class Teacher:
             right = [t for t in last.values() if not (t.failure or t.missing)]
             wrong = [t for t in last.values() if t.failure]
             append_jsonl(output, [Trajectory.of(t.question, t.steps, "teacher").to_json() for t in right])
-            append_jsonl(rejected, [{"id": t.question.id, "reason": t.failure} for t in wrong])
+            append_jsonl(rejections_of(output), [{"id": t.question.id, "reason": t.failure} for t in wrong])
             for this in right:
                 tally.keep_retrieved(this.question, this.steps)
             tally.rejected.update(t.failure for t in wrong)
