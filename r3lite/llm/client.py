@@ -25,8 +25,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord
 from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.limits import Budget, RateLimiter, prices_of
-from r3lite.llm.replies import Reply, Request, estimated_tokens, parse
-from r3lite.llm.service import Service, read_complaint
+from r3lite.llm.replies import Reply, Request, Service, estimated_tokens, parse, read_complaint
 from r3lite.llm.transport import Calls, NoReply
 from r3lite.settings import JudgeSettings
 

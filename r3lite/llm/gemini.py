@@ -9,10 +9,10 @@ from google.genai import types
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record, Source, parse
 from r3lite.llm.http_client import BoundedClient
-from r3lite.llm.replies import Answer, Request, estimated_tokens, token_count
-from r3lite.llm.service import LEAST_THINKING_ROOM, THINKING_ROOM, Service, read_key
+from r3lite.llm.replies import THINKING_ROOM, Answer, Request, Service, estimated_tokens, read_key, token_count
 from r3lite.settings import JudgeSettings
 
+LEAST_THINKING_ROOM = 512  # output tokens of a model that is set to think as little as it can
 KEYS = ("GOOGLE_API_KEY", "GEMINI_API_KEY")
 GET_A_KEY = "Get one at https://aistudio.google.com/apikey and set GOOGLE_API_KEY to it."
 BLOCKED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "MODEL_ARMOR", "LANGUAGE")

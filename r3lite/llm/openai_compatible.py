@@ -10,8 +10,7 @@ from typing import ClassVar
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record, Source, parse
 from r3lite.llm.http_client import BoundedClient
-from r3lite.llm.replies import Answer, Request, estimated_tokens, token_count
-from r3lite.llm.service import THINKING_ROOM, Service, read_key
+from r3lite.llm.replies import THINKING_ROOM, Answer, Request, Service, estimated_tokens, read_key, token_count
 from r3lite.settings import JudgeSettings
 
 ADDRESS = "https://api.openai.com/v1"

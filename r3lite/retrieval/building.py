@@ -19,7 +19,7 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_writable, move, names_in, read_record, read_text, sweep, write_json, write_jsonl
 from r3lite.devices.precision import resolve_device
-from r3lite.retrieval import corpus, editing, index, qdrant
+from r3lite.retrieval import corpus, index, qdrant
 from r3lite.retrieval.corpus import Passages, write_passages
 from r3lite.retrieval.documents.folder import Folder, read_folder
 from r3lite.retrieval.encoder import HASHING, Encoder, HashingEncoder, make_encoder
@@ -219,15 +219,15 @@ def device_of(settings: IndexSettings) -> str:
 
 def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> None:
     """Deletes passages of an index folder, then adds some."""
-    editing.tidy(output, index.Folder(output).digests)
+    index.tidy(output, index.Folder(output).digests)
     sweep(output)
     if settings.delete:
-        print(f"deleted     {editing.delete(output, ids_of(settings.delete))} passages")
+        print(f"deleted     {index.delete(output, ids_of(settings.delete))} passages")
     if settings.add:
         named = {"documents": settings.add} if Path(settings.add).is_dir() else {"corpus": (settings.add,)}
         documents = list(passages_of(replace(settings, **named), chunking)[0])
         there = index.load(output, settings, device_of(settings), settings.batch_size)
-        added, known = editing.add(output, there, documents)
+        added, known = index.add(output, there, documents)
         print(f"added       {added} passages" + (f"; {known} were there already" if known else ""))
     print(f"passages    {len(index.read_documents(output))} in {output}")
 

@@ -1,6 +1,10 @@
 """A FAISS index of a corpus, kept in a folder with a manifest, searched, and refused when it does not match.
 
-Owns the index folder and its manifest; `building.py` writes one, `editing.py` changes one. What is in a folder:
+Owns the index folder and its manifest. `building.py` writes one; here passages are added and deleted without making it
+anew, while others may read it. What is added is appended to the passages, and its vectors to a flat index beside the
+index itself, which takes them in once they are many. What is deleted stays in its place, and searches leave it out. Files
+of vectors are written under new names, the manifest is replaced last, and then what it no longer names is removed: a
+reader has all of the old or all of the new. What is in a folder:
 
 passages.jsonl, ends.bin       the passages, and where their lines end (`corpus.py`)
 index.faiss or index-N.faiss   their vectors (`vectors.py`)
@@ -12,9 +16,10 @@ words.json, skipped.jsonl      of the hashing encoder; of a folder of documents
 An older folder has a flat index and no ends, probes and table of files; it is read as it is.
 """
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -25,13 +30,13 @@ from tqdm import tqdm
 
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import PIECE, PIECES, check_regular, read_record
+from r3lite.core.files import PIECE, PIECES, check_regular, read_record, write_json
 from r3lite.core.records import Record
 from r3lite.retrieval.conventions import STYLES
-from r3lite.retrieval.corpus import ENDS, PASSAGES, Passages, fingerprint
+from r3lite.retrieval.corpus import ENDS, PASSAGES, Passages, fingerprint, write_passages
 from r3lite.retrieval.encoder import HASHING, Encoder, EncoderSettings, HashingEncoder, make_encoder
 from r3lite.retrieval.search import best, found
-from r3lite.retrieval.vectors import BLOCK, CLASSES, Vectors, add, blocks_of, open_vectors
+from r3lite.retrieval.vectors import BLOCK, CLASSES, Vectors, add_vectors, blocks_of, open_vectors, write_vectors
 
 VERSION = 1
 VECTORS, MANIFEST = "index.faiss", "manifest.json"
@@ -42,6 +47,7 @@ PARTS = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
 FURTHEST = 0.045  # of a vector from what the same encoder makes of its passage: a cosine of 0.999
 READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
 COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
+MANY = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
 BUILD = "python -m r3lite.index --documents FOLDER (or --corpus FILE.jsonl)"
 T = TypeVar("T")
 
@@ -82,7 +88,7 @@ class PassageIndex:
 def build(encoder: Encoder, documents: list[Document]) -> PassageIndex:
     """Encodes the passages, a block at a time, into a new flat index in memory."""
     vectors = faiss.IndexFlatIP(encoder.dimension)
-    add(vectors, encoded(encoder, documents))
+    add_vectors(vectors, encoded(encoder, documents))
     return PassageIndex(encoder, documents, Vectors(vectors))
 
 
@@ -250,3 +256,75 @@ def digest(path: Path) -> str:
             file.seek(i * (size - PIECE) // (PIECES - 1))
             found.update(file.read(PIECE))
         return found.hexdigest()
+
+
+def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tuple[int, int]:
+    """Adds the passages that the folder's index lacks; returns how many, and how many it had already.
+
+    Raises R3LiteError if it has another passage of the same id.
+    """
+    new = {d.id: d for d in documents}
+    given = len(new)
+    for there in opened.documents:
+        if new.pop(there.id, there) != there:
+            raise R3LiteError(f"{path} has another passage with the id {there.id!r}", f"First --delete {there.id}")
+    if not new:
+        return 0, given
+    fresh, vectors = list(new.values()), opened.vectors
+    made = list(encoded(opened.encoder, fresh))
+    folder = Folder(path)
+    waiting = faiss.IndexFlatIP(vectors.base.d)
+    if vectors.added:
+        add_vectors(waiting, [vectors.added.reconstruct_n(0, vectors.added.ntotal)])
+    add_vectors(waiting, made)
+    write_passages(path, fresh, vectors.places)
+    replaced, written = "added", waiting
+    if waiting.ntotal > max(MANY, vectors.base.ntotal // 10):
+        written = open_vectors(folder.file("index"), folder.manifest.text("kind"), folder.remedy, mapped=False)
+        add_vectors(written, blocks_of(waiting))
+        replaced = ("index", "added")
+    name = f"{'added' if written is waiting else 'index'}-{_next(folder)}.faiss"
+    write_vectors(written, path / name)
+    places = len(vectors.deleted) + len(opened.documents) + len(fresh)
+    _publish(folder, replaced, name, Passages(path, places, vectors.deleted, folder.remedy))
+    return len(fresh), given - len(fresh)
+
+
+def delete(path: Path, ids: Iterable[str]) -> int:
+    """Deletes the passages of these ids; returns how many. R3LiteError if one is not there, or none would stay."""
+    folder, wanted = Folder(path), set(ids)
+    passages, deleted = folder.passages(), folder.deleted()
+    numbers = [i for i, document in enumerate(passages) if document.id in wanted]
+    if len(numbers) < len(wanted):
+        lacking = min(wanted - {passages[i].id for i in numbers})
+        raise R3LiteError(f"{path} has no passage with the id {lacking!r}", "Ids are in its passages.jsonl.")
+    if len(numbers) == len(passages):
+        raise R3LiteError(f"no passage of {path} would stay", "Remove the folder instead.")
+    after = np.union1d(deleted, [passages.live[i] for i in numbers]).astype("<i8")
+    name = f"deleted-{_next(folder)}.bin"
+    (path / name).write_bytes(after.tobytes())
+    _publish(folder, "deleted", name, Passages(path, len(passages) + len(deleted), after, folder.remedy))
+    return len(numbers)
+
+
+def _next(folder: Folder) -> int:
+    """The number of an edit, which no file of the index has."""
+    return folder.manifest.whole("edit", 0) + 1
+
+
+def _publish(folder: Folder, replaced: str | tuple[str, ...], name: str, passages: Passages) -> None:
+    """Replaces the manifest, in which the file `name` takes the place of those of the roles `replaced`; removes what
+    the new one does not name."""
+    kept = {kept: value for kept, value in folder.digests.items() if not kept.startswith(replaced)}
+    files = {file: value or digest(folder.path / file) for file, value in (kept | {name: None}).items()}
+    changed = {"passages": len(passages), "fingerprint": fingerprint(passages), "files": files}
+    write_json(folder.path / MANIFEST, folder.manifest.values | changed | {"edit": _next(folder)})
+    tidy(folder.path, files)
+
+
+def tidy(folder: Path, names: Container[str]) -> None:
+    """Removes the vectors and deletions that are not those of a manifest: a kill may have come before this."""
+    for path in folder.iterdir():
+        if PARTS.fullmatch(path.name) and path.name not in names:
+            with contextlib.suppress(OSError):  # on Windows a reader may have it open; the next edit removes it
+                path.unlink()

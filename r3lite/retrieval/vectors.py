@@ -236,7 +236,7 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
         index.train(vectors.sample(size))
     _reserve(index, count)
     bar = tqdm(range(0, count, BLOCK), "indexing", unit="block", **BRIEF)
-    add(index, (vectors.read(start, BLOCK) for start in bar))
+    add_vectors(index, (vectors.read(start, BLOCK) for start in bar))
     return index
 
 
@@ -272,7 +272,7 @@ def _reserve(index: faiss.Index, count: int) -> None:
         store.codes.resize(0)  # which keeps the memory
 
 
-def add(index: faiss.Index, blocks: Iterable[np.ndarray]) -> None:
+def add_vectors(index: faiss.Index, blocks: Iterable[np.ndarray]) -> None:
     """Adds vectors. One thread builds a graph: with several, its links and bytes depend on which is faster."""
     threads = faiss.omp_get_max_threads()
     if isinstance(index, faiss.IndexHNSW):
