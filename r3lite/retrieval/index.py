@@ -2,9 +2,9 @@
 
 Owns the index folder and its manifest. `building.py` writes one; here passages are added and deleted without making it
 anew, while others may read it. What is added is appended to the passages, and its vectors to a flat index beside the
-index itself, which takes them in once they are many. What is deleted stays in its place, and searches leave it out. Files
-of vectors are written under new names, the manifest is replaced last, and then what it no longer names is removed: a
-reader has all of the old or all of the new. What is in a folder:
+index itself, which takes them in once they are many. What is deleted stays in its place, and searches leave it out.
+Files of vectors are written under new names, the manifest is replaced last, and then what it no longer names is
+removed: a reader has all of the old or all of the new. What is in a folder:
 
 passages.jsonl, ends.bin       the passages, and where their lines end (`corpus.py`)
 index.faiss or index-N.faiss   their vectors (`vectors.py`)
