@@ -91,9 +91,8 @@ def replaces(build: Gathered, encoder: Encoder) -> bool:
     if not (folder / index.MANIFEST).exists():
         return False
     kept = index.read_manifest(folder)
-    for key in ("encoder", "style"):
-        then, now = kept.text(key, None), encoder.settings.get(key)
-        if then != now:
+    for key, now in ((key, encoder.settings.get(key)) for key in ("encoder", "style")):
+        if (then := kept.text(key, None)) != now:
             raise R3LiteError(f"{folder} holds an index with {key} {then}, not {now}", remedy)
     if kept.text("fingerprint") != build.fingerprint:
         raise R3LiteError(f"{folder} holds an index of another corpus, or of this one before it was changed", remedy)
@@ -171,15 +170,15 @@ def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> N
         encoder = make_encoder(settings, made.passages, device, settings.batch_size)
         if replaces(made, encoder):
             print(f"replacing   the index of the same corpus in {output}")
-        budget, count = budget_bytes(settings.memory_budget), len(made.passages)
-        chosen = choose(settings.index_type, count, encoder.dimension, budget)
+        count = len(made.passages)
+        chosen = choose(settings.index_type, count, encoder.dimension, budget_bytes(settings.memory_budget))
         print(f"index       {chosen.summary()}", flush=True)
         start = time.perf_counter()
         kept = encode(made, encoder, chosen.kind)
         encoded = time.perf_counter()
         size = finish(made, encoder, chosen)
     if folder:
-        skipped = [{"path": path, "reason": reason, "detail": detail} for path, reason, detail in folder.skipped]
+        skipped = (dict(zip(("path", "reason", "detail"), left_out, strict=True)) for left_out in folder.skipped)
         write_jsonl(Path(output) / index.SKIPPED, skipped)
     style = f", style {encoder.settings['style']}" if "style" in encoder.settings else ""
     seconds, before = encoded - start, f"; {kept} had been encoded before" if kept else ""
@@ -196,8 +195,7 @@ def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> N
         raise UsageError("--encoder hashing weighs words by the corpus, which will be on the server: name a BERT")
     documents, _ = passages_of(settings, chunking)
     device = device_of(settings)
-    encoder = make_encoder(settings, [], device, settings.batch_size)
-    start = time.perf_counter()
+    encoder, start = make_encoder(settings, [], device, settings.batch_size), time.perf_counter()
     encoded, count = qdrant.fill(address, documents, encoder)
     print(f"written     {encoded} passages in {time.perf_counter() - start:.1f} s, encoded on {device}")
     print(f"passages    {count} in {address}")

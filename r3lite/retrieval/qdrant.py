@@ -92,13 +92,11 @@ class Collection:
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
-        found = []
-        vectors = self.encoder.encode_queries(queries).tolist()
-        for start in range(0, len(vectors), QUERIES):
-            batch = vectors[start : start + QUERIES]
-            requests = [self.models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in batch]
+        found, vectors = [], self.encoder.encode_queries(queries).tolist()
+        requests = [self.models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in vectors]
+        for start in range(0, len(requests), QUERIES):
             with self.explained():
-                found += self.client.query_batch_points(self.name, requests)
+                found += self.client.query_batch_points(self.name, requests[start : start + QUERIES])
         return [[self._document(point) for point in reply.points] for reply in found]
 
     def _document(self, point) -> Document:
@@ -128,12 +126,10 @@ def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[
     collection = Collection(address, encoder)
     collection.create()
     collection.check()
-    encoded, left = 0, iter(passages)
-    with tqdm(desc="passages", unit="", disable=None) as bar:
-        while block := list(islice(left, PASSAGES)):
-            if new := collection.missing(block):
-                collection.write(new)
-            encoded += len(new)
-            bar.update(len(block))
+    encoded, left = 0, iter(tqdm(passages, "passages", unit="", disable=None))
+    while block := list(islice(left, PASSAGES)):
+        if new := collection.missing(block):
+            collection.write(new)
+        encoded += len(new)
     with collection.explained():
         return encoded, collection.client.count(collection.name, exact=True).count

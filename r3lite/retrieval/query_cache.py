@@ -47,15 +47,12 @@ class QueryCache:
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
         """The vector of each key: that which is kept, else what `make` gives for its place, which is kept then."""
         with self._lock:
-            found = self._tried(lambda: [self._read(key) for key in keys]) or [None] * len(keys)
-            missing = [i for i, vector in enumerate(found) if vector is None]
-            self.asked += len(found)
-            self.there += len(found) - len(missing)
-            for i in missing:
-                found[i] = make(i)
-            if missing:
-                self._tried(lambda: self._write([(keys[i], found[i].tobytes()) for i in missing]))
-            return found
+            kept = self._tried(lambda: [self._read(key) for key in keys]) or [None] * len(keys)
+            made = {i: make(i) for i, vector in enumerate(kept) if vector is None}
+            self.asked, self.there = self.asked + len(kept), self.there + len(kept) - len(made)
+            if made:
+                self._tried(lambda: self._write([(keys[i], vector.tobytes()) for i, vector in made.items()]))
+            return [made.get(i, vector) for i, vector in enumerate(kept)]
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the queries since the last call; none if there was no query."""

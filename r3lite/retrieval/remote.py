@@ -105,9 +105,8 @@ class RemoteReranker:
         """The score of each pair of query and passage. Raises R3LiteError if the server does not give them."""
         scores: list[float] = []
         for query, same in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            passages = [passage for _, passage in same]
-            for start in range(0, len(passages), BATCH):
-                scores += self._scores(query, passages[start : start + BATCH])
+            while batch := [passage for _, passage in itertools.islice(same, BATCH)]:
+                scores += self._scores(query, batch)
         return scores
 
     def _scores(self, query: str, passages: list[str]) -> list[float]:

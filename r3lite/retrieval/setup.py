@@ -108,9 +108,8 @@ class Setup:
     def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages of the index, refused if another corpus than theirs is named beside it."""
         index, named = self.settings.index, self.settings.corpus
-        if named and corpus.fingerprint(corpus.stream_corpora([named], self.skip_bad_rows)) != corpus.fingerprint(
-            documents
-        ):
+        read = corpus.stream_corpora([named], self.skip_bad_rows)
+        if named and corpus.fingerprint(read) != corpus.fingerprint(documents):
             cause = f"the index {index} was not built of the corpus {named}"
             raise R3LiteError(cause, "Pass one of them only, or build it again with python -m r3lite.index.")
         return documents

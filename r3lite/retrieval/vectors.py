@@ -174,16 +174,14 @@ class Vectors:
         """Scores and places [Q, k] of the nearest vectors, padded by place -1. Vectors whose bit is 0 are left out."""
         if bits is None:
             return index.search(queries, k)
-        keep = faiss.IDSelectorBitmap(bits)
+        keep = {"sel": faiss.IDSelectorBitmap(bits)}
+        given = faiss.SearchParameters(**keep)
         if isinstance(index, faiss.IndexHNSW):
-            given = faiss.SearchParametersHNSW(sel=keep, efSearch=index.hnsw.efSearch)
-        elif isinstance(index, faiss.IndexIVF):
-            given = faiss.SearchParametersIVF(sel=keep, nprobe=index.nprobe)
-        elif isinstance(index, faiss.IndexPreTransform):
-            inner = faiss.SearchParametersIVF(sel=keep, nprobe=faiss.extract_index_ivf(index).nprobe)
-            given = faiss.SearchParametersPreTransform(index_params=inner)
-        else:
-            given = faiss.SearchParameters(sel=keep)
+            given = faiss.SearchParametersHNSW(**keep, efSearch=index.hnsw.efSearch)
+        elif isinstance(index, (faiss.IndexIVF, faiss.IndexPreTransform)):
+            given = faiss.SearchParametersIVF(**keep, nprobe=faiss.extract_index_ivf(index).nprobe)
+        if isinstance(index, faiss.IndexPreTransform):
+            given = faiss.SearchParametersPreTransform(index_params=given)
         return index.search(queries, k, params=given)
 
 

@@ -54,8 +54,7 @@ class Exa:
     def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
         """Pages with url, title and text, best first."""
         body = {"query": query, "numResults": count, "contents": {"text": {"maxCharacters": PAGE}}}
-        category = self.kinds[kind]
-        body |= {"category": category} if category else {}
+        body |= {"category": self.kinds[kind]} if self.kinds[kind] else {}
 
         def read(reply: Record) -> list[dict[str, str]]:
             return [_page(row, "url", "title", "text") for row in reply.records("results")[:count]]
