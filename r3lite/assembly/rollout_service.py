@@ -142,8 +142,7 @@ def build(config: RolloutWorkerConfig, token: str | None = None) -> RolloutServi
 def serve(config: RolloutWorkerConfig) -> None:
     """Serves until it is interrupted."""
     token = token_of(config.listen)
-    service = build(config, token)
-    server = Server(service, config.listen.host, config.listen.port)
+    server = Server(build(config, token), config.listen.host, config.listen.port)
     host, port = server.server_address[:2]
     print(f"rollout worker: http://{host}:{port}, for ppo --rollout-server (Ctrl-C ends)", flush=True)
     with server:

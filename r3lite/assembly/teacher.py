@@ -42,7 +42,7 @@ ADAPTER = "teacher"
 def top_tokens(policy: Policy, vocabulary: int, top: int, rows: list[Row], most: int | None = None) -> list[TopTokens]:
     """What a model would have said, at temperature 1, at each token of the rows that has loss: its `top` likeliest
     tokens of `vocabulary`. At most `most` rows go through the model together."""
-    found: list[TopTokens | None] = [None] * len(rows)
+    found: dict[int, TopTokens] = {}
     memory, head = policy.grant.memory, policy.model.head_weight[:vocabulary]
     for group in groups([row.tokens for row in rows], memory.micro_batch_tokens, most or len(rows)):
         with policy.precision.autocast():
@@ -50,9 +50,8 @@ def top_tokens(policy: Policy, vocabulary: int, top: int, rows: list[Row], most:
             hidden, _ = states_before(policy.model, tokens, masks)
             likeliest = top_logprobs(hidden, head, min(top, vocabulary), memory.loss_chunk)
         said = TopTokens(likeliest.ids.cpu(), likeliest.logprobs.cpu())
-        for i, of_row in zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True):
-            found[i] = of_row
-    return found
+        found |= zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True)
+    return [found[i] for i in range(len(rows))]
 
 
 def fingerprint(folder: Path, adapter: str | None, nf4: bool) -> str:
@@ -76,8 +75,7 @@ class TeacherInTurns:
     def batch(self, rollouts: list[Rollout], questions: dict[int, str]) -> Batch:
         """The rollouts, with what the teacher would have said at the tokens of those that failed."""
         batch = Batch.of(rollouts)
-        failed = [i for i, rollout in enumerate(rollouts) if rollout.failed]
-        if not failed:
+        if not (failed := [i for i, rollout in enumerate(rollouts) if rollout.failed]):
             return batch
         mine = [failed[i] for i in self.ranks.share(batch.lengths[failed].tolist())]
         said = dict(zip(mine, self.grant.attempt("update", self.read, batch.rows(mine)), strict=True))
@@ -109,20 +107,21 @@ class CachedTeacher:
 
         Its reward is given at the trajectory's end, so that the advantages of its group stay as they are.
         """
-        lessons = [self.lessons.get(questions[r.group]) if r.failed else None for r in rollouts]
-        pairs = zip(rollouts, lessons, strict=True)
-        return Batch.of([r if lesson is None else replaced(r, lesson, questions[r.group]) for r, lesson in pairs])
+        return Batch.of([self.replaced(rollout, questions[rollout.group]) for rollout in rollouts])
 
-
-def replaced(rollout: Rollout, lesson: Lesson, question: str) -> Rollout:
-    """A trajectory as the rollout of its question; R3LiteError if it does not open with the same prompt."""
-    row, prompt = lesson.row, rollout.action_mask.index(True)
-    if row.tokens[:prompt] != rollout.tokens[:prompt] or any(row.loss_mask[:prompt]):
-        cause = f"the cached trajectory of the question {question} begins with another prompt than its episodes"
-        raise R3LiteError(cause, "Collect the log-probabilities with this run's --format, prompt files and questions.")
-    reward = sum(amount for _, amount in rollout.rewards)
-    made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, reward, rollout.group)
-    return replace(made, failed=True, teacher=lesson.teacher)
+    def replaced(self, rollout: Rollout, question: str) -> Rollout:
+        """The rollout, or a trajectory as that of its question; R3LiteError if it does not begin with its prompt."""
+        if not rollout.failed or not (lesson := self.lessons.get(question)):
+            return rollout
+        row, prompt = lesson.row, rollout.action_mask.index(True)
+        if row.tokens[:prompt] != rollout.tokens[:prompt] or any(row.loss_mask[:prompt]):
+            cause = f"the cached trajectory of the question {question} begins with another prompt than its episodes"
+            raise R3LiteError(
+                cause, "Collect the log-probabilities with this run's --format, prompt files and questions."
+            )
+        reward = sum(amount for _, amount in rollout.rewards)
+        made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, reward, rollout.group)
+        return replace(made, failed=True, teacher=lesson.teacher)
 
 
 def build(

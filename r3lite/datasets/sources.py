@@ -92,7 +92,7 @@ def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Ex
             if kind == "qa" and isinstance(made, Conversation):
                 problem = "it is a conversation"
             elif kind == "r1" and not any(
-                m["role"] == "assistant" and "</think>" in m["content"] for m in made.messages
+                "</think>" in m["content"] for m in made.messages if m["role"] == "assistant"
             ):
                 problem = "the assistant does not think between <think> and </think>"
             else:

@@ -103,8 +103,7 @@ class RemoteEngine:
 
     def go_ahead(self, questions: list[Question], seeds: list[str], retrieve: Retrieve) -> None:
         """Has a round sampled with the adapter of now, until `run` asks for it."""
-        tickets = self._tickets(questions, seeds)
-        self.ahead = seeds, self._pool.submit(self._sampled, tickets, self.adapter, retrieve)
+        self.ahead = seeds, self._pool.submit(self._sampled, self._tickets(questions, seeds), self.adapter, retrieve)
 
     def close(self) -> None:
         """Breaks off what is under way: the program would wait for it."""

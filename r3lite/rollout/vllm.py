@@ -31,6 +31,7 @@ NEUTRAL = {
     "frequency_penalty": 0.0, "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
     "return_token_ids": True, "logprobs": 0,
 }  # fmt: skip
+UPDATE = "Update vLLM: it must know return_token_ids."
 TRIES = 100  # of one turn
 
 
@@ -143,17 +144,14 @@ class VllmServer:
             "seed": sequence.stream.getrandbits(62), "temperature": self.config.sampling.temperature,
             "stop": list(layout.protocol.stop_strings), "stop_token_ids": [layout.tokenizer.stop_id],
         }  # fmt: skip
-        return self.link.ask(
-            "/v1/completions", asked, "vLLM", self._tokens, "Update vLLM: it must know return_token_ids."
-        )
+        return self.link.ask("/v1/completions", asked, "vLLM", self._tokens, UPDATE)
 
     def _tokens(self, reply: Record) -> list[tuple[int, float]]:
         ids, logprobs = reply.records("choices")[0].items("token_ids"), _logprobs(reply)
         if (model := reply.text("model")) != self.name:
             raise InvalidRecord(f"the model is {model}, and not {self.name}")
-        if len(ids) != len(logprobs) or not all(
-            type(i) is int and type(x) in (int, float) for i, x in zip(ids, logprobs)
-        ):
+        numbers = all(type(i) is int for i in ids) and all(type(x) in (int, float) for x in logprobs)
+        if len(ids) != len(logprobs) or not numbers:
             raise InvalidRecord("token_ids and token_logprobs are not a number for each token")
         return list(zip(ids, map(float, logprobs)))
 
