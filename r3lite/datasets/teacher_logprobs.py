@@ -68,13 +68,10 @@ def _check_part(path: Path, origin: Origin, remedy: str) -> None:
 
 
 def write_part(folder: Path, number: int, origin: Origin, rows: Sequence[Row], teacher: Sequence[TopTokens]) -> None:
-    tensors = {
-        "sizes": torch.tensor([len(row.tokens) for row in rows]),
-        "tokens": torch.tensor([t for row in rows for t in row.tokens], dtype=torch.int32),
-        "loss_mask": torch.tensor([t for row in rows for t in row.loss_mask], dtype=torch.bool),
-        "ids": torch.cat([of_row.ids for of_row in teacher]),
-        "logprobs": torch.cat([of_row.logprobs for of_row in teacher]),
-    }
+    tensors = {"sizes": torch.tensor([len(row.tokens) for row in rows])}
+    tensors["tokens"] = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32)
+    tensors["loss_mask"] = torch.tensor([flag for row in rows for flag in row.loss_mask], dtype=torch.bool)
+    tensors |= {part: torch.cat([getattr(of_row, part) for of_row in teacher]) for part in ("ids", "logprobs")}
     write_tensors(part_of(folder, number), tensors, asdict(origin))
 
 

@@ -28,9 +28,8 @@ class GeminiService(Service):
         self.settings, self.secret = settings, read_key("Gemini", KEYS, GET_A_KEY)
         if not self.secret:
             raise R3LiteError("there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set", GET_A_KEY)
-        timeout = round(settings.judge_timeout * 1000)  # milliseconds
-        address = settings.judge_base_url
-        options = types.HttpOptions(timeout=timeout, base_url=address, httpx_async_client=BoundedClient())
+        timeout, url = round(settings.judge_timeout * 1000), settings.judge_base_url  # milliseconds
+        options = types.HttpOptions(timeout=timeout, base_url=url, httpx_async_client=BoundedClient())
         self._models = genai.Client(api_key=self.secret, vertexai=False, http_options=options).aio.models
         self._thinking, self.room = thinking(settings.judge_model, settings.judge_thinking)
 
@@ -52,11 +51,9 @@ class GeminiService(Service):
             automatic_function_calling=types.AutomaticFunctionCallingConfig(disable=True),
             should_return_http_response=True,
         )
-        response = await self._models.generate_content(
-            model=self.settings.judge_model,
-            contents=[types.Content(role=role, parts=[types.Part(text=text)]) for role, text in request.turns("model")],
-            config=config,
-        )
+        turns = [types.Content(role=role, parts=[types.Part(text=text)]) for role, text in request.turns("model")]
+        model = self.settings.judge_model
+        response = await self._models.generate_content(model=model, contents=turns, config=config)
         return response.sdk_http_response.body
 
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:

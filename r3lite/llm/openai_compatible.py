@@ -43,11 +43,8 @@ class OpenAIService(Service):
 
     async def send(self, request: Request, limit: int) -> str:
         turns = [("system", request.system)] * bool(request.system) + request.turns("assistant")
-        body = {
-            "model": self.settings.judge_model,
-            "messages": [{"role": role, "content": text} for role, text in turns],
-            self._limit: limit,
-        }
+        messages = [{"role": role, "content": text} for role, text in turns]
+        body = {"model": self.settings.judge_model, "messages": messages, self._limit: limit}
         if request.schema:
             schema = {"name": "reply", "strict": True, "schema": closed(request.schema)}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
