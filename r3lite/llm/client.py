@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -25,7 +26,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord
 from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.limits import Budget, RateLimiter, prices_of
-from r3lite.llm.replies import Reply, Request, Service, estimated_tokens, parse, read_complaint
+from r3lite.llm.replies import Reply, Request, Service, estimated_tokens, parse, read_complaint, recalled
 from r3lite.llm.transport import Calls, NoReply
 from r3lite.settings import JudgeSettings
 
@@ -60,7 +61,7 @@ class CachingClient(ABC):
     def __init__(self, settings: JudgeSettings, cache: Path | None, budget: Budget):
         """`cache` is the folder of cached replies."""
         self.settings, self.budget = settings, budget
-        self._cache = ReplyCache(cache)
+        self._cache = ReplyCache(cache, "--judge-cache")
         self._counts, self._failures = Counter(), Counter()
         self._lock = threading.Lock()
 
@@ -71,7 +72,7 @@ class CachingClient(ABC):
 
         `progress` names a progress bar. `on_reply` is called with each reply as it comes; if it raises, all ends.
         """
-        keys = [digest(request, self.circumstances) for request in requests]
+        keys = [digest(request.parts | self.circumstances) for request in requests]
         waiting, replies = dict(zip(keys, requests)), {}
 
         def take(key: str, reply: Reply) -> None:
@@ -82,7 +83,7 @@ class CachingClient(ABC):
 
         with tqdm(total=len(waiting), unit="request", **bars.named(progress, "asking")) as bar:
             for key, request in list(waiting.items()):
-                if reply := self._cache.recall(key, request):
+                if reply := self._cache.recall(key, partial(recalled, request=request)):
                     del waiting[key]
                     take(key, self._kept(key, reply))
             if waiting:
@@ -107,7 +108,7 @@ class CachingClient(ABC):
     def _kept(self, key: str, reply: Reply) -> Reply:
         """The reply, counted and, unless it has failed, in the cache."""
         if not (reply.failure or reply.cached):
-            self._cache.store(key, reply)
+            self._cache.store(key, {"text": reply.text})
         with self._lock:
             self._counts["cache_hits"] += reply.cached
             if reply.failure:

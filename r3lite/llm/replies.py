@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from r3lite.core import records
@@ -61,6 +61,12 @@ class Request:
     def turns(self, model: str) -> list[tuple[str, str]]:
         """The turns with the prompt as the last one, each with its role: `user`, or the model's by turns."""
         return list(zip(itertools.cycle(("user", model)), (*self.earlier, self.prompt)))
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a reply depends on."""
+        names = ("prompt", "system", "earlier", "max_output_tokens", "nonce", "schema")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -122,6 +128,14 @@ def parse(text: str, request: Request) -> Reply:
         return Reply(request.read(data), text)
     except ValueError as error:
         return Reply(text=text, failure="schema", detail=str(error))
+
+
+def recalled(record: Record, request: Request) -> Reply:
+    """The reply that was kept; raises InvalidRecord if it is not one to the request."""
+    reply = parse(record.text("text"), request)
+    if reply.failure:
+        raise record.error(f"it does not hold what was asked for: {reply.detail}")
+    return replace(reply, cached=True)
 
 
 class Service(Protocol):
