@@ -23,28 +23,23 @@ BATCH = 64  # queries of a request, or passages of one query
 
 
 class Poster(Link):
-    """Posts JSON to one address, and tries again if that may help.
+    """Posts JSON to one address, and tries again if that may help. One that has answered may be away for a minute."""
 
-    With `outlasts`, a server that has answered may be away for a minute.
-    """
-
-    def __init__(self, address: str, remedy: str, headers: dict[str, str] | None = None, outlasts: bool = False):
+    def __init__(self, address: str, remedy: str, headers: dict[str, str] | None = None):
         super().__init__(address, remedy, TIMEOUT, LARGEST, headers)
-        self.outlasts, self._tries = outlasts, TRIES
+        self._tries = TRIES
 
     def text(self, path: str = "", content: dict | bytes | None = None) -> str:
         """The body of the reply, after some tries. Raises Unanswered."""
-        for number in range(self._tries):
+        for number in itertools.count(1):
             try:
                 text = super().text(path, content)
-            except Unanswered as error:
-                if not error.passes or number == self._tries - 1:
-                    raise
-                sleep(max(PAUSE * 2**number, min(error.pause, LONGEST_PAUSE)))
-            else:
-                self._tries = OUTLASTING if self.outlasts else TRIES
+                self._tries = OUTLASTING
                 return text
-        raise AssertionError("the last try raises")
+            except Unanswered as error:
+                if not error.passes or number >= self._tries:
+                    raise
+                sleep(max(PAUSE * 2 ** (number - 1), min(error.pause, LONGEST_PAUSE)))
 
 
 def build(setup: Any, top_k: int) -> Retrieve:  # a Setup, whose file imports this one
@@ -59,7 +54,7 @@ class Remote:
 
     def __init__(self, address: str):
         remedy = "See that the server runs and that --retriever names its /retrieve, or use another retriever."
-        self.address, self._poster = address, Poster(address, remedy, outlasts=True)
+        self.address, self._poster = address, Poster(address, remedy)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
@@ -98,7 +93,7 @@ class RemoteReranker:
 
     def __init__(self, address: str):
         remedy = "See that the server runs with --rerank and that --rerank here names its /rerank, or leave it out."
-        self._poster = Poster(address, remedy, outlasts=True)
+        self._poster = Poster(address, remedy)
         self.scores([("r3lite", "r3lite")])
 
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]:
