@@ -15,14 +15,11 @@ from r3lite.assembly.policy import Policy, check_base, check_lengths, load_froze
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint, sole_writer, sweep
-from r3lite.core.grant import Grant
 from r3lite.datasets import teacher_logprobs
 from r3lite.datasets.teacher_logprobs import PART, Lesson, Origin
 from r3lite.datasets.trajectories import Conversation, Row, Trajectory, encode_row, read_rows
 from r3lite.datasets.trajectories import fingerprint as rows_fingerprint
 from r3lite.devices.live_tensors import MIB
-from r3lite.devices.precision import Precision
-from r3lite.devices.ranks import Ranks
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import read_workload
 from r3lite.models import activation_checkpointing, lora, weights
@@ -66,33 +63,32 @@ class TeacherInTurns:
 
     folder: Path
     settings: RLSettings
-    precision: Precision
-    grant: Grant
+    learner: Learner
     vocabulary: int
     nf4_cache: str | None
-    ranks: Ranks
 
     def batch(self, rollouts: list[Rollout], questions: dict[int, str]) -> Batch:
         """The rollouts, with what the teacher would have said at the tokens of those that failed."""
         batch = Batch.of(rollouts)
         if not (failed := [i for i, rollout in enumerate(rollouts) if rollout.failed]):
             return batch
-        mine = [failed[i] for i in self.ranks.share(batch.lengths[failed].tolist())]
-        said = dict(zip(mine, self.grant.attempt("update", self.read, batch.rows(mine)), strict=True))
-        said = {row: of_row for part in self.ranks.gather(said) for row, of_row in part.items()}
+        ranks, grant = self.learner.ranks, self.learner.grant
+        mine = [failed[i] for i in ranks.share(batch.lengths[failed].tolist())]
+        said = dict(zip(mine, grant.attempt("update", self.read, batch.rows(mine)), strict=True))
+        said = {row: of_row for part in ranks.gather(said) for row, of_row in part.items()}
         return replace(batch, teacher=[said.get(row) for row in range(len(rollouts))])
 
     def read(self, batch: Batch) -> list[TopTokens]:
         """What the teacher would have said at the action tokens of each row."""
-        s = self.settings
-        model = load_frozen(self.folder, self.precision, s.teacher_quantize == "nf4", self.nf4_cache)
+        s, precision, grant = self.settings, self.learner.precision, self.learner.grant
+        model = load_frozen(self.folder, precision, s.teacher_quantize == "nf4", self.nf4_cache)
         if s.teacher_adapter:
             lora.load_adapter(model, ADAPTER, s.teacher_adapter, trainable=False)
             lora.set_adapter(model, ADAPTER)
-        activation_checkpointing.enable(model, self.grant)
+        activation_checkpointing.enable(model, grant)
         pairs = zip(batch.token_rows(), batch.action_mask.tolist(), strict=True)
         rows = [Row(tokens, mask[: len(tokens)]) for tokens, mask in pairs]
-        teacher = Policy(model.eval(), self.precision, self.grant)
+        teacher = Policy(model.eval(), precision, grant)
         return top_tokens(teacher, self.vocabulary, s.teacher_top, rows, s.micro_batch_size)
 
 
@@ -124,9 +120,10 @@ class CachedTeacher:
         return replace(made, failed=True, teacher=lesson.teacher)
 
 
-def build(
-    config: PpoConfig, learner: Learner, tokenizer: Tokenizer, questions: Sequence[Question]
-) -> CachedTeacher | TeacherInTurns | None:
+Teacher = CachedTeacher | TeacherInTurns
+
+
+def build(config: PpoConfig, learner: Learner, tokenizer: Tokenizer, questions: Sequence[Question]) -> Teacher | None:
     """The teacher that the settings name, if they name one; R3LiteError if it does not fit the policy."""
     rl = config.rl
     if rl.teacher_logprobs:
@@ -147,8 +144,7 @@ def build(
     check_lengths(folder, tokenizer.size, config.lengths.max_length)
     if rl.teacher_adapter:
         check_base(ModelSettings(model=rl.teacher, adapter=rl.teacher_adapter), weights.fingerprint(folder))
-    cache = config.memory.nf4_cache
-    return TeacherInTurns(folder, rl, learner.precision, learner.grant, tokenizer.size, cache, learner.ranks)
+    return TeacherInTurns(folder, rl, learner, tokenizer.size, config.memory.nf4_cache)
 
 
 def identity(rl: RLSettings) -> str:

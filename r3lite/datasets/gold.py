@@ -104,16 +104,16 @@ def _answers(question: Question) -> dict[str, str]:
 
 
 def with_gold(
-    question: Question, hop: int, documents: Sequence[Document], top_k: int, seed: str
+    question: Question, hop: int, found: Sequence[Document], top_k: int, seed: str
 ) -> tuple[list[Document], bool]:
     """The documents of a hop with its gold paragraph among them, and whether the retriever found that itself.
 
     A missing paragraph replaces the last document and is put at a random place: a model would learn a fixed one.
     """
     gold = question.hops[hop].document
-    if any(question.gold_index(d) == question.gold_index(gold) for d in documents):
-        return list(documents), True
-    kept = list(documents[: top_k - 1])
+    if any(question.gold_index(d) == question.gold_index(gold) for d in found):
+        return list(found), True
+    kept = list(found[: top_k - 1])
     kept.insert(random.Random(seed).randint(0, len(kept)), gold)
     return kept, False
 

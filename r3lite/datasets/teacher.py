@@ -18,7 +18,7 @@ from r3lite.datasets.trajectories import Trajectory
 from r3lite.llm.client import Client
 from r3lite.llm.replies import Reply, Request
 from r3lite.protocols.base import Protocol
-from r3lite.settings import CollectSettings
+from r3lite.settings import CollectConfig
 
 # Failures of a reply that asking again would not mend: they come from the question, not from network or account.
 FINAL = ("blocked", "cut", "empty")
@@ -48,12 +48,10 @@ class Try:
 class Teacher:
     """Samples trajectories step by step, many questions at a time."""
 
-    settings: CollectSettings
+    config: CollectConfig
     client: Client
     protocol: Protocol
     retrieve: Retrieve
-    seed: int
-    max_hops: int
 
     def gather(self, questions: list[Question], output: Path, earlier: Earlier, size: int) -> Tally:
         """Adds to the file the teacher's right answers in well-formed steps, a block of `size` questions at a time.
@@ -70,7 +68,7 @@ class Teacher:
         for start in range(0, len(waiting), size):
             block = waiting[start : start + size]
             last = {q.id: Try(q, failure="not tried") for q in block}
-            for number in range(self.settings.attempts):
+            for number in range(self.config.collect.attempts):
                 failed = [t.question for t in last.values() if t.failure]
                 last |= {t.question.id: t for t in self.attempt(failed, number)}
             right = [t for t in last.values() if not (t.failure or t.missing)]
@@ -124,12 +122,12 @@ class Teacher:
         for k, step in enumerate(this.steps, 1):
             turns += ["\n\n".join(user), self.protocol.render(step, k)]
             user = [self.protocol.observation(question, this.steps[:k])]
-        if len(this.steps) == self.max_hops:
+        if len(this.steps) == self.config.lengths.max_hops:
             user.append(self.protocol.answer_request)
         if number:
-            user.append(OTHER_WAY.format(number=number + 1, all=self.settings.attempts))
+            user.append(OTHER_WAY.format(number=number + 1, all=self.config.collect.attempts))
         user.append(self.protocol.step_request(len(this.steps) + 1))
-        nonce = f"{self.seed}/{number}"
+        nonce = f"{self.config.common.seed}/{number}"
         return Request("\n\n".join(user), self.protocol.system, tuple(turns), nonce=nonce)
 
     def add_step(self, this: Try, reply: Reply) -> None:
@@ -143,11 +141,11 @@ class Teacher:
         step = self.protocol.parse(self.protocol.first_turn(reply.text), this.steps)
         if step.faults:
             this.failure = f"malformed step ({step.faults[0]})"
-        elif step.searches and len(this.steps) == self.max_hops:
-            this.failure = f"no answer after {self.max_hops} queries"
+        elif step.searches and len(this.steps) == self.config.lengths.max_hops:
+            this.failure = f"no answer after {self.config.lengths.max_hops} queries"
         else:
             this.steps.append(step)
-            if step.answer is not None and not is_right(this.question, step.answer, self.settings.min_f1):
+            if step.answer is not None and not is_right(this.question, step.answer, self.config.collect.min_f1):
                 this.failure = "wrong answer"
-            elif step.answer is not None and len(this.steps) == 1 and self.settings.without_search == "drop":
+            elif step.answer is not None and len(this.steps) == 1 and self.config.collect.without_search == "drop":
                 this.failure = WITHOUT_SEARCH
