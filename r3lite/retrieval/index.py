@@ -73,10 +73,10 @@ class PassageIndex:
             rows = self.vectors.search(vectors, k)
         else:  # only of an index that was just built, which is flat
             rows = []
-            for vector, mine in zip(vectors, own, strict=True):
-                products = self.vectors.base.reconstruct_batch(np.array(mine, dtype=np.int64)) @ vector
+            for vector, mine in zip(vectors, (np.array(places, dtype=np.int64) for places in own), strict=True):
+                products = self.vectors.base.reconstruct_batch(mine) @ vector
                 order = best(products, k)
-                rows.append((products[order], np.array(mine)[order]))
+                rows.append((products[order], mine[order]))
         known = vectors.any(axis=1)
         return [found(self.documents, p, s, "semantic") if any_ else [] for (s, p), any_ in zip(rows, known)]
 
@@ -112,8 +112,7 @@ def load(
     Raises R3LiteError if it was made by another encoder or style than is asked for (style auto takes the index's own),
     or if its parts do not belong together.
     """
-    encoder_name, style = settings.encoder, settings.encoder_style
-    manifest = read_manifest(path)
+    encoder_name, style, manifest = settings.encoder, settings.encoder_style, read_manifest(path)
     rebuild = f"build the index again: {BUILD} --encoder {encoder_name} --output {path}"
     kept_encoder, kept_style = manifest.text("encoder"), manifest.text("style", "plain")
     is_hashing = encoder_name == HASHING

@@ -28,10 +28,7 @@ def read(text: str, name: str) -> Iterator[Section]:
         yield Section(text)
         return
     lines, module = ["", *text.split("\n")], name.removesuffix(".py").replace("/", ".")
-    taken = set()
-    for node in tree.body:
-        if isinstance(node, IMPORTS):
-            taken |= _span(node)
+    taken = set().union(*(_span(node) for node in tree.body if isinstance(node, IMPORTS)))
     yield _section("imports", module, None, name, _joined(lines, taken))
     for node in tree.body:
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
@@ -43,14 +40,10 @@ def read(text: str, name: str) -> Iterator[Section]:
 
 def _definition(node: ast.stmt, outer: str, name: str, lines: list[str]) -> Iterator[Section]:
     """A function with all that is in it, or a class without its methods and inner classes, which follow it."""
-    qualified, own = outer + node.name, _span(node)
+    qualified, kind, inner = outer + node.name, "method" if outer else "function", []
     if isinstance(node, ast.ClassDef):
-        kind = "class"
-        inner = [child for child in node.body if isinstance(child, (*FUNCTIONS, ast.ClassDef))]
-    else:
-        kind, inner = "method" if outer else "function", []
-    for child in inner:
-        own -= _span(child)
+        kind, inner = "class", [child for child in node.body if isinstance(child, (*FUNCTIONS, ast.ClassDef))]
+    own = _span(node).difference(*map(_span, inner))
     yield _section(kind, qualified, node, name, _joined(lines, own))
     for child in inner:
         yield from _definition(child, f"{qualified}.", name, lines)
