@@ -3,46 +3,18 @@
 A retriever is a function from pairs of a question and a query about it to the documents of each query, best first.
 """
 
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 from r3lite.core.episode import Document, Failure, Question, Retrieve, Routes
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval import hybrid, lexical
-from r3lite.retrieval.corpus import noise
+from r3lite.retrieval import golden, hybrid, lexical
 from r3lite.retrieval.reranker import CANDIDATES, Reranked
 from r3lite.retrieval.search import Search
 from r3lite.retrieval.setup import Setup
 
 GIVE_UP = 100  # queries that fail in a row, after which a run stops: it would learn nothing
-
-
-def golden(setup: Setup, top_k: int) -> Retrieve:
-    """A question's own supporting paragraphs, whatever is asked, with others beside them if there is noise.
-
-    It bounds what retrieval can bring, and shows how a model bears paragraphs that do not help. `top_k` counts nothing
-    here: how many paragraphs support an answer is the question's affair.
-    """
-    if without := [q for q in setup.questions if not q.gold]:
-        cause = f"--retriever golden (also of --baseline gold) needs gold paragraphs: question {without[0].id} has none"
-        raise R3LiteError(cause, "Use HotpotQA, 2WikiMultiHopQA or MuSiQue, or another retriever.")
-    return lambda pairs: [paragraphs(question, setup.settings.noise_rate, setup.seed) for question, _ in pairs]
-
-
-def paragraphs(question: Question, noise_rate: float | None, seed: int) -> list[Document]:
-    """The gold paragraphs in their order; mixed with so great a share of the question's others, if it is above 0.
-
-    A question gets the same ones in the same order each time. Others are drawn at random, and all are shuffled, so
-    that no place tells which are gold.
-    """
-    documents = list(question.gold)
-    if noise_rate:
-        draw = random.Random(f"{seed}/{question.id}/noise")
-        documents += noise(question, noise_rate, draw)
-        draw.shuffle(documents)
-    return [replace(d, source="golden") for d in documents]
 
 
 # By the values of --retriever that are no addresses and no services of the web: how each is built, given how many
@@ -51,7 +23,7 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
     "semantic": lambda setup, top_k: Search(setup.index, top_k, setup.own),
     "lexical": lexical.build,
     "hybrid": hybrid.build,
-    "golden": golden,
+    "golden": golden.build,
     "none": lambda setup, top_k: lambda pairs: [[] for _ in pairs],
 }
 

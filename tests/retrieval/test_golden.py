@@ -4,8 +4,7 @@ import pytest
 
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval.retriever import golden as build
-from r3lite.retrieval.retriever import paragraphs
+from r3lite.retrieval.golden import build, paragraphs
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import RetrievalSettings
 

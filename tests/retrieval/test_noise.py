@@ -6,7 +6,8 @@ from r3lite.core import command
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval.retriever import build_retriever, paragraphs
+from r3lite.retrieval.golden import paragraphs
+from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 from r3lite.settings import EvaluateConfig, RetrievalSettings
 from r3lite.settings.retrieval import RETRIEVERS, SERVICES
