@@ -43,7 +43,7 @@ CALLS = (
 WRITERS = (
     ("r3lite.models.tensor_files", None, "save_file", "tensors"),
     ("r3lite.retrieval.building", None, "write_vectors", "vectors"),
-    ("r3lite.retrieval.editing", None, "write_vectors", "vectors"),
+    ("r3lite.retrieval.index", None, "write_vectors", "vectors"),
 )
 
 

@@ -22,8 +22,17 @@ import numpy as np
 from bench.records import ROOT, commit, processor, read
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_json, write_text
-from r3lite.retrieval.index_size import BLOCK, choose, estimate
-from r3lite.retrieval.vectors import CLASSES, VectorFile, Vectors, build_vectors, open_vectors, write_vectors
+from r3lite.retrieval.vectors import (
+    BLOCK,
+    CLASSES,
+    VectorFile,
+    Vectors,
+    build_vectors,
+    choose,
+    estimate,
+    open_vectors,
+    write_vectors,
+)
 
 RESULTS = ROOT / "bench" / "results" / "retrieval.json"
 CLUSTER, QUERIES, K = 100, 500, 10

@@ -56,7 +56,7 @@ def plan(config: IndexConfig) -> str:
     from r3lite.retrieval.corpus import count_lines
     from r3lite.retrieval.documents.folder import read_folder
     from r3lite.retrieval.encoder import known_dimension
-    from r3lite.retrieval.index_size import choose
+    from r3lite.retrieval.vectors import choose
 
     settings = config.index
     if settings.documents:

@@ -2,7 +2,7 @@
 
 from r3lite.retrieval import building
 from r3lite.retrieval.encoder import make_encoder
-from r3lite.retrieval.index_size import estimate
+from r3lite.retrieval.vectors import estimate
 from r3lite.settings import RetrievalSettings
 
 

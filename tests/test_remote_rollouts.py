@@ -19,8 +19,9 @@ from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record, Source
+from r3lite.llm.http_client import Link
 from r3lite.models import lora
-from r3lite.rollout import remote, wire
+from r3lite.rollout import wire
 from r3lite.training.metrics import Stopwatch
 from tests.cold_start import WORLD, adapter, arguments, logged, same
 from tests.sampled_elsewhere import (
@@ -47,7 +48,7 @@ def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_pat
     try:
         dying = re.search(r"http://\S+(?=,)", process.stdout.readline())[0]
         other, asked = running(service_of(cold)), []
-        text = remote.Link.text
+        text = Link.text
 
         def watched(link, path, content=None):
             if path == "/sample":
@@ -56,7 +57,7 @@ def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_pat
                     threading.Timer(0.02, process.kill).start()  # the request is on its way by then
             return text(link, path, content)
 
-        monkeypatch.setattr(remote.Link, "text", watched)
+        monkeypatch.setattr(Link, "text", watched)
         flags = ["--num-generations", "4", "--batch-size", "4"]
         sampler, _, _ = sampler_of(config_of(cold, *flags, "--rollout-server", f"{dying},{other}"), tmp_path)
         local, _, _ = sampler_of(config_of(cold, *flags), tmp_path, elsewhere=False)
@@ -137,12 +138,12 @@ def test_an_adapter_of_another_base_is_refused_by_the_worker(cold, tmp_path, run
 
 def test_an_adapter_that_was_damaged_on_its_way_is_refused(cold, tmp_path, running, monkeypatch):
     sampler, _, _ = sampler_of(config_of(cold, "--rollout-server", running(service_of(cold))), tmp_path)
-    text = remote.Link.text
+    text = Link.text
 
     def damaged(link, path, content=None):
         return text(link, path, content[:-1] + b"x" if isinstance(content, bytes) else content)
 
-    monkeypatch.setattr(remote.Link, "text", damaged)
+    monkeypatch.setattr(Link, "text", damaged)
     with pytest.raises(R3LiteError, match=r"refuses: status 422: .*the adapter was damaged on its way: its hash is"):
         sampler.sample(1, Stopwatch())
 

@@ -54,14 +54,9 @@ class Conversation:
 
 def record(episode: Episode, trace: str) -> dict:
     """What --json prints of an answer; `failure` is there if the retriever failed."""
-    return {
-        "question": episode.question.text,
-        "final_answer": episode.prediction,
-        "reasoning_trace": trace,
-        "search_queries": episode.queries,
-        "documents": [d.to_json() for d in episode.documents],
-        **({"failure": episode.failure} if episode.failure else {}),
-    }
+    answer = {"question": episode.question.text, "final_answer": episode.prediction, "reasoning_trace": trace}
+    answer |= {"search_queries": episode.queries, "documents": [d.to_json() for d in episode.documents]}
+    return answer | ({"failure": episode.failure} if episode.failure else {})
 
 
 def evidence(sequence: Sequence) -> str:

@@ -26,21 +26,19 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
     protocol = build_protocol(config.protocol)
     setup = Setup(config.retrieval, questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     if config.collect.source == "self":
-        return self_taught(config, questions, protocol, setup, output, earlier)
+        return self_taught(config, protocol, setup, output, earlier)
     retrieve = build_retriever(setup)
     if config.collect.source == "gold":
         return write_gold(config, questions, protocol, retrieve, output)
     client = Client(config.judge, Path(config.judge.judge_cache or replies))
-    teacher = Teacher(config.collect, client, protocol, retrieve, config.common.seed, config.lengths.max_hops)
     write_text(config_of(output), to_toml(config, "collect"))
+    teacher = Teacher(config, client, protocol, retrieve)
     return teacher.gather(questions, output, earlier, 4 * config.judge.judge_concurrency)
 
 
-def self_taught(
-    config: CollectConfig, questions: list[Question], protocol: Protocol, setup: Setup, output: Path, earlier: Earlier
-) -> Tally:
+def self_taught(config: CollectConfig, protocol: Protocol, setup: Setup, output: Path, earlier: Earlier) -> Tally:
     """Adds to the file the model's own right episodes; questions that earlier runs have done are not sampled again."""
-    harvest, many = Harvest.after(earlier, questions, protocol, output), config.collect.num_generations
+    harvest, many = Harvest.after(earlier, setup.questions, protocol, output), config.collect.num_generations
     if harvest.waiting:
         engine, retrieve = build_engine(config, many * len(harvest.waiting)), build_retriever(setup)
         write_text(config_of(output), to_toml(config, "collect"))
@@ -48,6 +46,5 @@ def self_taught(
         def sample(questions: list[Question], seeds: list[str]) -> list[Episode]:
             return [sequence.episode() for sequence in engine.run(questions, seeds, retrieve)]
 
-        retrieves = protocol.searches and config.retrieval.retriever != "none"
-        harvest.gather(sample, config.collect, protocol, retrieves, config.common.seed)
+        harvest.gather(sample, config, protocol)
     return harvest.tally(many)

@@ -62,10 +62,9 @@ class LocalClient(CachingClient):
     @functools.cached_property
     def circumstances(self) -> dict:
         """What a reply depends on beside the request."""
-        model = weights.fingerprint(self.folder) or str(self.folder.resolve())
-        numbers = {"nf4": self.work.memory.nf4, "dtype": dtype_name(self.precision.dtype)}
-        limits = {"temperature": self.settings.judge_temperature, "max_length": self.work.row_tokens}
-        return {"service": "local", "model": model} | numbers | limits
+        model = {"service": "local", "model": weights.fingerprint(self.folder) or str(self.folder.resolve())}
+        model |= {"nf4": self.work.memory.nf4, "dtype": dtype_name(self.precision.dtype)}
+        return model | {"temperature": self.settings.judge_temperature, "max_length": self.work.row_tokens}
 
     def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
         """Asks those that can be asked together; those that cannot come last: `take` may raise at one."""
@@ -99,8 +98,8 @@ class LocalClient(CachingClient):
         grant, sampler = Grant(self.work.memory), Sampler(self.settings.judge_temperature or 0.0)
         model = load_frozen(self.folder, self.precision, self.work.memory.nf4, self.nf4_cache).eval()
         activation_checkpointing.enable(model, grant)
-        layout = Layout(self.tokenizer, Chat(), lengths)
-        engine = Engine(model, layout, sampler, grant, autocast=self.precision.autocast)
+        autocast = self.precision.autocast
+        engine = Engine(model, Layout(self.tokenizer, Chat(), lengths), sampler, grant, autocast=autocast)
         listeners = [Listener(lambda text: None, functools.partial(over, key)) for key in requests]
         questions = [as_question(request) for request in requests.values()]
         engine.run(questions, list(requests), lambda pairs: [[] for _ in pairs], listeners=listeners)

@@ -62,10 +62,10 @@ def read_pools(config: TunePromptConfig) -> tuple[Pool, Pool]:
     sampled = read_questions(config.data.data, config.data.limit, skip)
     why_not = "are in --data as well: critiques may quote them"
     scored = draw_from(tuning.eval_data, tuning.eval_questions, seed, skip, sampled, why_not)
-    retrieve = build_retriever(Setup(config.retrieval, sampled, seed, skip_bad_rows=skip))
-    if not config.retrieval.from_questions:
-        return Pool(sampled, retrieve), Pool(scored, retrieve)
-    return Pool(sampled, retrieve), Pool(scored, build_retriever(Setup(config.retrieval, scored, seed)))
+    retrieve = other = build_retriever(Setup(config.retrieval, sampled, seed, skip_bad_rows=skip))
+    if config.retrieval.from_questions:
+        other = build_retriever(Setup(config.retrieval, scored, seed))
+    return Pool(sampled, retrieve), Pool(scored, other)
 
 
 def origin(config: TunePromptConfig, prompt: str, *pools: Pool) -> str:
@@ -112,11 +112,8 @@ class PromptTuner:
         parts = [f"{counts['calls']} requests", f"{counts['cache_hits']} replies from the cache"]
         parts += [f"{counts['failures']} failed"] if counts["failures"] else []
         parts += [f"{counts['cost']:.4f} US dollars"] if "cost" in counts else []
-        notes = [f"critic: {', '.join(parts)}"]
-        if self.capped:
-            message = f"stopped before its last round was over: {self.capped}"
-            notes.append(f"{message}; with a higher cap, the same command goes on")
-        return notes
+        stopped = f"stopped before its last round was over: {self.capped}; with a higher cap, the same command goes on"
+        return [f"critic: {', '.join(parts)}", *([stopped] if self.capped else [])]
 
     def branch_out(self, number: int, title: str) -> None:
         """Adds a round's new prompts to the history: those of the beam are tried, criticized and edited."""
@@ -226,8 +223,8 @@ class PromptTuner:
         self.history.close(Round(number, best, *(gain[key] for key in ("difference", "low", "high", "p"))))
 
     def marks_of(self, candidate: Candidate) -> list[Marks]:
-        remedy = "Begin with another --output."
-        return [Marks.from_json(line) for line in read_jsonl(self.predictions_of(candidate), remedy)]
+        lines = read_jsonl(self.predictions_of(candidate), "Begin with another --output.")
+        return [Marks.from_json(line) for line in lines]
 
     def predictions_of(self, candidate: Candidate) -> Path:
         return self.output / CANDIDATES / f"{candidate.id}.predictions.jsonl"

@@ -15,7 +15,7 @@ from r3lite.assembly import rl_guidance, rl_setup, teacher
 from r3lite.assembly.local_client import client_maker
 from r3lite.assembly.rl_guidance import Guidance
 from r3lite.assembly.rl_round import RoundSampler
-from r3lite.assembly.teacher import CachedTeacher, TeacherInTurns
+from r3lite.assembly.teacher import Teacher
 from r3lite.assembly.validation import build_validation, read_held_out
 from r3lite.core import command
 from r3lite.core.config import UsageError, flag, flat
@@ -54,7 +54,7 @@ class RLTrainer:
     state: TrainState
     guard: Guard
     episodes_file: Path
-    teacher: CachedTeacher | TeacherInTurns | None = None
+    teacher: Teacher | None = None
     spans: Spans | None = None
 
     def step(self, number: int) -> tuple[dict, int]:

@@ -16,6 +16,7 @@ from r3lite.assembly.rollout_service import facts_of
 from r3lite.core.config import UsageError
 from r3lite.core.errors import R3LiteError
 from r3lite.devices.ranks import Ranks
+from r3lite.llm.http_client import Link
 from r3lite.models import weights
 from r3lite.retrieval.setup import Setup
 from r3lite.rewards.judge import Judge
@@ -23,7 +24,7 @@ from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.forward import action_states
 from r3lite.rl.learner import Learner
-from r3lite.rollout.remote import REMEDY, Gone, Link, RemoteEngine, Worker
+from r3lite.rollout.remote import LARGEST, REMEDY, RemoteEngine, Worker
 from r3lite.rollout.vllm import VllmServer
 from r3lite.rollout.wire import Adapter
 from r3lite.serving.listening import TOKEN
@@ -111,19 +112,18 @@ def build(sampler: RoundSampler, learner: Learner, state: TrainState, setup: Set
     config, local = sampler.config, sampler.engine
     base = weights.fingerprint(weights.resolve_folder(config.model.model))
     facts = facts_of(config, base, local.grant.memory.nf4, local.layouts, setup)
-    token = os.environ.get(TOKEN, "").strip() or None
-    links = [Link(url, config.remote.rollout_timeout, token) for url in config.remote.rollout_server]
-    servers = []
-    try:
-        for link in links:
-            version = link.record("/version")
-            if "r3lite" not in version and "version" not in version:
-                raise R3LiteError(f"{link.url} is neither a rollout worker of r3lite nor vLLM", REMEDY)
-            ours = "r3lite" in version
-            servers.append(Worker(link, facts) if ours else VllmServer(link, config, local.layout_of, output))
-        print(f"episodes are sampled by {', '.join(server.check() for server in servers)}", file=sys.stderr)
-    except Gone as error:
-        raise R3LiteError(str(error), REMEDY) from error
+    token, servers = os.environ.get(TOKEN, "").strip(), []
+    headers = {"authorization": f"Bearer {token}"} if token else None
+    for url in config.remote.rollout_server:
+        link = Link(url.rstrip("/"), REMEDY, config.remote.rollout_timeout, LARGEST, headers)
+        version = link.ask("/version", None, "a rollout server", lambda reply: reply)
+        if "r3lite" in version:
+            servers.append(Worker(link, facts))
+        elif "version" in version:
+            servers.append(VllmServer(link, config, local.layout_of, output))
+        else:
+            raise R3LiteError(f"{url} is neither a rollout worker of r3lite nor vLLM", REMEDY)
+    print(f"episodes are sampled by {', '.join(server.check() for server in servers)}", file=sys.stderr)
     engine = RemoteEngine(servers)
     if config.remote.max_staleness:
         state.parts["rollouts"] = engine

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import r3lite
+from r3lite.assembly import answering
 from r3lite.assembly.policy import load_policy
 from r3lite.core.config import flag
 from r3lite.core.episode import Retrieve
@@ -18,8 +19,7 @@ from r3lite.core.http_server import Server
 from r3lite.core.records import Record
 from r3lite.datasets.sources import protocols_of, read_questions_of
 from r3lite.devices.precision import dtype_name
-from r3lite.memory.plan import Plan, make_plan
-from r3lite.memory.workloads import evaluate_workload
+from r3lite.memory.plan import Plan
 from r3lite.models import lora, weights
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
@@ -116,9 +116,7 @@ class RolloutService:
 
 def plan_memory(config: RolloutWorkerConfig) -> Plan:
     """The memory plan of a worker that samples as much at a time as fits."""
-    episodes = config.sampling.rollout_batch_size or AT_ONCE
-    workload = evaluate_workload(config.model, config.lengths, config.retrieval, episodes)
-    return make_plan(workload, config.memory, config.sampling)
+    return answering.plan_memory(config, config.sampling.rollout_batch_size or AT_ONCE)
 
 
 def build(config: RolloutWorkerConfig, token: str | None = None) -> RolloutService:
@@ -142,8 +140,7 @@ def build(config: RolloutWorkerConfig, token: str | None = None) -> RolloutServi
 def serve(config: RolloutWorkerConfig) -> None:
     """Serves until it is interrupted."""
     token = token_of(config.listen)
-    service = build(config, token)
-    server = Server(service, config.listen.host, config.listen.port)
+    server = Server(build(config, token), config.listen.host, config.listen.port)
     host, port = server.server_address[:2]
     print(f"rollout worker: http://{host}:{port}, for ppo --rollout-server (Ctrl-C ends)", flush=True)
     with server:

@@ -15,14 +15,11 @@ from r3lite.assembly.policy import Policy, check_base, check_lengths, load_froze
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import folder_fingerprint, sole_writer, sweep
-from r3lite.core.grant import Grant
 from r3lite.datasets import teacher_logprobs
 from r3lite.datasets.teacher_logprobs import PART, Lesson, Origin
 from r3lite.datasets.trajectories import Conversation, Row, Trajectory, encode_row, read_rows
 from r3lite.datasets.trajectories import fingerprint as rows_fingerprint
 from r3lite.devices.live_tensors import MIB
-from r3lite.devices.precision import Precision
-from r3lite.devices.ranks import Ranks
 from r3lite.memory.plan import Plan, make_plan
 from r3lite.memory.workloads import read_workload
 from r3lite.models import activation_checkpointing, lora, weights
@@ -42,7 +39,7 @@ ADAPTER = "teacher"
 def top_tokens(policy: Policy, vocabulary: int, top: int, rows: list[Row], most: int | None = None) -> list[TopTokens]:
     """What a model would have said, at temperature 1, at each token of the rows that has loss: its `top` likeliest
     tokens of `vocabulary`. At most `most` rows go through the model together."""
-    found: list[TopTokens | None] = [None] * len(rows)
+    found: dict[int, TopTokens] = {}
     memory, head = policy.grant.memory, policy.model.head_weight[:vocabulary]
     for group in groups([row.tokens for row in rows], memory.micro_batch_tokens, most or len(rows)):
         with policy.precision.autocast():
@@ -50,9 +47,8 @@ def top_tokens(policy: Policy, vocabulary: int, top: int, rows: list[Row], most:
             hidden, _ = states_before(policy.model, tokens, masks)
             likeliest = top_logprobs(hidden, head, min(top, vocabulary), memory.loss_chunk)
         said = TopTokens(likeliest.ids.cpu(), likeliest.logprobs.cpu())
-        for i, of_row in zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True):
-            found[i] = of_row
-    return found
+        found |= zip(group, said.split([rows[i].loss_tokens for i in group]), strict=True)
+    return [found[i] for i in range(len(rows))]
 
 
 def fingerprint(folder: Path, adapter: str | None, nf4: bool) -> str:
@@ -67,34 +63,32 @@ class TeacherInTurns:
 
     folder: Path
     settings: RLSettings
-    precision: Precision
-    grant: Grant
+    learner: Learner
     vocabulary: int
     nf4_cache: str | None
-    ranks: Ranks
 
     def batch(self, rollouts: list[Rollout], questions: dict[int, str]) -> Batch:
         """The rollouts, with what the teacher would have said at the tokens of those that failed."""
         batch = Batch.of(rollouts)
-        failed = [i for i, rollout in enumerate(rollouts) if rollout.failed]
-        if not failed:
+        if not (failed := [i for i, rollout in enumerate(rollouts) if rollout.failed]):
             return batch
-        mine = [failed[i] for i in self.ranks.share(batch.lengths[failed].tolist())]
-        said = dict(zip(mine, self.grant.attempt("update", self.read, batch.rows(mine)), strict=True))
-        said = {row: of_row for part in self.ranks.gather(said) for row, of_row in part.items()}
+        ranks, grant = self.learner.ranks, self.learner.grant
+        mine = [failed[i] for i in ranks.share(batch.lengths[failed].tolist())]
+        said = dict(zip(mine, grant.attempt("update", self.read, batch.rows(mine)), strict=True))
+        said = {row: of_row for part in ranks.gather(said) for row, of_row in part.items()}
         return replace(batch, teacher=[said.get(row) for row in range(len(rollouts))])
 
     def read(self, batch: Batch) -> list[TopTokens]:
         """What the teacher would have said at the action tokens of each row."""
-        s = self.settings
-        model = load_frozen(self.folder, self.precision, s.teacher_quantize == "nf4", self.nf4_cache)
+        s, precision, grant = self.settings, self.learner.precision, self.learner.grant
+        model = load_frozen(self.folder, precision, s.teacher_quantize == "nf4", self.nf4_cache)
         if s.teacher_adapter:
             lora.load_adapter(model, ADAPTER, s.teacher_adapter, trainable=False)
             lora.set_adapter(model, ADAPTER)
-        activation_checkpointing.enable(model, self.grant)
+        activation_checkpointing.enable(model, grant)
         pairs = zip(batch.token_rows(), batch.action_mask.tolist(), strict=True)
         rows = [Row(tokens, mask[: len(tokens)]) for tokens, mask in pairs]
-        teacher = Policy(model.eval(), self.precision, self.grant)
+        teacher = Policy(model.eval(), precision, grant)
         return top_tokens(teacher, self.vocabulary, s.teacher_top, rows, s.micro_batch_size)
 
 
@@ -109,25 +103,27 @@ class CachedTeacher:
 
         Its reward is given at the trajectory's end, so that the advantages of its group stay as they are.
         """
-        lessons = [self.lessons.get(questions[r.group]) if r.failed else None for r in rollouts]
-        pairs = zip(rollouts, lessons, strict=True)
-        return Batch.of([r if lesson is None else replaced(r, lesson, questions[r.group]) for r, lesson in pairs])
+        return Batch.of([self.replaced(rollout, questions[rollout.group]) for rollout in rollouts])
+
+    def replaced(self, rollout: Rollout, question: str) -> Rollout:
+        """The rollout, or a trajectory as that of its question; R3LiteError if it does not begin with its prompt."""
+        if not rollout.failed or not (lesson := self.lessons.get(question)):
+            return rollout
+        row, prompt = lesson.row, rollout.action_mask.index(True)
+        if row.tokens[:prompt] != rollout.tokens[:prompt] or any(row.loss_mask[:prompt]):
+            cause = f"the cached trajectory of the question {question} begins with another prompt than its episodes"
+            raise R3LiteError(
+                cause, "Collect the log-probabilities with this run's --format, prompt files and questions."
+            )
+        reward = sum(amount for _, amount in rollout.rewards)
+        made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, reward, rollout.group)
+        return replace(made, failed=True, teacher=lesson.teacher)
 
 
-def replaced(rollout: Rollout, lesson: Lesson, question: str) -> Rollout:
-    """A trajectory as the rollout of its question; R3LiteError if it does not open with the same prompt."""
-    row, prompt = lesson.row, rollout.action_mask.index(True)
-    if row.tokens[:prompt] != rollout.tokens[:prompt] or any(row.loss_mask[:prompt]):
-        cause = f"the cached trajectory of the question {question} begins with another prompt than its episodes"
-        raise R3LiteError(cause, "Collect the log-probabilities with this run's --format, prompt files and questions.")
-    reward = sum(amount for _, amount in rollout.rewards)
-    made = Rollout.paid_at_end(row.tokens, row.loss_mask, None, reward, rollout.group)
-    return replace(made, failed=True, teacher=lesson.teacher)
+Teacher = CachedTeacher | TeacherInTurns
 
 
-def build(
-    config: PpoConfig, learner: Learner, tokenizer: Tokenizer, questions: Sequence[Question]
-) -> CachedTeacher | TeacherInTurns | None:
+def build(config: PpoConfig, learner: Learner, tokenizer: Tokenizer, questions: Sequence[Question]) -> Teacher | None:
     """The teacher that the settings name, if they name one; R3LiteError if it does not fit the policy."""
     rl = config.rl
     if rl.teacher_logprobs:
@@ -148,8 +144,7 @@ def build(
     check_lengths(folder, tokenizer.size, config.lengths.max_length)
     if rl.teacher_adapter:
         check_base(ModelSettings(model=rl.teacher, adapter=rl.teacher_adapter), weights.fingerprint(folder))
-    cache = config.memory.nf4_cache
-    return TeacherInTurns(folder, rl, learner.precision, learner.grant, tokenizer.size, cache, learner.ranks)
+    return TeacherInTurns(folder, rl, learner, tokenizer.size, config.memory.nf4_cache)
 
 
 def identity(rl: RLSettings) -> str:

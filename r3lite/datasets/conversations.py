@@ -153,6 +153,9 @@ def from_openr1(row: Record) -> list[dict]:
 
 
 OPENR1_VERDICTS = ("is_reasoning_complete", "correctness_math_verify", "correctness_llama")
+OPENR1_IGNORED = "solution", "problem_type", "question_type", "finish_reasons", "correctness_count", "messages"
+OPENR1_ASKS, S1_ASKS = ("problem", "answer"), ("question", "solution")
+S1_IGNORED = "cot", "cot_type", "source_type", "metadata"
 # The keys that a row of a layout has, and what is made of it.
 LAYOUTS = {
     ("messages",): RowLayout(from_messages, ("tools",), ("prompt",)),
@@ -162,15 +165,8 @@ LAYOUTS = {
     ("instruction", "output"): RowLayout(from_alpaca, ("input", "history")),
     ("prompt", "completion"): RowLayout(from_completion),
     ("question", "reasoning", "answer"): RowLayout(from_r1, asks=("question", "answer")),
-    ("question", "thinking_trajectories", "attempt"): RowLayout(
-        from_s1, ("solution",), ("cot", "cot_type", "source_type", "metadata"), ("question", "solution")
-    ),
-    ("problem", "generations"): RowLayout(
-        from_openr1,
-        ("answer", *OPENR1_VERDICTS),
-        ("solution", "problem_type", "question_type", "finish_reasons", "correctness_count", "messages"),
-        ("problem", "answer"),
-    ),
+    ("question", "thinking_trajectories", "attempt"): RowLayout(from_s1, ("solution",), S1_IGNORED, S1_ASKS),
+    ("problem", "generations"): RowLayout(from_openr1, ("answer", *OPENR1_VERDICTS), OPENR1_IGNORED, OPENR1_ASKS),
 }
 KNOWN_LAYOUTS = "; ".join(", ".join(keys) for keys in LAYOUTS)  # for errors
 

@@ -103,8 +103,7 @@ def demonstrate(questions: Sequence[Question], retrieve: Retrieve, lengths: Leng
 
     What stands further back in a document than about --max-document-tokens counts as not there.
     """
-    readable = CHARACTERS * lengths.max_document_tokens
-    made = [Demonstration(question, lengths.max_hops, readable) for question in questions]
+    made = [Demonstration(q, lengths.max_hops, CHARACTERS * lengths.max_document_tokens) for q in questions]
     while going := [one for one in made if not one.is_over]:
         asked = [(one.question, Search(one.steps[-1].queries[0])) for one in going]
         for one, outcome in zip(going, retrieve_all(retrieve, asked), strict=True):

@@ -94,8 +94,7 @@ def planned(question: Question, documents: Sequence[Sequence[Document]]) -> tupl
     plan, answers = plan_of(question), _answers(question)
     found, said, written = dict(zip(answers, documents)), plan.text(), []
     for level in plan.levels:
-        searches = (Search(node.filled(answers), tuple(found[node.name]), node.source) for node in level)
-        written.append(Step(said, tuple(searches)))
+        written.append(Step(said, tuple(Search(n.filled(answers), tuple(found[n.name]), n.source) for n in level)))
         said = "\n".join(f"{node.name}: {answers[node.name]}" for node in level)
     return *written, Step(said, answer=question.answers[0])
 
@@ -105,16 +104,16 @@ def _answers(question: Question) -> dict[str, str]:
 
 
 def with_gold(
-    question: Question, hop: int, documents: Sequence[Document], top_k: int, seed: str
+    question: Question, hop: int, found: Sequence[Document], top_k: int, seed: str
 ) -> tuple[list[Document], bool]:
     """The documents of a hop with its gold paragraph among them, and whether the retriever found that itself.
 
     A missing paragraph replaces the last document and is put at a random place: a model would learn a fixed one.
     """
     gold = question.hops[hop].document
-    if any(question.gold_index(d) == question.gold_index(gold) for d in documents):
-        return list(documents), True
-    kept = list(documents[: top_k - 1])
+    if any(question.gold_index(d) == question.gold_index(gold) for d in found):
+        return list(found), True
+    kept = list(found[: top_k - 1])
     kept.insert(random.Random(seed).randint(0, len(kept)), gold)
     return kept, False
 
@@ -177,8 +176,7 @@ def compared(question: Question) -> str | None:
     `The Prairie King (June 9, 1956) is before Confessions of an Opium Eater (October 26, 1993).` if two dates decide,
     of what the question asks about; `India and Italian are not the same.` if it asks whether they are.
     """
-    leaned_on = set[int]().union(*map(used, question.hops))
-    ends = [i for i in range(len(question.hops)) if i not in leaned_on]
+    ends = sorted(set(range(len(question.hops))).difference(*map(used, question.hops)))
     if "comparison" not in question.type or len(ends) != 2:
         return None
     answer, facts = normalize(question.answers[0]), [question.hops[i].answer for i in ends]
@@ -188,11 +186,8 @@ def compared(question: Question) -> str | None:
     parts = [(date(fact), f"{name} ({fact})") for name, fact in zip(names, facts, strict=True)]
     (first, earlier), (last, later) = sorted(parts, key=lambda one: one[0] or ())
     # Of two dates that begin alike one says only the year, or they are the same.
-    if not first or not last or last[: len(first)] == first:
-        return None
-    if sum(normalize(name) == answer for name in names) != 1:
-        return None
-    return f"{earlier} is before {later}."
+    decided = first and last[: len(first)] != first and sum(normalize(name) == answer for name in names) == 1
+    return f"{earlier} is before {later}." if decided else None
 
 
 def used(hop: Hop) -> set[int]:

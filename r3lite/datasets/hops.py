@@ -102,11 +102,9 @@ def from_evidences(question: Question, evidences, supporting: dict[str, list[str
 
 
 def _paragraph_of(question: Question, subject: str, values: list[str]) -> Document | None:
-    for document in question.gold:
-        if name_of(document.title).casefold() == name_of(subject).casefold():
-            return document
+    named = [d for d in question.gold if name_of(d.title).casefold() == name_of(subject).casefold()]
     both = (d for d in question.gold if _mentions(d.text, subject) and any(_mentions(d.text, v) for v in values))
-    return next(both, None)
+    return named[0] if named else next(both, None)
 
 
 def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
@@ -126,9 +124,8 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
         a, b = sorted(question.gold, key=lambda d: _position(question.text, d.title))
         names = name_of(a.title), name_of(b.title)
         names = names if names[0] != names[1] else (a.title, b.title)
-        facts = [_brief(supporting[document.title]) for document in (a, b)]
-        pairs = zip(names, (a, b), facts)
-        return tuple(Hop(_literal(name), " ".join(fact), document, fact) for name, document, fact in pairs)
+        facts = [(d, _brief(supporting[d.title])) for d in (a, b)]
+        return tuple(Hop(_literal(name), " ".join(fact), d, fact) for name, (d, fact) in zip(names, facts))
     sentences = {title: " ".join(named) for title, named in supporting.items()}
     first, second = _bridge_order(question, sentences)
     bridge, answer = _bridge(question, first, second, sentences), question.answers[0]

@@ -52,17 +52,14 @@ class Mixture:
     def rows(self, start: int, stop: int) -> list[int]:
         """The rows of draws `start` to `stop` - 1."""
         while len(self._rows) < stop:
-            self._rows.append(self._draw())
+            (source,) = self._choices.choices(range(len(self.sizes)), self.weights)
+            count, place = divmod(self._taken[source], self.sizes[source])
+            if place == 0:
+                self._passes[source] = list(range(self.starts[source], self.starts[source + 1]))
+                random.Random(f"{self.seed}/source {source}/{count}").shuffle(self._passes[source])
+            self._taken[source] += 1
+            self._rows.append(self._passes[source][place])
         return self._rows[start:stop].tolist()
-
-    def _draw(self) -> int:
-        (source,) = self._choices.choices(range(len(self.sizes)), self.weights)
-        count, place = divmod(self._taken[source], self.sizes[source])
-        if place == 0:
-            self._passes[source] = list(range(self.starts[source], self.starts[source + 1]))
-            random.Random(f"{self.seed}/source {source}/{count}").shuffle(self._passes[source])
-        self._taken[source] += 1
-        return self._passes[source][place]
 
     def shuffled(self, stream: str) -> list[int]:
         """All rows in a random order in which a source's rows come early by its weight.

@@ -87,8 +87,7 @@ def plain_answers(row: Record, *keys: str) -> tuple[str, ...]:
 
 def _plain(row: Record, id: str) -> Question:
     """A question and its answers, and perhaps a `task`, by which the reward `combined` chooses."""
-    kind = row.text("task", "", blank=True).strip()
-    return Question(id=id, text=_text(row, "question"), answers=plain_answers(row), type=kind)
+    return Question(id, _text(row, "question"), plain_answers(row), type=row.text("task", "", blank=True).strip())
 
 
 def _musique(row: Record, id: str) -> Question:

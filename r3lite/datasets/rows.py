@@ -21,12 +21,13 @@ Item = TypeVar("Item")
 
 
 def converted_rows(
-    data: str | Path, convert: Callable[[Record, str], Item | None], limit: int | None, skip_bad_rows: bool
-) -> list[Item]:
+    data: str | Path, convert: Callable[[Record, str], Item | None], limit: int | None, skip_bad_rows: bool,
+    needed: str = "", remedy: str = "",
+) -> list[Item]:  # fmt: skip
     """The first `limit` rows of a path or hub string as `convert(row, default id)` makes them; None leaves a row out.
 
     If `convert` raises InvalidRecord, that names file, line (or row) and reason; with `skip_bad_rows` such rows are
-    left out and their number is printed.
+    left out and their number is printed. If there is none of what is `needed`, it raises R3LiteError.
     """
     kept: list[Item] = []
     bad: list[InvalidRecord] = []
@@ -48,6 +49,8 @@ def converted_rows(
             break
     if bad:
         print(f"{data}: {len(bad)} bad rows skipped; the first: {bad[0].cause}", file=sys.stderr)
+    if needed and not kept:
+        raise R3LiteError(f"{data} holds no usable {needed}", remedy)
     return kept
 
 

@@ -19,11 +19,12 @@ from r3lite.core.records import Record, Source
 from r3lite.datasets.collected import Earlier, Tally, rejections_of
 from r3lite.datasets.trajectories import Trajectory, check_steps, row_from_json
 from r3lite.protocols.base import ANSWER_WAS_FORCED, NO_ROOM, Protocol
-from r3lite.settings import CollectSettings
+from r3lite.settings import CollectConfig, CollectSettings
 
 BLOCK = 32  # questions that are sampled together, and written together
 # From questions, which may repeat, and the seed of each one's random stream to their episodes.
 Sample = Callable[[list[Question], list[str]], list[Episode]]
+Chosen = tuple[list[Episode], Counter[str]]  # the episodes that are kept, and how many others are not, by the reason
 
 
 @dataclass
@@ -55,13 +56,13 @@ class Harvest:
     def waiting(self) -> list[Question]:
         return [q for id, q in self.questions.items() if id not in self.rejected]
 
-    def gather(self, sample: Sample, settings: CollectSettings, protocol: Protocol, retrieves: bool, seed: int) -> None:
+    def gather(self, sample: Sample, config: CollectConfig, protocol: Protocol) -> None:
         """Samples of the questions that wait, a block at a time, and adds what is kept of it to the file.
 
-        Those at which the retriever fails go on waiting. `retrieves`: there is a retriever, whose documents count.
+        Those at which the retriever fails go on waiting.
         """
-        waiting, n = self.waiting, settings.num_generations
-        total = len(self.questions)
+        waiting, total, n, seed = self.waiting, len(self.questions), config.collect.num_generations, config.common.seed
+        retrieves = protocol.searches and config.retrieval.retriever != "none"
         with tqdm(total=total, initial=total - len(waiting), desc="self", disable=None) as bar:
             for start in range(0, len(waiting), BLOCK):
                 block = waiting[start : start + BLOCK]
@@ -70,16 +71,15 @@ class Harvest:
                 groups = {q.id: episodes[i * n : (i + 1) * n] for i, q in enumerate(block)}
                 failures = {id: e.failure for id, group in groups.items() for e in group if e.failure}
                 if len(failures) == len(block):
-                    remedy = "Mend that, and run the same command again to go on."
-                    raise R3LiteError(f"the retriever fails: {failures[block[0].id]}", remedy)
+                    raise R3LiteError(f"the retriever fails: {failures[block[0].id]}", "Mend that, and run it again.")
                 self.failed += failures.values()
                 whole = [id for id in groups if id not in failures]
-                self._add({id: chosen(groups[id], protocol, settings, retrieves) for id in whole})
+                self._add({id: chosen(groups[id], protocol, config.collect, retrieves) for id in whole})
                 bar.update(len(block))
                 some = len({row.id for row in self.kept})
                 bar.set_postfix({"kept": len(self.kept), "yield": f"{some} of {len(self.rejected)} questions"})
 
-    def _add(self, found: dict[str, tuple[list[Episode], Counter[str]]]) -> None:
+    def _add(self, found: dict[str, Chosen]) -> None:
         new = [Trajectory.of(e.question, e.steps, "self") for kept, _ in found.values() for e in kept]
         reasons = {id: reasons for id, (_, reasons) in found.items()}
         append_jsonl(self.output, [trajectory.to_json() for trajectory in new])
@@ -105,9 +105,7 @@ class Harvest:
         return tally
 
 
-def chosen(
-    episodes: Iterable[Episode], protocol: Protocol, settings: CollectSettings, retrieves: bool
-) -> tuple[list[Episode], Counter[str]]:
+def chosen(episodes: Iterable[Episode], protocol: Protocol, settings: CollectSettings, retrieves: bool) -> Chosen:
     """At most --keep of one question's episodes, those in which the model wrote least first; why the others are not.
 
     Two that ask the same queries in the same order are alike, and the shorter one stays.

@@ -83,24 +83,23 @@ def read_data(config: SftConfig) -> tuple[dict[str, Protocol], Rows, Rows]:
 
 
 def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Example]:
+    kind = entry.get("type")  # without one, any row is taken
+
     def convert(row: Record, id: str) -> Example:
-        made = None if "steps" in row and not has_steps(entry) else row_from_json(row, protocol, id)
-        if problem := _misfit(made, entry.get("type")):
-            raise row.error(f"{problem}, and the type of the source is {entry['type']}")
-        return made
+        problem = "it is a trajectory"
+        if has_steps(entry) or "steps" not in row:
+            made = row_from_json(row, protocol, id)
+            if kind == "qa" and isinstance(made, Conversation):
+                problem = "it is a conversation"
+            elif kind == "r1" and not any(
+                "</think>" in m["content"] for m in made.messages if m["role"] == "assistant"
+            ):
+                problem = "the assistant does not think between <think> and </think>"
+            else:
+                return made
+        raise row.error(f"{problem}, and the type of the source is {kind}")
 
     return _converted(entry, data, convert)
-
-
-def _misfit(row: Example | None, kind: str | None) -> str | None:
-    """Why a row is not of a type, or None; without a type any row is taken."""
-    if row is None:
-        return "it is a trajectory"
-    if kind == "qa" and isinstance(row, Conversation):
-        return "it is a conversation"
-    if kind == "r1" and not any(m["role"] == "assistant" and "</think>" in m["content"] for m in row.messages):
-        return "the assistant does not think between <think> and </think>"
-    return None
 
 
 def encode_rows_of(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
@@ -181,10 +180,8 @@ def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
 def _converted(entry: SourceEntry, data: DataSettings, convert: Callable[[Record, str], Item]) -> list[Item]:
     """The rows of a source's file as `convert` makes them of each and of the id it has if it names none."""
     with _named(entry):
-        items = converted_rows(entry["file"], convert, data.limit, data.skip_bad_rows)
-        if not items:
-            raise R3LiteError(f"{entry['file']} holds no usable row", "Name another file, or leave the source out.")
-        return items
+        needed = "row", "Name another file, or leave the source out."
+        return converted_rows(entry["file"], convert, data.limit, data.skip_bad_rows, *needed)
 
 
 @contextlib.contextmanager

@@ -49,8 +49,7 @@ def rows_of(name: str, data: QuestionSettings) -> dict[str, dict]:
 
     def made(question: Question, row: Record) -> tuple[str, dict]:
         # Else it would be called by its place in the new file.
-        named = {} if "id" in row or "_id" in row else {"id": question.id}
-        return question.text, row.values | named
+        return question.text, row.values | ({} if "id" in row or "_id" in row else {"id": question.id})
 
     first: dict[str, dict] = {}
     for question, values in read_with_rows(name, made, data.limit, data.skip_bad_rows):

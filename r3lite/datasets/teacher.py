@@ -18,7 +18,7 @@ from r3lite.datasets.trajectories import Trajectory
 from r3lite.llm.client import Client
 from r3lite.llm.replies import Reply, Request
 from r3lite.protocols.base import Protocol
-from r3lite.settings import CollectSettings
+from r3lite.settings import CollectConfig
 
 # Failures of a reply that asking again would not mend: they come from the question, not from network or account.
 FINAL = ("blocked", "cut", "empty")
@@ -41,20 +41,17 @@ class Try:
 
     @property
     def goes_on(self) -> bool:
-        answered = bool(self.steps) and self.steps[-1].answer is not None
-        return not (answered or self.failure or self.missing)
+        return not (self.failure or self.missing or (self.steps and self.steps[-1].answer is not None))
 
 
 @dataclass(frozen=True)
 class Teacher:
     """Samples trajectories step by step, many questions at a time."""
 
-    settings: CollectSettings
+    config: CollectConfig
     client: Client
     protocol: Protocol
     retrieve: Retrieve
-    seed: int
-    max_hops: int
 
     def gather(self, questions: list[Question], output: Path, earlier: Earlier, size: int) -> Tally:
         """Adds to the file the teacher's right answers in well-formed steps, a block of `size` questions at a time.
@@ -62,23 +59,22 @@ class Teacher:
         Continues an earlier run: questions that are in the file, and those whose replies were rejected (named in
         `<output>.rejected.jsonl`), are not asked again. Questions that got no reply are.
         """
-        rejected, kept_before, rejected_before = rejections_of(output), ids(earlier.kept), ids(earlier.rejected)
-        waiting = [q for q in questions if q.id not in kept_before | rejected_before]
-        tally = Tally(len(questions))
+        before, tally = {"kept": ids(earlier.kept), "rejected": ids(earlier.rejected)}, Tally(len(questions))
+        waiting = [q for q in questions if not any(q.id in known for known in before.values())]
         if len(waiting) < len(questions):
-            tally.extra["kept by earlier runs"] = sum(q.id in kept_before for q in questions)
-            tally.extra["rejected by earlier runs"] = sum(q.id in rejected_before for q in questions)
+            counts = {name: sum(q.id in known for q in questions) for name, known in before.items()}
+            tally.extra |= {f"{name} by earlier runs": count for name, count in counts.items()}
         bar = tqdm(total=len(waiting), desc="teacher", unit="question", disable=None)
         for start in range(0, len(waiting), size):
             block = waiting[start : start + size]
             last = {q.id: Try(q, failure="not tried") for q in block}
-            for number in range(self.settings.attempts):
+            for number in range(self.config.collect.attempts):
                 failed = [t.question for t in last.values() if t.failure]
                 last |= {t.question.id: t for t in self.attempt(failed, number)}
             right = [t for t in last.values() if not (t.failure or t.missing)]
             wrong = [t for t in last.values() if t.failure]
             append_jsonl(output, [Trajectory.of(t.question, t.steps, "teacher").to_json() for t in right])
-            append_jsonl(rejected, [{"id": t.question.id, "reason": t.failure} for t in wrong])
+            append_jsonl(rejections_of(output), [{"id": t.question.id, "reason": t.failure} for t in wrong])
             for this in right:
                 tally.keep_retrieved(this.question, this.steps)
             tally.rejected.update(t.failure for t in wrong)
@@ -126,12 +122,12 @@ class Teacher:
         for k, step in enumerate(this.steps, 1):
             turns += ["\n\n".join(user), self.protocol.render(step, k)]
             user = [self.protocol.observation(question, this.steps[:k])]
-        if len(this.steps) == self.max_hops:
+        if len(this.steps) == self.config.lengths.max_hops:
             user.append(self.protocol.answer_request)
         if number:
-            user.append(OTHER_WAY.format(number=number + 1, all=self.settings.attempts))
+            user.append(OTHER_WAY.format(number=number + 1, all=self.config.collect.attempts))
         user.append(self.protocol.step_request(len(this.steps) + 1))
-        nonce = f"{self.seed}/{number}"
+        nonce = f"{self.config.common.seed}/{number}"
         return Request("\n\n".join(user), self.protocol.system, tuple(turns), nonce=nonce)
 
     def add_step(self, this: Try, reply: Reply) -> None:
@@ -145,11 +141,11 @@ class Teacher:
         step = self.protocol.parse(self.protocol.first_turn(reply.text), this.steps)
         if step.faults:
             this.failure = f"malformed step ({step.faults[0]})"
-        elif step.searches and len(this.steps) == self.max_hops:
-            this.failure = f"no answer after {self.max_hops} queries"
+        elif step.searches and len(this.steps) == self.config.lengths.max_hops:
+            this.failure = f"no answer after {self.config.lengths.max_hops} queries"
         else:
             this.steps.append(step)
-            if step.answer is not None and not is_right(this.question, step.answer, self.settings.min_f1):
+            if step.answer is not None and not is_right(this.question, step.answer, self.config.collect.min_f1):
                 this.failure = "wrong answer"
-            elif step.answer is not None and len(this.steps) == 1 and self.settings.without_search == "drop":
+            elif step.answer is not None and len(this.steps) == 1 and self.config.collect.without_search == "drop":
                 this.failure = WITHOUT_SEARCH

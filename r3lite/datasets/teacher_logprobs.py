@@ -68,13 +68,10 @@ def _check_part(path: Path, origin: Origin, remedy: str) -> None:
 
 
 def write_part(folder: Path, number: int, origin: Origin, rows: Sequence[Row], teacher: Sequence[TopTokens]) -> None:
-    tensors = {
-        "sizes": torch.tensor([len(row.tokens) for row in rows]),
-        "tokens": torch.tensor([t for row in rows for t in row.tokens], dtype=torch.int32),
-        "loss_mask": torch.tensor([t for row in rows for t in row.loss_mask], dtype=torch.bool),
-        "ids": torch.cat([of_row.ids for of_row in teacher]),
-        "logprobs": torch.cat([of_row.logprobs for of_row in teacher]),
-    }
+    tensors = {"sizes": torch.tensor([len(row.tokens) for row in rows])}
+    tensors["tokens"] = torch.tensor([token for row in rows for token in row.tokens], dtype=torch.int32)
+    tensors["loss_mask"] = torch.tensor([flag for row in rows for flag in row.loss_mask], dtype=torch.bool)
+    tensors |= {part: torch.cat([getattr(of_row, part) for of_row in teacher]) for part in ("ids", "logprobs")}
     write_tensors(part_of(folder, number), tensors, asdict(origin))
 
 
@@ -83,16 +80,16 @@ def finish(folder: Path, origin: Origin, questions: Sequence[str]) -> None:
     write_json(folder / MANIFEST, asdict(origin) | {"questions": list(questions)})
 
 
-def _manifest(folder: Path) -> Record:
+def _manifest(folder: Path) -> tuple[Record, Origin]:
     if not (folder / MANIFEST).is_file():
         raise R3LiteError(f"{folder} is no complete cache of log-probabilities: it has no {MANIFEST}", GO_ON)
-    return read_record(folder / MANIFEST, ANOTHER)
+    record = read_record(folder / MANIFEST, ANOTHER)
+    return record, Origin(**{name: record.text(name) for name in Origin.__dataclass_fields__})
 
 
 def identity(folder: Path) -> str:
     """What the cache follows from, in one line."""
-    manifest = _manifest(folder)
-    return " ".join(manifest.text(name) for name in Origin.__dataclass_fields__)
+    return " ".join(asdict(_manifest(folder)[1]).values())
 
 
 def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
@@ -101,8 +98,7 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
     Raises R3LiteError if the cache is not complete, of another tokenizer than that of the fingerprint `tokenizer`, or
     has a row of more than `longest` tokens.
     """
-    record = _manifest(folder)
-    origin = Origin(**{name: record.text(name) for name in Origin.__dataclass_fields__})
+    record, origin = _manifest(folder)
     if origin.tokenizer != tokenizer:
         cause = f"the teacher of {folder} has another tokenizer ({origin.tokenizer}) than the policy ({tokenizer})"
         raise R3LiteError(cause, "Choose a teacher of the policy's family: both must have the same tokens.")

@@ -70,10 +70,8 @@ def read_rows(
 
     A bad row raises R3LiteError with file, line and reason; with `skip_bad_rows` bad rows are left out and counted.
     """
-    rows = converted_rows(data, lambda row, id: row_from_json(row, protocol, id), limit, skip_bad_rows)
-    if not rows:
-        raise R3LiteError(f"{data} holds no usable trajectory", "Write trajectories with `python -m r3lite.collect`.")
-    return rows
+    needed = "trajectory", "Write trajectories with `python -m r3lite.collect`."
+    return converted_rows(data, lambda row, id: row_from_json(row, protocol, id), limit, skip_bad_rows, *needed)
 
 
 def read_traces(data: str | Path, protocol: Protocol, skip_bad_rows: bool = False) -> list[Trajectory]:
@@ -196,12 +194,9 @@ def lengths_of(rows: Sequence[Row], held_out: Sequence[Row]) -> dict:
     their tokens, and of those that are trained on.
     """
     tokens = [row.tokens for row in [*rows, *held_out]]
-    return {
-        "longest": max(map(len, tokens)),
-        "shared": common_prefix(min(tokens), max(tokens)),
-        "mean_tokens": sum(len(row.tokens) for row in rows) / len(rows),
-        "writes": sum(row.loss_tokens for row in rows) / len(rows),
-    }
+    means = {"mean_tokens": sum(len(row.tokens) for row in rows) / len(rows)}
+    means |= {"writes": sum(row.loss_tokens for row in rows) / len(rows)}
+    return {"longest": max(map(len, tokens)), "shared": common_prefix(min(tokens), max(tokens))} | means
 
 
 def fingerprint(rows: Sequence[Row]) -> str:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -24,11 +25,9 @@ from r3lite.core import bars
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord
 from r3lite.llm.cache import ReplyCache, digest
-from r3lite.llm.known_models import prices_of
-from r3lite.llm.limits import Budget, RateLimiter
-from r3lite.llm.replies import Reply, Request, estimated_tokens, parse
-from r3lite.llm.service import Service, read_complaint
-from r3lite.llm.transport import Broken, Calls, Refused, TooLarge
+from r3lite.llm.limits import Budget, RateLimiter, prices_of
+from r3lite.llm.replies import Reply, Request, Service, estimated_tokens, parse, read_complaint, recalled
+from r3lite.llm.transport import Calls, NoReply
 from r3lite.settings import JudgeSettings
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try
@@ -62,21 +61,18 @@ class CachingClient(ABC):
     def __init__(self, settings: JudgeSettings, cache: Path | None, budget: Budget):
         """`cache` is the folder of cached replies."""
         self.settings, self.budget = settings, budget
-        self._cache = ReplyCache(cache)
+        self._cache = ReplyCache(cache, "--judge-cache")
         self._counts, self._failures = Counter(), Counter()
         self._lock = threading.Lock()
 
     def generate_all(
-        self,
-        requests: list[Request],
-        progress: str | None = None,
-        on_reply: Callable[[Reply], None] | None = None,
+        self, requests: list[Request], progress: str | None = None, on_reply: Callable[[Reply], None] | None = None
     ) -> list[Reply]:
         """Replies in the order of the requests; equal requests are asked once.
 
         `progress` names a progress bar. `on_reply` is called with each reply as it comes; if it raises, all ends.
         """
-        keys = [digest(request, self.circumstances) for request in requests]
+        keys = [digest(request.parts | self.circumstances) for request in requests]
         waiting, replies = dict(zip(keys, requests)), {}
 
         def take(key: str, reply: Reply) -> None:
@@ -87,7 +83,7 @@ class CachingClient(ABC):
 
         with tqdm(total=len(waiting), unit="request", **bars.named(progress, "asking")) as bar:
             for key, request in list(waiting.items()):
-                if reply := self._cache.recall(key, request):
+                if reply := self._cache.recall(key, partial(recalled, request=request)):
                     del waiting[key]
                     take(key, self._kept(key, reply))
             if waiting:
@@ -112,7 +108,7 @@ class CachingClient(ABC):
     def _kept(self, key: str, reply: Reply) -> Reply:
         """The reply, counted and, unless it has failed, in the cache."""
         if not (reply.failure or reply.cached):
-            self._cache.store(key, reply)
+            self._cache.store(key, {"text": reply.text})
         with self._lock:
             self._counts["cache_hits"] += reply.cached
             if reply.failure:
@@ -157,9 +153,7 @@ class Client(CachingClient):
         self._calls.begin()
         pool = ThreadPoolExecutor(self.settings.judge_concurrency)
         try:
-            futures = {
-                pool.submit(lambda k, r: self._kept(k, self._ask(r)), *item): item[0] for item in requests.items()
-            }
+            futures = {pool.submit(self._ask, key, request): key for key, request in requests.items()}
             pending = set(futures)
             while pending:
                 # With a timeout, because on Windows Ctrl-C does not interrupt a wait without one.
@@ -177,8 +171,8 @@ class Client(CachingClient):
 
     # Asking
 
-    def _ask(self, request: Request) -> Reply:
-        """Tries until there is a reply, a failure is final or the tries are used up."""
+    def _ask(self, key: str, request: Request) -> Reply:
+        """Tries until there is a reply, which is kept, a failure is final or the tries are used up."""
         tries = 0
         while True:
             ways = self._ways
@@ -186,7 +180,7 @@ class Client(CachingClient):
             if reply.failure == "refused" and self._has_another_way(reply.detail, ways):
                 continue
             if reply.failure not in PASSING or tries >= self.settings.judge_retries or asked_to_wait > LONGEST_WAIT:
-                return reply
+                return self._kept(key, reply)
             backoff = min(FIRST_BACKOFF * 2**tries, LONGEST_BACKOFF) * self._jitter.uniform(0.5, 1.5)
             seconds = asked_to_wait + self._jitter.uniform(0, 0.5) if asked_to_wait else backoff
             if reply.failure == "rate_limited":
@@ -213,25 +207,21 @@ class Client(CachingClient):
         most = self._price(prompt_tokens, limit)
         if cap := self.budget.reserve(most):
             return Reply(failure="capped", detail=cap), 0.0
-        cost = 0.0
+        cost = seconds = 0.0
         try:
             self.limiter.wait()
             cost = most  # unless it turns out to be less: a call that breaks off may be billed all the same
             body = self._calls.run(lambda: self.service.send(request, limit))
             reply, cost = self._reply_to(request, body, prompt_tokens, limit)
-            return reply, 0.0
-        except Refused as error:
-            cost = 0.0
-            return self._refusal(error)
-        except Broken as error:
-            cost = most if error.sent else 0.0
-            return self._failure(error.kind, str(error)), 0.0
-        except TooLarge as error:
-            return self._failure("too_large", str(error)), 0.0
+        except NoReply as error:
+            cost = most if error.sent and not error.status else 0.0
+            kind, detail, seconds = self._refusal(error) if error.status else (error.kind, str(error), 0.0)
+            reply = Reply(failure=kind, detail=detail)
         except InvalidRecord as error:
-            return self._failure("malformed", error.cause), 0.0
+            reply = Reply(failure="malformed", detail=error.cause)
         finally:
             self.budget.settle(most, cost)
+        return replace(reply, detail=self._redacted(reply.detail)), seconds
 
     def _reply_to(self, request: Request, body: str, prompt_tokens: float, limit: int) -> tuple[Reply, float]:
         """The reply in the body of a response, or what is wrong with it, and its price; its tokens are counted."""
@@ -242,12 +232,12 @@ class Client(CachingClient):
         text = self._without_key(answer.text)  # in case a server repeats it: a reply is kept on disk
         failure = answer.failure or (None if text.strip() else "empty")
         reply = Reply(text=text, failure=failure, detail=answer.detail) if failure else parse(text, request)
-        reply = replace(reply, detail=self._redacted(reply.detail))
         return reply, self._price(answer.input_tokens, answer.output_tokens)
 
-    def _refusal(self, error: Refused) -> tuple[Reply, float]:
-        """What a status other than 200 means; raises R3LiteError if every request would fail like it."""
-        name, reason, delays = read_complaint(error.body)
+    def _refusal(self, error: NoReply) -> tuple[str, str, float]:
+        """What a status other than 200 means: the kind of failure, what was said, and the seconds that the server asks
+        to wait; raises R3LiteError if every request would fail like it."""
+        name, reason, delays = read_complaint(str(error))
         status, message = error.status, self._redacted(f"{error.status} {name}: {reason}")
         wait = _seconds(error.retry_after, *delays)
         if status == 429 and name == "insufficient_quota":  # OpenAI's word: waiting would not help
@@ -260,10 +250,7 @@ class Client(CachingClient):
             remedy = "Check --judge-model and --judge-base-url, and that your account may use the model."
             raise R3LiteError(f"{self.settings.judge_model} cannot be used: {message}", remedy) from None
         kind = {408: "timeout", 429: "rate_limited"}.get(status, "server" if status >= 500 else "refused")
-        return self._failure(kind, message), wait if kind in ("rate_limited", "server") else 0.0
-
-    def _failure(self, kind: str, detail: str) -> Reply:
-        return Reply(failure=kind, detail=self._redacted(detail))
+        return kind, message, wait if kind in ("rate_limited", "server") else 0.0
 
     def _redacted(self, text: str) -> str:
         """One line of at most 300 characters without the key, in case a server repeats it."""

@@ -17,9 +17,6 @@ def described(episode: Episode) -> dict:
         if step.answer is not None:
             entry["answer"] = step.answer[:TEXT_LENGTH]
         steps.append(entry)
-    return {
-        "question": episode.question.text[:TEXT_LENGTH],
-        "gold_answers": [answer[:TEXT_LENGTH] for answer in episode.question.answers],
-        "final_answer": episode.prediction[:TEXT_LENGTH] or None,
-        "steps": steps,
-    }
+    gold = [answer[:TEXT_LENGTH] for answer in episode.question.answers]
+    asked = {"question": episode.question.text[:TEXT_LENGTH], "gold_answers": gold}
+    return asked | {"final_answer": episode.prediction[:TEXT_LENGTH] or None, "steps": steps}

@@ -1,6 +1,7 @@
 """Gemini as a service of the client: requests by Google's library, keys from GOOGLE_API_KEY or GEMINI_API_KEY."""
 
 import copy
+import re
 
 from google import genai
 from google.genai import types
@@ -8,11 +9,10 @@ from google.genai import types
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record, Source, parse
 from r3lite.llm.http_client import BoundedClient
-from r3lite.llm.known_models import THINKING_ROOM, thinking
-from r3lite.llm.replies import Answer, Request, estimated_tokens, token_count
-from r3lite.llm.service import Service, read_key
+from r3lite.llm.replies import THINKING_ROOM, Answer, Request, Service, estimated_tokens, read_key, token_count
 from r3lite.settings import JudgeSettings
 
+LEAST_THINKING_ROOM = 512  # output tokens of a model that is set to think as little as it can
 KEYS = ("GOOGLE_API_KEY", "GEMINI_API_KEY")
 GET_A_KEY = "Get one at https://aistudio.google.com/apikey and set GOOGLE_API_KEY to it."
 BLOCKED = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "MODEL_ARMOR", "LANGUAGE")
@@ -28,9 +28,8 @@ class GeminiService(Service):
         self.settings, self.secret = settings, read_key("Gemini", KEYS, GET_A_KEY)
         if not self.secret:
             raise R3LiteError("there is no key for Gemini: neither GOOGLE_API_KEY nor GEMINI_API_KEY is set", GET_A_KEY)
-        timeout = round(settings.judge_timeout * 1000)  # milliseconds
-        address = settings.judge_base_url
-        options = types.HttpOptions(timeout=timeout, base_url=address, httpx_async_client=BoundedClient())
+        timeout, url = round(settings.judge_timeout * 1000), settings.judge_base_url  # milliseconds
+        options = types.HttpOptions(timeout=timeout, base_url=url, httpx_async_client=BoundedClient())
         self._models = genai.Client(api_key=self.secret, vertexai=False, http_options=options).aio.models
         self._thinking, self.room = thinking(settings.judge_model, settings.judge_thinking)
 
@@ -52,11 +51,9 @@ class GeminiService(Service):
             automatic_function_calling=types.AutomaticFunctionCallingConfig(disable=True),
             should_return_http_response=True,
         )
-        response = await self._models.generate_content(
-            model=self.settings.judge_model,
-            contents=[types.Content(role=role, parts=[types.Part(text=text)]) for role, text in request.turns("model")],
-            config=config,
-        )
+        turns = [types.Content(role=role, parts=[types.Part(text=text)]) for role, text in request.turns("model")]
+        model = self.settings.judge_model
+        response = await self._models.generate_content(model=model, contents=turns, config=config)
         return response.sdk_http_response.body
 
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
@@ -78,3 +75,13 @@ class GeminiService(Service):
         written = token_count(usage, "candidatesTokenCount") or estimated_tokens(text)
         thoughts = token_count(usage, "thoughtsTokenCount")
         return Answer(text, failure, detail, read, written + (limit if thoughts is None else thoughts))
+
+
+def thinking(model: str, wanted: bool) -> tuple[dict, int]:
+    """The fields of a request that say whether a model is to think, and how many tokens its thoughts may take."""
+    if re.match(r"(models/)?gemini-[12]\b", model):  # before thinking had levels
+        budget = THINKING_ROOM if wanted else 0
+        return {"thinking_budget": budget}, budget
+    if wanted:
+        return {"thinking_level": "HIGH"}, THINKING_ROOM
+    return {"thinking_level": "MINIMAL"}, LEAST_THINKING_ROOM

@@ -1,12 +1,15 @@
-"""The HTTP client of remote models and retrievers: replies are bounded, and what goes wrong is one of few errors.
+"""The HTTP client of remote models, retrievers and rollout servers: replies are bounded, and what goes wrong is one of
+few errors. `Link` asks servers that speak JSON without a key of a user's account.
 
 It is that of the packages google-genai and huggingface_hub: httpx2, or httpx where an older one of them is installed.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.llm.transport import Broken, Refused, TooLarge
+from r3lite.core.records import InvalidRecord, Record, Source, parse
+from r3lite.llm.transport import Calls, NoReply
 
 try:
     import httpx2 as httpx
@@ -18,10 +21,12 @@ except ImportError:
         raise R3LiteError(cause, "Install it with: pip install httpx2") from error
 
 MAX_REPLY = 4 << 20  # bytes
+CONNECT = 10.0  # seconds
+T = TypeVar("T")
 
 
 class BoundedClient(httpx.AsyncClient):
-    """Reads at most `most` bytes of a reply, and raises what `transport.py` has.
+    """Reads at most `most` bytes of a reply, and raises NoReply.
 
     It follows no redirect: httpx would send the key along to another server.
     """
@@ -42,9 +47,9 @@ class BoundedClient(httpx.AsyncClient):
         except httpx.HTTPError as error:
             kind = "timeout" if isinstance(error, httpx.TimeoutException) else "connection"
             sent = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
-            raise Broken(f"{type(error).__name__}: {error}", kind, sent) from error
+            raise NoReply(kind, f"{type(error).__name__}: {error}", sent) from error
         if whole.status_code != 200:
-            raise Refused(whole.status_code, whole.text, whole.headers.get("retry-after", ""))
+            raise NoReply("status", whole.text, True, whole.status_code, whole.headers.get("retry-after", ""))
         return whole
 
     async def _read(self, request: httpx.Request, **options: Any) -> httpx.Response:
@@ -55,7 +60,47 @@ class BoundedClient(httpx.AsyncClient):
             async for chunk in response.aiter_raw():
                 body += chunk
                 if len(body) > self._most:
-                    raise TooLarge(f"more than {self._most >> 20} MiB")
+                    raise NoReply("too_large", f"more than {self._most >> 20} MiB")
         finally:
             await response.aclose()
         return httpx.Response(response.status_code, headers=response.headers, content=bytes(body), request=request)
+
+
+class Unanswered(R3LiteError):
+    """A request without a reply; if it `passes`, the next try or another server may give one, after `pause` seconds."""
+
+    def __init__(self, cause: str, remedy: str, passes: bool, status: int = 0, pause: float = 0.0):
+        super().__init__(cause, remedy)
+        self.passes, self.status, self.pause = passes, status, pause
+
+
+class Link:
+    """Requests to one server, each of at most `seconds` and `most` bytes of reply. `remedy` is what to do if one fails;
+    `headers` may hold a key and are never shown."""
+
+    def __init__(self, url: str, remedy: str, seconds: float, most: int, headers: dict[str, str] | None = None):
+        self.url, self.remedy, self.limits = url, remedy, (CONNECT, *[seconds] * 3)
+        self._client, self.calls = BoundedClient(most, headers), Calls(seconds)
+
+    def text(self, path: str = "", content: dict | bytes | None = None) -> str:
+        """The reply to a GET, or to a POST of JSON or bytes. Raises Unanswered."""
+        body = {"content" if isinstance(content, bytes) else "json": content} if content is not None else {}
+        how = ("POST" if body else "GET"), self.url + path
+        try:
+            return self.calls.run(lambda: self._client.request(*how, timeout=self.limits, **body)).text
+        except NoReply as error:
+            status = error.status
+            passes = error.kind in ("timeout", "connection") or status in (408, 429) or status >= 500
+            verb = "gives no answer:" if passes else "refuses:" if status else "sends"
+            reason = f"status {status}: {' '.join(str(error).split())[:500]}" if status else str(error)
+            pause = float(error.retry_after) if error.retry_after.isdecimal() else 0.0
+            raise Unanswered(f"{self.url} {verb} {reason}", self.remedy, passes, status, pause) from error
+
+    def ask(
+        self, path: str, content: dict | None, server: str, read: Callable[[Record], T], remedy: str | None = None
+    ) -> T:
+        """What `read` makes of the reply, an object. Raises Unanswered, or R3LiteError if that `server` replies
+        otherwise."""
+        text = self.text(path, content)
+        with explained(InvalidRecord, f"{self.url}{path} does not reply as {server}", remedy or self.remedy):
+            return read(Record(parse(text), Source("the reply")))

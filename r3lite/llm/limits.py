@@ -1,4 +1,5 @@
-"""How often and for how much a remote model may be asked: a rate limit and caps, shared by threads.
+"""How often and for how much a remote model may be asked: a rate limit and caps, shared by threads, and what
+models cost.
 
 Does not know what is asked.
 """
@@ -8,7 +9,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from r3lite.core.errors import R3LiteError
+from r3lite.settings import JudgeSettings
+
 MINUTE = 60.0
+# US dollars per million tokens read and written.
+PRICES = {"gemini-3.5-flash-lite": (0.30, 2.50), "gemini-2.5-flash": (0.30, 2.50)}
 
 
 @dataclass
@@ -80,3 +86,19 @@ class Budget:
             self._reserved = max(0.0, self._reserved - most) if self._reserved > most * 1.000001 else 0.0
             self.cost += cost
             self._changed.notify_all()
+
+
+def prices_of(settings: JudgeSettings) -> tuple[float, float] | None:
+    """US dollars per million tokens read and written, or None if they are not known.
+
+    Raises R3LiteError if a cap on cost needs them.
+    """
+    model = settings.judge_model.removeprefix("models/")
+    given = (settings.judge_input_price, settings.judge_output_price)
+    prices = tuple(PRICES.get(model, (None, None))[i] if price is None else price for i, price in enumerate(given))
+    if None not in prices:
+        return prices
+    if settings.judge_max_cost is not None:
+        remedy = "Pass --judge-input-price and --judge-output-price, in US dollars per million tokens."
+        raise R3LiteError(f"the price of {model} is not known, so --judge-max-cost cannot be kept", remedy)
+    return None

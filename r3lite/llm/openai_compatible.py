@@ -10,9 +10,7 @@ from typing import ClassVar
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record, Source, parse
 from r3lite.llm.http_client import BoundedClient
-from r3lite.llm.known_models import THINKING_ROOM
-from r3lite.llm.replies import Answer, Request, estimated_tokens, token_count
-from r3lite.llm.service import Service, read_key
+from r3lite.llm.replies import THINKING_ROOM, Answer, Request, Service, estimated_tokens, read_key, token_count
 from r3lite.settings import JudgeSettings
 
 ADDRESS = "https://api.openai.com/v1"
@@ -45,11 +43,8 @@ class OpenAIService(Service):
 
     async def send(self, request: Request, limit: int) -> str:
         turns = [("system", request.system)] * bool(request.system) + request.turns("assistant")
-        body = {
-            "model": self.settings.judge_model,
-            "messages": [{"role": role, "content": text} for role, text in turns],
-            self._limit: limit,
-        }
+        messages = [{"role": role, "content": text} for role, text in turns]
+        body = {"model": self.settings.judge_model, "messages": messages, self._limit: limit}
         if request.schema:
             schema = {"name": "reply", "strict": True, "schema": closed(request.schema)}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}

@@ -1,19 +1,23 @@
-"""Requests to a remote model and its replies.
+"""Requests to a remote model and its replies, and what a kind of server is: how it is asked, what its answers mean,
+where its key is.
 
 Knows no network. A reply that failed is a `Reply` with the kind of its failure, not an exception.
 """
 
 import itertools
+import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 from r3lite.core import records
-from r3lite.core.records import InvalidRecord, Record
+from r3lite.core.errors import R3LiteError
+from r3lite.core.records import InvalidRecord, Record, Source
 
 # Begins JSON in a fenced block, which models write where nothing holds them to a schema.
 FENCED = re.compile(r"```\w*\s*(?=[\[{])")
+THINKING_ROOM = 8192  # more output tokens for a model that thinks: thoughts count against the limit
 BYTES_PER_TOKEN = 3  # for estimates that are rather too high; about 4 in English
 
 FAILURES = {
@@ -57,6 +61,12 @@ class Request:
     def turns(self, model: str) -> list[tuple[str, str]]:
         """The turns with the prompt as the last one, each with its role: `user`, or the model's by turns."""
         return list(zip(itertools.cycle(("user", model)), (*self.earlier, self.prompt)))
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a reply depends on."""
+        names = ("prompt", "system", "earlier", "max_output_tokens", "nonce", "schema")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -112,9 +122,67 @@ def parse(text: str, request: Request) -> Reply:
         body = body[fenced.end() : body.rfind("```")] if (fenced := FENCED.search(body)) else body
     try:
         data = records.parse(body)
-    except records.InvalidRecord as error:
+    except InvalidRecord as error:
         return Reply(text=text, failure="malformed", detail=str(error))
     try:
         return Reply(request.read(data), text)
     except ValueError as error:
         return Reply(text=text, failure="schema", detail=str(error))
+
+
+def recalled(record: Record, request: Request) -> Reply:
+    """The reply that was kept; raises InvalidRecord if it is not one to the request."""
+    reply = parse(record.text("text"), request)
+    if reply.failure:
+        raise record.error(f"it does not hold what was asked for: {reply.detail}")
+    return replace(reply, cached=True)
+
+
+class Service(Protocol):
+    """How one kind of server is asked, and what its answers mean."""
+
+    secret: str  # the key; empty if there is none
+    key_remedy: str  # what to do if it is not accepted
+    room: int  # output tokens that a request is given beyond its own, for the model's thoughts
+    # What a reply depends on beside the request and the settings that all services have: part of its name in the cache.
+    # Nothing for Gemini, with which the cache began.
+    circumstances: ClassVar[dict] = {}
+
+    async def send(self, request: Request, limit: int) -> str:
+        """The body of the server's reply; at most `limit` tokens are to be written."""
+
+    def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
+        """What the body of a reply says; raises InvalidRecord if it is none."""
+
+    def gives_way(self, reason: str) -> str | None:
+        """After a refusal: how requests will be made from now on, to be said; None if there is no other way."""
+        return None
+
+
+def read_complaint(body: str) -> tuple[str, str, tuple[str, ...]]:
+    """What the body of an error says: the name of its status, its message, and the seconds to wait that it names.
+
+    It is {"error": {"message", "code" or "status"}}, of some servers the inner object alone or a text. One of another
+    form is its own message.
+    """
+    try:
+        whole = Record(records.parse(body), Source(""))
+        if isinstance(whole.values.get("error"), str):
+            return "", whole.text("error"), ()
+        error = whole.record("error") if "error" in whole else whole
+        names = [name for name in map(error.values.get, ("status", "code")) if isinstance(name, str)]
+        delays = tuple(d.text("retryDelay", "", blank=True) for d in error.records("details", []))  # of Gemini
+        return names[0] if names else "", error.text("message", body, blank=True), delays
+    except InvalidRecord:
+        return "", body, ()
+
+
+def read_key(service: str, names: tuple[str, ...], remedy: str) -> str:
+    """The key in the first of these variables of the environment that has one; empty if none has.
+
+    Raises R3LiteError if it is no key.
+    """
+    key = next((key for name in names if (key := os.environ.get(name, "").strip())), "")
+    if not re.fullmatch(r"[!-~]*", key):  # the error of a header that cannot be sent would show it
+        raise R3LiteError(f"the key for {service} holds characters that no key has, such as spaces", remedy)
+    return key

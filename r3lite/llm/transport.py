@@ -15,24 +15,16 @@ class Stopped(Exception):
     """The run is over: a thread that waits gives up."""
 
 
-class TooLarge(Exception):
-    """A reply of more bytes than are read."""
+class NoReply(Exception):
+    """A call without a reply that can be used.
 
+    Its `kind` is timeout, connection or too_large, or of a reply with another status than 200 `status`: then its text
+    is the body. It is `sent` unless the request never left.
+    """
 
-class Refused(Exception):
-    """A reply with a status other than 200."""
-
-    def __init__(self, status: int, body: str, retry_after: str):
-        super().__init__(status)
-        self.status, self.body, self.retry_after = status, body, retry_after
-
-
-class Broken(Exception):
-    """A call without a reply: the `kind` is timeout or connection; `sent` unless the request never left."""
-
-    def __init__(self, message: str, kind: str, sent: bool = True):
-        super().__init__(message)
-        self.kind, self.sent = kind, sent
+    def __init__(self, kind: str, text: str, sent: bool = True, status: int = 0, retry_after: str = ""):
+        super().__init__(text)
+        self.kind, self.sent, self.status, self.retry_after = kind, sent, status, retry_after
 
 
 class Calls:
@@ -45,7 +37,7 @@ class Calls:
         self._lock = threading.Lock()
 
     def run(self, call: Callable[[], Coroutine]) -> Any:
-        """What a call returns or raises; Broken after its time, Stopped if the run ends."""
+        """What a call returns or raises; NoReply after its time, Stopped if the run ends."""
         with self._lock:
             if self._ending.is_set():
                 raise Stopped
@@ -54,7 +46,7 @@ class Calls:
         try:
             return future.result()
         except TimeoutError as error:
-            raise Broken(f"timeout: no reply within {self.seconds:g} s", "timeout") from error
+            raise NoReply("timeout", f"timeout: no reply within {self.seconds:g} s") from error
         finally:
             future.cancel()  # if it was the wait that ended
             with self._lock:

@@ -19,13 +19,11 @@ from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_writable, move, names_in, read_record, read_text, sweep, write_json, write_jsonl
 from r3lite.devices.precision import resolve_device
-from r3lite.retrieval import corpus, editing, index, qdrant
+from r3lite.retrieval import corpus, index, qdrant
 from r3lite.retrieval.corpus import Passages, write_passages
 from r3lite.retrieval.documents.folder import Folder, read_folder
-from r3lite.retrieval.encoder import Encoder, make_encoder
-from r3lite.retrieval.hashing import HASHING, HashingEncoder
-from r3lite.retrieval.index_size import BLOCK, Estimate, choose
-from r3lite.retrieval.vectors import VectorFile, build_vectors, write_vectors
+from r3lite.retrieval.encoder import HASHING, Encoder, HashingEncoder, make_encoder
+from r3lite.retrieval.vectors import BLOCK, Estimate, VectorFile, build_vectors, choose, write_vectors
 from r3lite.settings import DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
 
@@ -93,9 +91,8 @@ def replaces(build: Gathered, encoder: Encoder) -> bool:
     if not (folder / index.MANIFEST).exists():
         return False
     kept = index.read_manifest(folder)
-    for key in ("encoder", "style"):
-        then, now = kept.text(key, None), encoder.settings.get(key)
-        if then != now:
+    for key, now in ((key, encoder.settings.get(key)) for key in ("encoder", "style")):
+        if (then := kept.text(key, None)) != now:
             raise R3LiteError(f"{folder} holds an index with {key} {then}, not {now}", remedy)
     if kept.text("fingerprint") != build.fingerprint:
         raise R3LiteError(f"{folder} holds an index of another corpus, or of this one before it was changed", remedy)
@@ -134,8 +131,7 @@ def _kept(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
     if 0 < rows < n:
         fresh = encoder.encode_passages([build.passages[rows - 1]], lambda count: None)
         if not np.linalg.norm(fresh - waiting.read(rows - 1, 1)) <= index.FURTHEST:
-            name = encoder.settings["encoder"]
-            raise R3LiteError(f"{build.work} was begun with another {name}: the vectors differ", remedy)
+            raise R3LiteError(f"{build.work} was begun with another {plan['encoder']}: the vectors differ", remedy)
     return rows
 
 
@@ -144,8 +140,7 @@ def finish(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
     folder, work, old = build.folder, build.work, _old(build.folder)
     waiting, n = VectorFile(work / WAITING, encoder.dimension, estimate.kind), len(build.passages)
     write_vectors(build_vectors(estimate.kind, waiting), work / index.VECTORS)
-    probes = np.concatenate([waiting.read(i, 1) for i in index.probed(n)])
-    (work / index.PROBES).write_bytes(probes.astype("<f4").tobytes())
+    np.concatenate([waiting.read(i, 1) for i in index.probed(n)]).astype("<f4").tofile(work / index.PROBES)
     if isinstance(encoder, HashingEncoder):
         encoder.save(work)  # its words, which its vectors depend on
     manifest = {"version": index.VERSION, "passages": n, "fingerprint": build.fingerprint, "kind": estimate.kind}
@@ -175,15 +170,15 @@ def build(settings: IndexSettings, chunking: DocumentSettings, output: str) -> N
         encoder = make_encoder(settings, made.passages, device, settings.batch_size)
         if replaces(made, encoder):
             print(f"replacing   the index of the same corpus in {output}")
-        budget, count = budget_bytes(settings.memory_budget), len(made.passages)
-        chosen = choose(settings.index_type, count, encoder.dimension, budget)
+        count = len(made.passages)
+        chosen = choose(settings.index_type, count, encoder.dimension, budget_bytes(settings.memory_budget))
         print(f"index       {chosen.summary()}", flush=True)
         start = time.perf_counter()
         kept = encode(made, encoder, chosen.kind)
         encoded = time.perf_counter()
         size = finish(made, encoder, chosen)
     if folder:
-        skipped = [{"path": path, "reason": reason, "detail": detail} for path, reason, detail in folder.skipped]
+        skipped = (dict(zip(("path", "reason", "detail"), left_out, strict=True)) for left_out in folder.skipped)
         write_jsonl(Path(output) / index.SKIPPED, skipped)
     style = f", style {encoder.settings['style']}" if "style" in encoder.settings else ""
     seconds, before = encoded - start, f"; {kept} had been encoded before" if kept else ""
@@ -200,11 +195,9 @@ def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> N
         raise UsageError("--encoder hashing weighs words by the corpus, which will be on the server: name a BERT")
     documents, _ = passages_of(settings, chunking)
     device = device_of(settings)
-    encoder = make_encoder(settings, [], device, settings.batch_size)
-    start = time.perf_counter()
+    encoder, start = make_encoder(settings, [], device, settings.batch_size), time.perf_counter()
     encoded, count = qdrant.fill(address, documents, encoder)
-    seconds = time.perf_counter() - start
-    print(f"written     {encoded} passages in {seconds:.1f} s, encoded on {device}")
+    print(f"written     {encoded} passages in {time.perf_counter() - start:.1f} s, encoded on {device}")
     print(f"passages    {count} in {address}")
 
 
@@ -224,15 +217,15 @@ def device_of(settings: IndexSettings) -> str:
 
 def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> None:
     """Deletes passages of an index folder, then adds some."""
-    editing.tidy(output, index.Folder(output).digests)
+    index.tidy(output, index.Folder(output).digests)
     sweep(output)
     if settings.delete:
-        print(f"deleted     {editing.delete(output, ids_of(settings.delete))} passages")
+        print(f"deleted     {index.delete(output, ids_of(settings.delete))} passages")
     if settings.add:
         named = {"documents": settings.add} if Path(settings.add).is_dir() else {"corpus": (settings.add,)}
         documents = list(passages_of(replace(settings, **named), chunking)[0])
-        opened = index.load(output, settings, device_of(settings), settings.batch_size)
-        added, known = editing.add(output, opened, documents)
+        there = index.load(output, settings, device_of(settings), settings.batch_size)
+        added, known = index.add(output, there, documents)
         print(f"added       {added} passages" + (f"; {known} were there already" if known else ""))
     print(f"passages    {len(index.read_documents(output))} in {output}")
 

@@ -51,11 +51,9 @@ class Conventions:
         """The style and its prefixes; auto: own if the folder names prompts, else e5 if the encoder's name says so."""
         if style == "auto":
             style = OWN if self.prefixes else style_of(name)
-        if style != OWN:
-            return style, PREFIXES[style]
-        if self.prefixes is None:
+        if style == OWN and self.prefixes is None:
             raise R3LiteError(f"the encoder {name} names no prompts of its own", "Leave --encoder-style own out.")
-        return style, self.prefixes
+        return style, self.prefixes if style == OWN else PREFIXES[style]
 
 
 def style_of(name: str) -> str:
@@ -84,14 +82,9 @@ def read_conventions(name: str) -> Conventions:
     reasons += [f"it pools its tokens by {mode}"] * (mode not in POOLINGS)
     reasons += ["it leaves its prompts out when it pools"] * (not pooling.flag("include_prompt", True))
     reasons += ["it has processing_kwargs of its own"] * ("processing_kwargs" in config)
-    return Conventions(
-        folder,
-        POOLINGS.get(mode, mode),
-        _prefixes(optional(folder / "config_sentence_transformers.json")),
-        longest(folder),
-        config.flag("do_lower_case", False),
-        reasons[0] if reasons else None,
-    )
+    prefixes, lower = _prefixes(optional(folder / "config_sentence_transformers.json")), "do_lower_case"
+    other = reasons[0] if reasons else None
+    return Conventions(folder, POOLINGS.get(mode, mode), prefixes, longest(folder), config.flag(lower, False), other)
 
 
 def _modules(folder: Path) -> tuple[list[str], str]:
@@ -187,8 +180,6 @@ def batches(encodings: list[Encoding], size: int, device: str) -> Iterator[Batch
     order = sorted(range(len(encodings)), key=lambda i: -len(encodings[i].ids))
     for start in range(0, len(order), size):
         rows = order[start : start + size]
-        tokens, segments, real = (
-            pad_sequence([torch.tensor(getattr(encodings[i], part)) for i in rows], batch_first=True).to(device)
-            for part in ("ids", "type_ids", "attention_mask")
-        )
+        parts = [[torch.tensor(getattr(encodings[i], p)) for i in rows] for p in ("ids", "attention_mask", "type_ids")]
+        tokens, real, segments = (pad_sequence(part, batch_first=True).to(device) for part in parts)
         yield Batch(rows, tokens, real.bool(), segments)

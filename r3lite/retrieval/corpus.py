@@ -25,7 +25,7 @@ from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_regular, open_regular, read_jsonl, within
 from r3lite.core.records import InvalidRecord, Record, Source
 
-PASSAGES, ENDS = "passages.jsonl", "ends.bin"
+PASSAGES, ENDS, SKIPPING = "passages.jsonl", "ends.bin", "--skip-bad-rows leaves bad ones out."
 REMEDY = 'Each line is an object such as {"id": "7", "title": "Blue Harbor", "text": "Blue Harbor is a film ..."}.'
 
 
@@ -44,8 +44,7 @@ def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> 
     seen: set[str] = set()
     for path in paths:
         before, bad = len(seen), []
-        remedy = f"{REMEDY} --skip-bad-rows leaves bad ones out."
-        for record in read_jsonl(path, remedy, bad.append if skip_bad_rows else None):
+        for record in read_jsonl(path, f"{REMEDY} {SKIPPING}", bad.append if skip_bad_rows else None):
             try:
                 document = _document(record)
                 if document.id in seen:

@@ -1,6 +1,10 @@
 """A FAISS index of a corpus, kept in a folder with a manifest, searched, and refused when it does not match.
 
-Owns the index folder and its manifest; `building.py` writes one, `editing.py` changes one. What is in a folder:
+Owns the index folder and its manifest. `building.py` writes one; here passages are added and deleted without making it
+anew, while others may read it. What is added is appended to the passages, and its vectors to a flat index beside the
+index itself, which takes them in once they are many. What is deleted stays in its place, and searches leave it out.
+Files of vectors are written under new names, the manifest is replaced last, and then what it no longer names is
+removed: a reader has all of the old or all of the new. What is in a folder:
 
 passages.jsonl, ends.bin       the passages, and where their lines end (`corpus.py`)
 index.faiss or index-N.faiss   their vectors (`vectors.py`)
@@ -12,9 +16,10 @@ words.json, skipped.jsonl      of the hashing encoder; of a folder of documents
 An older folder has a flat index and no ends, probes and table of files; it is read as it is.
 """
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -25,15 +30,13 @@ from tqdm import tqdm
 
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import PIECE, PIECES, check_regular, read_record
+from r3lite.core.files import PIECE, PIECES, check_regular, read_record, write_json
 from r3lite.core.records import Record
 from r3lite.retrieval.conventions import STYLES
-from r3lite.retrieval.corpus import ENDS, PASSAGES, Passages, fingerprint
-from r3lite.retrieval.encoder import Encoder, EncoderSettings, make_encoder
-from r3lite.retrieval.hashing import HASHING, HashingEncoder
-from r3lite.retrieval.index_size import BLOCK
+from r3lite.retrieval.corpus import ENDS, PASSAGES, Passages, fingerprint, write_passages
+from r3lite.retrieval.encoder import HASHING, Encoder, EncoderSettings, HashingEncoder, make_encoder
 from r3lite.retrieval.search import best, found
-from r3lite.retrieval.vectors import CLASSES, Vectors, add, open_vectors
+from r3lite.retrieval.vectors import BLOCK, CLASSES, Vectors, add_vectors, blocks_of, open_vectors, write_vectors
 
 VERSION = 1
 VECTORS, MANIFEST = "index.faiss", "manifest.json"
@@ -44,6 +47,7 @@ PARTS = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
 FURTHEST = 0.045  # of a vector from what the same encoder makes of its passage: a cosine of 0.999
 READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
 COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
+MANY = 10_000  # added vectors that are searched one by one; more, and more than a tenth of the index, join it
 BUILD = "python -m r3lite.index --documents FOLDER (or --corpus FILE.jsonl)"
 T = TypeVar("T")
 
@@ -69,10 +73,10 @@ class PassageIndex:
             rows = self.vectors.search(vectors, k)
         else:  # only of an index that was just built, which is flat
             rows = []
-            for vector, mine in zip(vectors, own, strict=True):
-                products = self.vectors.base.reconstruct_batch(np.array(mine, dtype=np.int64)) @ vector
+            for vector, mine in zip(vectors, (np.array(places, dtype=np.int64) for places in own), strict=True):
+                products = self.vectors.base.reconstruct_batch(mine) @ vector
                 order = best(products, k)
-                rows.append((products[order], np.array(mine)[order]))
+                rows.append((products[order], mine[order]))
         known = vectors.any(axis=1)
         return [found(self.documents, p, s, "semantic") if any_ else [] for (s, p), any_ in zip(rows, known)]
 
@@ -84,7 +88,7 @@ class PassageIndex:
 def build(encoder: Encoder, documents: list[Document]) -> PassageIndex:
     """Encodes the passages, a block at a time, into a new flat index in memory."""
     vectors = faiss.IndexFlatIP(encoder.dimension)
-    add(vectors, encoded(encoder, documents))
+    add_vectors(vectors, encoded(encoder, documents))
     return PassageIndex(encoder, documents, Vectors(vectors))
 
 
@@ -108,8 +112,7 @@ def load(
     Raises R3LiteError if it was made by another encoder or style than is asked for (style auto takes the index's own),
     or if its parts do not belong together.
     """
-    encoder_name, style = settings.encoder, settings.encoder_style
-    manifest = read_manifest(path)
+    encoder_name, style, manifest = settings.encoder, settings.encoder_style, read_manifest(path)
     rebuild = f"build the index again: {BUILD} --encoder {encoder_name} --output {path}"
     kept_encoder, kept_style = manifest.text("encoder"), manifest.text("style", "plain")
     is_hashing = encoder_name == HASHING
@@ -131,8 +134,7 @@ def load(
     passages, vectors, probes = consistent(path, lambda folder: (folder.passages(), *folder.vectors()))
     # Some passages' vectors must come out again: this tells other weights of the same shape, and another order.
     fresh = encoder.encode_passages([passages.at(place) for place in probes], lambda n: None)
-    distances = np.linalg.norm(fresh - np.stack(list(probes.values())), axis=1)
-    if not distances.max() <= FURTHEST:  # nor if it is NaN
+    if not np.linalg.norm(fresh - np.stack(list(probes.values())), axis=1).max() <= FURTHEST:  # nor if it is NaN
         asked = f"{encoder_name} as it is now: the vectors differ"
         _refuse(path, "encoder", kept_encoder, asked, f"Pass the encoder that it was built with, or {rebuild}")
     return PassageIndex(encoder, passages, vectors)
@@ -222,7 +224,7 @@ class Folder:
             raise self._unfit(f"{path.name} holds {passages} vectors for {indexed} passages")
         if base.d != dimension:
             raise self._unfit(f"{path.name} has {base.d} dimensions and not {dimension}")
-        if None in self.digests.values() and not _finite(base):  # of an older index
+        if None in self.digests.values() and not all(np.isfinite(b).all() for b in blocks_of(base)):  # an older index
             raise self._unfit(f"{path.name} holds vectors that are not finite")
         if "probed" not in manifest:
             return vectors, {place: base.reconstruct(place) for place in probed(base.ntotal)}
@@ -255,7 +257,73 @@ def digest(path: Path) -> str:
         return found.hexdigest()
 
 
-def _finite(vectors: faiss.Index) -> bool:
-    """Whether the vectors of a flat index are numbers."""
-    starts = range(0, vectors.ntotal, BLOCK)
-    return all(np.isfinite(vectors.reconstruct_n(i, min(BLOCK, vectors.ntotal - i))).all() for i in starts)
+def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tuple[int, int]:
+    """Adds the passages that the folder's index lacks; returns how many, and how many it had already.
+
+    Raises R3LiteError if it has another passage of the same id.
+    """
+    new = {d.id: d for d in documents}
+    given = len(new)
+    for there in opened.documents:
+        if new.pop(there.id, there) != there:
+            raise R3LiteError(f"{path} has another passage with the id {there.id!r}", f"First --delete {there.id}")
+    if not new:
+        return 0, given
+    fresh, vectors = list(new.values()), opened.vectors
+    made = list(encoded(opened.encoder, fresh))
+    folder = Folder(path)
+    waiting = faiss.IndexFlatIP(vectors.base.d)
+    if vectors.added:
+        add_vectors(waiting, [vectors.added.reconstruct_n(0, vectors.added.ntotal)])
+    add_vectors(waiting, made)
+    write_passages(path, fresh, vectors.places)
+    replaced, written = "added", waiting
+    if waiting.ntotal > max(MANY, vectors.base.ntotal // 10):
+        written = open_vectors(folder.file("index"), folder.manifest.text("kind"), folder.remedy, mapped=False)
+        add_vectors(written, blocks_of(waiting))
+        replaced = ("index", "added")
+    name = f"{'added' if written is waiting else 'index'}-{_next(folder)}.faiss"
+    write_vectors(written, path / name)
+    places = len(vectors.deleted) + len(opened.documents) + len(fresh)
+    _publish(folder, replaced, name, Passages(path, places, vectors.deleted, folder.remedy))
+    return len(fresh), given - len(fresh)
+
+
+def delete(path: Path, ids: Iterable[str]) -> int:
+    """Deletes the passages of these ids; returns how many. R3LiteError if one is not there, or none would stay."""
+    folder, wanted = Folder(path), set(ids)
+    passages, deleted = folder.passages(), folder.deleted()
+    numbers = [i for i, document in enumerate(passages) if document.id in wanted]
+    if len(numbers) < len(wanted):
+        lacking = min(wanted - {passages[i].id for i in numbers})
+        raise R3LiteError(f"{path} has no passage with the id {lacking!r}", "Ids are in its passages.jsonl.")
+    if len(numbers) == len(passages):
+        raise R3LiteError(f"no passage of {path} would stay", "Remove the folder instead.")
+    after = np.union1d(deleted, [passages.live[i] for i in numbers]).astype("<i8")
+    name = f"deleted-{_next(folder)}.bin"
+    (path / name).write_bytes(after.tobytes())
+    _publish(folder, "deleted", name, Passages(path, len(passages) + len(deleted), after, folder.remedy))
+    return len(numbers)
+
+
+def _next(folder: Folder) -> int:
+    """The number of an edit, which no file of the index has."""
+    return folder.manifest.whole("edit", 0) + 1
+
+
+def _publish(folder: Folder, replaced: str | tuple[str, ...], name: str, passages: Passages) -> None:
+    """Replaces the manifest, in which the file `name` takes the place of those of the roles `replaced`; removes what
+    the new one does not name."""
+    kept = {kept: value for kept, value in folder.digests.items() if not kept.startswith(replaced)}
+    files = {file: value or digest(folder.path / file) for file, value in (kept | {name: None}).items()}
+    changed = {"passages": len(passages), "fingerprint": fingerprint(passages), "files": files}
+    write_json(folder.path / MANIFEST, folder.manifest.values | changed | {"edit": _next(folder)})
+    tidy(folder.path, files)
+
+
+def tidy(folder: Path, names: Container[str]) -> None:
+    """Removes the vectors and deletions that are not those of a manifest: a kill may have come before this."""
+    for path in folder.iterdir():
+        if PARTS.fullmatch(path.name) and path.name not in names:
+            with contextlib.suppress(OSError):  # on Windows a reader may have it open; the next edit removes it
+                path.unlink()

@@ -5,6 +5,7 @@ index, so nothing is kept on disk.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from tqdm import tqdm
@@ -30,8 +31,8 @@ class Lexical:
         with extra("retrieval", "lexical retrieval", "Or use --retriever semantic --encoder hashing."):
             import bm25s
             import Stemmer
-        self.documents, self._tokenize = documents, bm25s.tokenize
-        self._stemmer = Stemmer.Stemmer("english")
+        how = {"stopwords": "en", "stemmer": Stemmer.Stemmer("english"), "return_ids": False, "show_progress": False}
+        self.documents, self._words = documents, partial(bm25s.tokenize, **how)
         words: list[list[str]] = []
         for start in tqdm(range(0, len(documents), BLOCK), "reading words", unit="block", **BRIEF):
             words += self._words([passage_text(d) for d in documents[start : start + BLOCK]])
@@ -53,7 +54,3 @@ class Lexical:
         places = best(scores, k) if own is None else np.array(own)[best(scores[list(own)], k)]
         places = places[scores[places] > 0]
         return found(self.documents, places, scores[places], "lexical")
-
-    def _words(self, texts: list[str]) -> list[list[str]]:
-        stems = {"stopwords": "en", "stemmer": self._stemmer}
-        return self._tokenize(texts, **stems, return_ids=False, show_progress=False)

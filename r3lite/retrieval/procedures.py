@@ -16,8 +16,7 @@ from r3lite.core.episode import Document, Question, folded
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import read_text, within
 from r3lite.core.records import Record, Source
-from r3lite.retrieval.encoder import Encoder
-from r3lite.retrieval.hashing import HashingEncoder
+from r3lite.retrieval.encoder import Encoder, HashingEncoder
 from r3lite.settings import ProcedureSettings
 
 TRIGGER, PRIORITY = 10.0, 0.5  # what a trigger that is there and a unit of priority add to a score
@@ -59,19 +58,15 @@ class Procedure:
         steps = record.records("steps")
         if not steps:
             raise record.error(f"{record.path}steps is empty")
-        return Procedure(
+        name, description, priority = (
             record.text("name"),
             record.text("description"),
-            record.text("trigger", "", blank=True),
-            record.text("category", "", blank=True),
-            record.number("priority", 0.0, low=0.0),
-            tuple(_action(step) for step in steps),
+            record.number("priority", 0.0, 0.0),
         )
-
-
-def _action(step: Record) -> dict[str, str]:
-    condition = step.text("condition", "", blank=True)
-    return {"action": step.text("action")} | ({"condition": condition} if condition else {})
+        trigger, category = (record.text(key, "", blank=True) for key in ("trigger", "category"))
+        pairs = [(step.text("action"), step.text("condition", "", blank=True)) for step in steps]
+        actions = tuple({"action": action} | ({"condition": when} if when else {}) for action, when in pairs)
+        return Procedure(name, description, trigger, category, priority, actions)
 
 
 def read_procedures(path: str | Path) -> list[Procedure]:

@@ -85,22 +85,18 @@ class Collection:
         return [passage for id, passage in wanted.items() if there.get(id) != passage.to_json()]
 
     def write(self, passages: list[Document]) -> None:
-        vectors = self.encoder.encode_passages(passages, lambda count: None)
-        pairs = zip(passages, vectors.tolist(), strict=True)
-        make = self.models.PointStruct
-        points = [make(id=point_id(passage), vector=vector, payload=passage.to_json()) for passage, vector in pairs]
+        pairs = zip(passages, self.encoder.encode_passages(passages, lambda count: None).tolist(), strict=True)
+        points = [self.models.PointStruct(id=point_id(p), vector=vector, payload=p.to_json()) for p, vector in pairs]
         with self.explained():
             self.client.upsert(self.name, points, wait=True)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
-        found = []
-        vectors = self.encoder.encode_queries(queries).tolist()
-        for start in range(0, len(vectors), QUERIES):
-            batch = vectors[start : start + QUERIES]
-            requests = [self.models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in batch]
+        found, vectors = [], self.encoder.encode_queries(queries).tolist()
+        requests = [self.models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in vectors]
+        for start in range(0, len(requests), QUERIES):
             with self.explained():
-                found += self.client.query_batch_points(self.name, requests)
+                found += self.client.query_batch_points(self.name, requests[start : start + QUERIES])
         return [[self._document(point) for point in reply.points] for reply in found]
 
     def _document(self, point) -> Document:
@@ -130,12 +126,10 @@ def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[
     collection = Collection(address, encoder)
     collection.create()
     collection.check()
-    encoded, left = 0, iter(passages)
-    with tqdm(desc="passages", unit="", disable=None) as bar:
-        while block := list(islice(left, PASSAGES)):
-            if new := collection.missing(block):
-                collection.write(new)
-            encoded += len(new)
-            bar.update(len(block))
+    encoded, left = 0, iter(tqdm(passages, "passages", unit="", disable=None))
+    while block := list(islice(left, PASSAGES)):
+        if new := collection.missing(block):
+            collection.write(new)
+        encoded += len(new)
     with collection.explained():
         return encoded, collection.client.count(collection.name, exact=True).count

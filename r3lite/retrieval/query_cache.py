@@ -22,6 +22,9 @@ from r3lite.retrieval.encoder import Encoder
 
 PROBE = "Who directed the film that won the prize in 1994?"
 WAIT = 30  # seconds for another process that writes
+COLUMNS = "id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB"
+# Bytes of the file that are in use.
+USED = "(page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
 
 
 class QueryCache:
@@ -40,21 +43,17 @@ class QueryCache:
             self._file = sqlite3.connect(self.path, WAIT, isolation_level="IMMEDIATE", check_same_thread=False)
             # What a power cut loses of a cache is encoded again.
             self._file.execute("PRAGMA synchronous = OFF")
-            columns = "id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB"
-            self._file.execute(f"CREATE TABLE IF NOT EXISTS queries ({columns})")
+            self._file.execute(f"CREATE TABLE IF NOT EXISTS queries ({COLUMNS})")
 
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
         """The vector of each key: that which is kept, else what `make` gives for its place, which is kept then."""
         with self._lock:
-            found = self._tried(lambda: [self._read(key) for key in keys]) or [None] * len(keys)
-            missing = [i for i, vector in enumerate(found) if vector is None]
-            self.asked += len(found)
-            self.there += len(found) - len(missing)
-            for i in missing:
-                found[i] = make(i)
-            if missing:
-                self._tried(lambda: self._write([(keys[i], found[i].tobytes()) for i in missing]))
-            return found
+            kept = self._tried(lambda: [self._read(key) for key in keys]) or [None] * len(keys)
+            made = {i: make(i) for i, vector in enumerate(kept) if vector is None}
+            self.asked, self.there = self.asked + len(kept), self.there + len(kept) - len(made)
+            if made:
+                self._tried(lambda: self._write([(keys[i], vector.tobytes()) for i, vector in made.items()]))
+            return [made.get(i, vector) for i, vector in enumerate(kept)]
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the queries since the last call; none if there was no query."""
@@ -76,14 +75,9 @@ class QueryCache:
         oldest = "SELECT id FROM queries ORDER BY id LIMIT 1 + (SELECT COUNT(*) FROM queries) / 10"
         with self._file:  # one transaction
             self._file.executemany("INSERT OR REPLACE INTO queries (key, vector) VALUES (?, ?)", rows)
-            while self._bytes() > self.most:  # a tenth at a time, so that not every query deletes
+            while self._file.execute(f"SELECT {USED}").fetchone()[0] > self.most:
+                # A tenth at a time, so that not every query deletes.
                 self._file.execute(f"DELETE FROM queries WHERE id IN ({oldest})")
-
-    def _bytes(self) -> int:
-        """Bytes of the file that are in use."""
-        names = ("page_count", "freelist_count", "page_size")
-        pages, free, size = (self._file.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
-        return (pages - free) * size
 
     def _tried(self, work: Callable):
         """What `work` returns; None once the file has failed, with a warning."""

@@ -82,31 +82,22 @@ class Gap:
 def gaps(questions: Iterable[Question], documents: Iterable[Document]) -> list[Gap]:
     """The gap of every question with gold paragraphs, whether it lacks any or none. A paragraph is there if a passage
     is recognised as it as a retrieved one would be, by `Question.gold_index`."""
-    by_title = defaultdict(list)
+    by_title, found = defaultdict(list), []
     for document in documents:
         by_title[folded(document.title)].append(document)
-    found = []
-    for question in questions:
+    for question in (question for question in questions if question.gold):
         there = question.gold_found(d for gold in question.gold for d in by_title[folded(gold.title)])
-        if question.gold:
-            found.append(Gap(question, tuple(d for i, d in enumerate(question.gold) if i not in there)))
+        found.append(Gap(question, tuple(d for i, d in enumerate(question.gold) if i not in there)))
     return found
 
 
 def report(found: list[Gap], cuts: Iterable[int]) -> dict:
     """What `retrieve --gap-report` writes: counts, the best mean recall at each cut, and the questions with gaps."""
-
-    def mean(k: int | None) -> float:
-        return sum(gap.best_recall(k) for gap in found) / len(found)
-
-    return {
-        "n": len(found),
-        "gold": sum(len(gap.question.gold) for gap in found),
-        "missing": sum(len(gap.missing) for gap in found),
-        "best_recall": mean(None),
-        "best_recall_at": {str(k): mean(k) for k in cuts},
-        "questions": [gap.to_json() for gap in found if gap.missing],
-    }
+    best = {k: sum(gap.best_recall(k) for gap in found) / len(found) for k in (None, *cuts)}
+    counts = {"n": len(found), "gold": sum(len(gap.question.gold) for gap in found)}
+    counts |= {"missing": sum(len(gap.missing) for gap in found), "best_recall": best.pop(None)}
+    lacking = [gap.to_json() for gap in found if gap.missing]
+    return counts | {"best_recall_at": {str(k): value for k, value in best.items()}, "questions": lacking}
 
 
 def write_gaps(documents: Iterable[Document], known: list[Question], cuts: list[int], path: Path) -> None:

@@ -6,15 +6,12 @@ tried again.
 
 import hashlib
 import itertools
-from collections.abc import Callable
 from time import sleep
-from typing import Any, TypeVar
+from typing import Any
 
 from r3lite.core.episode import Document, Retrieve, metadata_of
-from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.records import InvalidRecord, Record, Source, parse
-from r3lite.llm.http_client import BoundedClient
-from r3lite.llm.transport import Broken, Calls, Refused, TooLarge
+from r3lite.core.records import InvalidRecord, Record, Source
+from r3lite.llm.http_client import Link, Unanswered
 from r3lite.retrieval.search import Search
 
 TIMEOUT = 60.0  # seconds of a request in all
@@ -22,49 +19,27 @@ TRIES, PAUSE = 3, 0.5  # seconds before the second try, doubled before the next
 OUTLASTING = 8  # tries, over a minute, of a server that has answered before: it may be starting again
 LONGEST_PAUSE = 60.0  # seconds that a server may ask for
 LARGEST = 32 << 20  # bytes of a reply
-PASSING = (408, 429, 500, 502, 503, 504)  # statuses after which the next try may succeed
 BATCH = 64  # queries of a request, or passages of one query
-T = TypeVar("T")
 
 
-class Poster:
-    """Posts JSON to one address. `remedy` is what to do if that fails; `headers` may hold a key and are never shown.
+class Poster(Link):
+    """Posts JSON to one address, and tries again if that may help. One that has answered may be away for a minute."""
 
-    With `outlasts`, a server that has answered may be away for a minute.
-    """
+    def __init__(self, address: str, remedy: str, headers: dict[str, str] | None = None):
+        super().__init__(address, remedy, TIMEOUT, LARGEST, headers)
+        self._tries = TRIES
 
-    def __init__(self, address: str, remedy: str, headers: dict[str, str] | None = None, outlasts: bool = False):
-        self.address, self.remedy, self.outlasts, self._tries = address, remedy, outlasts, TRIES
-        self._client, self._calls = BoundedClient(LARGEST, headers), Calls(TIMEOUT)
-
-    def ask(self, body: dict, server: str, read: Callable[[Record], T]) -> T:
-        """What `read` makes of the reply, an object. Raises R3LiteError if there is none as that `server` gives."""
-        text = self._posted(body)
-        with explained(InvalidRecord, f"{self.address} does not reply as {server}", self.remedy):
-            return read(Record(parse(text), Source("the reply")))
-
-    def _posted(self, body: dict) -> str:
-        """The body of the reply, after some tries."""
-        pause = 0.0
-        for number in range(self._tries):
-            if number:
-                sleep(pause)
-            pause = PAUSE * 2**number
+    def text(self, path: str = "", content: dict | bytes | None = None) -> str:
+        """The body of the reply, after some tries. Raises Unanswered."""
+        for number in itertools.count(1):
             try:
-                text = self._calls.run(lambda: self._client.post(self.address, json=body, timeout=TIMEOUT)).text
-                self._tries = OUTLASTING if self.outlasts else TRIES
+                text = super().text(path, content)
+                self._tries = OUTLASTING
                 return text
-            except TooLarge as error:
-                raise R3LiteError(f"{self.address} sends {error}", self.remedy) from error
-            except Refused as error:
-                problem = f"status {error.status}: {' '.join(error.body.split())[:200]}"
-                if error.status not in PASSING:
-                    raise R3LiteError(f"{self.address} refuses: {problem}", self.remedy) from error
-                if error.retry_after.isdecimal():
-                    pause = max(pause, min(float(error.retry_after), LONGEST_PAUSE))
-            except Broken as error:
-                problem = str(error)
-        raise R3LiteError(f"{self.address} gives no answer: {problem}", self.remedy)
+            except Unanswered as error:
+                if not error.passes or number >= self._tries:
+                    raise
+                sleep(max(PAUSE * 2 ** (number - 1), min(error.pause, LONGEST_PAUSE)))
 
 
 def build(setup: Any, top_k: int) -> Retrieve:  # a Setup, whose file imports this one
@@ -79,7 +54,7 @@ class Remote:
 
     def __init__(self, address: str):
         remedy = "See that the server runs and that --retriever names its /retrieve, or use another retriever."
-        self.address, self._poster = address, Poster(address, remedy, outlasts=True)
+        self.address, self._poster = address, Poster(address, remedy)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """The `k` best passages of each query. Raises R3LiteError if the server does not give them."""
@@ -93,7 +68,7 @@ class Remote:
                 raise InvalidRecord(f"{len(rows)} lists for {len(queries)} queries")
             return [[_document(entry, self.address) for entry in _entries(row)[:k]] for row in rows]
 
-        return self._poster.ask({"queries": queries, "topk": k, "return_scores": True}, "a retriever", read)
+        return self._poster.ask("", {"queries": queries, "topk": k, "return_scores": True}, "a retriever", read)
 
 
 def _entries(row: object) -> list[Record]:
@@ -118,16 +93,15 @@ class RemoteReranker:
 
     def __init__(self, address: str):
         remedy = "See that the server runs with --rerank and that --rerank here names its /rerank, or leave it out."
-        self._poster = Poster(address, remedy, outlasts=True)
+        self._poster = Poster(address, remedy)
         self.scores([("r3lite", "r3lite")])
 
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]:
         """The score of each pair of query and passage. Raises R3LiteError if the server does not give them."""
         scores: list[float] = []
         for query, same in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            passages = [passage for _, passage in same]
-            for start in range(0, len(passages), BATCH):
-                scores += self._scores(query, passages[start : start + BATCH])
+            while batch := [passage for _, passage in itertools.islice(same, BATCH)]:
+                scores += self._scores(query, batch)
         return scores
 
     def _scores(self, query: str, passages: list[str]) -> list[float]:
@@ -138,4 +112,4 @@ class RemoteReranker:
                 raise InvalidRecord(f"{len(found)} scores for {len(passages)} passages")
             return [found[i] for i in range(len(passages))]
 
-        return self._poster.ask({"query": query, "documents": passages}, "a reranker", read)
+        return self._poster.ask("", {"query": query, "documents": passages}, "a reranker", read)

@@ -39,8 +39,7 @@ def build_retriever(setup: Setup) -> Retrieve:
     default = _built(setup)
     if not own:
         return default
-    built = {name: _built(replace(setup, settings=its, kind=name, like=setup)) for name, its in own.items()}
-    return Routes(default, built)
+    return Routes(default, {k: _built(replace(setup, settings=s, kind=k, like=setup)) for k, s in own.items()})
 
 
 def _built(setup: Setup) -> Retrieve:

@@ -33,8 +33,7 @@ class Search:
         keys = [(query, own[i] if own else None) for i, (_, query) in enumerate(pairs)]
         asked = list(dict.fromkeys(keys))
         confined = {"own": [places for _, places in asked]} if own else {}
-        lists = self.passages.search([query for query, _ in asked], self.top_k, **confined)
-        found = dict(zip(asked, lists, strict=True))
+        found = dict(zip(asked, self.passages.search([q for q, _ in asked], self.top_k, **confined), strict=True))
         return [list(found[key]) for key in keys]
 
 

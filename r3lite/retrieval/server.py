@@ -54,15 +54,14 @@ class Service:
             raise InvalidRecord(f"at most {MOST_PASSAGES} documents")
         with self.one_at_a_time:
             scores = self.rerank([(query, document) for document in documents])
-        order = sorted(range(len(scores)), key=lambda i: -scores[i])
-        return {"result": [{"index": i, "score": scores[i]} for i in order]}
+        return {"result": sorted(({"index": i, "score": s} for i, s in enumerate(scores)), key=lambda r: -r["score"])}
 
 
 def serve(setup: Setup, host: str, port: int) -> None:
     """Serves the retriever of a setup, and its reranker, until it is interrupted."""
     settings = setup.settings
-    service = Service(build_retriever(setup), setup.reranker.scores if settings.rerank else None, settings.top_k)
-    server = Server(service, host, port)
+    rerank = setup.reranker.scores if settings.rerank else None
+    server = Server(Service(build_retriever(setup), rerank, settings.top_k), host, port)
     host, port = server.server_address[:2]
     print(f"serving     http://{host}:{port}/retrieve, up to {settings.top_k} documents a query (--top-k)", flush=True)
     if not server.on_loopback:

@@ -1,21 +1,30 @@
-"""What a retriever is built from: the settings, the questions, and the corpus or index that these choose."""
+"""What a retriever is built from: the settings, the questions, and the corpus or index that these choose; and which
+passages of it are searched: those whose metadata, id or title fit the conditions of --filter."""
 
+import operator
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import compress
 from pathlib import Path
 
-from r3lite.core.episode import Document, Question
-from r3lite.core.errors import R3LiteError
+import numpy as np
+from tqdm import tqdm
+
+from r3lite.core.bars import BRIEF
+from r3lite.core.episode import Document, Question, folded
+from r3lite.core.errors import R3LiteError, nearest
 from r3lite.retrieval import corpus, index
-from r3lite.retrieval.encoder import Encoder, make_encoder
-from r3lite.retrieval.filters import fitting
-from r3lite.retrieval.hashing import HASHING
+from r3lite.retrieval.encoder import HASHING, Encoder, make_encoder
 from r3lite.retrieval.query_cache import CachedEncoder, QueryCache
 from r3lite.retrieval.reranker import CrossEncoder, Reranker
 from r3lite.settings import RetrievalSettings
-from r3lite.settings.retrieval import SOURCES
+from r3lite.settings.retrieval import CONDITION, SOURCES
+
+SHOWN = 20  # fields that an error names
+ORDERS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,7 @@ class Setup:
         """The passages of --index or --corpus, or the paragraphs that come with the questions."""
         settings = self.settings
         if settings.index:
-            passages = self._checked(index.read_documents(Path(settings.index)))
-            return passages.only(fitting(settings.filter, passages)) if settings.filter else passages
+            return self._fitting(self._checked(index.read_documents(Path(settings.index))))
         if settings.corpus:
             return self._fitting(corpus.read_corpus(settings.corpus, self.skip_bad_rows))
         bare = [q.id for q in self.questions if not q.documents]
@@ -82,11 +90,12 @@ class Setup:
             return self.like.query_cache
         return QueryCache(settings.query_cache, settings.query_cache_mib) if settings.query_cache else None
 
-    def _fitting(self, documents: list[Document]) -> list[Document]:
+    def _fitting(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages that fit --filter."""
         if not self.settings.filter:
             return documents
-        return [d for d, fits in zip(documents, fitting(self.settings.filter, documents), strict=True) if fits]
+        fit = fitting(self.settings.filter, documents)
+        return documents.only(fit) if isinstance(documents, corpus.Passages) else list(compress(documents, fit))
 
     def _cached(self, encoder: Encoder) -> Encoder:
         if self.query_cache is None or isinstance(encoder, CachedEncoder):
@@ -107,12 +116,11 @@ class Setup:
 
     def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
         """The passages of the index, refused if another corpus than theirs is named beside it."""
-        settings = self.settings
-        if settings.corpus:
-            named = corpus.read_corpus(settings.corpus, self.skip_bad_rows)
-            if corpus.fingerprint(named) != corpus.fingerprint(documents):
-                cause = f"the index {settings.index} was not built of the corpus {settings.corpus}"
-                raise R3LiteError(cause, "Pass one of them only, or build it again with python -m r3lite.index.")
+        index, named = self.settings.index, self.settings.corpus
+        read = corpus.stream_corpora([named], self.skip_bad_rows)
+        if named and corpus.fingerprint(read) != corpus.fingerprint(documents):
+            cause = f"the index {index} was not built of the corpus {named}"
+            raise R3LiteError(cause, "Pass one of them only, or build it again with python -m r3lite.index.")
         return documents
 
     def own(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
@@ -135,3 +143,54 @@ class Setup:
     @cached_property
     def _places(self) -> dict[tuple[str, str], int]:
         return {(d.title, d.text): i for i, d in enumerate(self.documents)}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a field must be: `key`, a sign (=, !=, or one of ORDERS) and a value."""
+
+    key: str
+    sign: str
+    wanted: str
+
+    def value(self, document: Document) -> str | float | bool | None:
+        """That of the field in a passage; None if it has none."""
+        return (dict(document.metadata) | {"id": document.id, "title": document.title}).get(self.key)
+
+    def fits(self, value: str | float | bool) -> bool:
+        """Numbers are compared as such, and texts in any letter case; `*` in `=` and `!=` stands for any text."""
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        try:
+            wanted, found = (float(self.wanted), value) if number else (folded(self.wanted), folded(str(value)))
+        except ValueError:
+            raise R3LiteError(f"--filter: {self.key} is a number", f"Compare it with one, not {self.wanted}.") from None
+        if self.sign in ORDERS:
+            return ORDERS[self.sign](found, wanted)
+        same = found == wanted if number else _pattern(wanted).fullmatch(found) is not None
+        return same == (self.sign == "=")
+
+
+@cache
+def _pattern(wanted: str) -> re.Pattern:
+    """What matches a text in which each `*` stands for any text."""
+    return re.compile(".*".join(map(re.escape, wanted.split("*"))))
+
+
+def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndarray:
+    """Of each passage, whether it has the field of every condition and fits it: bool [N].
+
+    Raises R3LiteError if no passage has a field, which is then misspelled, or if none fits.
+    """
+    parsed = [Condition(*CONDITION.fullmatch(text.strip()).groups()) for text in conditions]
+    fit, known = np.zeros(len(documents), bool), {"id", "title"}
+    for place, document in enumerate(tqdm(documents, "filtering passages", unit="", **BRIEF)):
+        values = [condition.value(document) for condition in parsed]
+        known.update(key for key, _ in document.metadata)
+        fit[place] = all(v is not None and c.fits(v) for c, v in zip(parsed, values, strict=True))
+    for text, condition in zip(conditions, parsed, strict=True):
+        if condition.key not in known:
+            cause = f"--filter {text}: no passage has the field {condition.key!r}{nearest(condition.key, known)}"
+            raise R3LiteError(cause, f"There are {', '.join(sorted(known)[:SHOWN])}.")
+    if not fit.any():
+        raise R3LiteError(f"no passage fits --filter {', '.join(conditions)}", "Ask for less.")
+    return fit

@@ -1,11 +1,20 @@
-"""The vectors of an index, by FAISS: built of a file of vectors, opened memory-mapped, searched without deleted ones.
+"""The vectors of an index, by FAISS: how large each kind becomes, built of a file of vectors, opened memory-mapped,
+searched without deleted ones.
 
 Owns what each kind is in FAISS and its parameters; knows no passages and no folder's layout. Similarity is the inner
 product. Shapes: `Q` queries, `k` results, `d` dimensions.
+
+The kinds, and what they keep of a vector of d dimensions:
+flat        the vector, fp32: 4 d bytes; exact, reads all of them for a query
+sq8         8 bits a dimension: d bytes; nearly exact, reads all of them for a query
+hnsw        the vector and a graph of its neighbours (arXiv 1603.09320): 4 d + 272 bytes; fast, slow to build
+ivf-sq8     sq8 in lists by the nearest of many centroids: d + 8 bytes; a query reads 1 list of 32
+opq-ivf-pq  the same lists, a byte for each 8 dimensions of the rotated vector (OPQ, CVPR 2013): d / 8 + 8 bytes
 """
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,8 +24,17 @@ from tqdm import tqdm
 
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.retrieval.index_size import BLOCK, CODEWORDS, LEAST, LINKS, SUBSPACE, item_bytes, lists_of, sample_of
 
+MANY = 1_000_000  # passages; above, `auto` reads a part of the index for a query and not all of it
+LINKS = 32  # of a vector in the graph of hnsw, twice as many on its lowest level
+SUBSPACE = 8  # dimensions that are one byte in opq-ivf-pq
+SAMPLE_BYTES = 512 << 20  # most fp32 vectors that an index is trained on
+LEAST = 39  # training vectors of a centroid, below which FAISS warns
+BLOCK = 4096  # passages encoded, and vectors added, at a time
+GROWTH = 1.5  # memory of lists that grow by doubling, while they are built, to their content
+CODEWORDS = 256  # of a byte of opq-ivf-pq
+DISTANCES = 4 * 4096 * 1024  # bytes of the inner products that FAISS holds at a time while it finds lists
+IVF = ("ivf-sq8", "opq-ivf-pq")
 CLASSES = {
     "flat": "IndexFlatIP",
     "sq8": "IndexScalarQuantizer",
@@ -27,6 +45,88 @@ CLASSES = {
 CONSTRUCTION, SEARCH = 80, 96  # candidates of hnsw that are kept for a vector's links, and for a query
 PROBES = 32  # a query reads one list of so many, but 16 at the least
 ROUNDS = 4  # of OPQ: rotation and codewords in turns
+
+
+def lists_of(passages: int, dimension: int) -> int:
+    """Number of lists of an inverted file: the power of two nearest to 4 sqrt(N), fewer if the sample is too small."""
+    wanted = 1 << round(math.log2(4 * math.sqrt(passages)))
+    most = max(1, min(passages, SAMPLE_BYTES // (4 * dimension)) // LEAST)
+    return min(wanted, 1 << (most.bit_length() - 1))
+
+
+def sample_of(kind: str, passages: int, dimension: int) -> int:
+    """Number of vectors that an index of a kind is trained on: 40 a list, and enough for 256 centroids a byte."""
+    if kind not in (*IVF, "sq8"):
+        return 0
+    wanted = max((LEAST + 1) * lists_of(passages, dimension), 16384)
+    return min(passages, wanted, max(1, SAMPLE_BYTES // (4 * dimension)))
+
+
+def item_bytes(kind: str) -> int:
+    """Bytes of a number of the vectors that wait on the disk: fp16 if the kind itself keeps less."""
+    return 4 if kind in ("flat", "hnsw") else 2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an index will take, in bytes."""
+
+    kind: str
+    passages: int
+    dimension: int
+    file: int  # of the vectors in the folder
+    search: int  # in memory once all of it was read: the file, and where each passage is
+    build: int  # in memory at the most while it is built, beside the encoder
+    scratch: int  # on the disk while it is built
+
+    def summary(self) -> str:
+        to_build = f"{_size(self.build)} to build beside the encoder, {_size(self.scratch)} of disk meanwhile"
+        return f"{self.kind}, {self.passages:,} x {self.dimension}: {_size(self.search)} to search, {to_build}"
+
+
+def estimate(kind: str, passages: int, dimension: int) -> Estimate:
+    """What an index of a kind will take."""
+    n, d, lists = passages, dimension, lists_of(passages, dimension)
+    rotated = dimension // SUBSPACE * SUBSPACE
+    trained, code = {
+        "flat": (0, 4 * d),
+        "sq8": (8 * d, d),
+        # Two links to a neighbour on the lowest level; 1 in LINKS vectors is on a higher level, and so on.
+        "hnsw": (0, 4 * d + 4 * 2 * LINKS + 4 * LINKS / (LINKS - 1) + 12),
+        "ivf-sq8": (4 * d * lists + 8 * d, d + 8),
+        "opq-ivf-pq": (4 * rotated * (lists + d + 256), rotated // SUBSPACE + 8),
+    }[kind]
+    file = trained + round(n * code)
+    sample = 4 * d * sample_of(kind, n, d) * {"opq-ivf-pq": 3, "ivf-sq8": 2}.get(kind, 1)  # FAISS copies it
+    # Lists and links grow by doubling; what is flat gets its memory at once.
+    grown = trained + round({"hnsw": n * (2 * code - 4 * d)}.get(kind, n * code * (GROWTH if kind in IVF else 1)))
+    build = max(sample + trained, grown) + 3 * 4 * d * min(n, BLOCK) + (DISTANCES if kind in IVF else 0)
+    return Estimate(kind, n, d, file, file + 8 * n, build, n * d * item_bytes(kind))
+
+
+def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
+    """The estimate of the kind asked for; of `auto` the first that the budget has room for, the most exact first.
+
+    Up to MANY passages that are flat and sq8; above, a query that reads all of them takes long. HNSW is never chosen:
+    it takes as much memory as flat and by far the longest to build. Raises R3LiteError if nothing fits.
+    """
+    few = passages < CODEWORDS * LEAST
+    if kind == "opq-ivf-pq" and few:
+        raise R3LiteError(f"{kind} needs {CODEWORDS * LEAST:,} passages, not {passages:,}", "Pass --index-type auto.")
+    by_size = ("flat", "sq8", "ivf-sq8") if few else ("flat", "sq8", *IVF) if passages <= MANY else IVF
+    found = [estimate(each, passages, dimension) for each in (by_size if kind == "auto" else (kind,))]
+    for each in found:
+        if max(each.search, each.build) <= budget:
+            return each
+    least = found[-1]
+    least_mib = -(-max(least.search, least.build) >> 20)
+    smaller = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
+    cause = f"an index {least.summary()}: more than the budget of {_size(budget)}"
+    raise R3LiteError(cause, f"Pass --memory-budget {least_mib}MiB{smaller}.")
+
+
+def _size(count: float) -> str:
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
 
 
 @dataclass
@@ -74,16 +174,14 @@ class Vectors:
         """Scores and places [Q, k] of the nearest vectors, padded by place -1. Vectors whose bit is 0 are left out."""
         if bits is None:
             return index.search(queries, k)
-        keep = faiss.IDSelectorBitmap(bits)
+        keep = {"sel": faiss.IDSelectorBitmap(bits)}
+        given = faiss.SearchParameters(**keep)
         if isinstance(index, faiss.IndexHNSW):
-            given = faiss.SearchParametersHNSW(sel=keep, efSearch=index.hnsw.efSearch)
-        elif isinstance(index, faiss.IndexIVF):
-            given = faiss.SearchParametersIVF(sel=keep, nprobe=index.nprobe)
-        elif isinstance(index, faiss.IndexPreTransform):
-            inner = faiss.SearchParametersIVF(sel=keep, nprobe=faiss.extract_index_ivf(index).nprobe)
-            given = faiss.SearchParametersPreTransform(index_params=inner)
-        else:
-            given = faiss.SearchParameters(sel=keep)
+            given = faiss.SearchParametersHNSW(**keep, efSearch=index.hnsw.efSearch)
+        elif isinstance(index, (faiss.IndexIVF, faiss.IndexPreTransform)):
+            given = faiss.SearchParametersIVF(**keep, nprobe=faiss.extract_index_ivf(index).nprobe)
+        if isinstance(index, faiss.IndexPreTransform):
+            given = faiss.SearchParametersPreTransform(index_params=given)
         return index.search(queries, k, params=given)
 
 
@@ -135,8 +233,8 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
         print(f"training    {kind} on {size:,} vectors", flush=True)  # which may take minutes, and FAISS tells nothing
         index.train(vectors.sample(size))
     _reserve(index, count)
-    starts = tqdm(range(0, count, BLOCK), "indexing", unit="block", **BRIEF)
-    add(index, (vectors.read(start, BLOCK) for start in starts))
+    bar = tqdm(range(0, count, BLOCK), "indexing", unit="block", **BRIEF)
+    add_vectors(index, (vectors.read(start, BLOCK) for start in bar))
     return index
 
 
@@ -172,7 +270,7 @@ def _reserve(index: faiss.Index, count: int) -> None:
         store.codes.resize(0)  # which keeps the memory
 
 
-def add(index: faiss.Index, blocks: Iterable[np.ndarray]) -> None:
+def add_vectors(index: faiss.Index, blocks: Iterable[np.ndarray]) -> None:
     """Adds vectors. One thread builds a graph: with several, its links and bytes depend on which is faster."""
     threads = faiss.omp_get_max_threads()
     if isinstance(index, faiss.IndexHNSW):
@@ -182,6 +280,11 @@ def add(index: faiss.Index, blocks: Iterable[np.ndarray]) -> None:
             index.add(block)
     finally:
         faiss.omp_set_num_threads(threads)
+
+
+def blocks_of(index: faiss.Index) -> Iterator[np.ndarray]:
+    """The vectors of a flat index, a block at a time."""
+    return (index.reconstruct_n(i, min(BLOCK, index.ntotal - i)) for i in range(0, index.ntotal, BLOCK))
 
 
 def write_vectors(index: faiss.Index, path: Path) -> None:

@@ -6,11 +6,7 @@ lengths are capped here; special tokens and the marks of a protocol are made har
 those of any corpus are.
 """
 
-import hashlib
-import json
 import os
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,8 +17,8 @@ import numpy as np
 
 from r3lite.core.episode import Document, Retrieve
 from r3lite.core.errors import R3LiteError, explained, extra
-from r3lite.core.files import read_record, write_json
 from r3lite.core.records import Record, Source
+from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.limits import RateLimiter
 from r3lite.retrieval.documents import html
 from r3lite.retrieval.documents.chunks import count_tokens, sentences
@@ -54,13 +50,12 @@ class Exa:
     def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
         """Pages with url, title and text, best first."""
         body = {"query": query, "numResults": count, "contents": {"text": {"maxCharacters": PAGE}}}
-        category = self.kinds[kind]
-        body |= {"category": category} if category else {}
+        body |= {"category": self.kinds[kind]} if self.kinds[kind] else {}
 
         def read(reply: Record) -> list[dict[str, str]]:
             return [_page(row, "url", "title", "text") for row in reply.records("results")[:count]]
 
-        return self._poster.ask(body, "documented", read)
+        return self._poster.ask("", body, "documented", read)
 
 
 class DuckDuckGo:
@@ -98,33 +93,31 @@ def _page(row: Record, url: str, title: str, text: str) -> dict[str, str]:
 class Recorded:
     """A service whose answers are kept in a folder, a file each, and are not asked for again.
 
-    Several processes may share the folder: files are written whole.
+    Several processes may share the folder.
     """
 
     def __init__(self, name: str, folder: Path, rpm: int, replay: bool):
         """With `replay`, nothing is ever sent, and a query that is not in the folder is an error."""
-        self.name, self.folder = name, folder.expanduser()
+        self.name, self._cache = name, ReplyCache(folder, "--web-cache")
         self._limit = RateLimiter(rpm, time.monotonic, time.sleep)
         self._service = None if replay else SERVICES[name]()
-        self._lock = threading.Lock()
 
     def pages(self, query: str, kind: str, count: int) -> list[dict[str, str]]:
         """The service's pages for a query, from the folder if they are there."""
         asked = {"service": self.name, "kind": kind, "query": query, "count": count}
-        path = self.folder / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()}.json"
-        if path.exists():
-            try:
-                rows = read_record(path, "").records("pages")
-                return [{name: row.text(name, blank=True) for name in ("url", "title", "text")} for row in rows]
-            except R3LiteError as error:
-                print(f"a recorded answer is asked for again: {error.cause}", file=sys.stderr)
+
+        def read(record: Record) -> list[dict[str, str]]:
+            rows = record.records("pages")
+            return [{name: row.text(name, blank=True) for name in ("url", "title", "text")} for row in rows]
+
+        if (found := self._cache.recall(digest(asked), read)) is not None:
+            return found
         if self._service is None:
             remedy = "Leave --web-replay out, or name another --web-cache."
-            raise R3LiteError(f"no answer to this query is recorded in {self.folder} ({kind})", remedy)
+            raise R3LiteError(f"no answer to this query is recorded in {self._cache.folder} ({kind})", remedy)
         self._limit.wait()
         found = self._service.pages(query, kind, count)
-        with self._lock:  # equal queries of two threads would share a temporary file
-            write_json(path, asked | {"pages": found})
+        self._cache.store(digest(asked), asked | {"pages": found})
         return found
 
 

@@ -13,60 +13,18 @@ import torch
 from tqdm import tqdm
 
 from r3lite.core.episode import Question, Retrieve
-from r3lite.core.errors import R3LiteError, explained
+from r3lite.core.errors import R3LiteError
 from r3lite.core.grant import Grant, Memory
-from r3lite.core.records import InvalidRecord, Record, Source, parse
-from r3lite.llm.http_client import BoundedClient
-from r3lite.llm.transport import Broken, Calls, Refused, TooLarge
+from r3lite.core.records import InvalidRecord, Record
+from r3lite.llm.http_client import Link, Unanswered
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.wire import Adapter, Ticket, identity_of, sequence_from_json, tickets_to_json
 
 LARGEST = 512 << 20  # bytes of a reply
-CONNECT = 10.0  # seconds
-REMEDY = "See that it runs and that --rollout-server names it; the run goes on with --resume auto."
-
-
-class Gone(Exception):
-    """A server that gives no answer, or fails: another one may do its work."""
-
-
-class Declined(R3LiteError):
-    """A reply with another status than 200, and below 500."""
-
-    def __init__(self, url: str, status: int, told: str):
-        token = " R3LITE_TOKEN must be the same on both sides." * (status == 401)
-        super().__init__(f"{url} refuses: status {status}: {told}", REMEDY + token)
-        self.status = status
-
-
-class Link:
-    """Requests to one server, each of at most `seconds`."""
-
-    def __init__(self, url: str, seconds: float, token: str | None = None):
-        self.url, self.seconds = url.rstrip("/"), seconds
-        self._client = BoundedClient(LARGEST, {"authorization": f"Bearer {token}"} if token else None)
-        self.calls = Calls(seconds)
-
-    def text(self, path: str, content: dict | bytes | None = None) -> str:
-        """The reply to a GET, or to a POST of JSON or bytes. Raises Gone or R3LiteError."""
-        body = {"content": content} if isinstance(content, bytes) else {"json": content} if content is not None else {}
-        method, limits = "POST" if body else "GET", (CONNECT, *[self.seconds] * 3)
-        try:
-            call = lambda: self._client.request(method, self.url + path, timeout=limits, **body)  # noqa: E731
-            return self.calls.run(call).text
-        except Broken as error:
-            raise Gone(f"{self.url} gives no answer: {error}") from error
-        except TooLarge as error:
-            raise R3LiteError(f"{self.url} sends {error}", REMEDY) from error
-        except Refused as error:
-            told = " ".join(error.body.split())[:500]
-            if error.status >= 500 or error.status in (408, 429):
-                raise Gone(f"{self.url} fails: status {error.status}: {told}") from error
-            raise Declined(self.url, error.status, told) from error
-
-    def record(self, path: str, content: dict | bytes | None = None) -> Record:
-        with explained(InvalidRecord, f"{self.url}{path} gives another reply than a rollout server", REMEDY):
-            return Record(parse(self.text(path, content)), Source("the reply"))
+REMEDY = (
+    "See that it runs and that --rollout-server names it; if it has a token, R3LITE_TOKEN must be the same on both "
+    "sides. The run goes on with --resume auto."
+)
 
 
 class Worker:
@@ -79,33 +37,38 @@ class Worker:
 
     def check(self) -> str:
         """Says what the server is; raises R3LiteError if it would sample something else than the trainer."""
-        told = self.link.record("/version")
-        with explained(InvalidRecord, f"{self.link.url} is another version of r3lite", REMEDY):
-            theirs, self.has = told.record("facts"), told.text("adapter", blank=True)
+
+        def read(reply: Record) -> tuple[str, str, list[tuple[str, str, str]]]:
+            theirs = reply.record("facts")
             pairs = [(name, theirs.text(name, "none", blank=True), ours) for name, ours in self.facts.items()]
+            return reply.text("adapter", blank=True), reply.text("dtype"), pairs
+
+        self.has, dtype, pairs = self.link.ask("/version", None, "a worker of this version of r3lite", read)
         if other := [f"{name} is {value} (here {ours})" for name, value, ours in pairs if value != ours]:
             remedy = "Start the worker with the flags of this run, or give both the same --config."
             raise R3LiteError(f"the rollout worker {self.link.url} differs: {'; '.join(other)}", remedy)
-        return f"{self.link.url} (r3lite, {told.text('dtype')})"
+        return f"{self.link.url} (r3lite, {dtype})"
 
     def sample(self, tickets: list[Ticket], adapter: Adapter, retrieve: Retrieve) -> list[Sequence]:
-        """The episodes of tickets, sampled with an adapter; raises Gone if another server has to."""
+        """The episodes of tickets, sampled with an adapter; raises Unanswered if another server has to."""
+
+        def read(reply: Record) -> list[Sequence] | None:
+            if "differs" in reply:
+                return None
+            episodes = reply.records("episodes")
+            if len(episodes) != len(tickets) or {e.text("adapter") for e in episodes} != {adapter.version}:
+                raise InvalidRecord(f"not {len(tickets)} episodes of the adapter {adapter.version}")
+            return [sequence_from_json(e, t.question, t.place) for e, t in zip(episodes, tickets, strict=True)]
+
         asked = tickets_to_json(tickets) | {"identity": identity_of(self.facts), "adapter": adapter.version}
         for _ in range(2):  # a worker that was started anew has lost the adapter
             if self.has != adapter.version:
                 self.link.text(f"/adapter/{adapter.version}", adapter.body)
                 self.has = adapter.version
-            if "differs" not in (reply := self.link.record("/sample", asked)):
-                return self._read(reply, tickets, adapter)
+            if (made := self.link.ask("/sample", asked, "a rollout worker", read)) is not None:
+                return made
             self.check()
-        raise Gone(f"{self.link.url} is given other adapters by another run")
-
-    def _read(self, reply: Record, tickets: list[Ticket], adapter: Adapter) -> list[Sequence]:
-        with explained(InvalidRecord, f"{self.link.url} gives other episodes than were asked for", REMEDY):
-            episodes = reply.records("episodes")
-            if len(episodes) != len(tickets) or {e.text("adapter") for e in episodes} != {adapter.version}:
-                raise InvalidRecord(f"not {len(tickets)} of the adapter {adapter.version}")
-            return [sequence_from_json(e, t.question, t.place) for e, t in zip(episodes, tickets, strict=True)]
+        raise Unanswered(f"{self.link.url} is given other adapters by another run", REMEDY, passes=True)
 
 
 class RemoteEngine:
@@ -140,8 +103,7 @@ class RemoteEngine:
 
     def go_ahead(self, questions: list[Question], seeds: list[str], retrieve: Retrieve) -> None:
         """Has a round sampled with the adapter of now, until `run` asks for it."""
-        tickets = self._tickets(questions, seeds)
-        self.ahead = seeds, self._pool.submit(self._sampled, tickets, self.adapter, retrieve)
+        self.ahead = seeds, self._pool.submit(self._sampled, self._tickets(questions, seeds), self.adapter, retrieve)
 
     def close(self) -> None:
         """Breaks off what is under way: the program would wait for it."""
@@ -186,8 +148,10 @@ class RemoteEngine:
                 try:
                     found[start] = work.result()
                     free.append(server)
-                except Gone as error:
-                    reason, free = str(error), [other for other in free if other is not server]
+                except Unanswered as error:
+                    if not error.passes:
+                        raise
+                    reason, free = error.cause, [other for other in free if other is not server]
                     todo.appendleft(start)
                     self.counts["moved_episodes"] += len(tickets[start : start + size])
                     tqdm.write(f"warning: {reason}; its episodes are sampled by another server", file=sys.stderr)

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from r3lite.core.episode import Retrieve
-from r3lite.core.errors import R3LiteError, explained
+from r3lite.core.errors import R3LiteError
 from r3lite.core.records import InvalidRecord, Record
+from r3lite.llm.http_client import Link, Unanswered
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.fetcher import Fetcher
-from r3lite.rollout.remote import Declined, Gone, Link
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.wire import Adapter, Ticket
 from r3lite.settings import PpoConfig
@@ -31,6 +31,7 @@ NEUTRAL = {
     "frequency_penalty": 0.0, "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
     "return_token_ids": True, "logprobs": 0,
 }  # fmt: skip
+UPDATE = "Update vLLM: it must know return_token_ids."
 TRIES = 100  # of one turn
 
 
@@ -47,15 +48,19 @@ class VllmServer:
 
     def check(self) -> str:
         url, model, lengths = self.link.url, self.config.model.model, self.config.lengths
-        with explained(InvalidRecord, f"{url}/v1/models gives another reply than vLLM", START):
-            served = self.link.record("/v1/models").records("data")[0]
-            root, most = served.text("root", served.text("id")), served.whole("max_model_len", lengths.max_length)
+
+        def read(reply: Record) -> tuple[str, str, int]:
+            served = reply.records("data")[0]
+            name = served.text("id")
+            return name, served.text("root", name), served.whole("max_model_len", lengths.max_length)
+
+        name, root, most = self.link.ask("/v1/models", None, "vLLM", read, START)
         if Path(root).name != Path(model).name:
             raise R3LiteError(f"{url} serves {root}, and --model is {model}", "Start vLLM with the same model.")
         if most < lengths.max_length:
             raise R3LiteError(f"{url} takes {most} tokens, and --max-length is {lengths.max_length}", "Lower that.")
-        self._check_logprobs(served.text("id"))
-        return f"{url} (vLLM {self.link.record('/version').text('version')})"
+        self._check_logprobs(name)
+        return f"{url} (vLLM {self.link.ask('/version', None, 'vLLM', lambda reply: reply.text('version'))})"
 
     def _check_logprobs(self, model: str) -> None:
         """Refuses log-probabilities from before the temperature: they then are the same at two temperatures."""
@@ -64,8 +69,7 @@ class VllmServer:
         asked = {"model": model, "prompt": [0], "max_tokens": 1, "logprobs": 1, "top_k": 1}
         found = []
         for temperature in (1.0, self.config.sampling.temperature):
-            choice = self.link.record("/v1/completions", asked | {"temperature": temperature}).records("choices")[0]
-            found.append(choice.record("logprobs").items("token_logprobs"))
+            found.append(self.link.ask("/v1/completions", asked | {"temperature": temperature}, "vLLM", _logprobs))
         if found[0] == found[1] != [0.0]:
             raise R3LiteError(f"{self.link.url} gives log-probabilities from before --temperature", RAW)
 
@@ -77,9 +81,9 @@ class VllmServer:
         try:
             with Fetcher(retrieve) as fetcher, ThreadPoolExecutor(len(tickets), "turns") as pool:
                 list(pool.map(lambda sequence: self._finish(sequence, fetcher), sequences))
-        except (Gone, Declined) as error:
-            self.name = ""  # it may have been started anew, without the adapter
-            raise Gone(str(error)) from error
+        except Unanswered as error:
+            self.name, error.passes = "", True  # it may have been started anew, without the adapter
+            raise
         return sequences
 
     def _load(self, adapter: Adapter) -> None:
@@ -90,13 +94,15 @@ class VllmServer:
         adapter.write(folder := self.adapters / name)
         try:
             self.link.text("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        except Declined as error:
-            if "already been loaded" not in str(error):
+        except Unanswered as error:
+            if error.passes:
+                raise
+            if "already been loaded" not in error.cause:
                 raise R3LiteError(f"vLLM cannot load {folder}: {error.cause}", START) from error
         if self.name:
             try:
                 self.link.text("/v1/unload_lora_adapter", {"lora_name": self.name})
-            except Declined as error:
+            except Unanswered as error:
                 if error.status != 404:  # it was started anew
                     raise
             shutil.rmtree(self.adapters / self.name, ignore_errors=True)
@@ -133,21 +139,22 @@ class VllmServer:
         """Tokens that go on from a sequence, with their log-probabilities."""
         lengths = layout.lengths
         room = min(lengths.max_new_tokens - len(sequence.turn), lengths.max_length - len(sequence.tokens))
-        reply = self.link.record("/v1/completions", NEUTRAL | {
+        asked = NEUTRAL | {
             "model": self.name, "prompt": sequence.tokens, "max_tokens": max(1, room),
             "seed": sequence.stream.getrandbits(62), "temperature": self.config.sampling.temperature,
             "stop": list(layout.protocol.stop_strings), "stop_token_ids": [layout.tokenizer.stop_id],
-        })  # fmt: skip
-        with explained(
-            InvalidRecord, f"{self.link.url} does not reply as vLLM", "Update vLLM: it must know return_token_ids."
-        ):
-            if (model := reply.text("model")) != self.name:
-                raise InvalidRecord(f"the model is {model}, and not {self.name}")
-            return _tokens(reply.records("choices")[0])
+        }  # fmt: skip
+        return self.link.ask("/v1/completions", asked, "vLLM", self._tokens, UPDATE)
+
+    def _tokens(self, reply: Record) -> list[tuple[int, float]]:
+        ids, logprobs = reply.records("choices")[0].items("token_ids"), _logprobs(reply)
+        if (model := reply.text("model")) != self.name:
+            raise InvalidRecord(f"the model is {model}, and not {self.name}")
+        numbers = all(type(i) is int for i in ids) and all(type(x) in (int, float) for x in logprobs)
+        if len(ids) != len(logprobs) or not numbers:
+            raise InvalidRecord("token_ids and token_logprobs are not a number for each token")
+        return list(zip(ids, map(float, logprobs)))
 
 
-def _tokens(choice: Record) -> list[tuple[int, float]]:
-    ids, logprobs = choice.items("token_ids"), choice.record("logprobs").items("token_logprobs")
-    if len(ids) != len(logprobs) or not all(type(i) is int and type(x) in (int, float) for i, x in zip(ids, logprobs)):
-        raise choice.error("token_ids and token_logprobs are not a number for each token")
-    return list(zip(ids, map(float, logprobs)))
+def _logprobs(reply: Record) -> list:
+    return reply.records("choices")[0].record("logprobs").items("token_logprobs")

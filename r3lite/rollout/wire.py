@@ -70,12 +70,10 @@ def identity_of(facts: Mapping[str, str]) -> str:
 def tickets_to_json(tickets: list[Ticket]) -> dict:
     """Each question once; without its answers, which only rewards need."""
     questions = list({id(ticket.question): ticket.question for ticket in tickets}.values())
-    places = {id(question): i for i, question in enumerate(questions)}
-    asked = [
-        {"question": places[id(t.question)], "seed": t.seed}
-        | ({"begun": sequence_to_json(t.begun[0]), "steps": t.begun[1]} if t.begun else {})
-        for t in tickets
-    ]
+    places, asked = {id(question): i for i, question in enumerate(questions)}, []
+    for ticket in tickets:
+        begun = {"begun": sequence_to_json(ticket.begun[0]), "steps": ticket.begun[1]} if ticket.begun else {}
+        asked.append({"question": places[id(ticket.question)], "seed": ticket.seed} | begun)
     return {"questions": [_question_to_json(question) for question in questions], "episodes": asked}
 
 

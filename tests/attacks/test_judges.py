@@ -14,7 +14,7 @@ from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rewards.judge import question as asked_of_the_judge
 from r3lite.rewards.judge import request_for
-from r3lite.settings import CollectSettings, ProtocolSettings
+from r3lite.settings import CollectConfig, LengthSettings, ProtocolSettings
 from r3lite.tuning.critic import Critic
 from tests.attacks.documents import ALL
 
@@ -100,7 +100,7 @@ def test_a_judge_on_this_device_gets_no_special_token_of_an_episode(tiny):
 @pytest.mark.parametrize("format", ["r3", "tags", "dag"])
 def test_a_teachers_turns_are_its_own_whatever_documents_say(format):
     protocol = build_protocol(ProtocolSettings(format=format))
-    teacher = Teacher(CollectSettings(), None, protocol, None, 0, 3)
+    teacher = Teacher(CollectConfig(lengths=LengthSettings(max_hops=3)), None, protocol, None)
 
     def asked(text: str) -> tuple:
         first = protocol.first_search(protocol.quoted("where is it"))

@@ -3,7 +3,7 @@
 import pytest
 
 from r3lite.core.errors import R3LiteError
-from r3lite.llm.known_models import prices_of
+from r3lite.llm.limits import prices_of
 from r3lite.settings import JudgeSettings
 
 

@@ -15,9 +15,8 @@ from r3lite import index as recipe
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import building, index
-from r3lite.retrieval.encoder import make_encoder
-from r3lite.retrieval.hashing import HashingEncoder
-from r3lite.retrieval.index_size import estimate
+from r3lite.retrieval.encoder import HashingEncoder, make_encoder
+from r3lite.retrieval.vectors import estimate
 from tests.built_index import encoder_settings
 
 DOCUMENTS = [Document(str(i), f"Town {i}", f"Town {i} lies by the river {i * 7 % 31}.") for i in range(23)]
@@ -113,11 +112,11 @@ def test_killed_at_random_moments_the_bytes_are_the_same(tmp_path):
         for i in range(1500):
             file.write(json.dumps({"id": str(i), "title": f"T{i}", "text": f"word{i % 97} word{i % 89} {i}"}) + "\n")
     program = (
-        "import sys, time; from r3lite import index; from r3lite.retrieval import building, hashing, index as room\n"
+        "import sys, time; from r3lite import index; from r3lite.retrieval import building, encoder, index as room\n"
         "building.BLOCK = room.BLOCK = 64\n"
-        "make = hashing.HashingEncoder.encode_passages\n"
+        "make = encoder.HashingEncoder.encode_passages\n"
         "def slow(self, documents, advance): time.sleep(0.05); return make(self, documents, advance)\n"
-        "hashing.HashingEncoder.encode_passages = slow\n"
+        "encoder.HashingEncoder.encode_passages = slow\n"
         "print('ready', flush=True); sys.exit(index.main(sys.argv[1:]))"
     )
     options = ["--corpus", str(corpus), "--encoder", "hashing", "--index-type", "ivf-sq8", "--output"]

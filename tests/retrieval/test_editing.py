@@ -11,8 +11,8 @@ import pytest
 from r3lite import index as recipe
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval import building, editing, index
-from r3lite.retrieval.index_size import estimate
+from r3lite.retrieval import building, index
+from r3lite.retrieval.vectors import estimate
 from r3lite.settings import DocumentSettings, IndexSettings
 from tests.built_index import encoder_settings
 
@@ -62,18 +62,18 @@ def churn(folder, opened, edits, live, rng):
         if rng.random() < 0.5:
             fresh = range(newest + 1, newest + 1 + rng.randint(1, 4))
             newest = fresh[-1]
-            assert editing.add(folder, opened(folder), [passage(i) for i in fresh]) == (len(fresh), 0)
+            assert index.add(folder, opened(folder), [passage(i) for i in fresh]) == (len(fresh), 0)
             live |= set(fresh)
         else:
             gone = set(rng.sample(sorted(live), rng.randint(1, 3)))
-            assert editing.delete(folder, map(str, gone)) == len(gone)
+            assert index.delete(folder, map(str, gone)) == len(gone)
             live -= gone
     return live
 
 
 @pytest.mark.parametrize(("kind", "edits", "least"), [("flat", 150, 1.0), ("ivf-sq8", 60, 0.9), ("hnsw", 60, 0.97)])
 def test_many_edits_give_the_recall_of_one_built_afresh(tmp_path, opened, monkeypatch, kind, edits, least):
-    monkeypatch.setattr(editing, "MANY", 40)  # so that what was added joins the index several times
+    monkeypatch.setattr(index, "MANY", 40)  # so that what was added joins the index several times
     build(tmp_path / "i", [passage(i) for i in range(400)], kind)
     live = churn(tmp_path / "i", opened, edits, set(range(400)), random.Random(1))
     edited = opened(tmp_path / "i")
@@ -93,13 +93,13 @@ def test_many_edits_give_the_recall_of_one_built_afresh(tmp_path, opened, monkey
 
 def test_what_is_there_already_is_passed_over_and_another_text_of_its_id_is_refused(tmp_path, opened):
     build(tmp_path / "i", [passage(0), passage(1)])
-    assert editing.add(tmp_path / "i", opened(tmp_path / "i"), [passage(1), passage(2)]) == (1, 1)
-    assert editing.add(tmp_path / "i", opened(tmp_path / "i"), [passage(1), passage(2)]) == (0, 2)
+    assert index.add(tmp_path / "i", opened(tmp_path / "i"), [passage(1), passage(2)]) == (1, 1)
+    assert index.add(tmp_path / "i", opened(tmp_path / "i"), [passage(1), passage(2)]) == (0, 2)
     with pytest.raises(R3LiteError, match="another passage with the id '1'") as error:
-        editing.add(tmp_path / "i", opened(tmp_path / "i"), [Document("1", "", "other")])
+        index.add(tmp_path / "i", opened(tmp_path / "i"), [Document("1", "", "other")])
     assert "--delete 1" in error.value.remedy
-    editing.delete(tmp_path / "i", ["1"])
-    assert editing.add(tmp_path / "i", opened(tmp_path / "i"), [Document("1", "", "other")]) == (1, 0)
+    index.delete(tmp_path / "i", ["1"])
+    assert index.add(tmp_path / "i", opened(tmp_path / "i"), [Document("1", "", "other")]) == (1, 0)
     assert [d.text for d in index.read_documents(tmp_path / "i")] == ["text 0", "text 2", "other"]
 
 
@@ -107,7 +107,7 @@ def test_ids_that_are_not_there_and_deleting_all_are_refused(tmp_path, opened):
     build(tmp_path / "i", [passage(0), passage(1)])
     for ids, reason in ((["0", "7"], "no passage with the id '7'"), (["0", "1"], "no passage .* would stay")):
         with pytest.raises(R3LiteError, match=reason):
-            editing.delete(tmp_path / "i", ids)
+            index.delete(tmp_path / "i", ids)
     assert len(index.read_documents(tmp_path / "i")) == 2
 
 
@@ -115,23 +115,23 @@ def test_a_stop_before_the_manifest_is_replaced_changes_nothing(tmp_path, opened
     build(tmp_path / "i", [passage(i) for i in range(5)])
     before = found(opened(tmp_path / "i"), QUERIES, 3)
     with monkeypatch.context() as patched:
-        patched.setattr(editing, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patched.setattr(index, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
-            editing.add(tmp_path / "i", opened(tmp_path / "i"), [passage(7)])
+            index.add(tmp_path / "i", opened(tmp_path / "i"), [passage(7)])
     assert found(opened(tmp_path / "i"), QUERIES, 3) == before
-    assert editing.add(tmp_path / "i", opened(tmp_path / "i"), [passage(8)]) == (1, 0)
+    assert index.add(tmp_path / "i", opened(tmp_path / "i"), [passage(8)]) == (1, 0)
     assert [d.id for d in index.read_documents(tmp_path / "i")] == ["0", "1", "2", "3", "4", "8"]
 
 
 def test_what_a_kill_after_the_manifest_has_left_is_removed_by_the_next_edit(tmp_path, opened, monkeypatch):
     """Given again, the same --add has nothing to add, and the old vectors stayed for good."""
     build(tmp_path / "i", [passage(i) for i in range(5)])
-    editing.add(tmp_path / "i", opened(tmp_path / "i"), [passage(7)])
+    index.add(tmp_path / "i", opened(tmp_path / "i"), [passage(7)])
     monkeypatch.setattr(building, "passages_of", lambda *_: ([passage(8)], None))
     given = IndexSettings(add="x", encoder="drawn")
     with monkeypatch.context() as patched:
-        patched.setattr(editing, "tidy", lambda *_: None)
-        editing.add(tmp_path / "i", opened(tmp_path / "i"), [passage(8)])
+        patched.setattr(index, "tidy", lambda *_: None)
+        index.add(tmp_path / "i", opened(tmp_path / "i"), [passage(8)])
     (tmp_path / "i" / ".manifest.json.17.part").touch()
     monkeypatch.setattr(building, "device_of", lambda _: "cpu")
     building.edit(given, DocumentSettings(), tmp_path / "i")
@@ -143,8 +143,8 @@ def test_an_index_that_is_open_stays_what_it_was(tmp_path, opened):
     build(tmp_path / "i", [passage(i) for i in range(50)])
     reader = opened(tmp_path / "i")
     before = found(reader, QUERIES)
-    editing.delete(tmp_path / "i", ["3", "4"])
-    editing.add(tmp_path / "i", opened(tmp_path / "i"), [passage(i) for i in range(50, 60)])
+    index.delete(tmp_path / "i", ["3", "4"])
+    index.add(tmp_path / "i", opened(tmp_path / "i"), [passage(i) for i in range(50, 60)])
     assert found(reader, QUERIES) == before and len(reader.documents) == 50
 
 
@@ -156,8 +156,8 @@ def test_an_older_index_is_changed_like_any_other(tmp_path, opened):
     path.write_text(json.dumps(older | {"vectors": manifest["files"]["index.faiss"]}))
     for name in ("ends.bin", "probes.bin"):
         (tmp_path / "i" / name).unlink()
-    assert editing.add(tmp_path / "i", opened(tmp_path / "i"), [passage(7)]) == (1, 0)
-    editing.delete(tmp_path / "i", ["2"])
+    assert index.add(tmp_path / "i", opened(tmp_path / "i"), [passage(7)]) == (1, 0)
+    index.delete(tmp_path / "i", ["2"])
     assert [d.id for d in opened(tmp_path / "i").documents] == ["0", "1", "3", "4", "7"]
     assert found(opened(tmp_path / "i"), ["text 7"], 1) == [["7"]]
 

@@ -11,8 +11,7 @@ import torch
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval.conventions import style_of
-from r3lite.retrieval.encoder import BertEncoder, make_encoder
-from r3lite.retrieval.hashing import HashingEncoder
+from r3lite.retrieval.encoder import BertEncoder, HashingEncoder, make_encoder
 from tests.built_index import encoder_settings
 
 TEXTS = ["Blue Harbor is a film.", "x", "", "Ünïcode: 東京 ist groß — isn't it?", "a long one " * 300]

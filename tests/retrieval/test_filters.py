@@ -15,10 +15,9 @@ from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import resolve
 from r3lite.retrieval import index
 from r3lite.retrieval.corpus import fingerprint, read_corpus
-from r3lite.retrieval.filters import fitting
-from r3lite.retrieval.hashing import HashingEncoder
+from r3lite.retrieval.encoder import HashingEncoder
 from r3lite.retrieval.retriever import build_retriever
-from r3lite.retrieval.setup import Setup
+from r3lite.retrieval.setup import Setup, fitting
 from r3lite.retrieval.vectors import CLASSES
 from r3lite.settings import RetrievalSettings
 from tests.built_index import encoder_settings

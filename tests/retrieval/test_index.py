@@ -12,8 +12,7 @@ import pytest
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError
 from r3lite.retrieval import building, index
-from r3lite.retrieval.encoder import make_encoder
-from r3lite.retrieval.hashing import HashingEncoder
+from r3lite.retrieval.encoder import HashingEncoder, make_encoder
 from tests import built_index
 from tests.built_index import encoder_settings
 

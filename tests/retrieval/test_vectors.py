@@ -5,8 +5,18 @@ import numpy as np
 import pytest
 
 from r3lite.core.errors import R3LiteError
-from r3lite.retrieval.index_size import choose, estimate, lists_of, sample_of
-from r3lite.retrieval.vectors import CLASSES, VectorFile, Vectors, build_vectors, open_vectors, write_vectors
+from r3lite.retrieval.vectors import (
+    CLASSES,
+    VectorFile,
+    Vectors,
+    build_vectors,
+    choose,
+    estimate,
+    lists_of,
+    open_vectors,
+    sample_of,
+    write_vectors,
+)
 
 COUNT, D = 10_000, 16
 # recall@10 of clustered vectors that each kind must reach; 2 bytes of 16 dimensions cannot tell much

@@ -241,7 +241,7 @@ def test_caches_of_this_version_stay_valid():
     ada = Document("1", "Ada", "Ada Byron wrote the first program.")
     asked = request_for(episode(steps=[Step.asking("Who was it?", "first programmer", (ada,)), STEPS[1]]))
     circumstances = {"model": "gemini-3.5-flash-lite", "address": None, "thinking": False, "temperature": None}
-    assert digest(asked, circumstances) == "1eb08a40c8b8ee17d4b5eaf16b8221808695d027d28f94d0690e62341112c7c3"
+    assert digest(asked.parts | circumstances) == "1eb08a40c8b8ee17d4b5eaf16b8221808695d027d28f94d0690e62341112c7c3"
 
 
 def test_build_judge(gemini, monkeypatch, tmp_path):

@@ -67,8 +67,7 @@ def read_folder(folder: str | Path, settings: DocumentSettings) -> Folder:
         except Unreadable as error:
             found.skipped.append((name, error.reason, error.detail))
     if not found.documents:
-        cause = f"{folder} holds no document that can be read\n{found.summary()}"
-        raise R3LiteError(cause, f"It reads {', '.join(READERS)}.")
+        raise R3LiteError(f"{folder} holds no readable document\n{found.summary()}", f"It reads {', '.join(READERS)}.")
     return found
 
 

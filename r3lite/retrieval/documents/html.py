@@ -9,7 +9,7 @@ from r3lite.retrieval.documents.section import Section, Unreadable, under_headin
 LEFT_OUT = {"script", "style", "template", "noscript", "svg", "iframe", "canvas"}
 LEFT_OUT |= {"nav", "footer", "aside", "button", "select", "dialog"}
 PARAGRAPHS = {"p", "div", "section", "article", "main", "header", "table", "ul", "ol", "dl", "pre", "blockquote"}
-LINES = {"br", "li", "tr", "dt", "dd", "hr", "figcaption", "caption"}
+BREAKS = dict.fromkeys(("br", "li", "tr", "dt", "dd", "hr", "figcaption", "caption"), "\n") | {"td": " ", "th": " "}
 HEADINGS = {f"h{level}": level for level in range(1, 7)}
 
 
@@ -47,16 +47,14 @@ class _Page(HTMLParser):
         elif tag in PARAGRAPHS:
             self.end_paragraph()
             self.preformatted = tag == "pre"
-        elif tag in LINES:
-            self.text.append("\n")
-        elif tag in ("td", "th"):
-            self.text.append(" ")
+        elif tag in BREAKS:
+            self.text.append(BREAKS[tag])
         elif tag == "title":
             self.in_title = not self.title
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """`<nav/>` opens nothing."""
-        if not self.left_out and tag in LINES:
+        if not self.left_out and BREAKS.get(tag) == "\n":
             self.text.append("\n")
 
     def handle_endtag(self, tag: str) -> None:

@@ -25,8 +25,8 @@ def read(content: bytes, name: str) -> Iterator[Section]:
             size += 0 if contents is None else len(contents.get_data())
             if size > MOST:
                 raise Unreadable("a PDF of too much content", f"more than {MOST >> 20} MiB when unpacked")
-            text = page.extract_text()
-            pages.append(text.encode(errors="replace").decode())  # it may hold halves of surrogate pairs
+            # A text may hold halves of surrogate pairs.
+            pages.append(page.extract_text().encode(errors="replace").decode())
         title = reader.metadata.title if reader.metadata else None
     except Unreadable:
         raise

@@ -28,30 +28,23 @@ def read(text: str, name: str) -> Iterator[Section]:
         yield Section(text)
         return
     lines, module = ["", *text.split("\n")], name.removesuffix(".py").replace("/", ".")
-    taken = set()
-    for node in tree.body:
-        if isinstance(node, IMPORTS):
-            taken |= _span(node)
-    yield _section("imports", module, "", name, _joined(lines, taken))
+    taken = set().union(*(_span(node) for node in tree.body if isinstance(node, IMPORTS)))
+    yield _section("imports", module, None, name, _joined(lines, taken))
     for node in tree.body:
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             yield from _definition(node, "", name, lines)
             taken |= _span(node)
-    rest = _joined(lines, set(range(1, len(lines))) - taken)
-    yield _section("module", module, ast.get_docstring(tree) or "", name, rest)
+    rest = set(range(1, len(lines))) - taken
+    yield _section("module", module, tree, name, _joined(lines, rest))
 
 
 def _definition(node: ast.stmt, outer: str, name: str, lines: list[str]) -> Iterator[Section]:
     """A function with all that is in it, or a class without its methods and inner classes, which follow it."""
-    qualified, own = outer + node.name, _span(node)
+    qualified, kind, inner = outer + node.name, "method" if outer else "function", []
     if isinstance(node, ast.ClassDef):
-        kind = "class"
-        inner = [child for child in node.body if isinstance(child, (*FUNCTIONS, ast.ClassDef))]
-    else:
-        kind, inner = "method" if outer else "function", []
-    for child in inner:
-        own -= _span(child)
-    yield _section(kind, qualified, ast.get_docstring(node) or "", name, _joined(lines, own))
+        kind, inner = "class", [child for child in node.body if isinstance(child, (*FUNCTIONS, ast.ClassDef))]
+    own = _span(node).difference(*map(_span, inner))
+    yield _section(kind, qualified, node, name, _joined(lines, own))
     for child in inner:
         yield from _definition(child, f"{qualified}.", name, lines)
 
@@ -66,7 +59,7 @@ def _joined(lines: list[str], numbers: set[int]) -> str:
     return "\n".join(lines[number] for number in sorted(numbers))
 
 
-def _section(kind: str, qualified: str, docstring: str, name: str, text: str) -> Section:
-    said = " ".join(docstring.split())[:DESCRIPTION]
+def _section(kind: str, qualified: str, node: ast.AST | None, name: str, text: str) -> Section:
+    said = " ".join(((node and ast.get_docstring(node)) or "").split())[:DESCRIPTION]
     head = f"# {kind}: {qualified}\n" + f"# Description: {said}\n" * bool(said) + f"# File: {name}\n\n"
     return Section(text, qualified, head)

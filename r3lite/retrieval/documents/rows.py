@@ -45,8 +45,7 @@ def _fits(text: str, delimiter: str) -> tuple[bool, int]:
 def read_table(text: str, name: str, **how: Any) -> Iterator[Section]:
     """A section for each row under the first one, which names the columns; `how` is the dialect."""
     try:
-        rows = csv.DictReader(io.StringIO(text, newline=""), restkey="", strict=True, **how)
-        yield from map(_section, rows)
+        yield from map(_section, csv.DictReader(io.StringIO(text, newline=""), restkey="", strict=True, **how))
     except csv.Error as error:
         raise Unreadable("not a table", str(error)) from error
 
