@@ -16,8 +16,8 @@ def serve(config: ServeConfig) -> None:
         from r3lite.assembly.answering import open_retriever
         from r3lite.assembly.answering_live import LiveAnswers
         from r3lite.serving.app import build_app
-        from r3lite.serving.connections import Connection
         from r3lite.serving.desk import Desk
+        from r3lite.serving.http import Connection
         from r3lite.serving.worker import Worker
 
         answering = LiveAnswers(config, *open_retriever(config, gives_up=False))
