@@ -23,6 +23,7 @@ BODY_SECONDS = 30.0  # and its body
 
 Event = dict[str, Any] | Answer | Refusal  # the last of an ask is its answer or why there is none
 Events = AsyncGenerator[dict[str, Any] | Answer, None]
+Texts = Callable[[Event], Iterable[str]]
 
 
 class Connection(H11Protocol):
@@ -125,7 +126,7 @@ def client_of(scope: Scope) -> str:
 
 
 async def respond(
-    request: Request, desk: Desk, ask: Ask, whole: Callable[[Answer], dict], texts: Callable[[Event], Iterable[str]] | None
+    request: Request, desk: Desk, ask: Ask, whole: Callable[[Answer], dict], texts: Texts | None
 ) -> Response:
     """The answer to an ask: with `texts` as a stream of these texts of each event, one line each, else `whole`."""
     events = desk.answer(client_of(request.scope), ask, texts is not None)
