@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import r3lite
@@ -15,7 +15,6 @@ from r3lite.settings import CommandConfig, DoctorSettings
 FILE = "~/.cache/r3lite/doctor.json"
 
 
-@dataclass(frozen=True)
 class DoctorConfig(CommandConfig):
     """Checks what this machine can do and whether r3lite computes correctly, in about a minute, without a download.
 

@@ -1,6 +1,5 @@
 """Exports a trained model: a merged folder for transformers, or a GGUF file for llama.cpp and Ollama, with a card."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
@@ -12,7 +11,6 @@ from r3lite.exporting.files import FILES, is_export
 from r3lite.settings import CommandConfig, ExportSettings, ProtocolSettings
 
 
-@dataclass(frozen=True)
 class ExportConfig(CommandConfig):
     """Merges an adapter into its base and writes the result for other programs into the folder --output; without
     --adapter, the base as it is.

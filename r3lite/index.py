@@ -1,7 +1,6 @@
 """Builds a FAISS index of corpora or of a folder of documents, for `--index` of other commands, and changes one."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
@@ -14,7 +13,6 @@ from r3lite.settings.retrieval import collection_server
 UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on this machine
 
 
-@dataclass(frozen=True)
 class IndexConfig(CommandConfig):
     """Encodes the passages of --documents or --corpus and writes them, their vectors and a manifest into the folder
     --output. What it left out of --documents is printed, and all of it is in skipped.jsonl there. After a kill the same

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from r3lite.memory.plan import Plan
 
 
-@dataclass(frozen=True)
 class PlanSftConfig(SftConfig):
     """Plans the memory and the time of a run before it runs: nothing is downloaded, no weights are loaded.
 
@@ -31,7 +29,6 @@ class PlanSftConfig(SftConfig):
     elsewhere: CardSettings = CardSettings()
 
 
-@dataclass(frozen=True)
 class PlanRlConfig(PpoConfig):
     __doc__ = PlanSftConfig.__doc__
     data: DataSettings = DataSettings()

@@ -1,6 +1,5 @@
 """Draws questions to train on, to choose by and to test on from a data set, once, into files of JSON lines."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
@@ -15,7 +14,6 @@ PROCESSED = Path("data/processed")
 CONFIG, MANIFEST = "config.toml", "manifest.json"
 
 
-@dataclass(frozen=True)
 class PrepareConfig(CommandConfig):
     """Draws train.jsonl, dev.jsonl and test.jsonl from a data set such as hotpotqa, 2wiki or musique, or from a file of
     your own, into data/processed/NAME (or --output): rows as they are in the data set, in its order, no question in two

@@ -1,6 +1,5 @@
 """Lists, checks and adds procedures, and shows which one fits a question."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
@@ -12,7 +11,6 @@ from r3lite.settings import CommandConfig, ProcedureFileSettings, ProcedureSetti
 NONE = "none fits: nothing would stand before the question"
 
 
-@dataclass(frozen=True)
 class ProceduresConfig(CommandConfig):
     """Checks a JSON file of procedures and lists them: python -m r3lite.procedures --procedures mine.json
 

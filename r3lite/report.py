@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
@@ -17,7 +16,6 @@ PAGE = "report.html"
 EVERY = 10  # seconds between two looks at a run that goes on
 
 
-@dataclass(frozen=True)
 class ReportConfig(CommandConfig):
     """Writes a page of what a run did: python -m r3lite.report runs/ppo
 

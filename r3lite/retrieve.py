@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so t
 SHOWN = 160  # characters of a passage that --query prints
 
 
-@dataclass(frozen=True)
 class RetrieveConfig(CommandConfig):
     """Recall of a retriever at 2, 5, 10 (and --top-k): the share of a question's gold paragraphs among the first
     passages that are retrieved for its text, averaged over questions. Written to recall.json in --output.

@@ -24,7 +24,7 @@ def all_settings() -> set[str]:
     def subclasses(cls: type) -> list[type]:
         return [found for sub in cls.__subclasses__() for found in (sub, *subclasses(sub))]
 
-    return {f.name for cls in subclasses(Section) if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls)}
+    return {f.name for cls in subclasses(Section) for f in dataclasses.fields(cls)}
 
 
 def check_texts(values: dict[str, Any], where: str = "") -> None:

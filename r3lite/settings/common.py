@@ -2,16 +2,14 @@
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from r3lite.core.config import Bounds, Free, Section, UsageError
+from r3lite.core.config import Bounds, Free, Frozen, Section, UsageError
 
 UNITS = {"GIB": 1 << 30, "MIB": 1 << 20, "GB": 10**9, "MB": 10**6}
 
 
-@dataclass(frozen=True)
 class Common(Section):
     """General."""
 
@@ -43,8 +41,7 @@ class Weighted(dict):
         return f"{self['name']}={self['weight']:g}" + (f" ({', '.join(parts)})" if parts else "")
 
 
-@dataclass(frozen=True)
-class CommandConfig:
+class CommandConfig(Frozen):
     """What the settings of all commands begin with."""
 
     common: Common = Common()

@@ -1,7 +1,6 @@
 """Settings of the model that judges answers and steps, teaches, or criticizes prompts."""
 
 import re
-from dataclasses import dataclass
 from typing import Literal
 
 from r3lite.core.config import Count, Free, NonNegative, Positive, Section, Tokens, UsageError, Whole
@@ -10,7 +9,6 @@ from r3lite.settings.common import problem_of_address
 GEMINI = "gemini-3.5-flash-lite"
 
 
-@dataclass(frozen=True)
 class JudgeSettings(Section):
     """Judge."""
 

@@ -1,6 +1,5 @@
 """Settings of the step format and the prompts."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from r3lite.core.config import Bounds, Section, UsageError
@@ -10,7 +9,6 @@ Format = Literal["r3", "tags", "solution", "dag"]
 FORMATS = get_args(Format)
 
 
-@dataclass(frozen=True)
 class ProtocolSettings(Section):
     """Step format and prompts."""
 

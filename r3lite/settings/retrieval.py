@@ -1,7 +1,7 @@
 """Settings of the retriever, of procedures, and of building an index."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from r3lite.core.config import Bounds, Fraction, Section, UsageError
@@ -28,7 +28,6 @@ def source_and_place(entry: str) -> tuple[str, str]:
     return source.strip(), place.strip()
 
 
-@dataclass(frozen=True)
 class RetrievalSettings(Section):
     """Retrieval."""
 
@@ -141,7 +140,6 @@ class RetrievalSettings(Section):
             raise UsageError(f"the address of --rerank {problem}; pass one such as http://host:8000/rerank")
 
 
-@dataclass(frozen=True)
 class ProcedureSettings(Section):
     """Procedures."""
 
@@ -154,7 +152,6 @@ class ProcedureSettings(Section):
     """least cosine of a question with a description that is near; encoders differ: the command procedures shows them"""
 
 
-@dataclass(frozen=True)
 class IndexSettings(Section):
     """Index."""
 
@@ -201,7 +198,6 @@ class IndexSettings(Section):
         budget_bytes(self.memory_budget, "--memory-budget")
 
 
-@dataclass(frozen=True)
 class DocumentSettings(Section):
     """How --documents become passages."""
 
