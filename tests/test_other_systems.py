@@ -126,6 +126,7 @@ def locked(monkeypatch):
         return waited
 
     monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(files, "ON_WINDOWS", True)
     monkeypatch.setattr(files.time, "sleep", waited.append)
     return lock
 
@@ -160,6 +161,15 @@ def test_what_stays_locked_is_an_error_after_seconds_and_the_old_file_stays(tmp_
     with pytest.raises(FileNotFoundError):  # which no time mends
         move(tmp_path / "nowhere", tmp_path / "y")
     assert waited == []
+
+
+def test_elsewhere_a_rename_that_is_refused_is_final(tmp_path, locked, monkeypatch):
+    """On Linux it means that the folder may not be written to: three seconds of tries only kept the user waiting."""
+    monkeypatch.setattr(files, "ON_WINDOWS", False)
+    waited = locked(1)
+    with pytest.raises(PermissionError, match="x"):
+        write_text(tmp_path / "x", "new")
+    assert waited == [] and os.listdir(tmp_path) == []
 
 
 # Paths
