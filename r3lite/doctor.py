@@ -46,7 +46,7 @@ def examine(config: DoctorConfig) -> None:
     precision = Precision(resolve_dtype(config.doctor.dtype, device), device)
     here = machine.describe(device, driver)
     print(f"r3lite {r3lite.__version__}, {dtype_name(precision.dtype)} on {device.type}\n\nwhat this machine is")
-    for what, which in here.lines():
+    for what, which in machine.lines(here).items():
         print_line(f"   {what}", hide(which))
     print("\nwhat it can do", flush=True)
     speeds, report = [], Report(hide)
@@ -56,7 +56,7 @@ def examine(config: DoctorConfig) -> None:
         report.make(check.name, check.run, precision)
     report.make(BESIDE[0], beside_tensors, precision, driver, report.measured)
     seconds = time.perf_counter() - start
-    facts = {key: hide(value) if isinstance(value, str) else value for key, value in asdict(here).items()}
+    facts = {key: hide(value) if isinstance(value, str) else value for key, value in here.items()}
     found = {
         "r3lite": r3lite.__version__,
         "ok": not report.failed,
