@@ -70,7 +70,4 @@ def show(protocol: Protocol, step: Step) -> None:
         print(f"fault {fault}: it {protocol.faults.get(fault, fault)}")
 
 
-main = command.entry("check_format", CheckFormatConfig(), check)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.entry("check_format", __name__, CheckFormatConfig(), check)

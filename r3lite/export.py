@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
-from r3lite.core.errors import R3LiteError, extra
+from r3lite.core.errors import R3LiteError, UsageError, extra
 from r3lite.core.files import names_in, read_record, sole_writer, sweep
 from r3lite.exporting import hub
 from r3lite.exporting.files import FILES, is_export
@@ -65,7 +64,4 @@ def export(config: ExportConfig) -> None:
                 print("nothing was uploaded: look at the folder, then give the same command with --yes")
 
 
-main = command.entry("export", ExportConfig(), export)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.entry("export", __name__, ExportConfig(), export)

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
+from r3lite.core.errors import UsageError
 from r3lite.core.files import sole_writer
 from r3lite.settings import CommandConfig, DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
@@ -69,7 +69,4 @@ def plan(config: IndexConfig) -> str:
     return f"Estimate\n  {chosen.summary()}{assumed}"
 
 
-main = command.entry("index", IndexConfig(), work, plan)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.entry("index", __name__, IndexConfig(), work, plan)

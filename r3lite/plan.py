@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
+from r3lite.core.errors import UsageError
 from r3lite.core.invocation import load_toml
 from r3lite.settings import CardSettings, DataSettings, PlanSettings, PpoConfig, SftConfig
 from r3lite.settings.rl import Algorithm

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
 from r3lite.core.episode import folded
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.settings import CommandConfig, ProcedureFileSettings, ProcedureSettings, RetrievalSettings
 
 NONE = "none fits: nothing would stand before the question"
@@ -56,7 +55,7 @@ def show_match(config: ProceduresConfig) -> None:
     from r3lite.retrieval.setup import Setup
 
     given = config.file
-    setup = Setup(RetrievalSettings(encoder=given.encoder, encoder_style=given.encoder_style), [])
+    setup = Setup(RetrievalSettings(given.encoder, given.encoder_style, given.encoder_dtype), [])
     finder = open_finder(config.procedures, lambda: setup.encoder)
     scores = finder.scores(given.match)
     cosines = ["-"] * len(scores) if finder.vectors is None else [f"{x:.3f}" for x in finder.cosines(given.match)]
@@ -67,7 +66,4 @@ def show_match(config: ProceduresConfig) -> None:
     print(f"\n{found.text() if found else NONE}")
 
 
-main = command.entry("procedures", ProceduresConfig(), procedures)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.entry("procedures", __name__, ProceduresConfig(), procedures)

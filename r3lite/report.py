@@ -96,7 +96,4 @@ def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
     return found
 
 
-main = command.entry("report", ReportConfig(), report)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.entry("report", __name__, ReportConfig(), report)

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
 from r3lite.core.episode import Failure, Question
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.settings import CommandConfig, DataSettings, RetrievalSettings, RetrieveSettings
 
 if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so that --help answers at once
@@ -96,7 +95,4 @@ def measure_recall(config: RetrieveConfig) -> None:
         recall.write_gaps(setup.documents, known, cuts, Path(config.retrieve.gap_report))
 
 
-main = command.entry("retrieve", RetrieveConfig(), retrieve)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.entry("retrieve", __name__, RetrieveConfig(), retrieve)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import r3lite
-from r3lite.core.config import Trait, UsageError, check_required, flag, flat, sections, settings_with
-from r3lite.core.errors import R3LiteError
+from r3lite.core.config import Trait, check_required, flag, flat, sections, settings_with
+from r3lite.core.errors import R3LiteError, UsageError
+from r3lite.core.files import names_in
 from r3lite.core.invocation import load_toml, resolve, with_values
 from r3lite.settings.uses import USES, Chosen
 
@@ -24,6 +25,7 @@ COMMANDS = (
     "tune_prompt", "check_format", "prepare", "procedures", "rollout_worker",
     "quickstart",
 )  # fmt: skip
+CONFIG = "config.toml"  # the resolved settings, in the folder of a run
 DISTRIBUTED = ("sft", "ppo")  # commands that torchrun may start in several processes
 # Of writing and flushing a file, which name no path. (Those of a network have other numbers.)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -176,6 +178,22 @@ def refuse_another_run(kept: Path, command: str, config: Any, output: Path, free
         raise R3LiteError(f"{output} is of another run of {command}: {changed}", f"Pass --config {kept}. Or: {remedy}")
 
 
+def check_output(
+    output: Path, command: str, config: Any, known: Collection[str] = (), free: Collection[str] = ()
+) -> set[str]:
+    """What an output folder holds: nothing, or what an earlier start of this very run has left, CONFIG among it.
+
+    Raises R3LiteError for anything else; `known` are the names of all that such a start may leave, if that is fixed.
+    """
+    names, others = names_in(output), names_in(output).difference(known)
+    if names and (CONFIG not in names or (known and others)):
+        cause = f"--output {output} is not an empty folder: it holds {min(others or names)}"
+        raise R3LiteError(cause, f"Name another folder, such as {output / command}.")
+    if names:
+        refuse_another_run(output / CONFIG, command, config, output, free)
+    return names
+
+
 def run(
     command: str,
     default: Any,
@@ -249,9 +267,18 @@ def _run(
         return 143
 
 
-def entry(command: str, default: Any, work: Callable, plan: Callable | None = None) -> Callable[..., int]:
-    """The `main` of a command, which runs it with the arguments that it is given, by default the command line's."""
-    return functools.partial(run, command, default, work, plan=plan)
+def entry(
+    command: str, module: str, default: Any, work: Callable, plan: Callable | None = None, table: str | None = None
+) -> Callable[..., int]:
+    """The `main` of a command, which runs it with the arguments that it is given, by default the command line's.
+
+    It is the last line of the command's file, whose `__name__` is the `module`: if that is being run, as by
+    `python -m r3lite.sft`, the command begins at once, and the process ends with it.
+    """
+    main = functools.partial(run, command, default, work, plan=plan, table=table)
+    if module == "__main__":
+        raise SystemExit(main())
+    return main
 
 
 def _stopped(command: str, error: R3LiteError) -> int:

@@ -17,11 +17,7 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from r3lite.core.errors import nearest
-
-
-class UsageError(Exception):
-    """A bad flag, key or value: one line, exit status 2."""
+from r3lite.core.errors import UsageError, nearest
 
 
 def flag(name: str) -> str:

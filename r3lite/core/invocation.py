@@ -13,8 +13,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.config import ANY, Alias, Section, Trait, UsageError, field_docs, flag, flat, kinds_of, sections
-from r3lite.core.errors import R3LiteError, nearest
+from r3lite.core.config import ANY, Alias, Section, Trait, field_docs, flag, flat, kinds_of, sections
+from r3lite.core.errors import R3LiteError, UsageError, nearest
 from r3lite.core.files import read_text, shipped
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from r3lite.core.config import ANY, Bounds, Count, Fraction, Required, Section, Tokens, Trait, UsageError, Whole
 from r3lite.settings.common import budget_bytes
 from r3lite.settings.protocol import Format
+from r3lite.settings.retrieval import EncoderSettings
 from r3lite.settings.rl import Algorithm, Top
 
 Few = Annotated[int, Bounds(low=1, high=100)]
@@ -229,17 +230,13 @@ class ExportSettings(Section):
         budget_bytes(self.max_shard_size, "--max-shard-size")
 
 
-class ProcedureFileSettings(Section):
+class ProcedureFileSettings(EncoderSettings):
     """The file of procedures."""
 
     add: str | None = None
     """JSON file of further procedures, a list or a single one, that are written into --procedures"""
     match: str | None = None
-    """show how well each procedure fits this question, and which one would stand before it"""
-    encoder: str = "intfloat/e5-base-v2"
-    """encoder of --match, as for --retriever semantic"""
-    encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
-    """its prompts, as for --retriever semantic"""
+    """show how well each procedure fits this question by --encoder, and which one would stand before it"""
 
 
 class PlanSettings(Section):

@@ -47,20 +47,23 @@ class CommandConfig(Frozen):
     common: Common = Common()
 
 
-def problem_of_address(address: str) -> str | None:
-    """What is wrong with the address of a server, if anything is."""
+def check_address(setting: str, address: str, example: str) -> None:
+    """Raises UsageError unless an address is that of a server. It is not quoted: it may hold a password."""
+
+    def wrong(problem: str) -> UsageError:
+        return UsageError(f"{setting} {problem}; pass one such as {example}")
+
     try:
         parts = urlsplit(address)
         host, _ = parts.hostname, parts.port
     except ValueError:  # a bad IPv6 address or port
-        return "is not an address"
+        raise wrong("is not an address") from None
     if parts.username is not None or parts.password is not None:
-        return "holds a user or a password, which would stand in files and messages"
+        raise wrong("holds a user or a password, which would stand in files and messages")
     if parts.query or parts.fragment:
-        return "holds a query or a fragment, which would stand in files and messages"
+        raise wrong("holds a query or a fragment, which would stand in files and messages")
     if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\x00-\x1f\\]", address):
-        return "is not an address of http or https"
-    return None
+        raise wrong("is not an address of http or https")
 
 
 def budget_bytes(text: str, setting: str = "--vram-budget") -> int:

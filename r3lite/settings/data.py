@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
-from r3lite.core.config import MOST, Count, Required, Section, UsageError
-from r3lite.core.errors import nearest
+from r3lite.core.config import MOST, Count, Required, Section
+from r3lite.core.errors import UsageError, nearest
 from r3lite.settings.common import Weighted
 from r3lite.settings.protocol import FORMATS
 

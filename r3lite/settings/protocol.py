@@ -2,8 +2,8 @@
 
 from typing import Annotated, Literal, get_args
 
-from r3lite.core.config import Bounds, Section, UsageError
-from r3lite.core.errors import nearest
+from r3lite.core.config import Bounds, Section
+from r3lite.core.errors import UsageError, nearest
 
 Format = Literal["r3", "tags", "solution", "dag"]
 FORMATS = get_args(Format)

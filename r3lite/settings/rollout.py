@@ -2,8 +2,8 @@
 
 from typing import Annotated, ClassVar
 
-from r3lite.core.config import ANY, Alias, Bounds, Free, Positive, Section, Tokens, UsageError, Whole
-from r3lite.settings.common import problem_of_address
+from r3lite.core.config import ANY, Alias, Bounds, Free, Positive, Section, Tokens, Whole
+from r3lite.settings.common import check_address
 
 
 class LengthSettings(Section):
@@ -60,7 +60,4 @@ class RemoteSettings(Section):
 
     def check(self) -> None:
         for address in self.rollout_server or ():
-            if problem := problem_of_address(address):
-                raise UsageError(
-                    f"--rollout-server {problem}; pass such as http://host:8100 or http://a:8100,http://b:8100"
-                )
+            check_address("--rollout-server", address, "http://host:8100 or http://a:8100,http://b:8100")

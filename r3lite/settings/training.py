@@ -3,8 +3,8 @@
 import importlib.util
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Count, Fraction, Free, NonNegative, Positive, Section, UsageError, Whole
-from r3lite.core.errors import R3LiteError
+from r3lite.core.config import Bounds, Count, Fraction, Free, NonNegative, Positive, Section, Whole
+from r3lite.core.errors import R3LiteError, UsageError
 
 Share = Annotated[float, Bounds(above=0, high=1)]
 Factor = Annotated[float, Bounds(above=1, high=10**9)]
