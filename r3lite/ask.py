@@ -67,4 +67,4 @@ def plan(config: AskConfig) -> str:
     return f"\nMemory, for an episode of {config.lengths.max_length} tokens\n{plan_memory(config, 1).table()}"
 
 
-main = command.entry("ask", __name__, AskConfig(), ask, plan)
+main = command.Command("ask", AskConfig(), ask, plan).entry(__name__)

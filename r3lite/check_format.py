@@ -70,4 +70,4 @@ def show(protocol: Protocol, step: Step) -> None:
         print(f"fault {fault}: it {protocol.faults.get(fault, fault)}")
 
 
-main = command.entry("check_format", __name__, CheckFormatConfig(), check)
+main = command.Command("check_format", CheckFormatConfig(), check).entry(__name__)

@@ -57,4 +57,4 @@ def write_trajectories(config: CollectConfig) -> None:
         raise R3LiteError("no trajectory was kept", "The table above says why.")
 
 
-main = command.entry("collect", __name__, CollectConfig(), run, plan)
+main = command.Command("collect", CollectConfig(), run, plan).entry(__name__)

@@ -77,4 +77,4 @@ def listing(config: DoctorConfig) -> str:
     return "\n".join(["\nChecks", *(f"  {name:<19} {about}" for name, about in checks)])
 
 
-main = command.entry("doctor", __name__, DoctorConfig(), examine, listing)
+main = command.Command("doctor", DoctorConfig(), examine, listing).entry(__name__)

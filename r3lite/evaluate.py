@@ -51,4 +51,4 @@ def plan(config: EvaluateConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.entry("evaluate", __name__, EvaluateConfig(), evaluate, plan)
+main = command.Command("evaluate", EvaluateConfig(), evaluate, plan).entry(__name__)

@@ -64,4 +64,4 @@ def export(config: ExportConfig) -> None:
                 print("nothing was uploaded: look at the folder, then give the same command with --yes")
 
 
-main = command.entry("export", __name__, ExportConfig(), export)
+main = command.Command("export", ExportConfig(), export).entry(__name__)

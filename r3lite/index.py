@@ -69,4 +69,4 @@ def plan(config: IndexConfig) -> str:
     return f"Estimate\n  {chosen.summary()}{assumed}"
 
 
-main = command.entry("index", __name__, IndexConfig(), work, plan)
+main = command.Command("index", IndexConfig(), work, plan).entry(__name__)

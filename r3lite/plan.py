@@ -88,8 +88,8 @@ def learns(argv: list[str]) -> bool:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if learns(argv):
-        return command.run("plan", PlanRlConfig(), print_plan, argv, table="ppo")
-    return command.run("plan", PlanSftConfig(), print_plan, argv, table="sft")
+        return command.Command("plan", PlanRlConfig(), print_plan, table="ppo")(argv)
+    return command.Command("plan", PlanSftConfig(), print_plan, table="sft")(argv)
 
 
 if __name__ == "__main__":

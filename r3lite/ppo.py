@@ -49,4 +49,4 @@ def described_sources(config: PpoConfig) -> str:
     return f"\n\n{sources}\n{len(questions)} questions; {rounds} rounds of {size}"
 
 
-main = command.entry("ppo", __name__, PpoConfig(), train, plan)
+main = command.Command("ppo", PpoConfig(), train, plan).entry(__name__)

@@ -44,4 +44,4 @@ def prepare(config: PrepareConfig) -> None:
     print(f"next: python -m r3lite.collect --data {output / 'train.jsonl'}")
 
 
-main = command.entry("prepare", __name__, PrepareConfig(), prepare)
+main = command.Command("prepare", PrepareConfig(), prepare).entry(__name__)

@@ -66,4 +66,4 @@ def show_match(config: ProceduresConfig) -> None:
     print(f"\n{found.text() if found else NONE}")
 
 
-main = command.entry("procedures", __name__, ProceduresConfig(), procedures)
+main = command.Command("procedures", ProceduresConfig(), procedures).entry(__name__)

@@ -16,4 +16,4 @@ def run_all_stages(config: QuickstartConfig) -> None:
     stages.run_all_stages(config, commands)
 
 
-main = command.entry("quickstart", __name__, QuickstartConfig(), run_all_stages)
+main = command.Command("quickstart", QuickstartConfig(), run_all_stages).entry(__name__)

@@ -96,4 +96,4 @@ def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
     return found
 
 
-main = command.entry("report", __name__, ReportConfig(), report)
+main = command.Command("report", ReportConfig(), report).entry(__name__)

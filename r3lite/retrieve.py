@@ -95,4 +95,4 @@ def measure_recall(config: RetrieveConfig) -> None:
         recall.write_gaps(setup.documents, known, cuts, Path(config.retrieve.gap_report))
 
 
-main = command.entry("retrieve", __name__, RetrieveConfig(), retrieve)
+main = command.Command("retrieve", RetrieveConfig(), retrieve).entry(__name__)

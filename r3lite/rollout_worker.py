@@ -16,4 +16,4 @@ def plan(config: RolloutWorkerConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_memory(config).table()}"
 
 
-main = command.entry("rollout_worker", __name__, RolloutWorkerConfig(), work, plan, table="ppo")
+main = command.Command("rollout_worker", RolloutWorkerConfig(), work, plan, table="ppo").entry(__name__)

@@ -42,4 +42,4 @@ def plan(config: ServeConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_lanes(config).table()}"
 
 
-main = command.entry("serve", __name__, ServeConfig(), serve, plan)
+main = command.Command("serve", ServeConfig(), serve, plan).entry(__name__)

@@ -32,4 +32,4 @@ def plan(config: SftConfig) -> str:
     return message + f"{count} rows, {held_out} more held out; {steps}"
 
 
-main = command.entry("sft", __name__, SftConfig(), train, plan)
+main = command.Command("sft", SftConfig(), train, plan).entry(__name__)

@@ -69,4 +69,4 @@ def plan(config: TunePromptConfig) -> str:
     )
 
 
-main = command.entry("tune_prompt", __name__, TunePromptConfig(), tune, plan)
+main = command.Command("tune_prompt", TunePromptConfig(), tune, plan).entry(__name__)

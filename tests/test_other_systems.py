@@ -100,9 +100,8 @@ def test_a_console_of_256_letters_is_printed_to(monkeypatch):
     """A title that it has no letters for ended the command with a traceback, after its work was done."""
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="cp1252"))
-    assert (
-        command.run("sft", SftConfig(), lambda config: print("Gr\u00f6\u00dfe \u6570 \U0001f600"), ["--data", "-"]) == 0
-    )
+    said = command.Command("sft", SftConfig(), lambda config: print("Gr\u00f6\u00dfe \u6570 \U0001f600"))
+    assert said(["--data", "-"]) == 0
     assert printed.getvalue() == b"Gr\xf6\xdfe \\u6570 \\U0001f600" + os.linesep.encode()
 
 

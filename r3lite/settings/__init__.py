@@ -7,24 +7,11 @@ other rooms; the other commands put their sections together in their own file. T
 
 import math
 
-from r3lite.settings.commands import (
-    AskSettings,
-    CardSettings,
-    CheckFormatSettings,
-    CollectSettings,
-    DoctorSettings,
-    EvaluateSettings,
-    ExportSettings,
-    PlanSettings,
-    PrepareSettings,
-    ProcedureFileSettings,
-    QuickstartSettings,
-    ReportSettings,
-    RetrieveSettings,
-    SftSettings,
-    TeacherCacheSettings,
-    TuningSettings,
-)
+from r3lite.settings.commands import (  # isort: skip
+    AskSettings, CardSettings, CheckFormatSettings, CollectSettings, DoctorSettings, EvaluateSettings, ExportSettings,
+    PlanSettings, PrepareSettings, ProcedureFileSettings, QuickstartSettings, ReportSettings, RetrieveSettings,
+    SftSettings, TeacherCacheSettings, TuningSettings,
+)  # fmt: skip
 from r3lite.settings.common import CommandConfig, Common
 from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, SourceSettings, TrajectorySettings
 from r3lite.settings.judge import JudgeSettings
