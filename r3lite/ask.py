@@ -5,8 +5,7 @@ import sys
 from collections.abc import Iterator
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.invocation import check_texts
 from r3lite.settings import AskConfig
 
@@ -68,7 +67,4 @@ def plan(config: AskConfig) -> str:
     return f"\nMemory, for an episode of {config.lengths.max_length} tokens\n{plan_memory(config, 1).table()}"
 
 
-main = command.entry("ask", AskConfig(), ask, plan)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("ask", AskConfig(), ask, plan).entry(__name__)

@@ -1,7 +1,5 @@
 """Shows how a format is written and how a turn in it is read: a check for a format of your own."""
 
-from dataclasses import dataclass
-
 from r3lite.core import command
 from r3lite.core.episode import Document, Step
 from r3lite.core.files import read_text
@@ -15,7 +13,6 @@ FOUND = (
 )
 
 
-@dataclass(frozen=True)
 class CheckFormatConfig(CommandConfig):
     """Shows a sample episode as --format writes it, what of it the model writes and what is given to it, and how each
     turn is read; or, with --turn, how a turn of your own is read and what is wrong with it. Needs no model.
@@ -73,7 +70,4 @@ def show(protocol: Protocol, step: Step) -> None:
         print(f"fault {fault}: it {protocol.faults.get(fault, fault)}")
 
 
-main = command.entry("check_format", CheckFormatConfig(), check)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("check_format", CheckFormatConfig(), check).entry(__name__)

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.files import sole_writer
 from r3lite.datasets.collected import check_output, read_earlier
 from r3lite.settings import CollectConfig
@@ -58,7 +57,4 @@ def write_trajectories(config: CollectConfig) -> None:
         raise R3LiteError("no trajectory was kept", "The table above says why.")
 
 
-main = command.entry("collect", CollectConfig(), run, plan)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("collect", CollectConfig(), run, plan).entry(__name__)

@@ -4,18 +4,18 @@ import contextlib
 import io
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import r3lite
 from r3lite.core import command
 from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_json
 from r3lite.settings import CommandConfig, DoctorSettings
 
 FILE = "~/.cache/r3lite/doctor.json"
 
 
-@dataclass(frozen=True)
 class DoctorConfig(CommandConfig):
     """Checks what this machine can do and whether r3lite computes correctly, in about a minute, without a download.
 
@@ -29,42 +29,37 @@ class DoctorConfig(CommandConfig):
 
 def examine(config: DoctorConfig) -> None:
     # Imported after the arguments are read: torch takes seconds to load.
-    from r3lite.checks.card import beside_tensors
-    from r3lite.checks.privacy import users_own
-    from r3lite.checks.registry import BESIDE, CHECKS
-    from r3lite.checks.report import Report, print_line
-    from r3lite.checks.speeds import measured_speeds
-    from r3lite.core.files import write_json
+    from r3lite.checks import card, registry, speeds
+    from r3lite.checks.report import Report, print_line, users_own
     from r3lite.devices import machine
     from r3lite.devices.precision import Precision, dtype_name, resolve_device, resolve_dtype
 
     start, hide = time.perf_counter(), users_own()
     path = Path(config.common.output or os.path.expanduser(FILE))
-    card = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
-    driver = machine.ask_driver(card)  # before CUDA is used
+    # Before CUDA is used.
+    driver = machine.ask_driver(os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0")
     with contextlib.redirect_stderr(io.StringIO()):  # that a card is not used is a check's to say
         device = resolve_device(config.doctor.device)
     precision = Precision(resolve_dtype(config.doctor.dtype, device), device)
     here = machine.describe(device, driver)
     print(f"r3lite {r3lite.__version__}, {dtype_name(precision.dtype)} on {device.type}\n\nwhat this machine is")
-    for what, which in here.lines():
+    for what, which in machine.lines(here).items():
         print_line(f"   {what}", hide(which))
     print("\nwhat it can do", flush=True)
-    speeds, report = [], Report(hide)
-    report.make("speeds", measured_speeds, device, speeds)
+    measured, report = [], Report(hide)
+    report.make("speeds", speeds.measured_speeds, device, measured)
     print("\nwhether r3lite computes correctly on it")
-    for check in CHECKS:
+    for check in registry.CHECKS:
         report.make(check.name, check.run, precision)
-    report.make(BESIDE[0], beside_tensors, precision, driver, report.measured)
+    report.make(registry.BESIDE[0], card.beside_tensors, precision, driver, report.measured)
     seconds = time.perf_counter() - start
-    facts = {key: hide(value) if isinstance(value, str) else value for key, value in asdict(here).items()}
     found = {
         "r3lite": r3lite.__version__,
         "ok": not report.failed,
         "seconds": round(seconds, 1),
         "dtype": dtype_name(precision.dtype),
-        "machine": facts,
-        "speeds": asdict(speeds[0]) if speeds else None,
+        "machine": {key: hide(value) if isinstance(value, str) else value for key, value in here.items()},
+        "speeds": asdict(measured[0]) if measured else None,
         "checks": report.checks,
     }
     write_json(path, found)
@@ -78,12 +73,8 @@ def listing(config: DoctorConfig) -> str:
     """The checks, for `--dry-run`."""
     from r3lite.checks.registry import BESIDE, CHECKS
 
-    lines = [("speeds", "memory, matrix products, the cost of a kernel")]
-    lines += [(check.name, check.about) for check in CHECKS] + [BESIDE]
-    return "\n".join(["\nChecks", *(f"  {name:<19} {about}" for name, about in lines)])
+    checks = [("speeds", "memory, matrix products, the cost of a kernel"), *((c.name, c.about) for c in CHECKS), BESIDE]
+    return "\n".join(["\nChecks", *(f"  {name:<19} {about}" for name, about in checks)])
 
 
-main = command.entry("doctor", DoctorConfig(), examine, listing)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("doctor", DoctorConfig(), examine, listing).entry(__name__)

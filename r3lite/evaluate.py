@@ -4,8 +4,7 @@ import time
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.files import sole_writer
 from r3lite.settings import EvaluateConfig
 
@@ -52,7 +51,4 @@ def plan(config: EvaluateConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"
 
 
-main = command.entry("evaluate", EvaluateConfig(), evaluate, plan)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("evaluate", EvaluateConfig(), evaluate, plan).entry(__name__)

@@ -1,18 +1,15 @@
 """Exports a trained model: a merged folder for transformers, or a GGUF file for llama.cpp and Ollama, with a card."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
-from r3lite.core.errors import R3LiteError, extra
+from r3lite.core.errors import R3LiteError, UsageError, extra
 from r3lite.core.files import names_in, read_record, sole_writer, sweep
 from r3lite.exporting import hub
 from r3lite.exporting.files import FILES, is_export
 from r3lite.settings import CommandConfig, ExportSettings, ProtocolSettings
 
 
-@dataclass(frozen=True)
 class ExportConfig(CommandConfig):
     """Merges an adapter into its base and writes the result for other programs into the folder --output; without
     --adapter, the base as it is.
@@ -67,7 +64,4 @@ def export(config: ExportConfig) -> None:
                 print("nothing was uploaded: look at the folder, then give the same command with --yes")
 
 
-main = command.entry("export", ExportConfig(), export)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("export", ExportConfig(), export).entry(__name__)

@@ -1,11 +1,10 @@
 """Builds a FAISS index of corpora or of a folder of documents, for `--index` of other commands, and changes one."""
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
+from r3lite.core.errors import UsageError
 from r3lite.core.files import sole_writer
 from r3lite.settings import CommandConfig, DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
@@ -14,7 +13,6 @@ from r3lite.settings.retrieval import collection_server
 UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on this machine
 
 
-@dataclass(frozen=True)
 class IndexConfig(CommandConfig):
     """Encodes the passages of --documents or --corpus and writes them, their vectors and a manifest into the folder
     --output. What it left out of --documents is printed, and all of it is in skipped.jsonl there. After a kill the same
@@ -71,7 +69,4 @@ def plan(config: IndexConfig) -> str:
     return f"Estimate\n  {chosen.summary()}{assumed}"
 
 
-main = command.entry("index", IndexConfig(), work, plan)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("index", IndexConfig(), work, plan).entry(__name__)

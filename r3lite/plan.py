@@ -3,12 +3,11 @@
 import argparse
 import contextlib
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
+from r3lite.core.errors import UsageError
 from r3lite.core.invocation import load_toml
 from r3lite.settings import CardSettings, DataSettings, PlanSettings, PpoConfig, SftConfig
 from r3lite.settings.rl import Algorithm
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from r3lite.memory.plan import Plan
 
 
-@dataclass(frozen=True)
 class PlanSftConfig(SftConfig):
     """Plans the memory and the time of a run before it runs: nothing is downloaded, no weights are loaded.
 
@@ -31,7 +29,6 @@ class PlanSftConfig(SftConfig):
     elsewhere: CardSettings = CardSettings()
 
 
-@dataclass(frozen=True)
 class PlanRlConfig(PpoConfig):
     __doc__ = PlanSftConfig.__doc__
     data: DataSettings = DataSettings()
@@ -91,8 +88,8 @@ def learns(argv: list[str]) -> bool:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if learns(argv):
-        return command.run("plan", PlanRlConfig(), print_plan, argv, table="ppo")
-    return command.run("plan", PlanSftConfig(), print_plan, argv, table="sft")
+        return command.Command("plan", PlanRlConfig(), print_plan, table="ppo")(argv)
+    return command.Command("plan", PlanSftConfig(), print_plan, table="sft")(argv)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,4 @@ def described_sources(config: PpoConfig) -> str:
     return f"\n\n{sources}\n{len(questions)} questions; {rounds} rounds of {size}"
 
 
-main = command.entry("ppo", PpoConfig(), train, plan)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("ppo", PpoConfig(), train, plan).entry(__name__)

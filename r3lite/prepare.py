@@ -1,21 +1,18 @@
 """Draws questions to train on, to choose by and to test on from a data set, once, into files of JSON lines."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.errors import R3LiteError
-from r3lite.core.files import check_writable, names_in, sole_writer, sweep, write_json, write_jsonl, write_text
+from r3lite.core.files import check_writable, sole_writer, sweep, write_json, write_jsonl, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.datasets.hub import files_of, sha256
 from r3lite.datasets.splits import draw, held_out
 from r3lite.settings import CommandConfig, PrepareSettings, QuestionSettings
 
 PROCESSED = Path("data/processed")
-CONFIG, MANIFEST = "config.toml", "manifest.json"
+MANIFEST = "manifest.json"
 
 
-@dataclass(frozen=True)
 class PrepareConfig(CommandConfig):
     """Draws train.jsonl, dev.jsonl and test.jsonl from a data set such as hotpotqa, 2wiki or musique, or from a file of
     your own, into data/processed/NAME (or --output): rows as they are in the data set, in its order, no question in two
@@ -31,19 +28,13 @@ def prepare(config: PrepareConfig) -> None:
     output = Path(config.common.output or PROCESSED / Path(data).stem.split(",")[0])
     check_writable(output)
     with sole_writer(output):
-        names = names_in(output)
-        if names and CONFIG not in names:
-            remedy = "Name another folder for --output, or move the file away."
-            raise R3LiteError(f"--output {output} is not an empty folder: it holds {min(names)}", remedy)
-        if names:
-            command.refuse_another_run(output / CONFIG, "prepare", config, output)
-        if MANIFEST in names:
+        if MANIFEST in command.check_output(output, "prepare", config):
             print(f"{output} is prepared already")
         else:
             other = held_out(data, config.prepare.held_out)
             parts = draw(config.data, config.prepare, config.common.seed, other)
             sweep(output)
-            write_text(output / CONFIG, to_toml(config, "prepare"))  # from here on the folder is this run's
+            write_text(output / command.CONFIG, to_toml(config, "prepare"))  # from here on the folder is this run's
             for name, rows in parts.items():
                 write_jsonl(output / f"{name}.jsonl", rows)
             counts = {name: len(rows) for name, rows in parts.items()}
@@ -53,7 +44,4 @@ def prepare(config: PrepareConfig) -> None:
     print(f"next: python -m r3lite.collect --data {output / 'train.jsonl'}")
 
 
-main = command.entry("prepare", PrepareConfig(), prepare)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("prepare", PrepareConfig(), prepare).entry(__name__)

@@ -1,18 +1,15 @@
 """Lists, checks and adds procedures, and shows which one fits a question."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
 from r3lite.core.episode import folded
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.settings import CommandConfig, ProcedureFileSettings, ProcedureSettings, RetrievalSettings
 
 NONE = "none fits: nothing would stand before the question"
 
 
-@dataclass(frozen=True)
 class ProceduresConfig(CommandConfig):
     """Checks a JSON file of procedures and lists them: python -m r3lite.procedures --procedures mine.json
 
@@ -58,7 +55,7 @@ def show_match(config: ProceduresConfig) -> None:
     from r3lite.retrieval.setup import Setup
 
     given = config.file
-    setup = Setup(RetrievalSettings(encoder=given.encoder, encoder_style=given.encoder_style), [])
+    setup = Setup(RetrievalSettings(given.encoder, given.encoder_style, given.encoder_dtype), [])
     finder = open_finder(config.procedures, lambda: setup.encoder)
     scores = finder.scores(given.match)
     cosines = ["-"] * len(scores) if finder.vectors is None else [f"{x:.3f}" for x in finder.cosines(given.match)]
@@ -69,7 +66,4 @@ def show_match(config: ProceduresConfig) -> None:
     print(f"\n{found.text() if found else NONE}")
 
 
-main = command.entry("procedures", ProceduresConfig(), procedures)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("procedures", ProceduresConfig(), procedures).entry(__name__)

@@ -16,7 +16,4 @@ def run_all_stages(config: QuickstartConfig) -> None:
     stages.run_all_stages(config, commands)
 
 
-main = command.entry("quickstart", QuickstartConfig(), run_all_stages)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("quickstart", QuickstartConfig(), run_all_stages).entry(__name__)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core import command
@@ -17,7 +16,6 @@ PAGE = "report.html"
 EVERY = 10  # seconds between two looks at a run that goes on
 
 
-@dataclass(frozen=True)
 class ReportConfig(CommandConfig):
     """Writes a page of what a run did: python -m r3lite.report runs/ppo
 
@@ -98,7 +96,4 @@ def differences(runs: Sequence[Run]) -> dict[str, tuple[str, dict]]:
     return found
 
 
-main = command.entry("report", ReportConfig(), report)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("report", ReportConfig(), report).entry(__name__)

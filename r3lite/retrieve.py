@@ -2,14 +2,12 @@
 
 import dataclasses
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from r3lite.core import command
-from r3lite.core.config import UsageError
 from r3lite.core.episode import Failure, Question
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.settings import CommandConfig, DataSettings, RetrievalSettings, RetrieveSettings
 
 if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so that --help answers at once
@@ -18,7 +16,6 @@ if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so t
 SHOWN = 160  # characters of a passage that --query prints
 
 
-@dataclass(frozen=True)
 class RetrieveConfig(CommandConfig):
     """Recall of a retriever at 2, 5, 10 (and --top-k): the share of a question's gold paragraphs among the first
     passages that are retrieved for its text, averaged over questions. Written to recall.json in --output.
@@ -98,7 +95,4 @@ def measure_recall(config: RetrieveConfig) -> None:
         recall.write_gaps(setup.documents, known, cuts, Path(config.retrieve.gap_report))
 
 
-main = command.entry("retrieve", RetrieveConfig(), retrieve)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("retrieve", RetrieveConfig(), retrieve).entry(__name__)

@@ -16,9 +16,4 @@ def plan(config: RolloutWorkerConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_memory(config).table()}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    return command.run("rollout_worker", RolloutWorkerConfig(), work, argv, plan, table="ppo")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("rollout_worker", RolloutWorkerConfig(), work, plan, table="ppo").entry(__name__)

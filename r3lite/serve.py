@@ -15,8 +15,7 @@ def serve(config: ServeConfig) -> None:
 
         from r3lite.assembly.answering import open_retriever
         from r3lite.assembly.answering_live import LiveAnswers
-        from r3lite.serving.app import build_app
-        from r3lite.serving.connections import Connection
+        from r3lite.serving import app, http
         from r3lite.serving.desk import Desk
         from r3lite.serving.worker import Worker
 
@@ -29,11 +28,11 @@ def serve(config: ServeConfig) -> None:
         for note in answering.notes.values():
             print(f"{note}; to chat, name base among --adapters and pass --chat-adapter base", flush=True)
         desk = Desk(Worker(answering), config.limits, config.modes, time.monotonic)
-        app = build_app(desk, config.server, config.limits, token)
+        page = app.build_app(desk, config.server, config.limits, token)
         quiet = {"access_log": False, "log_level": "warning", "server_header": False, "proxy_headers": False}
         limits = {"ws": "none", "timeout_graceful_shutdown": config.server.drain_seconds}
         # Until a signal ends it: Ctrl-C is raised again as KeyboardInterrupt, SIGTERM as Terminated.
-        server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="on", **quiet, **limits))
+        server = uvicorn.Server(uvicorn.Config(page, http=http.Connection, lifespan="on", **quiet, **limits))
         server.run(sockets=[listening])
 
 
@@ -43,7 +42,4 @@ def plan(config: ServeConfig) -> str:
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{plan_lanes(config).table()}"
 
 
-main = command.entry("serve", ServeConfig(), serve, plan)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("serve", ServeConfig(), serve, plan).entry(__name__)

@@ -32,7 +32,4 @@ def plan(config: SftConfig) -> str:
     return message + f"{count} rows, {held_out} more held out; {steps}"
 
 
-main = command.entry("sft", SftConfig(), train, plan)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("sft", SftConfig(), train, plan).entry(__name__)

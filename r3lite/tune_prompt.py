@@ -5,13 +5,12 @@ from pathlib import Path
 
 from r3lite.core import command
 from r3lite.core.config import UsageError, flag
-from r3lite.core.errors import R3LiteError
-from r3lite.core.files import names_in, sole_writer, sweep, write_text
+from r3lite.core.files import sole_writer, sweep, write_text
 from r3lite.core.invocation import to_toml
 from r3lite.settings import TunePromptConfig
 from r3lite.tuning.history import History, all_episodes, most, shown
 
-CONFIG, HISTORY, CACHE = "config.toml", "history.json", "judge-cache"
+HISTORY, CACHE = "history.json", "judge-cache"
 
 
 def tune(config: TunePromptConfig) -> None:
@@ -19,13 +18,7 @@ def tune(config: TunePromptConfig) -> None:
         raise UsageError("--judge is missing: who criticizes: gemini, openai, or local for a model on this device")
     output = Path(config.common.output or time.strftime("runs/tune_prompt-%Y%m%d-%H%M%S"))
     with sole_writer(output):
-        names = names_in(output)  # nothing but what this very run has done so far
-        if names and CONFIG not in names:
-            remedy = f"Name another folder, such as {output / 'tuning'}."
-            raise R3LiteError(f"--output {output} is not an empty folder: it holds {min(names)}", remedy)
-        if names:
-            free = command.free_settings(config) | {"rounds"}  # a run may go on with more of them
-            command.refuse_another_run(output / CONFIG, "tune_prompt", config, output, free)
+        command.check_output(output, "tune_prompt", config, free={"rounds"})  # a run may go on with more of them
         improve(config, output)
 
 
@@ -46,7 +39,7 @@ def improve(config: TunePromptConfig, output: Path) -> None:
         engine = build_engine(config, count, judge=config.judge)
         # From here on the folder is this run's: if it is killed, only the same one may be begun there again.
         sweep(output)
-        write_text(output / CONFIG, to_toml(config, "tune_prompt"))
+        write_text(output / command.CONFIG, to_toml(config, "tune_prompt"))
         tuner = PromptTuner(config, output, history, engine, client, sampled, scored)
         tuner.run()
         notes = tuner.notes()
@@ -76,7 +69,4 @@ def plan(config: TunePromptConfig) -> str:
     )
 
 
-main = command.entry("tune_prompt", TunePromptConfig(), tune, plan)
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+main = command.Command("tune_prompt", TunePromptConfig(), tune, plan).entry(__name__)

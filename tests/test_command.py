@@ -13,7 +13,7 @@ from tests.commands import CONFIGS, Everything
 
 
 def run(work, *argv: str) -> int:
-    return command.run("sft", Everything(), work, list(argv))
+    return command.Command("sft", Everything(), work)(list(argv))
 
 
 def raising(error):
@@ -45,9 +45,9 @@ def signals():
 )
 def test_what_must_be_given_is_asked_for_before_the_work_and_not_for_a_dry_run(capsys, name, message):
     default, table = CONFIGS[name]
-    assert command.run(name, default, raising(AssertionError()), [], table=table) == 2
+    assert command.Command(name, default, raising(AssertionError()), table=table)([]) == 2
     assert capsys.readouterr().err == f"r3lite.{name}: {message}\n"
-    assert command.run(name, default, raising(AssertionError()), ["--dry-run"], table=table) == 0
+    assert command.Command(name, default, raising(AssertionError()), table=table)(["--dry-run"]) == 0
 
 
 SEEN_BY_TORCH = """
@@ -56,7 +56,7 @@ from r3lite.core import command
 from r3lite import ppo
 from r3lite.settings import PpoConfig
 assert "torch" not in sys.modules
-command.run("ppo", PpoConfig(), lambda config: print(os.environ.get("GOMP_SPINCOUNT")), ["--data", "x"])
+command.Command("ppo", PpoConfig(), lambda config: print(os.environ.get("GOMP_SPINCOUNT")))(["--data", "x"])
 """
 
 
@@ -119,7 +119,7 @@ def test_an_output_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path, ca
     needs = {"collect": ["--data", "x"], "evaluate": ["--data", "x"], "retrieve": ["--data", "x"]}
     needs["index"] = ["--corpus", "x"]
     argv = ["--output", str(tmp_path / "file" / "x"), *needs.get(name, [])]
-    assert command.run(name, default, work, argv, table=table) == 1
+    assert command.Command(name, default, work, table=table)(argv) == 1
     first, second = capsys.readouterr().err.strip().splitlines()
     assert first.startswith(f"r3lite.{name} stopped: ") and str(tmp_path / "file") in first
     assert "--output" in second

@@ -1,7 +1,6 @@
 """Settings: where a value comes from, what is refused and how, and that what is saved is read back."""
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
@@ -254,7 +253,6 @@ def test_what_was_unset_on_purpose_stays_unset_when_read_back(toml, name, preset
 
 
 def test_a_trait_stands_beside_bounds_and_leaves_them():
-    @dataclass(frozen=True)
     class Some(Section):
         plain: int = 1
         free: Free[Annotated[int, Bounds(low=1)]] = 1
@@ -297,7 +295,6 @@ def test_what_needs_no_data_does_not_ask_for_them(name):
 
 
 def test_the_settings_of_a_section_of_a_section_are_known():
-    @dataclass(frozen=True)
     class Special(settings.DataSettings):
         only_here: Annotated[str | None, Required("x")] = None
 

@@ -12,8 +12,8 @@ import torch
 from r3lite import doctor
 from r3lite.checks import registry
 from r3lite.checks.finding import Finding, judged, skipped
-from r3lite.checks.privacy import hider
 from r3lite.checks.registry import Check
+from r3lite.checks.report import hider
 from r3lite.checks.speeds import measured_speeds
 from r3lite.core.errors import R3LiteError
 from r3lite.devices import cards, speed

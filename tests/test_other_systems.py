@@ -100,9 +100,8 @@ def test_a_console_of_256_letters_is_printed_to(monkeypatch):
     """A title that it has no letters for ended the command with a traceback, after its work was done."""
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="cp1252"))
-    assert (
-        command.run("sft", SftConfig(), lambda config: print("Gr\u00f6\u00dfe \u6570 \U0001f600"), ["--data", "-"]) == 0
-    )
+    said = command.Command("sft", SftConfig(), lambda config: print("Gr\u00f6\u00dfe \u6570 \U0001f600"))
+    assert said(["--data", "-"]) == 0
     assert printed.getvalue() == b"Gr\xf6\xdfe \\u6570 \\U0001f600" + os.linesep.encode()
 
 
@@ -126,6 +125,7 @@ def locked(monkeypatch):
         return waited
 
     monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(files, "ON_WINDOWS", True)
     monkeypatch.setattr(files.time, "sleep", waited.append)
     return lock
 
@@ -160,6 +160,15 @@ def test_what_stays_locked_is_an_error_after_seconds_and_the_old_file_stays(tmp_
     with pytest.raises(FileNotFoundError):  # which no time mends
         move(tmp_path / "nowhere", tmp_path / "y")
     assert waited == []
+
+
+def test_elsewhere_a_rename_that_is_refused_is_final(tmp_path, locked, monkeypatch):
+    """On Linux it means that the folder may not be written to: three seconds of tries only kept the user waiting."""
+    monkeypatch.setattr(files, "ON_WINDOWS", False)
+    waited = locked(1)
+    with pytest.raises(PermissionError, match="x"):
+        write_text(tmp_path / "x", "new")
+    assert waited == [] and os.listdir(tmp_path) == []
 
 
 # Paths

@@ -6,12 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from r3lite.checks.finding import Finding, judged, skipped
 from r3lite.checks.sample import padded, sentences, tiny
 from r3lite.devices.live_tensors import MIB
-from r3lite.devices.precision import Precision, has_nvidia_card
+from r3lite.devices.precision import BUILDS, Precision, has_nvidia_card
 from r3lite.memory import cuda_parts
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.packing import Pack
 
-BUILDS = "Install a build of PyTorch for it: https://pytorch.org/get-started/locally/"
+REBUILD = f"Install a build of PyTorch for it: {BUILDS}"
 
 
 def usable(precision: Precision) -> Finding:
@@ -23,7 +23,7 @@ def usable(precision: Precision) -> Finding:
     if not has_nvidia_card():
         return skipped("no NVIDIA card is here")
     if torch.version.cuda is None:
-        return judged(False, "there is an NVIDIA card, and PyTorch was built without CUDA", BUILDS)
+        return judged(False, "there is an NVIDIA card, and PyTorch was built without CUDA", REBUILD)
     message = f"there is an NVIDIA card, and PyTorch, built for CUDA {torch.version.cuda}, cannot use it"
     return judged(False, message, "Update the card's driver, or install a build of PyTorch for an older CUDA.")
 
@@ -38,7 +38,7 @@ def _built_for(capability: tuple[int, int]) -> Finding:
         built = int("".join(filter(str.isdigit, number)))
         sound |= built <= version and (kind == "compute" or built // 10 == capability[0])
     message = f"compute capability {capability[0]}.{capability[1]}; PyTorch has kernels for {', '.join(kernels) or '?'}"
-    return judged(sound, message, f"The card is too old or too new for this PyTorch. {BUILDS}")
+    return judged(sound, message, f"The card is too old or too new for this PyTorch. {REBUILD}")
 
 
 class _Kernels(TorchDispatchMode):

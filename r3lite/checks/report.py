@@ -1,9 +1,15 @@
-"""What checks found, printed a line a check as they are made, and kept for a file."""
+"""What checks found, printed a line a check as they are made, and kept for a file, without what would name its user:
+paths, and the names of the user and of the machine."""
 
 import contextlib
+import getpass
 import io
 import math
+import os
+import platform
+import re
 import sys
+import tempfile
 import textwrap
 import time
 import traceback
@@ -17,6 +23,8 @@ import r3lite
 from r3lite.checks.finding import REPORT, Finding
 from r3lite.core.errors import R3LiteError
 
+# A path: in quotes, where it may have blanks, or else from its beginning to the next blank. Not the `/` of a unit.
+PATH = re.compile(r"""(['"])[^'"\n]*[/\\][^'"\n]*\1|(?<![\w./\\:<])(?:[A-Za-z]:)?[/\\]{1,2}[\w.~-][^\s'",;)]*""")
 MARKS = {"ok": "ok", "failed": "!!", "skipped": "--"}
 
 
@@ -93,3 +101,31 @@ def frames(error: Exception) -> list[str]:
 def plain(value: float) -> float | None:
     """A figure as JSON has it: not more digits than were measured, and nothing for what is not a number."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def hider(folders: list[str], names: list[str]) -> Callable[[str], str]:
+    """A function that takes paths out of a text, and the names of the user and of the machine."""
+    known = sorted({folder for folder in folders if len(folder) > 1}, key=len, reverse=True)  # the longest first
+    words = [re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE) for name in names if name]
+
+    def hide(text: str) -> str:
+        for folder in known:
+            text = text.replace(folder, "/folder")
+        text = PATH.sub("<path>", text)
+        for word in words:
+            text = word.sub("<name>", text)
+        return text
+
+    return hide
+
+
+def users_own() -> Callable[[str], str]:
+    """A `hider` of this process's folders and of its user."""
+    package = str(Path(r3lite.__file__).parent)
+    folders = [os.path.expanduser("~"), os.getcwd(), tempfile.gettempdir(), sys.prefix, package]
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a user without a name
+        user = ""
+    home = Path.home().name
+    return hider(folders, [user, home, platform.node(), platform.node().partition(".")[0]])

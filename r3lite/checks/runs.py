@@ -56,8 +56,8 @@ def place(precision: Precision) -> Iterator[Path]:
 
 def train(output: Path, flags: list[str]) -> list[dict]:
     """Runs the command; the records of its steps. What it printed before it failed is in the check's output."""
-    status = command.run("sft", SftConfig(), partial(supervised.train, ranks=ALONE), [*flags, "--output", str(output)])
-    command.check_status(status, "the run ended")
+    sft = command.Command("sft", SftConfig(), partial(supervised.train, ranks=ALONE))
+    command.check_status(sft([*flags, "--output", str(output)]), "the run ended")
     return metrics.read(output / metrics.FILE)
 
 

@@ -2,7 +2,6 @@
 signals, exit codes, torchrun's several processes."""
 
 import errno
-import functools
 import io
 import json
 import os
@@ -10,12 +9,14 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import r3lite
-from r3lite.core.config import Trait, UsageError, check_required, flag, flat, sections, settings_with
-from r3lite.core.errors import R3LiteError
+from r3lite.core.config import Trait, check_required, flag, flat, sections, settings_with
+from r3lite.core.errors import R3LiteError, UsageError
+from r3lite.core.files import names_in
 from r3lite.core.invocation import load_toml, resolve, with_values
 from r3lite.settings.uses import USES, Chosen
 
@@ -24,6 +25,7 @@ COMMANDS = (
     "tune_prompt", "check_format", "prepare", "procedures", "rollout_worker",
     "quickstart",
 )  # fmt: skip
+CONFIG = "config.toml"  # the resolved settings, in the folder of a run
 DISTRIBUTED = ("sft", "ppo")  # commands that torchrun may start in several processes
 # Of writing and flushing a file, which name no path. (Those of a network have other numbers.)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -176,84 +178,104 @@ def refuse_another_run(kept: Path, command: str, config: Any, output: Path, free
         raise R3LiteError(f"{output} is of another run of {command}: {changed}", f"Pass --config {kept}. Or: {remedy}")
 
 
-def run(
-    command: str,
-    default: Any,
-    work: Callable[[Any], None],
-    argv: list[str] | None = None,
-    plan: Callable[[Any], str] | None = None,
-    table: str | None = None,
-) -> int:
-    """Resolves the settings and does the work; returns the exit status.
+def check_output(
+    output: Path, command: str, config: Any, known: Collection[str] = (), free: Collection[str] = ()
+) -> set[str]:
+    """What an output folder holds: nothing, or what an earlier start of this very run has left, CONFIG among it.
 
-    0 done, 1 a foreseeable failure (cause and remedy on stderr), 2 a usage error, 130 Ctrl-C, 143 SIGTERM.
+    Raises R3LiteError for anything else; `known` are the names of all that such a start may leave, if that is fixed.
+    """
+    names, others = names_in(output), names_in(output).difference(known)
+    if names and (CONFIG not in names or (known and others)):
+        cause = f"--output {output} is not an empty folder: it holds {min(others or names)}"
+        raise R3LiteError(cause, f"Name another folder, such as {output / command}.")
+    if names:
+        refuse_another_run(output / CONFIG, command, config, output, free)
+    return names
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its name, its settings by default, and what it does with those that were resolved.
+
     `plan` adds lines to what `--dry-run` prints. `table` names the command whose table of a TOML file is read, by
     default this one's.
     """
-    asked = command, default, work, argv, plan, table
-    if not world().rank:
-        return _run(*asked)
-    # Of several processes the first alone prints; errors are printed by all (`say_error`).
-    with open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
-        return _run(*asked)
 
+    name: str
+    default: Any
+    work: Callable[[Any], None]
+    plan: Callable[[Any], str] | None = None
+    table: str | None = None
 
-def _run(
-    command: str, default: Any, work: Callable, argv: list[str] | None, plan: Callable | None, table: str | None
-) -> int:
-    spare_the_machine()
-    print_anything()
-    try:
-        config = resolve(command, default, sys.argv[1:] if argv is None else argv, COMMANDS, table)
-        for section in sections(config).values():
-            section.check()
-        check_used(table or command, config)
-        if (size := world().size) > 1 and command not in DISTRIBUTED:
-            alone = f"torchrun has started {size} processes, and {command} is one: python -m r3lite.{command}"
-            raise UsageError(f"{alone}. Several may run {' and '.join(DISTRIBUTED)}")
-        if flat(config)["dry_run"]:
-            print(describe(config))
-            if plan:
-                print(plan(config))
-        else:
-            check_required(config)
-            signal.signal(signal.SIGTERM, _terminate)
-            work(config)
-        sys.stdout.flush()  # here, where a broken pipe is caught
-        return 0
-    except UsageError as error:
-        say_error(f"r3lite.{command}: {error}")
-        return 2
-    except R3LiteError as error:
-        return _stopped(command, error)
-    except BrokenPipeError:
-        ignore_output()
+    def __call__(self, argv: list[str] | None = None) -> int:
+        """Resolves the settings and does the work, by default with the command line's arguments; the exit status.
+
+        0 done, 1 a foreseeable failure (cause and remedy on stderr), 2 a usage error, 130 Ctrl-C, 143 SIGTERM.
+        """
+        if not world().rank:
+            return self._run(argv)
+        # Of several processes the first alone prints; errors are printed by all (`say_error`).
+        with open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+            return self._run(argv)
+
+    def entry(self, module: str) -> "Command":
+        """Itself, as `main` in the last line of its file, whose `__name__` is the `module`.
+
+        If that file is being run, as by `python -m r3lite.sft`, it begins at once, and the process ends with it.
+        """
+        if module == "__main__":
+            raise SystemExit(self())
+        return self
+
+    def _run(self, argv: list[str] | None) -> int:
+        spare_the_machine()
+        print_anything()
+        try:
+            config = resolve(self.name, self.default, sys.argv[1:] if argv is None else argv, COMMANDS, self.table)
+            for section in sections(config).values():
+                section.check()
+            check_used(self.table or self.name, config)
+            if (size := world().size) > 1 and self.name not in DISTRIBUTED:
+                alone = f"torchrun has started {size} processes, and {self.name} is one: python -m r3lite.{self.name}"
+                raise UsageError(f"{alone}. Several may run {' and '.join(DISTRIBUTED)}")
+            if flat(config)["dry_run"]:
+                print(describe(config))
+                if self.plan:
+                    print(self.plan(config))
+            else:
+                check_required(config)
+                signal.signal(signal.SIGTERM, _terminate)
+                self.work(config)
+            sys.stdout.flush()  # here, where a broken pipe is caught
+            return 0
+        except UsageError as error:
+            say_error(f"r3lite.{self.name}: {error}")
+            return 2
+        except R3LiteError as error:
+            return self._stopped(error)
+        except BrokenPipeError:
+            ignore_output()
+            return 1
+        except OSError as error:
+            if error.filename is None and error.errno not in DISK_ERRORS:  # an error of the network, or a bug of ours
+                raise
+            remedy = "Check that there is room and that the path can be read and written, or pass another (--output)."
+            return self._stopped(R3LiteError(str(error), remedy))
+        except RuntimeError as error:
+            torch = sys.modules.get("torch")
+            if torch is None or not isinstance(error, torch.OutOfMemoryError):
+                raise
+            remedy = "Pass a smaller --vram-budget, or close what else uses the card."
+            return self._stopped(R3LiteError(str(error).splitlines()[0], remedy))
+        except KeyboardInterrupt:
+            say_error("\ninterrupted")
+            return 130
+        except Terminated:
+            if world().size > 1:
+                say_error("\nterminated: torchrun ends all processes if it is asked to, or if one of them fails")
+            return 143
+
+    def _stopped(self, error: R3LiteError) -> int:
+        say_error(f"\nr3lite.{self.name} stopped: {error}")
         return 1
-    except OSError as error:
-        if error.filename is None and error.errno not in DISK_ERRORS:  # an error of the network, or a bug of ours
-            raise
-        remedy = "Check that there is room and that the path can be read and written, or pass another (--output)."
-        return _stopped(command, R3LiteError(str(error), remedy))
-    except RuntimeError as error:
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(error, torch.OutOfMemoryError):
-            raise
-        remedy = "Pass a smaller --vram-budget, or close what else uses the card."
-        return _stopped(command, R3LiteError(str(error).splitlines()[0], remedy))
-    except KeyboardInterrupt:
-        say_error("\ninterrupted")
-        return 130
-    except Terminated:
-        if world().size > 1:
-            say_error("\nterminated: torchrun ends all processes if it is asked to, or if one of them fails")
-        return 143
-
-
-def entry(command: str, default: Any, work: Callable, plan: Callable | None = None) -> Callable[..., int]:
-    """The `main` of a command, which runs it with the arguments that it is given, by default the command line's."""
-    return functools.partial(run, command, default, work, plan=plan)
-
-
-def _stopped(command: str, error: R3LiteError) -> int:
-    say_error(f"\nr3lite.{command} stopped: {error}")
-    return 1

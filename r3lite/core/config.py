@@ -17,11 +17,7 @@ import typing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from r3lite.core.errors import nearest
-
-
-class UsageError(Exception):
-    """A bad flag, key or value: one line, exit status 2."""
+from r3lite.core.errors import UsageError, nearest
 
 
 def flag(name: str) -> str:
@@ -80,7 +76,15 @@ ANY = "any value"  # in Section.implied
 WANTED = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
 
 
-class Section:
+@typing.dataclass_transform(frozen_default=True)
+class Frozen:
+    """Base of a section and of a command's settings: each class that derives from it is a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+
+class Section(Frozen):
     """Base of every group of settings; its docstring's first line is the group's heading in `--help`."""
 
     # A choice's name -> a value of it, or ANY of them -> settings that come with it, unless they are given.

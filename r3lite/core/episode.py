@@ -289,13 +289,11 @@ class Routes:
 def retrieve_all(retrieve: Retrieve, asked: Sequence[tuple[Question, Search]]) -> list[list[Document] | Failure]:
     """What each search brings; those that the same retriever answers are one call of it, in the order of `asked`."""
     routes = retrieve if isinstance(retrieve, Routes) else Routes(retrieve, {})
-    groups: dict[str, list[int]] = {}
-    for i, (_, search) in enumerate(asked):
-        groups.setdefault(search.source if search.source in routes.of_source else "", []).append(i)
+    sources = [search.source if search.source in routes.of_source else "" for _, search in asked]
     outcomes: dict[int, list[Document] | Failure] = {}
-    for source, places in groups.items():
-        pairs = [(asked[i][0], asked[i][1].query) for i in places]
-        found = routes.of_source.get(source, routes.default)(pairs)
-        assert len(found) == len(pairs), "one list of documents per query"
+    for source in dict.fromkeys(sources):
+        places = [i for i, own in enumerate(sources) if own == source]
+        found = routes.of_source.get(source, routes.default)([(asked[i][0], asked[i][1].query) for i in places])
+        assert len(found) == len(places), "one list of documents per query"
         outcomes |= zip(places, found)
     return [outcomes[i] for i in range(len(asked))]

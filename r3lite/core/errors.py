@@ -1,4 +1,4 @@
-"""The one exception a user should see, and messages for a misspelled name or a missing package."""
+"""The exceptions that a user should see, and messages for a misspelled name or a missing package."""
 
 import contextlib
 import difflib
@@ -15,6 +15,10 @@ class R3LiteError(Exception):
         super().__init__(f"{cause}\n  {remedy}" if remedy else cause)
         self.cause = cause
         self.remedy = remedy
+
+
+class UsageError(Exception):
+    """A bad flag, key or value: one line, exit status 2."""
 
 
 class NotFinite(R3LiteError):

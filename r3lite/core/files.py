@@ -1,6 +1,7 @@
 """Files written whole or not at all, places with one writer at a time, JSON files read with errors that name file and
 line, and where files lie that travel with r3lite."""
 
+import codecs
 import contextlib
 import errno
 import json
@@ -23,6 +24,7 @@ MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON
 PART = ".part"  # suffix of what is being written; a kill leaves it, and `sweep` removes it at the next start
 LOCK = ".lock"
 GGUF_POINTER = "gguf.json"  # in the folder made of a GGUF file: where that is
+ON_WINDOWS = os.name == "nt"
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds between tries
 PIECE, PIECES = 1 << 16, 256  # bytes, and how many of them tell weights apart
 MEND_LINE = "Mend or remove the line, or pass --skip-bad-rows."
@@ -43,8 +45,8 @@ def check_writable(folder: Path) -> None:
 
 def move(source: str | Path, target: str | Path) -> None:
     """Renames a file or folder, over a file that is there. What another program holds open cannot be renamed on Windows
-    (a virus scanner looks at each new file): it is tried again for some seconds."""
-    for pause in PAUSES:
+    (a virus scanner looks at each new file): there it is tried again for some seconds."""
+    for pause in PAUSES if ON_WINDOWS else ():
         with contextlib.suppress(PermissionError):
             return os.replace(source, target)
         time.sleep(pause)
@@ -155,7 +157,7 @@ def _open_locked(lock: Path, output: str | Path) -> int:
 
 def _remove_open(lock: Path, descriptor: int) -> None:
     """Removes a lock file and lets go of it, in this order where that can be: else another process might have it."""
-    if os.name == "nt":  # an open file cannot be removed there
+    if ON_WINDOWS:  # an open file cannot be removed there
         os.close(descriptor)
         with contextlib.suppress(PermissionError):  # the next writer has it open
             lock.unlink(missing_ok=True)
@@ -166,7 +168,7 @@ def _remove_open(lock: Path, descriptor: int) -> None:
 
 def _lock(descriptor: int) -> None:
     """Locks an open file, or raises BlockingIOError (on Windows PermissionError) if another process has it locked."""
-    if os.name == "nt":
+    if ON_WINDOWS:
         import msvcrt
 
         os.lseek(descriptor, 1 << 20, os.SEEK_SET)  # what is locked there cannot be read: not the number at the start
@@ -266,8 +268,8 @@ def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, know
 def _object(line: bytes) -> dict | None:
     """The JSON object of a line, or None if it is something else."""
     try:
-        value = parse(line.decode())
-    except ValueError:  # neither JSON nor UTF-8
+        value = parse(line)
+    except InvalidRecord:
         return None
     return value if isinstance(value, dict) else None
 
@@ -302,7 +304,7 @@ def read_record(path: str | Path, remedy: str) -> Record:
     return Record(within(path, remedy, read_text(path, remedy)), Source(str(path), remedy))
 
 
-def within(where: str | Path, remedy: str, text: str) -> Any:
+def within(where: str | Path, remedy: str, text: str | bytes) -> Any:
     """The value of a JSON text; an error names the place that the text is from."""
     try:
         return parse(text)
@@ -316,24 +318,17 @@ def read_jsonl(
     """The object of each line that is not blank; a bad line raises, or goes to `on_bad` and is left out."""
     with open_regular(path, remedy) as file, explained(OSError, f"{path} cannot be read", remedy):
         for number, line in enumerate(iter(lambda: file.readline(MAX_TEXT), b""), 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if not line.strip():
                 continue
             source = Source(f"{path}, line {number}", remedy)
             if len(line) == MAX_TEXT:  # what follows is not the next line
                 raise R3LiteError(f"{source.where}: it is longer than {MAX_TEXT >> 20} MiB", remedy)
             try:
-                record = _record_of(line, "utf-8-sig" if number == 1 else "utf-8", source)
+                record = Record(within(source.where, remedy, line), source)
             except InvalidRecord as bad:
                 if on_bad is None:
                     raise
                 on_bad(bad)
             else:
                 yield record
-
-
-def _record_of(line: bytes, encoding: str, source: Source) -> Record:
-    try:
-        text = line.decode(encoding)
-    except UnicodeDecodeError as error:
-        raise InvalidRecord(f"{source.where}: not UTF-8: {error}", source.remedy) from error
-    return Record(within(source.where, source.remedy, text), source)

@@ -80,12 +80,10 @@ class Handler(BaseHTTPRequestHandler):
         service = self.server.service
         try:
             is_json = body is not None and not self.path.startswith(service.raw)
-            request = Record(parse(body.decode()), Source("")) if is_json else body
+            request = Record(parse(body), Source("")) if is_json else body
             self._say(200, service.answer(self.path, request))
         except InvalidRecord as error:
             self._say(400, {"error": error.cause})
-        except UnicodeDecodeError:
-            self._say(400, {"error": "not UTF-8"})
         except LookupError:
             self._say(404, {"error": "not found"})
         except R3LiteError as error:

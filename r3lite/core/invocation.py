@@ -13,8 +13,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.config import ANY, Alias, Section, Trait, UsageError, field_docs, flag, flat, kinds_of, sections
-from r3lite.core.errors import R3LiteError, nearest
+from r3lite.core.config import ANY, Alias, Section, Trait, field_docs, flag, flat, kinds_of, sections
+from r3lite.core.errors import R3LiteError, UsageError, nearest
 from r3lite.core.files import read_text, shipped
 
 
@@ -24,7 +24,7 @@ def all_settings() -> set[str]:
     def subclasses(cls: type) -> list[type]:
         return [found for sub in cls.__subclasses__() for found in (sub, *subclasses(sub))]
 
-    return {f.name for cls in subclasses(Section) if dataclasses.is_dataclass(cls) for f in dataclasses.fields(cls)}
+    return {f.name for cls in subclasses(Section) for f in dataclasses.fields(cls)}
 
 
 def check_texts(values: dict[str, Any], where: str = "") -> None:

@@ -49,8 +49,13 @@ def _constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
 
 
-def parse(text: str) -> Any:
-    """The value of a JSON text; raises InvalidRecord if it is not JSON, or beyond what `parse_at` takes."""
+def parse(text: str | bytes) -> Any:
+    """The value of a JSON text; raises InvalidRecord if it is not JSON in UTF-8, or beyond what `parse_at` takes."""
+    if isinstance(text, bytes):
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            raise InvalidRecord(f"not UTF-8: {error}") from error
     start = len(text) - len(text.lstrip(" \t\r\n"))
     value, end = parse_at(text, start)
     if text[end:].strip(" \t\r\n"):

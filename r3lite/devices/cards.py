@@ -45,9 +45,10 @@ PCIE4_X4, PCIE3_X16, PCIE4_X8 = 4 * 1.969e9, 16 * 0.985e9, 8 * 1.969e9
 
 
 def _card(
-    name: str, gib: int, gigabytes: float, fp32: float, half: dict[str, float], source: str, link: float = PCIE3_X16
+    name: str, gib: int, gigabytes: float, fp32: float, fp16: float, source: str, link=PCIE3_X16, bf16=False
 ) -> Speeds:
-    flops = {dtype: tera * 1e12 for dtype, tera in {"fp32": fp32, **half}.items()}
+    """A card by GiB, GB/s and TFLOPS; `bf16`: it has that at the rate of fp16."""
+    flops = {"fp32": fp32 * 1e12, "fp16": fp16 * 1e12, **({"bf16": fp16 * 1e12} if bf16 else {})}
     return Speeds(name, gigabytes * 1e9, flops, LAUNCH, source, gib * GIB, link=link)
 
 
@@ -57,7 +58,7 @@ def _ampere(name: str, gib: int, gigabytes: float, fp32: float, one: str, other:
     Its figures are those of a page that compares `one` with `other`.
     """
     source = f"https://hmc-tech.com/gpu/nvidia-geforce-{one}-vs-nvidia-geforce-{other}"
-    return _card(name, gib, gigabytes, fp32, {"fp16": 2 * fp32, "bf16": 2 * fp32}, source, PCIE4_X8)
+    return _card(name, gib, gigabytes, fp32, 2 * fp32, source, PCIE4_X8, bf16=True)
 
 
 # Names as NVIDIA's driver gives them, without what `card` takes off; GiB; GB/s; and TFLOPS of products that accumulate
@@ -66,27 +67,18 @@ def _ampere(name: str, gib: int, gigabytes: float, fp32: float, one: str, other:
 # is assumed for them. Turing (all up to the T4) has no bf16. A card of a laptop is slower the less power the laptop
 # gives it: the middle is taken, and named. Of cards that differ in their memory under one name the slower is taken.
 CARDS = (
-    _card("MX450", 2, 64.0, 2.285, {"fp16": 2.285}, f"{CPUTRONIC}/it/gpu/nvidia-geforce-mx450-30-5w-8gbps", PCIE4_X4),
-    _card("GTX 1650", 4, 128.1, 2.984, {"fp16": 2.984}, f"{CPUTRONIC}/gpu/nvidia-geforce-gtx-1650"),
-    _card("GTX 1650 GDDR6", 4, 192.0, 2.849, {"fp16": 2.849}, f"{CPUTRONIC}/gpu/nvidia-geforce-gtx-1650-gddr6"),
-    _card("GTX 1660", 6, 192.1, 5.027, {"fp16": 5.027}, f"{CPUTRONIC}/en/gpu/nvidia-geforce-gtx-1660"),
-    _card("RTX 2060", 6, 336.0, 6.451, {"fp16": 25.8}, f"{TOPCPU}/geforce-rtx-2060-vs-geforce-rtx-4060"),
-    _card("T4", 16, 320.0, 8.141, {"fp16": 65.13}, "https://sysrqmts.com/en/gpus/nvidia/tesla/t4"),
+    _card("MX450", 2, 64.0, 2.285, 2.285, f"{CPUTRONIC}/it/gpu/nvidia-geforce-mx450-30-5w-8gbps", PCIE4_X4),
+    _card("GTX 1650", 4, 128.1, 2.984, 2.984, f"{CPUTRONIC}/gpu/nvidia-geforce-gtx-1650"),
+    _card("GTX 1650 GDDR6", 4, 192.0, 2.849, 2.849, f"{CPUTRONIC}/gpu/nvidia-geforce-gtx-1650-gddr6"),
+    _card("GTX 1660", 6, 192.1, 5.027, 5.027, f"{CPUTRONIC}/en/gpu/nvidia-geforce-gtx-1660"),
+    _card("RTX 2060", 6, 336.0, 6.451, 25.8, f"{TOPCPU}/geforce-rtx-2060-vs-geforce-rtx-4060"),
+    _card("T4", 16, 320.0, 8.141, 65.13, "https://sysrqmts.com/en/gpus/nvidia/tesla/t4"),
     _ampere("RTX 3050 Laptop", 4, 192.0, 6.08, "rtx-3050-laptop-50w", "rtx-3050-laptop-55w"),  # 55 W of 35 to 80
     _ampere("RTX 3060 Laptop", 6, 336.0, 11.41, "rtx-4060-laptop-45w", "rtx-3060-laptop-85w"),  # 85 W of 60 to 115
     _ampere("RTX 4060 Laptop", 8, 256.0, 12.35, "rtx-4060-laptop-90w", "rtx-3060-laptop-95w"),  # 90 W of 35 to 115
     _ampere("RTX 4060", 8, 272.0, 15.11, "rtx-4060", "rtx-4060"),
-    _card(
-        "RTX 4090", 24, 1008.0, 82.6, {"fp16": 165.2, "bf16": 165.2}, "https://deploybase.ai/articles/rtx-4090-cloud"
-    ),
-    _card(
-        "H100 80GB HBM3",
-        80,
-        3350.0,
-        66.9,
-        {"fp16": 989.4, "bf16": 989.4},
-        "https://glennklockwood.com/garden/processors/h100",
-    ),
+    _card("RTX 4090", 24, 1008.0, 82.6, 165.2, "https://deploybase.ai/articles/rtx-4090-cloud", bf16=True),
+    _card("H100 80GB HBM3", 80, 3350.0, 66.9, 989.4, "https://glennklockwood.com/garden/processors/h100", bf16=True),
 )
 
 

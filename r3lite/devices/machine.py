@@ -4,8 +4,8 @@ import os
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,80 +25,63 @@ ASKED = {
 }
 
 
-@dataclass(frozen=True)
-class Card:
-    """A CUDA card. Sizes are in MiB."""
-
-    name: str
-    capability: str
-    total_mib: int
-    free_mib: int
-    pins_memory: bool  # whether the host's memory can be pinned for it
-    told: dict[str, str] = field(default_factory=dict)  # by the driver, see ASKED
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where r3lite runs. Sizes are in MiB."""
-
-    system: str
-    processor: str
-    cores: int
-    threads: int  # that PyTorch uses
-    memory_mib: int | None
-    python: str
-    torch: str
-    cuda: str | None  # that PyTorch was built for
-    device: str
-    default_dtype: str  # of `--dtype auto`: bf16 if the device has it natively
-    card: Card | None = None
-
-    def lines(self) -> list[tuple[str, str]]:
-        """For people: what, and which."""
-        memory = "" if self.memory_mib is None else f", {self.memory_mib / 1024:.1f} GiB"
-        build = f"CUDA {self.cuda}" if self.cuda else "no CUDA"
-        found = [
-            ("system", f"{self.system}, Python {self.python}"),
-            ("processor", f"{self.processor}, {self.cores} cores, {self.threads} threads used{memory}"),
-            ("PyTorch", f"{self.torch}, {build}"),
-            ("device", f"{self.device}, default precision {self.default_dtype}"),
-        ]
-        if self.card:
-            pinned = "can be pinned" if self.card.pins_memory else "cannot be pinned: offloading is slower"
-            found += [
-                ("card", f"{self.card.name}, compute capability {self.card.capability}"),
-                ("card's memory", f"{self.card.total_mib:,} MiB, {self.card.free_mib:,} free; the host's {pinned}"),
-                ("driver", self._driver(self.card.told)),
-            ]
-        return found
-
-    @staticmethod
-    def _driver(told: dict[str, str]) -> str:
-        if not told:
-            return "nvidia-smi is not here or says nothing"
-        parts = [told.get("driver", "version unknown")]
-        for name, form in {"power_state": "{}", "watts": "{} W", "clock_mhz": "{} MHz", "celsius": "{} C"}.items():
-            if name in told:
-                limit = f" of {told[name + '_limit']}" if name + "_limit" in told else ""
-                parts.append(form.format(told[name] + limit))
-        return ", ".join(parts)
+def describe(device: torch.device, driver: dict[str, str]) -> dict[str, Any]:
+    """This machine, as doctor.json has it. Sizes are in MiB; `driver` is what `ask_driver` found."""
+    memory = host_memory()
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": processor(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),  # that PyTorch uses
+        "memory_mib": None if memory is None else memory // MIB,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,  # that PyTorch was built for
+        "device": device.type,
+        "default_dtype": dtype_name(resolve_dtype("auto", device)),
+        "card": _card(device, driver) if device.type == "cuda" else None,
+    }
 
 
-def describe(device: torch.device, told: dict[str, str]) -> Machine:
-    """This machine; `told` is what `ask_driver` found."""
-    return Machine(
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        processor=processor(),
-        cores=os.cpu_count() or 1,
-        threads=torch.get_num_threads(),
-        memory_mib=None if (memory := host_memory()) is None else memory // MIB,
-        python=platform.python_version(),
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
-        device=device.type,
-        default_dtype=dtype_name(resolve_dtype("auto", device)),
-        card=_card(device, told) if device.type == "cuda" else None,
-    )
+def _card(device: torch.device, driver: dict[str, str]) -> dict[str, Any]:
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "name": torch.cuda.get_device_name(device),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "total_mib": total // MIB,
+        "free_mib": free // MIB,
+        "pins_memory": _pins_memory(),  # whether the host's memory can be pinned for it
+        "told": driver,  # by the driver, see ASKED
+    }
+
+
+def lines(found: dict[str, Any]) -> dict[str, str]:
+    """What `describe` found, for people."""
+    memory = "" if found["memory_mib"] is None else f", {found['memory_mib'] / 1024:.1f} GiB"
+    build = f"CUDA {found['cuda']}" if found["cuda"] else "no CUDA"
+    shown = {
+        "system": f"{found['system']}, Python {found['python']}",
+        "processor": f"{found['processor']}, {found['cores']} cores, {found['threads']} threads used{memory}",
+        "PyTorch": f"{found['torch']}, {build}",
+        "device": f"{found['device']}, default precision {found['default_dtype']}",
+    }
+    if card := found["card"]:
+        pinned = "can be pinned" if card["pins_memory"] else "cannot be pinned: offloading is slower"
+        shown["card"] = f"{card['name']}, compute capability {card['capability']}"
+        shown["card's memory"] = f"{card['total_mib']:,} MiB, {card['free_mib']:,} free; the host's {pinned}"
+        shown["driver"] = _driver(card["told"])
+    return shown
+
+
+def _driver(told: dict[str, str]) -> str:
+    if not told:
+        return "nvidia-smi is not here or says nothing"
+    parts = [told.get("driver", "version unknown")]
+    for name, form in {"power_state": "{}", "watts": "{} W", "clock_mhz": "{} MHz", "celsius": "{} C"}.items():
+        if name in told:
+            limit = f" of {told[name + '_limit']}" if name + "_limit" in told else ""
+            parts.append(form.format(told[name] + limit))
+    return ", ".join(parts)
 
 
 def ask_driver(card: str = "0") -> dict[str, str]:
@@ -118,13 +101,6 @@ def ask_driver(card: str = "0") -> dict[str, str]:
     if done.returncode or len(values) != len(ASKED):
         return {}
     return {ours: value for ours, value in zip(ASKED.values(), values) if value and "[" not in value}  # [N/A]
-
-
-def _card(device: torch.device, told: dict[str, str]) -> Card:
-    free, total = torch.cuda.mem_get_info(device)
-    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    name = torch.cuda.get_device_name(device)
-    return Card(name, capability, total // MIB, free // MIB, _pins_memory(), told)
 
 
 def _pins_memory() -> bool:

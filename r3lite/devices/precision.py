@@ -19,6 +19,7 @@ from r3lite.core.records import Record, Source
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The scale starts at 2^16 and halves at each overflow: after this many in a row it is below 1 and no longer helps.
 MAX_SKIPS_IN_A_ROW = 20
+BUILDS = "https://pytorch.org/get-started/locally/"
 
 
 class NonFiniteGradients(NotFinite):
@@ -37,10 +38,8 @@ def resolve_device(device: str) -> torch.device:
         if device == "cpu":
             _warn_of_unused_card()
     if not found[device]:
-        raise R3LiteError(
-            f"--device {device} was asked for, but this PyTorch ({torch.__version__}) finds none",
-            "Pass --device cpu, or install a build of PyTorch for it: https://pytorch.org/get-started/locally/",
-        )
+        cause = f"--device {device} was asked for, but this PyTorch ({torch.__version__}) finds none"
+        raise R3LiteError(cause, f"Pass --device cpu, or install a build of PyTorch for it: {BUILDS}")
     if device == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device(device)
@@ -54,12 +53,10 @@ def has_nvidia_card() -> bool:
 def _warn_of_unused_card() -> None:
     """Warns if there is an NVIDIA card that this PyTorch cannot use: on Windows pip installs a build for the CPU."""
     if has_nvidia_card() and torch.version.cuda is None:
-        print(
-            f"warning: there is an NVIDIA card, but this PyTorch ({torch.__version__}) was built without CUDA, so the "
-            "CPU is used.\n  Install a CUDA build with the command that https://pytorch.org/get-started/locally/ "
-            "gives for your system, or pass --device cpu to be rid of this warning.",
-            file=sys.stderr,
-        )
+        cause = f"there is an NVIDIA card, but this PyTorch ({torch.__version__}) was built without CUDA"
+        remedy = f"Install a CUDA build with the command that {BUILDS} gives for your system"
+        without = "or pass --device cpu to be rid of this warning."
+        print(f"warning: {cause}, so the CPU is used.\n  {remedy}, {without}", file=sys.stderr)
 
 
 def _cpu_has_bf16() -> bool:
@@ -127,10 +124,8 @@ class Precision:
         finite = abs(norm) != float("inf") and norm == norm
         if self.scaler is None and not finite:
             optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteGradients(
-                f"the gradients are not finite (norm {norm}); nothing was updated",
-                "Lower --learning-rate, or look for broken rows in --data; the newest checkpoint is from before.",
-            )
+            remedy = "Lower --learning-rate, or look for broken rows in --data; the newest checkpoint is from before."
+            raise NonFiniteGradients(f"the gradients are not finite (norm {norm}); nothing was updated", remedy)
         self.changed_weights = True
         if finite:
             optimizer.step()  # not the scaler's, which waits for the device to learn what the norm has told
@@ -144,10 +139,8 @@ class Precision:
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= MAX_SKIPS_IN_A_ROW:
-            raise NonFiniteGradients(
-                f"the gradients overflowed fp16 in {self.skipped_in_a_row} steps in a row, whatever the loss scale",
-                "Pass --dtype bf16 where the card has it, else --dtype fp32.",
-            )
+            cause = f"the gradients overflowed fp16 in {self.skipped_in_a_row} steps in a row, whatever the loss scale"
+            raise NonFiniteGradients(cause, "Pass --dtype bf16 where the card has it, else --dtype fp32.")
 
     def state_dict(self) -> dict:
         """What a checkpoint keeps, as JSON values."""
@@ -162,20 +155,16 @@ class Precision:
     def load_state_dict(self, state: dict) -> None:
         """Restores `state_dict`; raises R3LiteError if it is of another dtype or kind of device."""
         saved = Record(state, Source("the checkpoint's precision", "Name another checkpoint."))
-        for what, flag in (("dtype", "--dtype"), ("device", "--device")):
+        for what in ("dtype", "device"):
             here = self.state_dict()[what]
             if saved.text(what) != here:
-                raise R3LiteError(
-                    f"the checkpoint is of a run in {what} {saved.text(what)}, and this one is in {here}",
-                    f"Pass the {flag} of the first run, or start anew from its adapter with --adapter.",
-                )
+                cause = f"the checkpoint is of a run in {what} {saved.text(what)}, and this one is in {here}"
+                remedy = f"Pass the --{what} of the first run, or start anew from its adapter with --adapter."
+                raise R3LiteError(cause, remedy)
         self.skipped, self.skipped_in_a_row = saved.whole("skipped"), saved.whole("skipped_in_a_row")
         if self.scaler is not None:
             scaler = saved.record("scaler")
-            # By the types of today's values: growth_interval and its counter are whole numbers.
-            self.scaler.load_state_dict(
-                {
-                    key: scaler.whole(key) if isinstance(value, int) else scaler.number(key, low=0, above=True)
-                    for key, value in self.scaler.state_dict().items()
-                }
-            )
+            state = self.scaler.state_dict()
+            for key, value in state.items():  # by the types: growth_interval and its counter are whole numbers
+                state[key] = scaler.whole(key) if isinstance(value, int) else scaler.number(key, low=0, above=True)
+            self.scaler.load_state_dict(state)

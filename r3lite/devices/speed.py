@@ -113,11 +113,8 @@ def warn_of_slow_fp16(precision: Precision) -> None:
     dtypes = torch.float16, torch.float32
     fast, slow = (_product_seconds(device, dtype, EDGE, 1, torch.matmul) for dtype in dtypes)
     if fast > slow:
-        print(
-            f"warning: this card multiplies fp16 at {slow / fast:.2f} times the speed of fp32. fp16 still halves the "
-            "memory; where the run fits, --dtype fp32 is faster.",
-            file=sys.stderr,
-        )
+        found = f"this card multiplies fp16 at {slow / fast:.2f} times the speed of fp32. fp16 still halves the memory"
+        print(f"warning: {found}; where the run fits, --dtype fp32 is faster.", file=sys.stderr)
 
 
 def launch_seconds(device: torch.device) -> float:

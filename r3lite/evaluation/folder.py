@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from r3lite.core.command import refuse_another_run
+from r3lite.core import command
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import names_in, read_jsonl, sole_writer, write_json
 from r3lite.core.invocation import load_toml
@@ -18,14 +18,10 @@ UNFINISHED = {CONFIG, PREDICTIONS, "judge-cache"}  # what is there before SCORES
 
 def check_output(config: Any, output: Path) -> None:
     """Refuses a folder that holds anything but what this very evaluation has left unfinished."""
-    names, remedy = names_in(output), f"Name another folder, such as {output / 'evaluation'}."
-    if SCORES in names:
+    if (output / SCORES).exists():
+        remedy = f"Name another folder, such as {output / 'evaluation'}."
         raise R3LiteError(f"--output {output} holds an evaluation already", remedy)
-    if names and (CONFIG not in names or not names <= UNFINISHED):
-        other = min(names - UNFINISHED or names)
-        raise R3LiteError(f"--output {output} is not an empty folder: it holds {other}", remedy)
-    if names:
-        refuse_another_run(output / CONFIG, "evaluate", config, output)
+    command.check_output(output, "evaluate", config, UNFINISHED)
 
 
 def compare_predictions(a: str, b: str, seed: int, folder: str | None) -> None:

@@ -8,6 +8,7 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.tokenizer import Tokenizer
 
 SCORES = {"em": "exact match", "f1": "F1", "retrieval_recall": "recall of the gold paragraphs", "combined": "combined"}
+FIRST_QUERY = "It does not retrieve: the model writes its first query, and you give it the documents."
 SHOWN = ("data", "algorithm", "max_steps", "learning_rate", "lora_r", "lora_alpha", "batch_size", "seed", "max_length")
 
 
@@ -70,19 +71,11 @@ def _scores(scores: Mapping[str, dict]) -> str:
 def _use(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     if facts.file is None:
         return _transformers(facts, messages, tokenizer)
+    lines = [f"llama-cli -m BASE.gguf --lora {facts.file} -cnv   # llama.cpp; BASE.gguf is the base; prompt as above"]
     if facts.merged:
-        return f"""```
-ollama create my-model -f Modelfile   # in this folder
-ollama run my-model "{QUESTION}"
-llama-cli -m {facts.file} -cnv              # llama.cpp; give the prompt above yourself
-```
-
-Neither retrieves: the model writes its first query, and you give it the documents."""
-    return f"""```
-llama-cli -m BASE.gguf --lora {facts.file} -cnv   # llama.cpp; BASE.gguf is the base, and you give it the prompt above
-```
-
-It does not retrieve: the model writes its first query, and you give it the documents."""
+        lines = ["ollama create my-model -f Modelfile   # in this folder", f'ollama run my-model "{QUESTION}"']
+        lines.append(f"llama-cli -m {facts.file} -cnv              # llama.cpp; give the prompt above yourself")
+    return "\n".join(["```", *lines, f"```\n\n{FIRST_QUERY}"])
 
 
 def _transformers(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
@@ -113,5 +106,5 @@ written = model.generate(**inputs, max_new_tokens=128, do_sample=False{ends})
 print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```
 
-It does not retrieve: the model writes its first query, and you give it the documents.
+{FIRST_QUERY}
 `python -m r3lite.ask {which} --index INDEX` does both."""

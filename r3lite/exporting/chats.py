@@ -82,9 +82,8 @@ def check(where: str, definition: str, text: str, ids: list[int], adds_first: bo
     found = backend.encode(text, add_special_tokens=adds_first).ids
     if found != ids:
         made, trained = (backend.decode(tokens, skip_special_tokens=False) for tokens in (found, ids))
-        raise R3LiteError(
-            f"{where}: other programs would make the prompt {made!r}, and training had {trained!r}", REMEDY
-        )
+        cause = f"{where}: other programs would make the prompt {made!r}, and training had {trained!r}"
+        raise R3LiteError(cause, REMEDY)
 
 
 def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:

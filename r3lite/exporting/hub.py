@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, explained
 
 TOKEN = "HF_TOKEN"
 
@@ -40,16 +40,13 @@ def push(folder: Path, repository: str, kind: str) -> str:
     from huggingface_hub.errors import HTTPError  # that of the HTTP library which it uses
 
     api, as_request = HfApi(token=token()), kind == "pull-request"
-    try:
+    remedy = f"Check the name, what the token in {TOKEN} may do, and the connection; the same command tries again."
+    with explained((HTTPError, OSError, ValueError), f"{repository} did not take the upload", remedy):
         if not as_request:
             api.create_repo(repository, private=True, exist_ok=True)
             if not api.model_info(repository).private:
-                remedy = "Name another repository, make it private, or pass --push-as pull-request."
-                raise R3LiteError(f"{repository} is public, and nothing was uploaded", remedy)
+                private = "Name another repository, make it private, or pass --push-as pull-request."
+                raise R3LiteError(f"{repository} is public, and nothing was uploaded", private)
         added = [CommitOperationAdd(path.name, str(path)) for path in files_of(folder)]
         done = api.create_commit(repository, added, commit_message="Exported by r3lite", create_pr=as_request)
-    except (HTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        remedy = f"Check the name, what the token in {TOKEN} may do, and the connection; the same command tries again."
-        raise R3LiteError(f"{repository} did not take the upload: {reason}", remedy) from error
     return done.pr_url if as_request else f"{api.endpoint}/{repository}"

@@ -5,7 +5,7 @@ Series differ by colour (Okabe and Ito's, which the colour-blind can tell apart)
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import groupby
 
@@ -91,13 +91,14 @@ def thinned(line: Line) -> Line:
     size = -(-len(line.xs) // MOST_POINTS)
     if size <= 1:
         return line
-    xs, ys = [], []
-    for start in range(0, len(line.xs), size):
-        of_bin = slice(start, start + size)
-        known = [y for y in line.ys[of_bin] if y is not None]
-        xs.append(sum(line.xs[of_bin]) / len(line.xs[of_bin]))
-        ys.append(sum(known) / len(known) if known else None)
-    return Line(line.label, xs, ys, line.colour, line.dash)
+    starts = range(0, len(line.xs), size)
+    means = [[_mean(values[start : start + size]) for start in starts] for values in (line.xs, line.ys)]
+    return replace(line, xs=means[0], ys=means[1])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -137,9 +138,8 @@ class Scale:
         if log and low > 0:
             return Scale(math.log10(low) - 0.05, math.log10(high) + 0.05, start, end, True)
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        return Scale(
-            low - (0 if zero and low == 0 else room), high + (0 if zero and high == 0 > low else room), start, end
-        )
+        below, above = 0 if zero and low == 0 else room, 0 if zero and high == 0 > low else room
+        return Scale(low - below, high + above, start, end)
 
     def __call__(self, value: float) -> float:
         value = math.log10(value) if self.log else value

@@ -1,7 +1,7 @@
 """Files of SFT rows and questions: how long their parts are, as histograms."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from r3lite.core.episode import Question, Step
@@ -23,25 +23,22 @@ COUNTED = ("steps", "paragraphs", "gold")
 BINS = 10
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataFile:
-    """The lengths of each part, row by row, in `unit`; COUNTED parts are counted."""
+    """The sizes of the parts of each row: lengths in `unit`, and of COUNTED parts how many there are."""
 
     name: str
     unit: str
-    rows: int = 0
-    lengths: dict[str, list[int]] = field(default_factory=dict)
+    sizes: list[dict[str, int]]
     what: str = "rows"
 
     @property
     def label(self) -> str:
-        return f"data, {self.rows} {self.what}"
+        return f"data, {len(self.sizes)} {self.what}"
 
-    def add(self, sizes: dict[str, int]) -> None:
-        """Takes in a row."""
-        self.rows += 1
-        for part, size in sizes.items():
-            self.lengths.setdefault(part, []).append(size)
+    def of(self, part: str) -> list[int]:
+        """The sizes of a part, of the rows that have it."""
+        return [sizes[part] for sizes in self.sizes if part in sizes]
 
 
 def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
@@ -49,45 +46,43 @@ def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
 
     Raises R3LiteError if no line has a question.
     """
-    found = DataFile(path.name, unit)
-    for row in read_jsonl(path):
-        if "question" in row:
-            found.add(_sizes(row, length))
-    if not found.rows:
+    sizes = [_of_row(row, length) for row in read_jsonl(path) if "question" in row]
+    if not sizes:
         raise R3LiteError(f"{path} holds no rows with a question", "Name a file that r3lite.collect wrote.")
-    return found
+    return DataFile(path.name, unit, sizes)
 
 
 def of_questions(name: str, questions: Iterable[Question], length: Callable[[str], int], unit: str) -> DataFile:
     """The same of questions as a data set has them."""
-    found = DataFile(name, unit, what="questions")
-    for question in questions:
-        sizes = {"question": length(question.text), "answer": length(next(iter(question.answers), ""))}
-        if question.documents:
-            sizes |= {"paragraphs": len(question.documents), "gold": len(question.gold)}
-            sizes["documents"] = sum(length(document.text) for document in question.documents)
-        found.add(sizes)
-    return found
+    return DataFile(name, unit, [_of_question(question, length) for question in questions], "questions")
 
 
-def _sizes(row: Record, length: Callable[[str], int]) -> dict[str, int]:
+def _of_question(question: Question, length: Callable[[str], int]) -> dict[str, int]:
+    sizes = {"question": length(question.text), "answer": length(next(iter(question.answers), ""))}
+    if question.documents:
+        sizes |= {"paragraphs": len(question.documents), "gold": len(question.gold)}
+        sizes["documents"] = sum(length(document.text) for document in question.documents)
+    return sizes
+
+
+def _of_row(row: Record, length: Callable[[str], int]) -> dict[str, int]:
     steps = [Step.from_json(step) for step in row.records("steps", ())]
-    answer = next((step.answer for step in reversed(steps) if step.answer is not None), None)
+    answers = [step.answer for step in reversed(steps) if step.answer is not None] or row.texts("answers", ())
     sizes = {"question": length(row.text("question"))}
+    if answers:
+        sizes["answer"] = length(answers[0])
     if steps:
         sizes["analyses"] = sum(length(step.analysis) for step in steps)
         sizes["documents"] = sum(length(document.text) for step in steps for document in step.documents)
         sizes["steps"] = len(steps)
-    if answer is None:
-        answer = next(iter(row.texts("answers", ())), None)
-    return sizes | ({} if answer is None else {"answer": length(answer)})
+    return sizes
 
 
 def charts(files: Sequence[DataFile]) -> dict[str, list[Chart]]:
     """Histograms of each part, the files side by side."""
     made = []
     for part, title in PARTS.items():
-        sizes = {file.name: file.lengths.get(part, []) for file in files}
+        sizes = {file.name: file.of(part) for file in files}
         if any(sizes.values()):
             made.append(_histogram(part, title, sizes, files[0].unit))
     return {"Data": made}

@@ -1,5 +1,6 @@
 """Charts of training: metrics over steps, of one run or of several side by side."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -115,14 +116,9 @@ def _named(panel: Panel, runs: Sequence[Run]) -> dict[str, str]:
     known = dict.fromkeys(name for run in runs for row in run.metrics for name in row if row[name] is not None)
     found = {}
     for pattern, label in panel.metrics.items():
-        if EVERY not in pattern:
-            found |= {pattern: label} if pattern in known else {}
-            continue
-        start, end = pattern.split(EVERY)
         for name in known:
-            word = name[len(start) : len(name) - len(end)]
-            if name == start + word + end and "/" not in word:
-                found[name] = word.replace("_", " ")
+            if match := re.fullmatch(pattern.replace(EVERY, "([^/]*)"), name):
+                found[name] = label or match[1].replace("_", " ")
     return found
 
 

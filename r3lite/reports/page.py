@@ -98,8 +98,8 @@ def _episodes(runs: Sequence[Run]) -> dict[str, dict[str, list[dict]]]:
     """By section the episodes of a run's first and newest round."""
     found = {}
     for run in runs:
-        rounds = {"first round": run.first, "newest round": run.last}
-        if shown := {which: list(map(_episode, lines)) for which, lines in rounds.items() if lines}:
+        rounds = zip(("first round", "newest round"), run.shown.values())
+        if shown := {which: list(map(_episode, lines)) for which, lines in rounds}:
             found["Episodes" if len(runs) == 1 else f"Episodes of {run.name}"] = shown
     return found
 

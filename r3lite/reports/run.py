@@ -33,8 +33,7 @@ class Run:
     summary: dict = field(default_factory=dict)
     scores: dict = field(default_factory=dict)
     predictions: list[Record] = field(default_factory=list)
-    first: list[Record] = field(default_factory=list)  # episodes of the first round, and of the newest
-    last: list[Record] = field(default_factory=list)
+    shown: dict[int, list[Record]] = field(default_factory=dict)  # episodes of the first round, and of the newest
     faults: dict[int, Counter] = field(default_factory=dict)  # by round: how many steps have each fault
     steps: dict[int, int] = field(default_factory=dict)  # by round: how many steps there are
     notes: list[str] = field(default_factory=list)
@@ -119,14 +118,11 @@ def lines(run: Run, file: str) -> Iterator[Record]:
 
 def _take(run: Run, row: Record) -> None:
     """Counts an episode's faults, and keeps it if it is of the first round or the newest."""
-    number = row.whole("step", 0)
-    faults = [fault for step in row.records("steps", ()) for fault in step.texts("faults", ())]
-    run.faults.setdefault(number, Counter()).update(faults)
-    run.steps[number] = run.steps.get(number, 0) + len(row.records("steps", ()))
-    if not run.first or run.first[0].whole("step", 0) == number:
-        run.first = [*run.first, row][:KEPT]
-        return
-    if not run.last or run.last[0].whole("step", 0) != number:
-        run.last = []
-    if len(run.last) < KEPT:
-        run.last.append(row)
+    number, steps = row.whole("step", 0), row.records("steps", ())
+    run.faults.setdefault(number, Counter()).update(fault for step in steps for fault in step.texts("faults", ()))
+    run.steps[number] = run.steps.get(number, 0) + len(steps)
+    if number not in run.shown and len(run.shown) > 1:
+        run.shown.popitem()  # no longer the newest
+    shown = run.shown.setdefault(number, [])
+    if len(shown) < KEPT:
+        shown.append(row)

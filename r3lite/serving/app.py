@@ -20,9 +20,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from r3lite.serving.asks import Answer, Refusal
 from r3lite.serving.desk import AUTO, Desk
-from r3lite.serving.guard import Guard, Text, failure
+from r3lite.serving.http import Event, Guard, Text, failure, respond
 from r3lite.serving.openai_api import routes_of
-from r3lite.serving.streams import Event, respond
 from r3lite.settings import LimitSettings, ServerSettings
 
 LOOPBACK = ["localhost", "127.0.0.1", "[::1]", "::1"]

@@ -1,22 +1,98 @@
-"""Takes requests in: checks limits, selects mode and adapter, and follows the answer.
+"""Takes requests in: checks limits, selects mode and adapter, remembers conversations, and follows the answer.
 
-Knows the limits and the conversations, and no HTTP but a refusal's status.
+Knows no HTTP but a refusal's status.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from r3lite.core.errors import R3LiteError
-from r3lite.serving.asks import MODES, Answer, Ask, Refusal
-from r3lite.serving.conversations import Conversations
-from r3lite.serving.limits import Places, Rate
+from r3lite.serving.asks import MODES, Answer, Ask, Message, Refusal
 from r3lite.serving.routing import route
 from r3lite.serving.worker import Job, Worker
 from r3lite.settings import LimitSettings, ModeSettings
 
 AUTO = "auto"
+CLIENTS = 10_000  # whose rate of requests is remembered
+
+
+@dataclass
+class Rate:
+    """A bucket for each client (RFC 2697's idea): it holds `per_minute` requests, and fills up as time passes."""
+
+    per_minute: int
+    clock: Callable[[], float]
+    _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)  # what is in it, and when
+
+    def wait(self, client: str) -> float:
+        """0 if the client may ask now, and counts it; else the seconds until it may."""
+        now = self.clock()
+        left, then = self._buckets.pop(client, (float(self.per_minute), now))
+        left = min(float(self.per_minute), left + (now - then) * self.per_minute / 60)
+        self._buckets[client] = (left - 1 if left >= 1 else left), now
+        if len(self._buckets) > CLIENTS:
+            self._buckets.popitem(last=False)
+        return 0.0 if left >= 1 else (1 - left) * 60 / self.per_minute
+
+
+@dataclass
+class Places:
+    """Requests that are answered or wait, in all and of each client."""
+
+    most: int
+    most_of_client: int
+    taken: Counter[str] = field(default_factory=Counter)
+
+    def take(self, client: str) -> None:
+        """Takes a place; raises Refusal if there is none."""
+        if self.taken.total() >= self.most:
+            raise Refusal(503, "overloaded", "Too many questions are being answered. Try again soon.", 5)
+        if self.taken[client] >= self.most_of_client:
+            raise Refusal(429, "too_many_at_once", "Too many of your questions are being answered. Wait.", 5)
+        self.taken[client] += 1
+
+    def free(self, client: str) -> None:
+        self.taken -= Counter((client,))  # which forgets a client that has none left
+
+
+@dataclass
+class Conversations:
+    """The last turns of each conversation, by its id. The one that was silent longest is forgotten first."""
+
+    turns: int  # of a conversation
+    conversations: int
+    size: int  # bytes of text in all
+    _of: dict[str, deque[tuple[str, str]]] = field(default_factory=dict)  # what was asked and answered
+
+    @property
+    def held(self) -> int:
+        """Bytes of text now."""
+        turns = (turn for turns in self._of.values() for turn in turns)
+        return sum(len(text.encode("utf-8", "replace")) for turn in turns for text in turn)
+
+    def messages(self, id: str | None, all_but_last: bool = False) -> tuple[Message, ...]:
+        """The messages of a conversation so far; `all_but_last`: without its last turn, which is tried again."""
+        turns = list(self._of.get(id, ()))
+        pairs = turns[:-1] if all_but_last else turns
+        roles = ("user", "assistant")
+        return tuple({"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair))
+
+    def add(self, id: str, asked: str, answered: str, in_place_of_last: bool = False) -> None:
+        """Remembers a turn, and forgets what there is no room for."""
+        turns = self._of[id] = self._of.pop(id, deque(maxlen=self.turns))
+        if in_place_of_last and turns:
+            turns.pop()
+        turns.append((asked, answered))
+        while self._of and (len(self._of) > self.conversations or self.held > self.size):
+            oldest = next(iter(self._of))
+            if oldest == id and len(turns) > 1:  # alone it takes too much: its first turns go
+                turns.popleft()
+            else:
+                del self._of[oldest]
 
 
 class Desk:
@@ -49,7 +125,7 @@ class Desk:
         earlier = self.conversations.messages(conversation, all_but_last=retry)
         return Ask(text, mode, adapter or self.modes[mode], earlier, conversation, retry)
 
-    async def answer(self, client: str, ask: Ask, follows: bool) -> AsyncIterator[dict[str, Any] | Answer]:
+    async def answer(self, client: str, ask: Ask, follows: bool) -> AsyncGenerator[dict[str, Any] | Answer, None]:
         """`{"type": "start"}` when the ask has been taken in, its progress if it `follows`, and the answer.
 
         Raises Refusal. When it is closed, or ends in any other way, the ask is stopped and its place is free.
@@ -66,17 +142,17 @@ class Desk:
                 event = await asyncio.wait_for(job.events.get(), max(0.0, deadline - self.clock()))
                 if event is None:
                     raise Refusal(500, "failed", "Something went wrong here. The server's log says what.")
-                if isinstance(event, Answer):
-                    if ask.conversation is not None and event.final_answer:
-                        self.conversations.add(ask.conversation, ask.text, event.final_answer, ask.retry)
-                    yield event
-                    return
+                is_last = isinstance(event, Answer)
+                if is_last and event.final_answer and ask.conversation is not None:
+                    self.conversations.add(ask.conversation, ask.text, event.final_answer, ask.retry)
                 yield event
+                if is_last:
+                    return
         except R3LiteError as error:  # of `prepare`
             raise Refusal(400, "context_length_exceeded", "The question is too long for this model.") from error
         except TimeoutError as error:
-            seconds = f"{self.limits.request_seconds:g}"
-            raise Refusal(504, "timeout", f"The answer took longer than {seconds} seconds, and was stopped.") from error
+            late = f"The answer took longer than {self.limits.request_seconds:g} seconds, and was stopped."
+            raise Refusal(504, "timeout", late) from error
         finally:
             job.stopped = True
             self.places.free(client)

@@ -20,8 +20,7 @@ from r3lite.core.episode import CUT_OFF
 from r3lite.serving.asks import Answer, Ask, Refusal
 from r3lite.serving.asks import Message as Said
 from r3lite.serving.desk import AUTO, Desk
-from r3lite.serving.guard import Text
-from r3lite.serving.streams import Event, respond
+from r3lite.serving.http import Event, Text, respond
 
 # What changes no answer, and values of other fields that ask for what is done anyway. All else is refused by its name.
 HARMLESS = {

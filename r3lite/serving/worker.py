@@ -37,7 +37,7 @@ class Worker:
     def __init__(self, answering: Answering):
         self.answering = answering
         self._incoming: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._jobs: list[Job] = []
+        self._jobs: dict[int, Job] = {}  # by the id of what was prepared for it
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
 
     def start(self) -> None:
@@ -53,33 +53,29 @@ class Worker:
 
     def _run(self) -> None:
         while self._take():
-            for job in self._jobs:
+            for job in self._jobs.values():
                 if job.stopped:
                     self.answering.leave(job.prepared)
             try:
                 ended = self.answering.iterate()
             except Exception:  # whatever it is, the next ones shall be answered
                 traceback.print_exc(file=sys.stderr)
-                for job in self._jobs:
+                for job in self._jobs.values():
                     job.put(None)
                 self._jobs.clear()
                 self.answering.restart()
                 continue
             for prepared, answer in ended:
-                job = next(job for job in self._jobs if job.prepared is prepared)
-                self._jobs.remove(job)
-                job.put(answer)
+                self._jobs.pop(id(prepared)).put(answer)
         self.answering.close()
 
     def _take(self) -> bool:
         """Joins the jobs that have come, waiting for one if there is nothing to do; False at the end."""
-        while True:
-            try:
-                job = self._incoming.get(block=not self._jobs)
-            except queue.Empty:
-                return True
+        while not self._jobs or not self._incoming.empty():
+            job = self._incoming.get()
             if job is None:
                 return False
             if not job.stopped:
-                self._jobs.append(job)
+                self._jobs[id(job.prepared)] = job
                 self.answering.join(job.prepared)
+        return True

@@ -6,26 +6,12 @@ other rooms; the other commands put their sections together in their own file. T
 """
 
 import math
-from dataclasses import dataclass
 
-from r3lite.settings.commands import (
-    AskSettings,
-    CardSettings,
-    CheckFormatSettings,
-    CollectSettings,
-    DoctorSettings,
-    EvaluateSettings,
-    ExportSettings,
-    PlanSettings,
-    PrepareSettings,
-    ProcedureFileSettings,
-    QuickstartSettings,
-    ReportSettings,
-    RetrieveSettings,
-    SftSettings,
-    TeacherCacheSettings,
-    TuningSettings,
-)
+from r3lite.settings.commands import (  # isort: skip
+    AskSettings, CardSettings, CheckFormatSettings, CollectSettings, DoctorSettings, EvaluateSettings, ExportSettings,
+    PlanSettings, PrepareSettings, ProcedureFileSettings, QuickstartSettings, ReportSettings, RetrieveSettings,
+    SftSettings, TeacherCacheSettings, TuningSettings,
+)  # fmt: skip
 from r3lite.settings.common import CommandConfig, Common
 from r3lite.settings.data import DataSettings, NewQuestionSettings, QuestionSettings, SourceSettings, TrajectorySettings
 from r3lite.settings.judge import JudgeSettings
@@ -39,7 +25,6 @@ from r3lite.settings.serve import LimitSettings, ListenSettings, ModeSettings, S
 from r3lite.settings.training import GuardSettings, OptimizerSettings, Schedule, TrackSettings, ValidationSettings
 
 
-@dataclass(frozen=True)
 class SamplingConfig(CommandConfig):
     """What the settings of all commands have in common that load a model and sample episodes, greedily by default."""
 
@@ -52,7 +37,6 @@ class SamplingConfig(CommandConfig):
     truncation: TruncationSettings = TruncationSettings()
 
 
-@dataclass(frozen=True)
 class SftConfig(CommandConfig):
     """Fine-tunes a model on trajectories that `collect` wrote: the step format, and quoting documents.
 
@@ -83,7 +67,6 @@ class SftConfig(CommandConfig):
         return math.ceil(last / self.rows_per_step), last
 
 
-@dataclass(frozen=True)
 class PpoConfig(CommandConfig):
     """Trains a LoRA adapter by reinforcement learning: the model answers questions step by step with a retriever
     and is rewarded for right answers, for finding the gold paragraphs and for well-formed steps.
@@ -121,7 +104,6 @@ class PpoConfig(CommandConfig):
         return math.ceil(self.schedule.epochs * questions / self.rl.batch_size)
 
 
-@dataclass(frozen=True)
 class RolloutWorkerConfig(CommandConfig):
     """Samples episodes for `python -m r3lite.ppo --rollout-server http://HOST:8100`, which runs on another machine.
 
@@ -141,7 +123,6 @@ class RolloutWorkerConfig(CommandConfig):
     sampling: SamplingSettings = SamplingSettings()
 
 
-@dataclass(frozen=True)
 class CollectConfig(SamplingConfig):
     """Writes trajectories to fine-tune on, one JSON object a line: question, steps with documents, answer.
 
@@ -158,7 +139,6 @@ class CollectConfig(SamplingConfig):
     sampling: SamplingSettings = SamplingSettings(temperature=0.7)  # that of RFT (arXiv 2308.01825)
 
 
-@dataclass(frozen=True)
 class EvaluateConfig(SamplingConfig):
     """Answers questions step by step with a retriever, greedily by default, and scores the answers.
 
@@ -174,7 +154,6 @@ class EvaluateConfig(SamplingConfig):
     judge: JudgeSettings = JudgeSettings()
 
 
-@dataclass(frozen=True)
 class AskConfig(SamplingConfig):
     """Asks a trained model: python -m r3lite.ask "Who directed ...?" --adapter runs/ppo --index my-index
 
@@ -187,7 +166,6 @@ class AskConfig(SamplingConfig):
     procedures: ProcedureSettings = ProcedureSettings()
 
 
-@dataclass(frozen=True)
 class ServeConfig(SamplingConfig):
     """Serves a web page and an HTTP API: python -m r3lite.serve --adapters sft=runs/sft,rl=runs/ppo --index my-index
 
@@ -202,7 +180,6 @@ class ServeConfig(SamplingConfig):
     procedures: ProcedureSettings = ProcedureSettings()
 
 
-@dataclass(frozen=True)
 class TunePromptConfig(SamplingConfig):
     """Improves a prompt: has a critic say what in it makes the model fail, and write better ones, round after round.
 
@@ -217,7 +194,6 @@ class TunePromptConfig(SamplingConfig):
     data: QuestionSettings = QuestionSettings()
 
 
-@dataclass(frozen=True)
 class QuickstartConfig(CommandConfig):
     """Teaches the tiny shipped model to answer multi-hop questions about an invented world.
 

@@ -1,18 +1,17 @@
 """Sections that only one command has."""
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import ANY, Bounds, Count, Fraction, Required, Section, Tokens, Trait, UsageError, Whole
 from r3lite.settings.common import budget_bytes
 from r3lite.settings.protocol import Format
+from r3lite.settings.retrieval import EncoderSettings
 from r3lite.settings.rl import Algorithm, Top
 
 Few = Annotated[int, Bounds(low=1, high=100)]
 
 
-@dataclass(frozen=True)
 class PrepareSettings(Section):
     """Preparing."""
 
@@ -26,7 +25,6 @@ class PrepareSettings(Section):
     """test questions, for one evaluation at the end"""
 
 
-@dataclass(frozen=True)
 class SftSettings(Section):
     """Supervised fine-tuning."""
 
@@ -46,7 +44,6 @@ class SftSettings(Section):
     """steps between validation losses; one more at the end"""
 
 
-@dataclass(frozen=True)
 class CollectSettings(Section):
     """Collecting."""
 
@@ -73,7 +70,6 @@ class CollectSettings(Section):
     """most of them that are kept of a question, the shortest, no two with the same queries"""
 
 
-@dataclass(frozen=True)
 class TeacherCacheSettings(Section):
     """Log-probabilities of a teacher."""
 
@@ -97,7 +93,6 @@ def with_baseline(name: str, settings: dict) -> str:
     return f"{name} ({known})" if known else name
 
 
-@dataclass(frozen=True)
 class EvaluateSettings(Section):
     """Evaluation."""
 
@@ -119,7 +114,6 @@ class EvaluateSettings(Section):
     """two evaluation folders or prediction files of the same questions to compare; needs no model and no --data"""
 
 
-@dataclass(frozen=True)
 class TuningSettings(Section):
     """Prompt optimisation."""
 
@@ -145,7 +139,6 @@ class TuningSettings(Section):
     """episodes with a wrong answer, or without one, that one critique is about"""
 
 
-@dataclass(frozen=True)
 class AskSettings(Section):
     """Ask."""
 
@@ -155,7 +148,6 @@ class AskSettings(Section):
     """print only one line of JSON a question: question, final_answer, reasoning_trace, search_queries and documents"""
 
 
-@dataclass(frozen=True)
 class ReportSettings(Section):
     """Report."""
 
@@ -169,7 +161,6 @@ class ReportSettings(Section):
     """write the page again and again until the runs are complete; a browser that shows it follows"""
 
 
-@dataclass(frozen=True)
 class RetrieveSettings(Section):
     """Retrieve."""
 
@@ -185,7 +176,6 @@ class RetrieveSettings(Section):
     """port to listen on with --serve; 0: any that is free"""
 
 
-@dataclass(frozen=True)
 class CheckFormatSettings(Section):
     """Check of a format."""
 
@@ -195,7 +185,6 @@ class CheckFormatSettings(Section):
     """which step --turn is; those before it are the sample's"""
 
 
-@dataclass(frozen=True)
 class ExportSettings(Section):
     """Export."""
 
@@ -241,21 +230,15 @@ class ExportSettings(Section):
         budget_bytes(self.max_shard_size, "--max-shard-size")
 
 
-@dataclass(frozen=True)
-class ProcedureFileSettings(Section):
+class ProcedureFileSettings(EncoderSettings):
     """The file of procedures."""
 
     add: str | None = None
     """JSON file of further procedures, a list or a single one, that are written into --procedures"""
     match: str | None = None
-    """show how well each procedure fits this question, and which one would stand before it"""
-    encoder: str = "intfloat/e5-base-v2"
-    """encoder of --match, as for --retriever semantic"""
-    encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
-    """its prompts, as for --retriever semantic"""
+    """show how well each procedure fits this question by --encoder, and which one would stand before it"""
 
 
-@dataclass(frozen=True)
 class PlanSettings(Section):
     """Plan."""
 
@@ -263,7 +246,6 @@ class PlanSettings(Section):
     """the run that is planned: sft takes the flags of sft, all others those of ppo"""
 
 
-@dataclass(frozen=True)
 class CardSettings(Section):
     """Card."""
 
@@ -271,7 +253,6 @@ class CardSettings(Section):
     """plan for a card that is elsewhere: a name such as "RTX 3050 Laptop"; a wrong one tells which are known"""
 
 
-@dataclass(frozen=True)
 class DoctorSettings(Section):
     """Doctor."""
 
@@ -281,7 +262,6 @@ class DoctorSettings(Section):
     """precision of the runs that it is examined for; auto: bf16 if the device has it, else fp16 (on a CPU fp32)"""
 
 
-@dataclass(frozen=True)
 class QuickstartSettings(Section):
     """Quickstart."""
 

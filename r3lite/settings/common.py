@@ -2,16 +2,14 @@
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from r3lite.core.config import Bounds, Free, Section, UsageError
+from r3lite.core.config import Bounds, Free, Frozen, Section, UsageError
 
 UNITS = {"GIB": 1 << 30, "MIB": 1 << 20, "GB": 10**9, "MB": 10**6}
 
 
-@dataclass(frozen=True)
 class Common(Section):
     """General."""
 
@@ -43,27 +41,29 @@ class Weighted(dict):
         return f"{self['name']}={self['weight']:g}" + (f" ({', '.join(parts)})" if parts else "")
 
 
-@dataclass(frozen=True)
-class CommandConfig:
+class CommandConfig(Frozen):
     """What the settings of all commands begin with."""
 
     common: Common = Common()
 
 
-def problem_of_address(address: str) -> str | None:
-    """What is wrong with the address of a server, if anything is."""
+def check_address(setting: str, address: str, example: str) -> None:
+    """Raises UsageError unless an address is that of a server. It is not quoted: it may hold a password."""
+
+    def wrong(problem: str) -> UsageError:
+        return UsageError(f"{setting} {problem}; pass one such as {example}")
+
     try:
         parts = urlsplit(address)
         host, _ = parts.hostname, parts.port
     except ValueError:  # a bad IPv6 address or port
-        return "is not an address"
+        raise wrong("is not an address") from None
     if parts.username is not None or parts.password is not None:
-        return "holds a user or a password, which would stand in files and messages"
+        raise wrong("holds a user or a password, which would stand in files and messages")
     if parts.query or parts.fragment:
-        return "holds a query or a fragment, which would stand in files and messages"
+        raise wrong("holds a query or a fragment, which would stand in files and messages")
     if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\x00-\x1f\\]", address):
-        return "is not an address of http or https"
-    return None
+        raise wrong("is not an address of http or https")
 
 
 def budget_bytes(text: str, setting: str = "--vram-budget") -> int:

@@ -2,12 +2,11 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from r3lite.core.config import MOST, Count, Required, Section, UsageError
-from r3lite.core.errors import nearest
+from r3lite.core.config import MOST, Count, Required, Section
+from r3lite.core.errors import UsageError, nearest
 from r3lite.settings.common import Weighted
 from r3lite.settings.protocol import FORMATS
 
@@ -15,7 +14,6 @@ TYPES = ("qa", "chat", "coding", "function_calling", "r1")
 KEYS = ("file", "weight", "name", "type", "format")
 
 
-@dataclass(frozen=True)
 class DataSettings(Section):
     """Data."""
 
@@ -28,7 +26,6 @@ class DataSettings(Section):
     """count malformed rows and go on, instead of stopping at the first"""
 
 
-@dataclass(frozen=True)
 class QuestionSettings(DataSettings):
     """Data."""
 
@@ -37,7 +34,6 @@ class QuestionSettings(DataSettings):
     ] = None
 
 
-@dataclass(frozen=True)
 class NewQuestionSettings(QuestionSettings):
     """Data."""
 
@@ -46,7 +42,6 @@ class NewQuestionSettings(QuestionSettings):
     the adapter was trained on, which it may answer from memory"""
 
 
-@dataclass(frozen=True)
 class TrajectorySettings(DataSettings):
     """Data."""
 
@@ -85,7 +80,6 @@ class SourceEntry(Weighted):
             raise UsageError(f"the source {name} is of type {kind}, which has no steps: leave its format out")
 
 
-@dataclass(frozen=True)
 class SourceSettings(Section):
     """Sources."""
 

@@ -1,16 +1,14 @@
 """Settings of the model that judges answers and steps, teaches, or criticizes prompts."""
 
 import re
-from dataclasses import dataclass
 from typing import Literal
 
 from r3lite.core.config import Count, Free, NonNegative, Positive, Section, Tokens, UsageError, Whole
-from r3lite.settings.common import problem_of_address
+from r3lite.settings.common import check_address
 
 GEMINI = "gemini-3.5-flash-lite"
 
 
-@dataclass(frozen=True)
 class JudgeSettings(Section):
     """Judge."""
 
@@ -61,6 +59,5 @@ class JudgeSettings(Section):
             raise UsageError(f"judge_model is {self.judge_model!r}, which no model is named")
 
     def __post_init__(self):
-        if self.judge_base_url is not None and (problem := problem_of_address(self.judge_base_url)):
-            # The address is not quoted: it may hold a password.
-            raise UsageError(f"judge_base_url {problem}; pass an address such as https://example.com")
+        if self.judge_base_url is not None:
+            check_address("judge_base_url", self.judge_base_url, "https://example.com")

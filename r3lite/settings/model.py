@@ -1,6 +1,5 @@
 """Settings of the base model, of the LoRA adapter, and of the memory that they may take."""
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, get_args
 
 from r3lite.core.config import ANY, Alias, Bounds, Count, Fraction, Free, Positive, Section, Whole
@@ -8,7 +7,6 @@ from r3lite.core.config import ANY, Alias, Bounds, Count, Fraction, Free, Positi
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-@dataclass(frozen=True)
 class ModelSettings(Section):
     """Model."""
 
@@ -29,7 +27,6 @@ class ModelSettings(Section):
     """torch.compile for the dequantization of a base in NF4 on a CUDA card; takes up to minutes at the start"""
 
 
-@dataclass(frozen=True)
 class LoraSettings(Section):
     """LoRA adapter (arXiv 2106.09685)."""
 
@@ -50,7 +47,6 @@ class LoraSettings(Section):
     """scale by alpha / sqrt(r) instead (arXiv 2312.03732)"""
 
 
-@dataclass(frozen=True)
 class MemorySettings(Section):
     """Memory. Sizes that are not given are chosen automatically: the fastest that fit."""
 

@@ -1,16 +1,14 @@
 """Settings of the step format and the prompts."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
-from r3lite.core.config import Bounds, Section, UsageError
-from r3lite.core.errors import nearest
+from r3lite.core.config import Bounds, Section
+from r3lite.core.errors import UsageError, nearest
 
 Format = Literal["r3", "tags", "solution", "dag"]
 FORMATS = get_args(Format)
 
 
-@dataclass(frozen=True)
 class ProtocolSettings(Section):
     """Step format and prompts."""
 

@@ -1,12 +1,12 @@
 """Settings of the retriever, of procedures, and of building an index."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Literal
 
-from r3lite.core.config import Bounds, Fraction, Section, UsageError
-from r3lite.core.errors import nearest
-from r3lite.settings.common import budget_bytes, problem_of_address
+from r3lite.core.config import Bounds, Fraction, Section
+from r3lite.core.errors import UsageError, nearest
+from r3lite.settings.common import budget_bytes, check_address
 
 SOURCES = ("General", "News", "Academic")  # kinds that a plan knows
 RETRIEVERS = ("semantic", "lexical", "hybrid", "golden", "none")
@@ -28,8 +28,21 @@ def source_and_place(entry: str) -> tuple[str, str]:
     return source.strip(), place.strip()
 
 
-@dataclass(frozen=True)
-class RetrievalSettings(Section):
+class EncoderSettings(Section):
+    """Encoder."""
+
+    encoder: str = "intfloat/e5-base-v2"
+    """BERT, RoBERTa or XLM-R encoder: folder or hub id; another sentence-transformers model (extra encoders); or
+    hashing (TF-IDF on hashed words, no download)"""
+    encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
+    """own: the prompts that the encoder's files name; e5: query/passage prefixes; plain: none; auto: own if there are
+    any, else e5 if the encoder's name says so"""
+    encoder_dtype: Literal["fp32", "bf16"] = "fp32"
+    """precision of the encoder, and of --rerank; bf16 halves the memory and is faster on hardware that supports it;
+    vectors differ by some thousandths, so it may search an index built in fp32, and the other way round"""
+
+
+class RetrievalSettings(EncoderSettings):
     """Retrieval."""
 
     retriever: str = "semantic"
@@ -42,15 +55,6 @@ class RetrievalSettings(Section):
     """passages (id, title, text) as JSONL, indexed on the fly; by default the paragraphs that come with --data"""
     index: str | None = None
     """index folder built by `python -m r3lite.index`"""
-    encoder: str = "intfloat/e5-base-v2"
-    """BERT, RoBERTa or XLM-R encoder: folder or hub id; another sentence-transformers model (extra encoders); or
-    hashing (TF-IDF on hashed words, no download)"""
-    encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
-    """own: the prompts that the encoder's files name; e5: query/passage prefixes; plain: none; auto: own if there are
-    any, else e5 if the encoder's name says so"""
-    encoder_dtype: Literal["fp32", "bf16"] = "fp32"
-    """precision of --encoder and --rerank; bf16 halves the memory and is faster on hardware that supports it; vectors
-    differ by some thousandths, so it may search an index built in fp32, and the other way round"""
     top_k: Annotated[int, Bounds(low=1, high=1000)] = 5
     """passages per query; golden returns all gold paragraphs"""
     fusion: Literal["rrf", "weighted"] = "rrf"
@@ -124,9 +128,8 @@ class RetrievalSettings(Section):
         for settings in self.of_sources.values():
             settings.check()
         if self.is_remote:
-            if problem := problem_of_address(collection_server(self.retriever) or self.retriever):
-                known = "http://host:8000/retrieve or qdrant://host:6333/collection"
-                raise UsageError(f"the address of --retriever {problem}; pass one such as {known}")
+            example = "http://host:8000/retrieve or qdrant://host:6333/collection"
+            check_address("the address of --retriever", collection_server(self.retriever) or self.retriever, example)
             if self.is_collection and self.encoder == "hashing":
                 raise UsageError("--encoder hashing weighs words by the corpus, which is on the server: name a BERT")
         elif self.is_web and self.top_k > self.web_results:
@@ -137,11 +140,10 @@ class RetrievalSettings(Section):
         for text in self.filter or ():
             if not CONDITION.fullmatch(text.strip()):
                 raise UsageError(f"--filter {text}: write it as lang=en or year>=2020, in quotes")
-        if self.rerank and "://" in self.rerank and (problem := problem_of_address(self.rerank)):
-            raise UsageError(f"the address of --rerank {problem}; pass one such as http://host:8000/rerank")
+        if self.rerank and "://" in self.rerank:
+            check_address("the address of --rerank", self.rerank, "http://host:8000/rerank")
 
 
-@dataclass(frozen=True)
 class ProcedureSettings(Section):
     """Procedures."""
 
@@ -154,8 +156,7 @@ class ProcedureSettings(Section):
     """least cosine of a question with a description that is near; encoders differ: the command procedures shows them"""
 
 
-@dataclass(frozen=True)
-class IndexSettings(Section):
+class IndexSettings(EncoderSettings):
     """Index."""
 
     documents: str | None = None
@@ -172,14 +173,6 @@ class IndexSettings(Section):
     but not flat or sq8 above a million passages"""
     memory_budget: str = "4GiB"
     """most memory of the index, such as 4GiB or 900MiB, while it is built or searched, without the encoder"""
-    encoder: str = "intfloat/e5-base-v2"
-    """BERT, RoBERTa or XLM-R encoder: folder or hub id; another sentence-transformers model (extra encoders); or
-    hashing (TF-IDF on hashed words, no download)"""
-    encoder_style: Literal["auto", "own", "e5", "plain"] = "auto"
-    """own: the prompts that the encoder's files name; e5: query/passage prefixes; plain: none; auto: own if there are
-    any, else e5 if the encoder's name says so"""
-    encoder_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16 halves the memory and is faster where the hardware has it; either may search an index of the other"""
     batch_size: Annotated[int, Bounds(low=1, high=1 << 16)] = 64
     """passages encoded together"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -201,7 +194,6 @@ class IndexSettings(Section):
         budget_bytes(self.memory_budget, "--memory-budget")
 
 
-@dataclass(frozen=True)
 class DocumentSettings(Section):
     """How --documents become passages."""
 

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from r3lite.core.config import MOST, Bounds, NonNegative, Section, UsageError
@@ -35,7 +34,6 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, (int, float)) and abs(value) <= MOST)
 
 
-@dataclass(frozen=True)
 class RewardSettings(Section):
     """Rewards."""
 

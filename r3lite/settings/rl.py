@@ -1,7 +1,6 @@
 """Settings of reinforcement learning, and those that each algorithm's paper has."""
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import Bounds, Count, Fraction, NonNegative, Positive, Section, Whole
@@ -28,7 +27,6 @@ PAPERS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
 class RLSettings(Section):
     """Reinforcement learning."""
 

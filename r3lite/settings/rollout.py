@@ -1,13 +1,11 @@
 """Settings of an episode: its limits and how tokens are sampled."""
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from r3lite.core.config import ANY, Alias, Bounds, Free, Positive, Section, Tokens, UsageError, Whole
-from r3lite.settings.common import problem_of_address
+from r3lite.core.config import ANY, Alias, Bounds, Free, Positive, Section, Tokens, Whole
+from r3lite.settings.common import check_address
 
 
-@dataclass(frozen=True)
 class LengthSettings(Section):
     """Limits of an episode."""
 
@@ -28,7 +26,6 @@ class LengthSettings(Section):
         return min((self.max_hops + 1) * self.max_new_tokens, self.max_length)
 
 
-@dataclass(frozen=True)
 class SamplingSettings(Section):
     """Sampling."""
 
@@ -38,7 +35,6 @@ class SamplingSettings(Section):
     """episodes decoded together; by default as many as the memory budget allows"""
 
 
-@dataclass(frozen=True)
 class TruncationSettings(Section):
     """Truncated sampling."""
 
@@ -48,7 +44,6 @@ class TruncationSettings(Section):
     """sample from the smallest set of tokens with this probability"""
 
 
-@dataclass(frozen=True)
 class RemoteSettings(Section):
     """Rollouts on other machines."""
 
@@ -65,7 +60,4 @@ class RemoteSettings(Section):
 
     def check(self) -> None:
         for address in self.rollout_server or ():
-            if problem := problem_of_address(address):
-                raise UsageError(
-                    f"--rollout-server {problem}; pass such as http://host:8100 or http://a:8100,http://b:8100"
-                )
+            check_address("--rollout-server", address, "http://host:8100 or http://a:8100,http://b:8100")

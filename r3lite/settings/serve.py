@@ -1,13 +1,11 @@
 """Settings of the server: where it listens, which adapter answers in which mode, and what nobody may exceed."""
 
 import ipaddress
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import ANY, Bounds, Count, Positive, Section, UsageError, Whole
 
 
-@dataclass(frozen=True)
 class ListenSettings(Section):
     """Where it listens."""
 
@@ -26,7 +24,6 @@ class ListenSettings(Section):
             return self.host == "localhost"
 
 
-@dataclass(frozen=True)
 class ServerSettings(ListenSettings):
     """Server."""
 
@@ -40,7 +37,6 @@ class ServerSettings(ListenSettings):
             raise UsageError("--cors-origins is *: name the origins, as any page that is open could ask otherwise")
 
 
-@dataclass(frozen=True)
 class ModeSettings(Section):
     """Modes."""
 
@@ -69,7 +65,6 @@ class ModeSettings(Section):
     """most KiB of text that are remembered in all"""
 
 
-@dataclass(frozen=True)
 class LimitSettings(Section):
     """Limits of requests."""
 

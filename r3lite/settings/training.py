@@ -1,11 +1,10 @@
 """Settings of the loop around a step: length, checkpoints, optimizer, validation and the guard against a collapse."""
 
 import importlib.util
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from r3lite.core.config import Bounds, Count, Fraction, Free, NonNegative, Positive, Section, UsageError, Whole
-from r3lite.core.errors import R3LiteError
+from r3lite.core.config import Bounds, Count, Fraction, Free, NonNegative, Positive, Section, Whole
+from r3lite.core.errors import R3LiteError, UsageError
 
 Share = Annotated[float, Bounds(above=0, high=1)]
 Factor = Annotated[float, Bounds(above=1, high=10**9)]
@@ -13,7 +12,6 @@ Factor = Annotated[float, Bounds(above=1, high=10**9)]
 ENDS = {"cosine": 0.1, "linear": 0.0, "constant": 1.0}
 
 
-@dataclass(frozen=True)
 class Schedule(Section):
     """Length of the run, checkpoints and resuming."""
 
@@ -31,7 +29,6 @@ class Schedule(Section):
     """auto: newest sound checkpoint in --output, or a fresh start; or the folder of a run or a checkpoint"""
 
 
-@dataclass(frozen=True)
 class TrackSettings(Section):
     """Tracking."""
 
@@ -50,7 +47,6 @@ class TrackSettings(Section):
             raise R3LiteError(f"--track {self.track} needs the package {self.track}", "pip install 'r3lite[track]'")
 
 
-@dataclass(frozen=True)
 class OptimizerSettings(Section):
     """Optimizer."""
 
@@ -79,7 +75,6 @@ class OptimizerSettings(Section):
             raise UsageError("--min-learning-rate is 1, and a linear schedule to it does not fall: pass a smaller one")
 
 
-@dataclass(frozen=True)
 class ValidationSettings(Section):
     """Validation during training."""
 
@@ -93,7 +88,6 @@ class ValidationSettings(Section):
     """seed of that draw"""
 
 
-@dataclass(frozen=True)
 class GuardSettings(Section):
     """Collapse guard (docs/collapse.md); none switches a limit off.
 

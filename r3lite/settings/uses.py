@@ -234,7 +234,7 @@ USES = (
     Use("model", "files of rows or questions",
         lambda s: s.command != "report" or any(not Path(run).is_dir() for run in s.runs or ())),
     Use("watch", "folders of runs", lambda s: any(not Path(run).is_file() for run in s.runs or ())),
-    Use("encoder encoder_style", "--match", lambda s: s.command != "procedures" or s.match),
+    Use("encoder encoder_style encoder_dtype", "--match", lambda s: s.command != "procedures" or s.match),
     Use("card", "--device cuda", lambda s: s.device in ("auto", "cuda")),
     Use("step", "--turn", lambda s: s.turn),
     Use("questions", "a comparison: --prompts above 0", lambda s: s.prompts),

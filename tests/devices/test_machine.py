@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from r3lite.devices import machine
-from r3lite.devices.machine import Card, Machine
 
 TOLD = {"driver": "580.95", "power_state": "P8", "watts": "3.1", "watts_limit": "35.0", "celsius": "41"}
 
@@ -62,16 +61,18 @@ def test_a_missing_program_is_no_error(monkeypatch):
 def test_this_machine_is_described_and_its_name_is_not(monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: "alices-laptop")
     found = machine.describe(torch.device("cpu"), {})
-    assert found.card is None and found.threads == torch.get_num_threads() and found.torch == torch.__version__
-    assert found.default_dtype in ("fp32", "bf16") and (found.memory_mib is None or found.memory_mib > 100)
+    assert found["card"] is None and found["threads"] == torch.get_num_threads() and found["torch"] == torch.__version__
+    assert found["default_dtype"] in ("fp32", "bf16") and (found["memory_mib"] is None or found["memory_mib"] > 100)
     assert "alices-laptop" not in str(found)
-    assert [what for what, _ in found.lines()] == ["system", "processor", "PyTorch", "device"]
+    assert list(machine.lines(found)) == ["system", "processor", "PyTorch", "device"]
 
 
 def test_a_card_is_told_with_its_memory_and_power():
-    card = Card("NVIDIA GeForce GTX 1650", "7.5", 3897, 3600, pins_memory=False, told=TOLD)
-    here = Machine("Linux", "a processor", 8, 8, None, "3.12", "2.13", "13.0", "cuda", "fp16", card)
-    told = dict(here.lines())
+    sizes = {"total_mib": 3897, "free_mib": 3600, "pins_memory": False}
+    card = {"name": "NVIDIA GeForce GTX 1650", "capability": "7.5", **sizes, "told": TOLD}
+    here = {"system": "Linux", "processor": "a processor", "cores": 8, "threads": 8, "memory_mib": None, "card": card}
+    here |= {"python": "3.12", "torch": "2.13", "cuda": "13.0", "device": "cuda", "default_dtype": "fp16"}
+    told = machine.lines(here)
     assert told["processor"] == "a processor, 8 cores, 8 threads used"
     assert told["card"] == "NVIDIA GeForce GTX 1650, compute capability 7.5"
     assert told["card's memory"] == "3,897 MiB, 3,600 free; the host's cannot be pinned: offloading is slower"

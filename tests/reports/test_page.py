@@ -127,9 +127,9 @@ def test_lengths_of_a_file_are_counted(tmp_path):
     rows[0]["steps"] = episode()["steps"]
     path.write_text(jsonl(rows), encoding="utf-8")
     found = read_data(path, lambda text: len(text.split()), "words")
-    assert found.rows == 3 and found.lengths["question"] == [3, 3, 14]
-    assert found.lengths["answer"] == [1, 2, 2]  # that of the last step, else the first right one
-    assert found.lengths["steps"] == [2] and found.lengths["documents"] == [4] and found.lengths["analyses"] == [2]
+    assert len(found.sizes) == 3 and found.of("question") == [3, 3, 14]
+    assert found.of("answer") == [1, 2, 2]  # that of the last step, else the first right one
+    assert found.of("steps") == [2] and found.of("documents") == [4] and found.of("analyses") == [2]
     page = html(Report([], [found]), "now")
     Tags(page)
     assert "data, 3 rows" in page

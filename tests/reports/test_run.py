@@ -26,8 +26,9 @@ def test_the_first_round_and_the_newest_are_kept(run_folder):
     rounds = [episode(f"{n}-{i}", n) for n in (1, 2, 3) for i in range(KEPT + 5)]
     rounds[0]["steps"][0]["faults"] = ["no_analysis"]
     (run,) = read_runs([str(run_folder("a", metrics=[{"step": 3}], episodes=rounds))])
-    assert [e.text("id") for e in run.first] == [f"1-{i}" for i in range(KEPT)]
-    assert [e.text("id") for e in run.last] == [f"3-{i}" for i in range(KEPT)]
+    first, newest = run.shown.values()
+    assert [e.text("id") for e in first] == [f"1-{i}" for i in range(KEPT)]
+    assert [e.text("id") for e in newest] == [f"3-{i}" for i in range(KEPT)]
     assert run.faults[1] == {"no_analysis": 1} and run.steps == dict.fromkeys((1, 2, 3), 2 * (KEPT + 5))
 
 

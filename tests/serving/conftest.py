@@ -80,8 +80,8 @@ def serving():
     uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
     pytest.importorskip("fastapi", reason="needs the extra serve")
     from r3lite.serving.app import build_app
-    from r3lite.serving.connections import Connection
     from r3lite.serving.desk import Desk
+    from r3lite.serving.http import Connection
     from r3lite.serving.worker import Worker
 
     running = []

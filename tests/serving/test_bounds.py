@@ -5,8 +5,7 @@ import random
 import pytest
 
 from r3lite.serving.asks import Refusal
-from r3lite.serving.conversations import Conversations
-from r3lite.serving.limits import CLIENTS, Places, Rate
+from r3lite.serving.desk import CLIENTS, Conversations, Places, Rate
 from r3lite.serving.routing import route
 
 

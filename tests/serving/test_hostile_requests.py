@@ -13,7 +13,7 @@ import pytest
 from r3lite.core import http_server
 from r3lite.core.episode import Document
 from r3lite.retrieval import server as retrieval_server
-from r3lite.serving import connections, guard
+from r3lite.serving import http as serving_http
 from r3lite.serving.routing import route
 from tests.serving.test_app import free_again, generate, send
 
@@ -103,7 +103,7 @@ def status_of(reply: bytes) -> int | None:
 
 
 def test_each_request_is_answered_as_it_should_and_the_next_one_too(serving, monkeypatch):
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(serving_http, "BODY_SECONDS", 0.5)
     running = serving()
     wrong = {}
     for name, (sent, statuses) in REQUESTS.items():
@@ -134,8 +134,8 @@ def silent(running, head: bytes) -> socket.socket:
 
 def test_clients_that_never_finish_a_request_are_let_go_and_others_answered(serving, monkeypatch):
     """uvicorn waits for the rest of a head without end: some hundred such connections used all descriptors up."""
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(serving_http, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(serving_http, "BODY_SECONDS", 0.5)
     running = serving()
     whole = request().replace(b"Connection: close\r\n", b"")
     beginnings = [b"", b"POST", b"POST /generate HTTP/1.1\r\nHost: localhost\r\nX: ", request(body=b"{", length=100)]
@@ -154,7 +154,7 @@ def test_clients_that_never_finish_a_request_are_let_go_and_others_answered(serv
 
 
 def test_a_drop_at_a_time_does_not_put_the_end_off(serving, monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.6)
+    monkeypatch.setattr(serving_http, "HEAD_SECONDS", 0.6)
     running = serving()
     with silent(running, b"GET / HTTP/1.1\r\n") as connection:
         began = time.monotonic()

@@ -207,5 +207,5 @@ def test_what_a_preset_or_a_file_for_all_commands_brings_is_not_asked_of_each(tm
 def test_a_command_refuses_before_its_work(capsys):
     work = functools.partial(pytest.fail, "it began")
     argv = ["--data", "x", "--fusion", "weighted"]
-    assert command.run("evaluate", CONFIGS["evaluate"][0], work, argv) == 2
+    assert command.Command("evaluate", CONFIGS["evaluate"][0], work)(argv) == 2
     assert "--fusion is weighted, and would do nothing here: it is for --retriever hybrid" in capsys.readouterr().err

@@ -1,20 +1,53 @@
-"""What every request passes before it is read: its host, its token, its rate, the size of its body."""
+"""HTTP around an ask: what every request passes before it is read, and how its answer is sent."""
 
 import asyncio
 import hmac
 import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
 from typing import Annotated, Any
 
-from fastapi.responses import JSONResponse
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import AfterValidator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from r3lite.serving.asks import Refusal
+from r3lite.serving.asks import Answer, Ask, Refusal
 from r3lite.serving.desk import Desk
 
 OPEN_PATHS = ("/", "/api/health")  # without a token: the page asks for it
-BODY_SECONDS = 30.0  # that a client may take to send its body
+HEAD_SECONDS = 30.0  # that a client may take to send the head of a request
+BODY_SECONDS = 30.0  # and its body
+
+Event = dict[str, Any] | Answer | Refusal  # the last of an ask is its answer or why there is none
+Events = AsyncGenerator[dict[str, Any] | Answer, None]
+Texts = Callable[[Event], Iterable[str]]
+
+
+class Connection(H11Protocol):
+    """HTTP/1.1 by uvicorn, but a connection on which no request begins in time is closed, as uvicorn would wait without
+    end. The time for a head begins with the connection, or with the head's first byte."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Starts the time while a head is awaited, and ends it as soon as there is one."""
+        awaited = self.cycle is None or self.cycle.response_complete
+        if awaited and self._late is None:
+            self._late = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        elif not awaited and self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 def whole(text: str) -> str:
@@ -90,3 +123,46 @@ class Guard:
 def client_of(scope: Scope) -> str:
     """The address that a request comes from."""
     return scope["client"][0] if scope.get("client") else ""
+
+
+async def respond(
+    request: Request, desk: Desk, ask: Ask, whole: Callable[[Answer], dict], texts: Texts | None
+) -> Response:
+    """The answer to an ask: with `texts` as a stream of these texts of each event, one line each, else `whole`."""
+    events = desk.answer(client_of(request.scope), ask, texts is not None)
+    start = await anext(events)  # what refuses the ask does so while there is a status to say it with
+    if texts is None:
+        return JSONResponse(whole(await answer_of(request, events)))
+    sent = (f"data: {text}\n\n" async for event in _with_refusal(start, events) for text in texts(event))
+    return StreamingResponse(sent, media_type="text/event-stream")
+
+
+async def _with_refusal(start: dict[str, Any], events: Events) -> AsyncIterator[Event]:
+    """All events; a refusal is the last one."""
+    async with aclosing(events):
+        yield start
+        try:
+            async for event in events:
+                yield event
+        except Refusal as refusal:
+            yield refusal
+
+
+async def answer_of(request: Request, events: Events) -> Answer:
+    """The next event, which is the answer. If the client goes away before, all ends: nobody reads the Refusal."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = answering, _ = asyncio.ensure_future(anext(events)), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise Refusal(499, "gone", "The client closed the connection.")
+        return answering.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await events.aclose()
