@@ -343,6 +343,14 @@ def test_what_was_given_is_never_overruled(algorithm, fixed):
     assert fitted
 
 
+@pytest.mark.parametrize("gib", [4.0, 8.0])
+def test_full_fine_tuning_recomputes_dense_layers_whatever_a_preset_has(gib):
+    """The preset tiny, of no recomputed layers, made `sft --no-lora` fail, and NF4 weights cannot change."""
+    w = replace(qwen("0.5b", **WORKLOADS["sft"]), full=True, lora_r=0)
+    chosen = choose(w, {"recompute_layers": 0, "nf4": True}, int(gib * (1 << 30)))
+    assert (chosen.nf4, chosen.recompute_layers) == (False, w.model.num_hidden_layers)
+
+
 def applied(remedy: str, w: Workload, fixed: dict, budget: int) -> tuple[Workload, dict, int]:
     """What is asked for when a user does what a remedy says."""
     if match := re.fullmatch(r"--vram-budget (\d+)MiB", remedy):
