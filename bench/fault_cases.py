@@ -178,6 +178,8 @@ RESUME = ("--resume", "auto")
 CASES = [
     Case("sft", "sft", _sft(), RESUME),
     Case("sft, nf4 cache", "sft", _nf4, RESUME),
+    Case("sft, streamed", "sft", _sft("--stream-layers", "--recompute-layers", "none", "--nf4-cache", "none"), RESUME),
+    Case("sft, all weights", "sft", _sft("--no-lora", "--learning-rate", "1e-3"), RESUME),
     Case("sft, spans", "sft", _sft("--track-spans", "opentelemetry", "--max-steps", "2"), RESUME),
     *[Case(f"ppo, {name}", "ppo", _rl(name), RESUME) for name in ALGORITHMS],
     Case(

@@ -33,6 +33,8 @@ WEIGHTS = {"sft": 3, "sft, spans": 1, "sft, nf4 cache": 2, "report": 1, "collect
 QUICK = (  # case, fault, where in the run
     ("sft", "kill", 0.5),
     ("sft", "torn", 0.9),
+    ("sft, streamed", "kill", 0.6),
+    ("sft, all weights", "kill", 0.7),
     ("ppo, grpo", "kill", 0.6),
     ("collect, teacher", "kill", 0.5),
     ("index, build", "torn", 0.5),

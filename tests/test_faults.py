@@ -20,7 +20,7 @@ def test_killed_or_without_room_every_command_goes_on_to_the_same(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     (run,) = json.loads((tmp_path / "faults.json").read_text(encoding="utf-8"))["runs"]
-    assert run["tried"] == run["held"] == 10 and sum(r.get("kills", 0) for r in run["records"]) == 8
+    assert run["tried"] == run["held"] == 12 and sum(r.get("kills", 0) for r in run["records"]) == 10
 
 
 def test_moments_are_drawn_from_each_class_in_turn():

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3lite import ppo, sft
+from r3lite import ask, export, ppo, sft
 from r3lite.assembly import supervised
 from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_jsonl
 from r3lite.models import full_tuning, lora
-from r3lite.models.weights import load_model
+from r3lite.models.weights import load_model, resolve_folder
 from r3lite.training import checkpoint, metrics
 from tests.test_sft import toy  # noqa: F401 (a fixture)
 
@@ -122,8 +123,54 @@ def test_rl_trains_adapters_only(capsys):
 def test_what_it_cannot_train_is_refused(toy, tmp_path, capsys):  # noqa: F811
     assert sft.main([*toy, *FULL, "--dtype", "fp16", "--output", str(tmp_path / "run")]) == 1
     assert "Pass --dtype bf16 or fp32" in capsys.readouterr().err
-    # An --adapter of such a run names the way to its model.
+
+
+@pytest.fixture
+def model(toy, tmp_path) -> Path:  # noqa: F811
+    """The model of a run of one step."""
     assert sft.main([*toy, *FULL, "--max-steps", "1", "--output", str(tmp_path / "run")]) == 0
-    with pytest.raises(R3LiteError, match="all weights") as refused:
-        lora.read_base(tmp_path / "run")
-    assert refused.value.remedy == f"Pass --model {tmp_path / 'run' / 'model'}."
+    return tmp_path / "run" / "model"
+
+
+def test_a_run_named_in_the_wrong_place_names_the_way_to_its_model(model):
+    for adapter in (model.parent, model):
+        with pytest.raises(R3LiteError, match="no adapter but all weights") as refused:
+            lora.read_base(adapter)
+        assert refused.value.remedy == f"Pass --model {model}."
+    with pytest.raises(R3LiteError, match="is a run folder") as refused:
+        resolve_folder(str(model.parent))
+    assert refused.value.remedy == f"Pass --model {model}."
+
+
+def test_ask_and_export_know_how_the_model_was_trained(model, toy, tmp_path, capsys):  # noqa: F811
+    """As of an adapter: its prompts had no worked example, which a model that is no run's opens with."""
+    prompts = [word for i, word in enumerate(toy) if "prompt" in toy[i - i % 2]]
+    short = ["--max-new-tokens", "4", "--retriever", "none", "--question", "Who?", *prompts, "--device", "cpu"]
+    other, untrained = "was trained on --worked-example False (here True)", "was not trained on the step format"
+    for asked, wrong in (([], True), (["--no-worked-example"], False)):
+        capsys.readouterr()
+        assert ask.main(["--model", str(model), *short, *asked]) == 0
+        told = capsys.readouterr().err
+        assert (f"{model} {other}" in told) == wrong and untrained not in told
+    assert ask.main(["--model", toy[1], *short]) == 0
+    told = capsys.readouterr().err
+    assert untrained in told and other not in told
+    made = ["--form", "folder", "--weights", "fp32", "--prompts", "0", "--output", str(tmp_path / "export")]
+    assert export.main(["--model", str(model), *made]) == 0
+    assert other not in capsys.readouterr().err
+    one, two = (load_model(folder, torch.float32, "cpu").state_dict() for folder in (model, tmp_path / "export"))
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert f"The model {model}, all of whose weights were trained" in card and "learning_rate 0.002" in card
+    assert "lora" not in card.lower().replace("r3lite", "")
+
+
+def test_adapters_are_trained_on_the_model(model, toy, tmp_path):  # noqa: F811
+    given = ["--model", str(model), *toy[2:], "--max-steps", "1"]
+    assert sft.main([*given, "--output", str(tmp_path / "adapter")]) == 0
+    write_jsonl(tmp_path / "questions.jsonl", [{"id": "1", "question": "Where was Abo born?", "answers": ["Belatown"]}])
+    rounds = ["--adapter", str(tmp_path / "adapter"), "--algorithm", "grpo", "--batch-size", "1"]
+    rounds += ["--num-generations", "2", "--mini-batch-size", "2", "--max-new-tokens", "4", "--retriever", "none"]
+    data = ["--data", str(tmp_path / "questions.jsonl"), "--output", str(tmp_path / "rl")]
+    assert ppo.main([*given, *rounds, *data]) == 0
+    assert lora.read_base(tmp_path / "rl") == (str(model), lora.read_base(tmp_path / "adapter")[1])

@@ -178,6 +178,22 @@ def test_killed_between_checkpoints_and_resumed_equals_uninterrupted_to_the_bit(
     assert_same_run(whole, parts, total=20)
 
 
+def test_a_run_goes_on_with_streamed_layers_or_without_to_the_same_bits(toy, small_model, write_folder, tmp_path):
+    """Half a run on a small card may go on on a large one: streaming changes no number."""
+    sizes = {"vocab_size": 400, "hidden_size": 128, "intermediate_size": 192}
+    write_folder(small_model(**sizes), tmp_path / "model")
+    whole, parts, cache = tmp_path / "whole", tmp_path / "parts", tmp_path / "cache"
+    arguments = [*toy, "--batch-size", "2", "--max-steps", "6", "--lora-dropout", "0.1", "--nf4-cache", str(cache)]
+    assert sft.main([*arguments, "--quantize", "nf4", "--recompute-layers", "3", "--output", str(whole)]) == 0
+    streamed, plain = ["--stream-layers"], ["--quantize", "nf4"]
+    arguments += ["--resume", "auto", "--output", str(parts)]
+    assert sft.main([*arguments, *streamed, "--stop-after", "2"]) == 0
+    assert sft.main([*arguments, *plain, "--stop-after", "2"]) == 0
+    assert [r["step"] for r in log(parts)] == [1, 2, 3, 4]
+    assert sft.main([*arguments, *streamed]) == 0
+    assert_same_run(whole, parts, 6)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="no SIGTERM to a process on Windows")
 def test_sigterm_saves_and_exits_143(toy, tmp_path):
     output = tmp_path / "run"

@@ -188,8 +188,8 @@ def load_adapters(folder: Path, config: ServeConfig, folders: dict[str, str | No
     loaded = policy.load_policy(folder, replace(config.model, adapter=None), config.memory, plan)
     fingerprint = weights.fingerprint(folder)
     for name, adapter in folders.items():
+        policy.warn_of_other_format(adapter, config)
         if adapter is not None:
             policy.check_base(replace(config.model, adapter=adapter), fingerprint)
-            policy.warn_of_other_format(adapter, config)
             lora.load_adapter(loaded.model, name, adapter, trainable=False)
     return loaded

@@ -27,7 +27,7 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.settings import CommandConfig, ExportSettings, LengthSettings, ModelSettings, ProtocolSettings
 from r3lite.settings.common import budget_bytes
-from r3lite.training.earlier_run import settings_of
+from r3lite.training.earlier_run import made_by_run, settings_of
 
 TRAINED = "trained"  # the adapter's name
 
@@ -38,10 +38,10 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     All is written beside `output` and takes its place when it is whole. Nothing does if another program would make
     another prompt of it than the training had.
     """
-    folder, run = weights.resolve_folder(settings.model), {}
+    folder, trained = weights.resolve_folder(settings.model), made_by_run(settings.model, settings.adapter)
     if settings.adapter:
         check_base(ModelSettings(model=settings.model, adapter=settings.adapter), weights.fingerprint(folder))
-        run = settings_of(settings.adapter)
+    run = settings_of(trained) if trained else {}
     asked = as_trained(config.protocol, run)
     warn_of_other_format(settings.adapter, replace(config, protocol=asked))
     protocol, tokenizer = build_protocol(asked), Tokenizer.load(folder, run.get("thinking", "auto"))
@@ -56,7 +56,7 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
     merged, file = settings.form in ("folder", "gguf"), FILES[settings.form]
     if merged and settings.adapter:
         lora.merge_adapter(model, TRAINED)
-    facts = Facts(settings.model, settings.weights, file, merged, bool(settings.adapter), run, settings.license, scores)
+    facts = Facts(settings.model, settings.weights, file, merged, bool(trained), run, settings.license, scores)
     place = output.resolve()
     made = place.with_name(f".{place.name}.new{PART}") / place.name
     try:
@@ -95,7 +95,7 @@ def parity(before: Tensor, after: Tensor) -> tuple[float, float, int]:
 
 
 def as_trained(asked: ProtocolSettings, run: dict[str, Any]) -> ProtocolSettings:
-    """The step format and the prompts of an adapter's run, where others are not asked for."""
+    """The step format and the prompts of a run, where others are not asked for."""
     usual = vars(ProtocolSettings())
     found = {name: None if value == "none" else value for name, value in run.items() if name in usual}
     return replace(asked, **{name: value for name, value in found.items() if getattr(asked, name) == usual[name]})

@@ -36,7 +36,7 @@ from r3lite.settings.common import CommandConfig
 from r3lite.training import optim
 from r3lite.training.adamw8 import AdamW8
 from r3lite.training.checkpoint import ADAPTER, MODEL
-from r3lite.training.earlier_run import settings_of
+from r3lite.training.earlier_run import made_by_run, settings_of
 from r3lite.training.state import Stateful, TrainState
 
 POLICY, REFERENCE = "policy", "reference"  # names of the adapters
@@ -207,11 +207,12 @@ def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
 
 
 def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
-    """Warns if an adapter was trained on other step formats, prompts or thoughts than the settings of a command have,
-    as far as its run folder tells."""
-    if adapter is None or not (then := settings_of(adapter)):
-        return
+    """Warns if an adapter, or a model of `sft --no-lora`, was trained on other step formats, prompts or thoughts than
+    the settings of a command have, as far as its run folder tells."""
     now = {name: "none" if value is None else value for name, value in flat(config).items()}  # as in a file
+    trained = made_by_run(now["model"], adapter)
+    if trained is None or not (then := settings_of(trained)):
+        return
     then = {name: then.get(name, value) for name, value in now.items()} | {"sources": then.get("sources")}
     names = [name for name in (*vars(config.protocol), "thinking") if name in now and name != "format"]
     for settings in (then, now) if "thinking" in now else ():  # auto is off where thoughts can be switched
@@ -222,7 +223,7 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
         known = f"--format {', '.join(sorted(learned))}" if learned else "chats without steps"
         other = [f"{known} (here {'--format ' * (not learned)}{', '.join(asked - learned)})", *other]
     if other:
-        message = f"{adapter} was trained on {', '.join(other)}: what it learned may not show"
+        message = f"{trained} was trained on {', '.join(other)}: what it learned may not show"
         print(f"warning: {message}", file=sys.stderr)
 
 

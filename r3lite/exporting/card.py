@@ -20,8 +20,8 @@ class Facts:
     weights: str
     file: str | None  # the GGUF file; None: a folder
     merged: bool  # whether it has the base, or is an adapter alone
-    trained: bool  # whether an adapter is in it
-    run: Mapping[str, object]  # the settings of the adapter's run, if they are known
+    trained: bool  # whether a run is known to have trained it, or its adapter
+    run: Mapping[str, object]  # the settings of that run, if they are known
     license: str | None = None
     scores: Mapping[str, dict] = field(default_factory=dict)
 
@@ -29,7 +29,8 @@ class Facts:
 def card(facts: Facts, protocol: Protocol, format: str, tokenizer: Tokenizer) -> str:
     """README.md of an export, with the header that the Hugging Face hub reads."""
     what = f"A LoRA adapter merged into {facts.base}" if facts.merged else f"A LoRA adapter of {facts.base}"
-    what = what if facts.trained else f"The model {facts.base} as it is"
+    whole = "all of whose weights were trained" if facts.trained else "as it is"
+    what = what if facts.trained and not facts.run.get("no_lora") else f"The model {facts.base}, {whole}"
     messages = opening(tokenizer, protocol, "{question}")
     parts = [
         _head(facts),
@@ -54,7 +55,8 @@ def _head(facts: Facts) -> str:
 
 
 def _run(run: Mapping[str, object]) -> str:
-    settings = ", ".join(f"{name} {run[name]}" for name in SHOWN if run.get(name) not in (None, "none"))
+    names = [name for name in SHOWN if not (run.get("no_lora") and name.startswith("lora_"))]
+    settings = ", ".join(f"{name} {run[name]}" for name in names if run.get(name) not in (None, "none"))
     return f"Its last training run: {settings}." if settings else ""
 
 

@@ -16,7 +16,7 @@ SLACK = 0.02  # of a budget, left free for what the formulas leave out
 
 
 def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:
-    """Settings from the fastest to the smallest. What is `fixed` is not varied."""
+    """Settings from the fastest to the smallest. What is `fixed` is not varied, but for what full fine-tuning needs."""
 
     def options(name: str, values: list) -> list:
         return [fixed[name]] if name in fixed else values
@@ -31,14 +31,14 @@ def candidates(w: Workload, fixed: dict) -> Iterator[Memory]:
         # Recomputing costs a third of a step, more than anything that follows; small passes cost little.
         for layers in options("recompute_layers", every):
             yield from (
-                Memory(quantized, layers, tokens, logprobs.CHUNK, 1024, False, rows)
+                replace(Memory(quantized, layers, tokens, logprobs.CHUNK, 1024, False, rows), **fixed)
                 for rows in options("rollout_batch_size", rollouts)
                 for tokens in options("micro_batch_tokens", passes if layers in (0, L) else passes[-1:])
             )
         for offload in options("offload", [False, True] if w.on_cuda else [False]):
             for chunk, tile in ((128, 512), (64, 512), (64, 128), (32, 64), (16, 32)):
                 for rows in options("rollout_batch_size", rollouts):
-                    yield Memory(quantized, L, longest, chunk, tile, offload, rows)
+                    yield replace(Memory(quantized, L, longest, chunk, tile, offload, rows), **fixed)
 
 
 def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, ModelConfig]] = ()) -> Memory:
@@ -49,7 +49,6 @@ def choose(w: Workload, fixed: dict, budget: int, models: Sequence[tuple[str, Mo
     """
     least = None
     for memory in candidates(w, fixed):
-        memory = replace(memory, **fixed)
         size = peak(w, memory)
         if size <= budget * (1 - SLACK):
             return memory
@@ -67,7 +66,7 @@ def _remedies(
     """Up to three changes that help, each on its own; `least` bytes are taken without any."""
 
     def fits(work: Workload, given: dict) -> bool:
-        return any(peak(work, replace(m, **given)) <= budget * (1 - SLACK) for m in candidates(work, given))
+        return any(peak(work, m) <= budget * (1 - SLACK) for m in candidates(work, given))
 
     found = ["LoRA instead of --no-lora"] if w.full and fits(replace(w, full=False, lora_r=8), fixed) else []
     if fixed.get("nf4") is False and fits(w, {k: v for k, v in fixed.items() if k != "nf4"}):

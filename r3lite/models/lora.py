@@ -216,8 +216,9 @@ def read_adapter_config(folder: str | Path) -> LoraConfig | None:
 
 def read_base(folder: str | Path) -> tuple[str, str | None]:
     """Name and fingerprint of the base that an adapter was trained on; None if none is recorded."""
-    if not (adapter_folder(folder) / CONFIG).is_file() and (Path(folder) / "model").is_dir():
-        raise R3LiteError(f"{folder} is of a run that trained all weights", f"Pass --model {Path(folder) / 'model'}.")
+    models = [place for place in (Path(folder), Path(folder, "model")) if (place / "config.json").is_file()]
+    if models and not (adapter_folder(folder) / CONFIG).is_file():
+        raise R3LiteError(f"{folder} has no adapter but all weights of a model", f"Pass --model {models[0]}.")
     folder = adapter_folder(folder)
     name = read_record(folder / CONFIG, REMEDY).text("base_model_name_or_path", "", blank=True)
     with opened(folder / WEIGHTS, REMEDY) as file:

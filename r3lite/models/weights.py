@@ -48,6 +48,9 @@ def resolve_folder(model: str) -> Path:
         return shipped("checkpoints", "tiny")
     folder = Path(os.path.expanduser(model))  # which leaves ~name of nobody here as it is
     if folder.is_dir():
+        trained = folder / "model"  # of sft --no-lora
+        if trained.is_dir() and not (folder / "config.json").exists():
+            raise R3LiteError(f"{folder} is a run folder, which has a model in it", f"Pass --model {trained}.")
         return folder
     if folder.suffix == ".gguf":
         return gguf_folder.of(folder)

@@ -1,4 +1,4 @@
-"""What the run folder of an adapter tells of the run that made it."""
+"""What the run folder of an adapter, or of a model of full fine-tuning, tells of the run that made it."""
 
 import contextlib
 from pathlib import Path
@@ -28,7 +28,7 @@ def sft_epochs(adapter: str | Path) -> float | None:
 
 
 def settings_of(adapter: str | Path) -> dict[str, Any]:
-    """The settings of the run that wrote an adapter, as its `config.toml` has them; empty if that is not known."""
+    """The settings of the run that wrote an adapter or model, as in its `config.toml`; empty if that is not known."""
     run, _ = _run_and_step(adapter)
     with contextlib.suppress(UsageError):
         for table in load_toml(run / CONFIG).values():
@@ -37,10 +37,15 @@ def settings_of(adapter: str | Path) -> dict[str, Any]:
     return {}
 
 
+def made_by_run(model: str, adapter: str | None) -> str | None:
+    """The adapter, or the model if it is the `model/` of a run of `sft --no-lora`; None: no run of r3lite is known."""
+    return adapter or (model if Path(model).name == checkpoint.MODEL and settings_of(model).get("no_lora") else None)
+
+
 def _run_and_step(adapter: str | Path) -> tuple[Path, int | None]:
-    """The run folder that an adapter lies in, and the step of its checkpoint if it is one's."""
+    """The run folder that an adapter or model lies in, and the step of its checkpoint if it is one's."""
     folder = Path(adapter).resolve()
-    if folder.name == checkpoint.ADAPTER:
+    if folder.name in (checkpoint.ADAPTER, checkpoint.MODEL):
         folder = folder.parent
     name = checkpoint.NAME.fullmatch(folder.name)
     return (folder.parent, int(name[1])) if name else (folder, None)
