@@ -288,8 +288,9 @@ class FailsOnce:
         ("sample", 0, 3),  # making the cache
         ("sample", 0, 100),  # in the prefill
         ("sample", 0, 700),  # in a capture
-        ("update", 0, 50),  # scoring by the reference
-        ("update", 1, 400),  # learning
+        ("update", 1, 400),  # rehearsing
+        ("update", 2, 50),  # scoring by the reference
+        ("update", 3, 400),  # learning
     ],
 )
 def test_rl_goes_on_when_memory_runs_out(played, questions, tmp_path, monkeypatch, capsys, phase, number, after):
