@@ -241,7 +241,7 @@ def played(questions, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("rl")
     for algorithm in ALGORITHMS:
         card = train(questions, folder / algorithm, of(algorithm))
-        assert card.counts.kernels > 1.5 * card.counts.launches  # graphs were replayed
+        assert card.counts.kernels > card.counts.launches + 2000  # graphs were replayed
     return folder
 
 
