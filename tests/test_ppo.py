@@ -95,10 +95,11 @@ def test_grpo_is_the_same_loop_without_a_critic(cold, tmp_path):
 
 
 def test_streamed_layers_change_no_bit_of_grpo(cold, tmp_path):
-    """Whatever moves through the two layers on the device: episodes, metrics and adapter are those of a base in NF4."""
-    for name, how in (("streamed", "--stream-layers --recompute-layers none"), ("whole", "--quantize nf4")):
-        flags = [*how.split(), "--algorithm", "grpo", "--kl-beta", "0.05", "--max-steps", "2", "--nf4-cache", "none"]
-        assert ppo.main(arguments(cold, tmp_path / name, *flags)) == 0
+    """Two layers take turns on the device: episodes, metrics and adapter are those of a base in NF4 that is all there,
+    if its layers are recomputed, too."""
+    grpo = "--algorithm grpo --kl-beta 0.05 --max-steps 2 --nf4-cache none --recompute-layers 4"
+    for name, how in (("streamed", ["--stream-layers"]), ("whole", ["--quantize", "nf4"])):
+        assert ppo.main(arguments(cold, tmp_path / name, *grpo.split(), *how)) == 0
     same(tmp_path / "streamed", tmp_path / "whole", 2)
     before, after, streamed = (adapter(run) for run in (cold / "sft", tmp_path / "whole", tmp_path / "streamed"))
     assert all(torch.equal(after[name], streamed[name]) for name in before)
