@@ -181,7 +181,8 @@ def live(algorithm: str, folder: Path, total: int) -> dict:
     drift = max(found[WARM:]) - min(found[WARM:])
     return {
         "done": len(found), "total": total, "live_mib": [round(f(found[WARM:]), 3) for f in (min, max)],
-        "drift_mib": round(drift, 3), "tokens_of_a_round": [min(tokens), max(tokens)], "peak_mib": counter.peak_mib,
+        "drift_mib": round(drift, 3), "peak_mib": round(counter.peak_mib, 3),
+        "tokens_of_a_round": [min(tokens), max(tokens)],
         "held": drift <= MOST_DRIFT, "why": ["live tensors drift"] * (drift > MOST_DRIFT),
         "every": [round(size, 3) for size in found[:: max(1, total // 20)]],
     }  # fmt: skip
