@@ -9,10 +9,14 @@ first tenth is the warm-up. What comes after it is compared: the medians of the 
 work per second computed and not by the clock, since other programs may run; and since these take cache and memory, it
 is held against the seconds that work which is always the same takes at that time. Learning rates are so small that the
 last round has as much to do as the first. Linux only.
+
+`live-ppo` and `live-grpo` are 300 rounds of changing lengths in this process, after each of which the bytes of live
+tensors are counted.
 """
 
 import argparse
 import http.client
+import itertools
 import json
 import os
 import random
@@ -24,18 +28,25 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from bench import options, records
 from bench.serving import computed
+from r3lite import ppo
+from r3lite.assembly.reinforcement import RLTrainer
 from r3lite.core.files import read_jsonl, shipped, write_jsonl
 from r3lite.devices import machine
+from r3lite.devices.live_tensors import MIB, LiveTensors
+from r3lite.training import metrics
 
 ROOT = Path(__file__).parent.parent
 WORLD = shipped("data", "world")
 EVERY = 0.5  # seconds between two looks
 MOST_GROWTH, LEAST_SPEED = 1.02, 0.97
 STEPS, ROUNDS, REQUESTS, PEOPLE = 2000, 500, 20_000, 8
+COUNTED, WARM, MOST_DRIFT = 300, 4, 1.0  # rounds whose live tensors are counted; without the first ones; MiB
 TINY = ["--preset", "tiny", "--dtype", "fp32"]
 
 
@@ -150,6 +161,33 @@ def grpo(folder: Path, total: int) -> list[Look]:
     return looks
 
 
+def live(algorithm: str, folder: Path, total: int) -> dict:
+    """Bytes of live tensors at the end of each round, from the smallest to the largest after the first ones."""
+    sizes = "--batch-size 2 --num-generations 3 --mini-batch-size 6 --update-epochs 1 --max-new-tokens 64 --max-hops 2"
+    sizes += f" --max-steps {total} --save-every 25 --algorithm {algorithm} --kl-beta 0.05"
+    data = ["--data", str(WORLD / "train.jsonl"), "--limit", "20", "--index", str(folder / "index")]
+    output, counter, found, step = folder / f"live {algorithm}", LiveTensors(), [], RLTrainer.step
+
+    def counted(self: RLTrainer, number: int) -> tuple[dict, int]:
+        made = step(self, number)
+        found.append(counter.live / MIB)
+        return made
+
+    with counter, mock.patch.object(RLTrainer, "step", counted):
+        flags = [*TINY, *data, *sizes.split(), "--adapter", str(folder / "start"), "--output", str(output)]
+        assert ppo.main(flags) == 0
+    ends = [0, *(record["num_tokens"] for record in metrics.read(output / metrics.FILE))]
+    tokens = [after - before for before, after in itertools.pairwise(ends)]
+    drift = max(found[WARM:]) - min(found[WARM:])
+    return {
+        "done": len(found), "total": total, "live_mib": [round(f(found[WARM:]), 3) for f in (min, max)],
+        "drift_mib": round(drift, 3), "peak_mib": round(counter.peak_mib, 3),
+        "tokens_of_a_round": [min(tokens), max(tokens)],
+        "held": drift <= MOST_DRIFT, "why": ["live tensors drift"] * (drift > MOST_DRIFT),
+        "every": [round(size, 3) for size in found[:: max(1, total // 20)]],
+    }  # fmt: skip
+
+
 def serve(folder: Path, total: int) -> list[Look]:
     """Eight people at once, each over one connection: chats in conversations, searches, streams, bad requests.
 
@@ -210,7 +248,15 @@ def serve(folder: Path, total: int) -> list[Look]:
     return looks
 
 
-KINDS = {"sft": (sft, STEPS), "grpo": (grpo, ROUNDS), "serve": (serve, REQUESTS)}
+def seen(run: Callable[[Path, int], list[Look]], folder: Path, total: int) -> dict:
+    """The verdict on a kind of work, with some of the looks."""
+    looks = run(folder, total)
+    return verdict(looks, total) | {"every": [asdict(x) for x in looks[:: max(1, len(looks) // 20)]]}
+
+
+KINDS = {name: (partial(seen, run), total) for name, run, total in
+         (("sft", sft, STEPS), ("grpo", grpo, ROUNDS), ("serve", serve, REQUESTS))}  # fmt: skip
+KINDS |= {f"live-{name}": (partial(live, name), COUNTED) for name in ("ppo", "grpo")}
 
 
 def prepare(folder: Path) -> None:
@@ -242,12 +288,10 @@ def main(argv: list[str] | None = None) -> int:
             run, total = KINDS[name]
             total = int(total * given.scale)
             date, start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
-            looks = run(folder, total)
-            found = verdict(looks, total)
+            found = run(folder, total)
             held &= found["held"]
             made = {"date": date, "section": name, "commit": records.commit(ROOT), "processor": machine.processor()}
             made |= {"wall_seconds": round(time.monotonic() - start)} | found
-            made["every"] = [asdict(x) for x in looks[:: max(1, len(looks) // 20)]]
             records.add(given.results / "soak.json", made)
             print(json.dumps({k: v for k, v in made.items() if k != "every"}, indent=1), flush=True)
     return int(not held)

@@ -241,7 +241,7 @@ def played(questions, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("rl")
     for algorithm in ALGORITHMS:
         card = train(questions, folder / algorithm, of(algorithm))
-        assert card.counts.kernels > 1.5 * card.counts.launches  # graphs were replayed
+        assert card.counts.kernels > card.counts.launches + 2000  # graphs were replayed
     return folder
 
 
@@ -288,8 +288,9 @@ class FailsOnce:
         ("sample", 0, 3),  # making the cache
         ("sample", 0, 100),  # in the prefill
         ("sample", 0, 700),  # in a capture
-        ("update", 0, 50),  # scoring by the reference
-        ("update", 1, 400),  # learning
+        ("update", 1, 400),  # rehearsing
+        ("update", 2, 50),  # scoring by the reference
+        ("update", 3, 400),  # learning
     ],
 )
 def test_rl_goes_on_when_memory_runs_out(played, questions, tmp_path, monkeypatch, capsys, phase, number, after):

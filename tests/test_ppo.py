@@ -94,6 +94,18 @@ def test_grpo_is_the_same_loop_without_a_critic(cold, tmp_path):
     assert not any(k.startswith("value_head") for k in state)
 
 
+def test_streamed_layers_change_no_bit_of_grpo(cold, tmp_path):
+    """Two layers take turns on the device: episodes, metrics and adapter are those of a base in NF4 that is all there,
+    if its layers are recomputed, too."""
+    grpo = "--algorithm grpo --kl-beta 0.05 --max-steps 2 --nf4-cache none --recompute-layers 4"
+    for name, how in (("streamed", ["--stream-layers"]), ("whole", ["--quantize", "nf4"])):
+        assert ppo.main(arguments(cold, tmp_path / name, *grpo.split(), *how)) == 0
+    same(tmp_path / "streamed", tmp_path / "whole", 2)
+    before, after, streamed = (adapter(run) for run in (cold / "sft", tmp_path / "whole", tmp_path / "streamed"))
+    assert all(torch.equal(after[name], streamed[name]) for name in before)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_trains(cold, tmp_path, dtype):
     """fp16 goes through the gradient scaler on a CPU too; its first steps may be skipped, not lost."""

@@ -1,12 +1,22 @@
-"""Steadiness of SFT: the largest pass is rehearsed in the first step without a trace, and memory does not drift."""
+"""Steadiness: the largest pass is rehearsed before the first step without a trace, and memory does not drift."""
 
 import pytest
 import torch
 
-from r3lite import sft
-from r3lite.assembly import supervised
+from r3lite import ppo, sft
+from r3lite.assembly import reinforcement, supervised
+from r3lite.core.command import COMMANDS
+from r3lite.core.invocation import resolve
+from r3lite.datasets.sources import read_data
 from r3lite.devices.live_tensors import MIB, LiveTensors
-from r3lite.training import checkpoint, metrics
+from r3lite.rl.learner import Learner
+from r3lite.rollout.engine import Engine
+from r3lite.settings import SftConfig
+from r3lite.training import checkpoint, loop, metrics
+from tests.cold_start import arguments as rl_flags
+from tests.cold_start import logged, same
+from tests.memory.test_shrinking import FIXED, failing, paid, run_rl  # noqa: F401 (a fixture)
+from tests.memory.test_shrinking import toy as toy_of_rl  # noqa: F401 (a fixture)
 from tests.test_sft import toy  # noqa: F401 (a fixture)
 
 KINDS = {
@@ -18,22 +28,20 @@ KINDS = {
 
 @pytest.fixture
 def rehearsing(monkeypatch):
-    """Has the trainer rehearse on a CPU, too; returns the sizes in tokens of all passes with gradients, in order."""
-    passes, step, loss = [], supervised.SFTTrainer.step, supervised.SFTTrainer.loss
-
-    def with_rehearsal(trainer, number):
-        if not trainer.rehearsed:
-            trainer.policy.model.train()
-            shortest = sorted(trainer.rows, key=lambda row: len(row.tokens))[:1]
-            trainer.rehearse(shortest)
-        return step(trainer, number)
+    """Has trainers rehearse on a CPU, too; returns the sizes in tokens of all passes with gradients, in order."""
+    passes, loss, loss_in_rl = [], supervised.SFTTrainer.loss, Learner.loss
 
     def counted(trainer, rows):
         passes.append(sum(len(row.tokens) for row in rows))
         return loss(trainer, rows)
 
-    monkeypatch.setattr(supervised.SFTTrainer, "step", with_rehearsal)
+    def counted_in_rl(learner, batch):
+        passes.append(sum(map(len, batch.token_rows())))
+        return loss_in_rl(learner, batch)
+
+    monkeypatch.setattr(loop, "REHEARSED", ("cpu",))
     monkeypatch.setattr(supervised.SFTTrainer, "loss", counted)
+    monkeypatch.setattr(Learner, "loss", counted_in_rl)
     return passes
 
 
@@ -77,3 +85,88 @@ def test_live_bytes_do_not_drift_over_steps_of_changing_lengths(toy, tmp_path, m
         assert sft.main([*arguments, "--save-every", "0", "--output", str(tmp_path / "run")]) == 0
     assert len(live) == steps
     assert abs(live[-1] - live[4]) <= MIB
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_rehearsal_takes_the_room_of_the_moments_that_are_not_there_yet(toy, kind):  # noqa: F811
+    """Without them it would find room that the second step does not have."""
+    config = resolve("sft", SftConfig(), [*toy, *KINDS[kind], "--batch-size", "1"], COMMANDS)
+    trainer = supervised.build_trainer(config, *read_data(config))
+    taken = []
+    for number in (1, 2):
+        with LiveTensors() as counter, trainer.policy.grant.rehearsal():
+            taken.append(counter.live)
+        trainer.step(number)
+    moments = [x for state in trainer.state.optimizer.state.values() for x in state.values()]
+    assert taken[0] == pytest.approx(sum(-(-x.nbytes // 512) * 512 for x in moments), rel=0.02)
+    assert taken[1] < 512 * 64
+
+
+ALGORITHMS = {
+    "ppo": ["--kl-target", "0.01"],
+    "grpo": ["--dtype", "fp16"],
+    "gspo": ["--update-epochs", "2"],
+    "dgpo": ["--teacher", "tiny", "--nf4-cache", "none"],
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_longest_episodes_are_rehearsed_before_any_is_sampled_and_leave_no_trace(
+    toy_of_rl,  # noqa: F811
+    paid,  # noqa: F811
+    tmp_path,
+    algorithm,
+    request,
+    monkeypatch,
+):
+    questions = ["--eval-data", str(tmp_path / "questions.jsonl"), "--eval-questions", "2"]
+    flags = ["--algorithm", algorithm, *ALGORITHMS[algorithm], *questions]
+    assert run_rl(toy_of_rl, tmp_path / "plain", *flags) == 0
+    passes, run, before = request.getfixturevalue("rehearsing"), Engine.run, []
+    monkeypatch.setattr(Engine, "run", lambda self, *given: (before.append(len(passes)), run(self, *given))[1])
+    assert run_rl(toy_of_rl, tmp_path / "rehearsed", *flags) == 0
+    assert passes[0] == max(passes) == 3 * 64  # --micro-batch-size episodes of --max-length tokens
+    assert before[:2] == [1, 1] and len(before) == 4  # a validation before the two rounds and one after them
+    same(tmp_path / "plain", tmp_path / "rehearsed", 2)
+    one, two = (checkpoint.read(tmp_path / name / "checkpoint-2").state["kept"] for name in ("plain", "rehearsed"))
+    assert one == two and {"guard", "memory"} <= one.keys()
+    assert any(record["grad_norm"] for record in logged(tmp_path / "plain", "metrics.jsonl")[1:])
+
+
+@pytest.mark.parametrize("fixed", [[], FIXED], ids=["smaller", "none smaller"])
+def test_episodes_that_do_not_fit_fail_before_any_is_sampled(
+    toy_of_rl,  # noqa: F811
+    tmp_path,
+    rehearsing,
+    monkeypatch,
+    capsys,
+    fixed,
+):
+    run, sampling = Engine.run, []
+    monkeypatch.setattr(Engine, "run", lambda self, *given: (sampling.append(self.grant.memory), run(self, *given))[1])
+    failing(monkeypatch, Learner, "loss", {1})
+    status = run_rl(toy_of_rl, tmp_path / "run", *fixed)
+    told = capsys.readouterr().err
+    if fixed:
+        assert status == 1 and not sampling and "no size can be reduced further" in told and "Traceback" not in told
+        assert list(checkpoint.all_of(tmp_path / "run")) == []
+    else:
+        assert status == 0 and "the step is repeated with micro_batch_tokens 8192 -> 4096" in told
+        assert {memory.micro_batch_tokens for memory in sampling} == {4096}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rounds"),
+    [("ppo", 20), *(pytest.param(name, 300, marks=pytest.mark.slow) for name in ("ppo", "grpo"))],
+)
+def test_live_bytes_do_not_drift_over_rounds_of_changing_lengths(cold, tmp_path, monkeypatch, algorithm, rounds):
+    counter, live, step = LiveTensors(), [], reinforcement.RLTrainer.step
+    monkeypatch.setattr(
+        reinforcement.RLTrainer, "step", lambda self, number: (step(self, number), live.append(counter.live))[0]
+    )
+    flags = ["--algorithm", algorithm, "--kl-beta", "0.05", "--max-steps", str(rounds), "--max-new-tokens", "32"]
+    with counter:
+        assert ppo.main([*rl_flags(cold, tmp_path / "run", *flags), "--save-every", "0"]) == 0
+    lengths = {record["completions/mean_length"] for record in logged(tmp_path / "run", "metrics.jsonl")}
+    assert len(live) == rounds and len(lengths) > rounds / 2
+    assert max(live[4:]) - min(live[4:]) <= MIB

@@ -80,6 +80,10 @@ class RLTrainer:
         rl_setup.warn_of_no_reward(self.config, self.guard, found)
         return found, sampled.tokens
 
+    def rehearse(self) -> None:
+        """Learns from the longest episodes that a round may have, and leaves no trace."""
+        rl_setup.rehearse(self.learner)
+
     def explain_overflow(self) -> str:
         """Which layer overflowed first in the last micro-batch."""
         return self.learner.explain_overflow()

@@ -3,9 +3,12 @@
 `ppo` runs what is built here, and the benches measure it.
 """
 
+import copy
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 
 from tqdm import tqdm
 
@@ -26,6 +29,7 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
 from r3lite.rewards.reward import most_for_answer
 from r3lite.rl.algorithms import ALGORITHMS
+from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
@@ -106,6 +110,24 @@ def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layou
         layout.check_room(question, prompt)
         first, last = min(first or prompt, prompt), max(last or prompt, prompt)
     return common_prefix(first, last)
+
+
+def rehearse(learner: Learner) -> None:
+    """Learns from as many of the longest episodes as go through the model together, but for the optimizer's step.
+
+    Their prompts begin alike, as far as is known; documents leave room for as many sampled tokens as there may be.
+    """
+    work, most = learner.grant.plan.workload, learner.vocabulary - 1
+    apart, sampled = work.row_tokens - work.shared, int(work.writes)
+    mask = [False] * (work.row_tokens - sampled) + [True] * sampled
+    rows = [[0] * work.shared + [1 + i % most] * apart for i in range(work.step_rows)]
+    longest = Batch.of([Rollout.paid_at_end(row, mask, None, 0.0, 0) for row in rows])
+    together = chain.from_iterable(learner.ranks.gather(learner.micro_batches(longest)[:1]))
+    batch = longest.rows(sorted(chain.from_iterable(together)))
+    settings = replace(learner.settings, update_epochs=1, mini_batch_size=work.step_rows)
+    own = {"algorithm": copy.deepcopy(learner.algorithm), "optimizer_step": lambda: (0.0, False)}
+    with learner.grant.rehearsal():
+        replace(learner, settings=settings, **own).learn(batch, "rehearsal")
 
 
 def warn_of_start(adapter: str | None) -> None:

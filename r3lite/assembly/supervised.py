@@ -18,7 +18,6 @@ from r3lite.core.spans import build_spans, span
 from r3lite.datasets.order import rows_of_step
 from r3lite.datasets.sources import Rows, build_mixture, encode_fitting, encode_rows_of, read_data
 from r3lite.datasets.trajectories import Row, fingerprint, lengths_of
-from r3lite.devices.random_state import random_state, set_random_state
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import make_plan
 from r3lite.memory.workloads import sft_workload
@@ -55,7 +54,6 @@ class SFTTrainer:
         data = fingerprint([*rows, *held_out])
         self.state = policy.train_state(config.optimizer, config.model.model, data, facts)
         self.last_micro_batch: list[Row] = []
-        self.rehearsed = False
 
     def step(self, number: int) -> tuple[dict, int]:
         """One optimizer step; its loss is the mean over all trained tokens of its rows, however they are batched and
@@ -64,8 +62,6 @@ class SFTTrainer:
         chosen = rows_of_step(number, len(self.rows), per_step, seed, self.last_row, self.mixture)
         rows = [self.rows[i] for i in chosen]
         self.policy.model.train()
-        if not self.rehearsed and self.policy.precision.device.type == "cuda":  # where memory may not be there
-            self.rehearse(rows)
         with span(self.spans, "update", rows=len(rows)):
             with cast_once(self.policy.model, self.policy.precision.dtype):
                 shares = self.policy.grant.attempt("update", self.add_gradients, rows)
@@ -78,26 +74,18 @@ class SFTTrainer:
                 record |= self.validation_losses()
         return with_perplexity(record), sum(len(row.tokens) for row in rows)
 
-    def rehearse(self, rows: list[Row]) -> None:
-        """Adds the gradients of the run's largest pass, unless `rows` have one as large, and drops them.
-
-        A row that does not fit then fails, or makes passes smaller, in the first step and not hours later. Nothing else
-        is left of it.
-        """
+    def rehearse(self) -> None:
+        """Adds the gradients of the run's largest pass, and drops them."""
 
         def size(group: list[Row]) -> int:
             return sum(len(row.tokens) for row in group)
 
         longest = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
-        largest, self.rehearsed = max(self.micro_batches(longest), key=size, default=[]), True
-        if not self.ranks.any(size(largest) > max(map(size, self.micro_batches(rows)), default=0)):
-            return
-        before, full = random_state(), self.policy.full
+        largest, full = max(self.micro_batches(longest), key=size, default=[]), self.policy.full
         tried = largest if self.ranks.size == 1 else longest  # of which each rank takes its share
-        with full.rehearsal() if full else nullcontext():
+        self.policy.model.train()
+        with self.policy.grant.rehearsal(), full.rehearsal() if full else nullcontext():
             self.policy.grant.attempt("update", self.add_gradients, tried)
-        self.state.optimizer.zero_grad(set_to_none=True)
-        set_random_state(before)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
         """What each source adds to the mean loss of a step's rows, and its gradients, however many passes they take."""

@@ -1,7 +1,8 @@
 """What happens when a device runs out of memory in spite of the plan: the same work again, in smaller pieces."""
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 
 import torch
@@ -12,7 +13,7 @@ from r3lite.core.records import Record, Source
 from r3lite.devices.random_state import random_state, set_random_state
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import Plan
-from r3lite.memory.planner import peak
+from r3lite.memory.planner import peak, standing
 
 LEAST_CHUNK, LEAST_TILE = 16, 32
 
@@ -61,6 +62,20 @@ class ShrinkingGrant(Grant):
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self._shrink(phase, reason)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Within the `with` block updates are tried whose gradients are dropped; only figures that became smaller stay.
+
+        The moments that the optimizer makes in its first step have their room taken until then.
+        """
+        before, parameter = random_state(), self.optimizer.param_groups[0]["params"][0]
+        missing = 0 if self.optimizer.state else standing(self.plan.workload, self.memory)["optimizer"]
+        moments = torch.empty(missing, dtype=torch.uint8, device=parameter.device)
+        yield
+        del moments
+        self.optimizer.zero_grad(set_to_none=True)
+        set_random_state(before)
 
     def state_dict(self) -> dict:
         """The figures, as JSON."""

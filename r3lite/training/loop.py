@@ -20,6 +20,8 @@ from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
 from r3lite.training.trace import SpanLog
 
+REHEARSED = ("cuda",)  # kinds of devices whose memory may not be there when it is asked for
+
 
 class Trainer(Protocol):
     """What a recipe hands to `train`."""
@@ -34,6 +36,10 @@ class Trainer(Protocol):
         """
         ...
 
+    def rehearse(self) -> None:
+        """Does the largest pass of the run, and leaves no trace but the smaller figures with which it fits."""
+        ...
+
     def explain_overflow(self) -> str:
         """Where the activations of the step that failed last overflowed."""
         ...
@@ -41,6 +47,8 @@ class Trainer(Protocol):
 
 def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, spans: Spans | None = None) -> bool:
     """Takes all steps, or as many as --stop-after says; returns whether the run is complete.
+
+    On a card the largest pass is rehearsed before: what does not fit fails in the first seconds and not hours later.
 
     `oversight` validates between steps, and may change weights and learning rates there. What the trainer records in
     `spans` is written as --track-spans says.
@@ -60,6 +68,9 @@ def train(run: RunFolder, trainer: Trainer, oversight: Oversight | None = None, 
     try:
         with Interrupts(state.precision, run.ranks) as interrupts:
             steps = _Steps(run, trainer, oversight, log, interrupts)
+            if done < last and state.precision.device.type in REHEARSED:
+                with interrupts.step():
+                    trainer.rehearse()
             if oversight and (before := oversight.begin(done)):
                 log.write(before)
                 log.sync()

@@ -50,8 +50,9 @@ def episodes(run) -> list[dict]:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RUNS)
 def test_processes_learn_what_one_learns(processes, alone, toy, tmp_path, name, size):
+    """And they rehearse the largest pass, each its share."""
     together = processes(size)
-    assert together.run(*arguments(toy, tmp_path / "run", name), *RUNS[name]) == [0] * size
+    assert together.run(*arguments(toy, tmp_path / "run", name), *RUNS[name], "rehearsed") == [0] * size
     weights, metrics = differences(alone(name), tmp_path / "run")
     print(f"{name}, {size} processes: weights {weights:.2e}, metrics {metrics:.2e}")
     assert weights <= WEIGHTS and metrics <= METRICS

@@ -55,6 +55,11 @@ def seldom_paid(patch: Patch) -> None:
     patch.setattr(reward, "score", score)
 
 
+def rehearsed(patch: Patch) -> None:
+    """The largest pass is rehearsed on a CPU, too."""
+    patch.setattr("r3lite.training.loop.REHEARSED", ("cpu",))
+
+
 @contextlib.contextmanager
 def undivided(ranks: Group) -> Iterator[None]:
     """What is worked on meanwhile is the rank's own."""
