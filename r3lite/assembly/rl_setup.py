@@ -34,7 +34,7 @@ from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import PpoConfig
-from r3lite.training.earlier_run import sft_epochs
+from r3lite.training.earlier_run import made_by_run, sft_epochs
 from r3lite.training.guard import Guard
 from r3lite.training.state import Stateful, TrainState
 from r3lite.training.watches import Numbers, watched
@@ -55,7 +55,7 @@ def build(
     """
     rl, temperature = config.rl, config.sampling.temperature
     protocols = protocols_of(config.protocol, config.mixture)  # a bad prompt file is refused before a download
-    warn_of_start(config.model.adapter)
+    warn_of_start(made_by_run(config.model.model, config.model.adapter))
     warn_of_other_format(config.model.adapter, config)
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder, config.model.thinking)
