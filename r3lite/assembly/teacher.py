@@ -79,7 +79,8 @@ class TeacherInTurns:
         failed = [i for i, rollout in enumerate(rollouts) if rollout.failed]
         if not failed:
             return batch
-        mine = [failed[i] for i in self.ranks.share(batch.lengths[failed].tolist())]
+        rows = batch.token_rows()
+        mine = [failed[i] for i in self.ranks.share([len(rows[row]) for row in failed])]
         said = dict(zip(mine, self.grant.attempt("update", self.read, batch.rows(mine)), strict=True))
         said = {row: of_row for part in self.ranks.gather(said) for row, of_row in part.items()}
         return replace(batch, teacher=[said.get(row) for row in range(len(rollouts))])

@@ -7,7 +7,7 @@ from torch import nn
 
 from bench.simulated_cuda import SimulatedCuda
 from r3lite.models.functions import rms_norm
-from r3lite.rl.mismatch import sampling_metrics
+from r3lite.rl.sums import sampling_metrics
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is here: its tests are those marked gpu")
 CUDA = torch.device("cuda", 0)

@@ -39,5 +39,7 @@ class Mixed(Grpo):
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Also the share of the action tokens that are off-policy."""
-        off = batch.off_policy_actions
-        return super().statistics(batch) | {"off_policy/token_share": 0.0 if off is None else float(off.float().mean())}
+        share = 0.0
+        if batch.off_policy is not None:
+            share = float(batch.off_policy.repeat_interleave(batch.action_mask.sum(-1)).float().mean())
+        return super().statistics(batch) | {"off_policy/token_share": share}
