@@ -78,7 +78,7 @@ class RLTrainer:
         judge = self.sampler.judge
         found |= (judge.counts() if judge else {}) | watch.laps
         rl_setup.warn_of_no_reward(self.config, self.guard, found)
-        return found, sampled.tokens
+        return found, sum(len(sequence.tokens) for sequence in sampled.sequences)
 
     def explain_overflow(self) -> str:
         """Which layer overflowed first in the last micro-batch."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from r3lite.assembly.rl_guidance import Guidance
-from r3lite.core.episode import CUT_OFF, Episode, Question, Retrieve
+from r3lite.core.episode import CUT_OFF, Question, Retrieve
 from r3lite.datasets.order import QuestionOrder
 from r3lite.datasets.sources import build_mixture
 from r3lite.devices.ranks import ALONE, Ranks
@@ -48,14 +48,6 @@ class Round:
     told: dict[str, float] = field(default_factory=dict)  # metrics of how they came about
     joined: list[Rollout] = field(default_factory=list)  # off-policy episodes that join the groups
 
-    @property
-    def episodes(self) -> list[Episode]:
-        return [sequence.episode() for sequence in self.sequences]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(s.tokens) for s in self.sequences)
-
     def rewards(self) -> Rewards:
         """Of each group's episodes."""
         order = sorted(range(len(self.groups)), key=self.groups.__getitem__)
@@ -73,7 +65,7 @@ class Round:
     def records(self, number: int) -> list[dict]:
         """The lines of episodes.jsonl."""
         learned = None if self.kept is None else [group in self.kept for group in self.groups]
-        records = episode_records(number, self.episodes, self.scored, learned)
+        records = episode_records(number, [s.episode() for s in self.sequences], self.scored, learned)
         for place, origin in self.expanded.items():
             records[place]["expanded"] = {"from": origin.place, "steps": origin.steps}
         return records
@@ -86,24 +78,17 @@ class Round:
     def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
         """The episodes that are learned from, in numbers; the off-policy ones behind all others.
 
-        `failed_below` tells which have failed, see Scored.failed.
+        One whose judge failed is left out: a missing reward is not a zero, and teaches nothing. `failed_below` tells
+        which have failed, see Scored.failed.
         """
-        own = [replace(rollout, failed=scored.failed(failed_below)) for rollout, scored in self.paid()]
-        groups = {rollout.group for rollout in own}
-        return own + [rollout for rollout in self.joined if rollout.group in groups]
-
-    def paid(self) -> list[tuple[Rollout, Scored]]:
-        """The sampled episodes that are learned from, in numbers, and what each was paid.
-
-        One whose judge failed is left out: a missing reward is not a zero, and teaches nothing.
-        """
-        found = []
+        own = []
         for s, scored, group in zip(self.sequences, self.scored, self.groups, strict=True):
             if scored is not None and (self.kept is None or group in self.kept):
                 rewards, cut_off = list(zip(s.step_ends, scored.steps)), s.finish == CUT_OFF
                 rollout = Rollout(s.tokens, s.action_mask, s.logprobs, s.values, rewards, group, cut_off)
-                found.append((rollout, scored))
-        return found
+                own.append(replace(rollout, failed=scored.failed(failed_below)))
+        groups = {rollout.group for rollout in own}
+        return own + [rollout for rollout in self.joined if rollout.group in groups]
 
 
 @dataclass
@@ -132,7 +117,7 @@ class RoundSampler:
         if self.guidance:
             questions = self.guidance.with_replayed(questions, replayed)
         with watch.stage("rollout"):
-            sequences = self.sampled(self.engine.run, questions, seeds)
+            sequences = sample(self.engine, self.ranks, self.engine.run, questions, seeds, self.retrieve)
         groups = [i // rl.num_generations for i in range(len(sequences))]
         with watch.stage("score"):
             told = curriculum.changing_weights(self.config.reward, number)
@@ -140,7 +125,8 @@ class RoundSampler:
         if self.guidance:
             ids = [question.id for question in questions[:: rl.num_generations]]
             with watch.stage("guide"):
-                joined, told = self.guidance.join(number, ids, sampled.paid(), replayed)
+                paid = zip(sampled.rollouts(), [scored for scored in sampled.scored if scored is not None], strict=True)
+                joined, told = self.guidance.join(number, ids, paid, replayed)
             sampled = replace(sampled, joined=joined, told=sampled.told | told)
         if rl.expand_limit:
             with watch.stage("expand"):
@@ -151,10 +137,6 @@ class RoundSampler:
         if self.cache:
             sampled = replace(sampled, told=sampled.told | self.cache.metrics())
         return sampled
-
-    def sampled(self, run: Callable, begun: list, seeds: list[str]) -> list[Sequence]:
-        """The episodes of `engine.run` or `engine.run_on`."""
-        return sample(self.engine, self.ranks, run, begun, seeds, self.retrieve)
 
     def score(self, number: int, sequences: Many[Sequence]) -> list[Scored | None]:
         """What each episode of round `number` is paid; see `score_all`."""
@@ -167,7 +149,7 @@ class RoundSampler:
         chosen = near_misses(first)[: self.config.rl.expand_limit]
         begun = [(first.sequences[origin.place], origin.steps) for origin in chosen]
         seeds = [f"{self.config.common.seed}/expand {number}/{origin.place}" for origin in chosen]
-        added = self.sampled(self.engine.run_on, begun, seeds)
+        added = sample(self.engine, self.ranks, self.engine.run_on, begun, seeds, self.retrieve)
         scored, many = self.score(number, added), len(first.sequences)
         done = replace(
             first,
@@ -195,7 +177,7 @@ class RoundSampler:
         def more(attempt: int, count: int) -> Rewards:
             many, start = rl.num_generations, max(groups) + 1
             drawn = self.order.of_refill(number, attempt, count, used)
-            added = self.sampled(self.engine.run, *drawn)
+            added = sample(self.engine, self.ranks, self.engine.run, *drawn, self.retrieve)
             used.update(s.question.id for s in added)
             new = Round(added, self.score(number, added), [start + i // many for i in range(len(added))])
             for all_of_round, ours in ((sequences, new.sequences), (scored, new.scored), (groups, new.groups)):
@@ -209,13 +191,10 @@ class RoundSampler:
 def sample(
     engine: Engine, ranks: Ranks, run: Callable, begun: list, seeds: list[str], retrieve: Retrieve
 ) -> list[Sequence]:
-    """The episodes that `run` of an engine makes of what is begun. Each rank samples a part, and gets all of them."""
+    """The episodes that `engine.run` or `engine.run_on` makes. Each rank samples a part, and gets all of them."""
     share = slice(*(len(seeds) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)))
-
-    def work() -> list[Sequence]:  # of more ranks than episodes, some have none
-        return run(begun[share], seeds[share], retrieve) if seeds[share] else []
-
-    return [sequence for part in ranks.gather(engine.grant.attempt("sample", work)) for sequence in part]
+    mine = engine.grant.attempt("sample", run, begun[share], seeds[share], retrieve)
+    return [sequence for part in ranks.gather(mine) for sequence in part]
 
 
 def near_misses(sampled: Round) -> list[Expansion]:
@@ -225,8 +204,8 @@ def near_misses(sampled: Round) -> list[Expansion]:
     one. First come groups without variance; of each group, the episode that found most, then those that found less.
     """
     found, rank = [], {i: teaches(rewards) for i, rewards in enumerate(sampled.rewards())}
-    for place, (episode, paid) in enumerate(zip(sampled.episodes, sampled.scored, strict=True)):
-        news = episode.new_gold()
+    for place, (sequence, paid) in enumerate(zip(sampled.sequences, sampled.scored, strict=True)):
+        news = sequence.episode().new_gold()
         useful = [k for k, new in enumerate(news, 1) if new]
         if useful and paid is not None and not paid.right:
             found.append((sampled.groups[place], -sum(map(len, news)), place, useful[-1]))

@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from r3lite.core.answer_match import answer_scores
 from r3lite.core.episode import Episode
 from r3lite.core.errors import R3LiteError
-from r3lite.protocols.base import REPEATED_QUERY
+from r3lite.protocols.base import IDLE, REPEATED_QUERY
 from r3lite.rewards.judge import Judge
-from r3lite.rewards.judged import trajectory_factor
 from r3lite.rewards.registry import MOST, named_rewards, needs_verdict
-from r3lite.rewards.searching import is_idle
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import RewardSettings
 
@@ -88,12 +86,14 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     em, best_f1 = answer_scores(episode)
     correct = bool(verdict and verdict.correct and episode.prediction)
     well_formed = [0.0 if s.faults else settings.format_reward / len(episode.steps) for s in episode.steps]
-    right = correct if settings.outcome_judge else em == 1.0
-    factor = trajectory_factor(episode, right, settings.gamma_correct, settings.gamma_incorrect, settings.gamma_fail)
-    process = [factor * p for p in _process(episode, settings, verdict)]
+    gamma = settings.gamma_fail
+    if episode.prediction:
+        right = correct if settings.outcome_judge else em == 1.0
+        gamma = settings.gamma_correct if right else settings.gamma_incorrect
+    process = [(1 + gamma) * p for p in _process(episode, settings, verdict)]
     outcome = settings.outcome_em * em + settings.outcome_f1 * best_f1 + settings.outcome_judge * correct
     bonus, penalty = settings.search_bonus, settings.idle_query_penalty
-    search = [-penalty if is_idle(step) else bonus * bool(step.searches) for step in episode.steps]
+    search = [bonus * bool(s.searches) if IDLE.isdisjoint(s.faults) else -penalty for s in episode.steps]
     anew = [step for step in episode.steps if step.searches and REPEATED_QUERY not in step.faults]
     if len(anew) < settings.least_searches:
         outcome = 0.0

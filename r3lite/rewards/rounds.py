@@ -34,28 +34,19 @@ def round_metrics(
         "malformed_ratio": statistics.fmean(e.finish == MALFORMED for e in episodes),
         "format_adherence": statistics.fmean(not step.faults for step in steps),
         "searches": statistics.fmean(e.searches for e in episodes),
-        "queries/blank_ratio": _share_with(BLANK_QUERY, episodes),
-        "queries/repeated_ratio": _share_with(REPEATED_QUERY, episodes),
     }
+    for name, fault in (("blank", BLANK_QUERY), ("repeated", REPEATED_QUERY)):
+        share = statistics.fmean(any(fault in step.faults for step in e.steps) for e in episodes)
+        metrics[f"queries/{name}_ratio"] = share
     for name in sorted({name for s in known for name in s.parts}):
         values = [s.parts[name] for s in known if s.parts.get(name) is not None]  # no recall without gold paragraphs
         if values:
             metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
-    return metrics | _by_source(episodes, scored)
-
-
-def _by_source(episodes: Sequence[Episode], scored: Sequence[Scored | None]) -> dict[str, float]:
-    """The mean reward of each source's episodes, as `reward/NAME`, if questions are of several sources."""
-    totals: dict[str, list[float]] = {}
-    for episode, reward in zip(episodes, scored, strict=True):
-        if episode.question.source and reward is not None:
-            totals.setdefault(episode.question.source, []).append(reward.total)
-    return {f"reward/{name}": statistics.fmean(rewards) for name, rewards in sorted(totals.items())}
-
-
-def _share_with(fault: str, episodes: Sequence[Episode]) -> float:
-    """Share of the episodes in which a step has a fault."""
-    return statistics.fmean(any(fault in step.faults for step in e.steps) for e in episodes)
+    for source in sorted({e.question.source for e in episodes if e.question.source}):
+        rewards = [s.total for e, s in zip(episodes, scored, strict=True) if s and e.question.source == source]
+        if rewards:
+            metrics[f"reward/{source}"] = statistics.fmean(rewards)
+    return metrics
 
 
 def likelihood_of_right(

@@ -86,6 +86,8 @@ class Engine:
         self, sequences: list[Sequence], retrieve: Retrieve, progress: str | None = None, heard: bool = False
     ) -> list[Sequence]:
         """The same sequences, which were opened, at their ends. What is `heard` while it is sampled needs no bar."""
+        if not sequences:  # of more ranks than episodes, some have none
+            return []
         training = self.model.training
         self.model.eval()  # no dropout: the policy that samples is the policy that is trained
         look = bars.named(progress, "answering") | ({"disable": True} if heard else {})
