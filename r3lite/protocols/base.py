@@ -100,9 +100,8 @@ class Protocol(ABC):
     def _messages(self) -> list[dict[str, str]]:
         return messages(self.init_prompt)
 
-    def quoted(self, text: str) -> str:
-        """A question, title or passage as it stands in an episode: nothing in it may look like the protocol's own."""
-        return one_line(text)
+    # A question, title or passage as it stands in an episode: nothing in it may look like the protocol's own.
+    quoted = staticmethod(one_line)
 
     @abstractmethod
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:

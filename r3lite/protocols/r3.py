@@ -103,10 +103,6 @@ class R3(Protocol):
         return (self.names.documents,)
 
     @cached_property
-    def _step(self) -> re.Pattern:
-        return re.compile(rf"\s*{re.escape(self.names.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?")
-
-    @cached_property
     def heading(self) -> re.Pattern:
         """A heading of a step at the beginning of a line; those of options that are off are plain text."""
         optional = [self.names.queries] * (self.most_queries > 1) + [self.names.verification] * self.verifies
@@ -149,7 +145,7 @@ class R3(Protocol):
         A step with a usable query, or else a usable answer, carries it in spite of its faults, so that an episode
         can go on and be rewarded for what is right in it. With both at once, or two answers, neither is usable.
         """
-        opening = self._step.match(text)
+        opening = re.match(rf"\s*{re.escape(self.names.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
         before, *parts = self.heading.split(text[opening.end() :] if opening else text)
         headings, sections = parts[::2], {}
         for heading, section in zip(headings, parts[1::2]):

@@ -250,7 +250,7 @@ class Tokenizer:
 
     def user_turn(self, text: str) -> list[int]:
         """Tokens after the end of an assistant turn: a user turn and the opening of the next assistant turn."""
-        return self._markup_tokens([self._to_user, self._content("user", text), self._prompt])
+        return self._markup_tokens([self._to_user, text.strip() if "user" in self._trims else text, self._prompt])
 
     def chat(self, messages: Messages, prompt: bool = False) -> tuple[list[int], list[bool]]:
         """Tokens of a whole conversation of `role` and `content`, and which of them are to be trained on.
@@ -268,7 +268,7 @@ class Tokenizer:
         parts: list[tuple[list[int], bool]] = []  # with whether the assistant wrote them
         given = [gaps[0]]  # markup and contents in turn, since the assistant last wrote
         for message, gap in zip(messages, gaps[1:], strict=True):
-            content = self._content(message["role"], message["content"])
+            content = message["content"].strip() if message["role"] in self._trims else message["content"]
             if message["role"] == "assistant":
                 opening = given[-1].removesuffix(self.lead)
                 content = given[-1][len(opening) :] + content
@@ -310,9 +310,6 @@ class Tokenizer:
         if others and others[0]["role"] == "user":
             return [{"role": "user", "content": f"{system['content']}\n\n{others[0]['content']}"}, *others[1:]]
         return [{"role": "user", "content": system["content"]}, *others]
-
-    def _content(self, role: str, content: str) -> str:
-        return content.strip() if role in self._trims else content
 
     def _markup_tokens(self, texts: Sequence[str]) -> list[int]:
         """Tokens of markup and contents in turn, beginning with markup.

@@ -90,7 +90,12 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     if episode.prediction:
         right = correct if settings.outcome_judge else em == 1.0
         gamma = settings.gamma_correct if right else settings.gamma_incorrect
-    process = [(1 + gamma) * p for p in _process(episode, settings, verdict)]
+    process = []
+    opinions = verdict.steps if verdict else [StepVerdict(0.0, 0.0)] * len(episode.steps)
+    for step, news, opinion in zip(episode.steps, episode.new_gold(), opinions, strict=True):
+        found = settings.process_recall * len(news) / (len(episode.question.gold) or 1)
+        found += settings.process_judge * (opinion.relevance + opinion.coherence) / 2
+        process.append((1 + gamma) * (found if step.searches else 0.0))
     outcome = settings.outcome_em * em + settings.outcome_f1 * best_f1 + settings.outcome_judge * correct
     bonus, penalty = settings.search_bonus, settings.idle_query_penalty
     search = [bonus * bool(s.searches) if IDLE.isdisjoint(s.faults) else -penalty for s in episode.steps]
@@ -127,14 +132,3 @@ def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | Non
         if pairs and all(reward.rewards(e, v) is None for e, v in pairs):
             remedy = "What it needs, such as gold paragraphs, these questions lack: leave it out, or pass other --data."
             raise R3LiteError(f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy)
-
-
-def _process(episode: Episode, settings: RewardSettings, verdict: Verdict | None) -> list[float]:
-    """Process reward of each step before the trajectory factor; 0 for a step without a query."""
-    rewards = []
-    opinions = verdict.steps if verdict else [StepVerdict(0.0, 0.0)] * len(episode.steps)
-    for step, news, opinion in zip(episode.steps, episode.new_gold(), opinions, strict=True):
-        reward = settings.process_recall * len(news) / (len(episode.question.gold) or 1)
-        reward += settings.process_judge * (opinion.relevance + opinion.coherence) / 2
-        rewards.append(reward if step.searches else 0.0)
-    return rewards
