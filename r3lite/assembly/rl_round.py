@@ -16,7 +16,7 @@ from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards import curriculum
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.reward import Scored, score_all
-from r3lite.rewards.rounds import episode_records, likelihood_of_right, round_metrics, turns_of
+from r3lite.rewards.rounds import episode_records, round_metrics, turns_of
 from r3lite.rl.batch import Rollout
 from r3lite.rl.refill import Rewards, refill, teaches
 from r3lite.rollout.engine import Engine
@@ -48,6 +48,11 @@ class Round:
     told: dict[str, float] = field(default_factory=dict)  # metrics of how they came about
     joined: list[Rollout] = field(default_factory=list)  # off-policy episodes that join the groups
 
+    def joined_by(self, sequences: list[Sequence], scored: list[Scored | None], groups: list[int]) -> "Round":
+        """The round with further episodes after its own."""
+        sequences, scored = [*self.sequences, *sequences], [*self.scored, *scored]
+        return replace(self, sequences=sequences, scored=scored, groups=[*self.groups, *groups])
+
     def rewards(self) -> Rewards:
         """Of each group's episodes."""
         order = sorted(range(len(self.groups)), key=self.groups.__getitem__)
@@ -59,8 +64,8 @@ class Round:
         drawn = [i for i in range(len(self.sequences)) if i not in self.expanded]
         sequences, scored = [self.sequences[i] for i in drawn], [self.scored[i] for i in drawn]
         turns = [turns_of(s.tokens, s.action_mask) for s in sequences]
-        found = round_metrics([s.episode() for s in sequences], scored, turns)
-        return found | likelihood_of_right(scored, [s.logprobs for s in sequences]) | self.told
+        episodes, logprobs = [s.episode() for s in sequences], [s.logprobs for s in sequences]
+        return round_metrics(episodes, scored, turns, logprobs) | self.told
 
     def records(self, number: int) -> list[dict]:
         """The lines of episodes.jsonl."""
@@ -151,13 +156,8 @@ class RoundSampler:
         seeds = [f"{self.config.common.seed}/expand {number}/{origin.place}" for origin in chosen]
         added = sample(self.engine, self.ranks, self.engine.run_on, begun, seeds, self.retrieve)
         scored, many = self.score(number, added), len(first.sequences)
-        done = replace(
-            first,
-            sequences=[*first.sequences, *added],
-            scored=[*first.scored, *scored],
-            groups=[*first.groups, *(first.groups[origin.place] for origin in chosen)],
-            expanded={many + i: origin for i, origin in enumerate(chosen)},
-        )
+        done = first.joined_by(added, scored, [first.groups[origin.place] for origin in chosen])
+        expanded = {many + i: origin for i, origin in enumerate(chosen)}
         kept = sum(sum(s.action_mask[: s.step_ends[steps - 1] + 1]) for s, steps in begun)
         told = {
             "expand/episodes": len(added),
@@ -167,25 +167,24 @@ class RoundSampler:
             "expand/zero_std_before": _without_variance(first.rewards()),
             "expand/zero_std_after": _without_variance(done.rewards()),
         }
-        return replace(done, told=first.told | told)
+        return replace(done, expanded=expanded, told=first.told | told)
 
     def _refilled(self, number: int, sampled: Round) -> Round:
         """The round with further groups in place of those without variance."""
-        rl, used = self.config.rl, {s.question.id for s in sampled.sequences}
-        sequences, scored, groups = list(sampled.sequences), list(sampled.scored), list(sampled.groups)
+        rl, used, done = self.config.rl, {s.question.id for s in sampled.sequences}, sampled
 
         def more(attempt: int, count: int) -> Rewards:
-            many, start = rl.num_generations, max(groups) + 1
+            nonlocal done
             drawn = self.order.of_refill(number, attempt, count, used)
             added = sample(self.engine, self.ranks, self.engine.run, *drawn, self.retrieve)
             used.update(s.question.id for s in added)
-            new = Round(added, self.score(number, added), [start + i // many for i in range(len(added))])
-            for all_of_round, ours in ((sequences, new.sequences), (scored, new.scored), (groups, new.groups)):
-                all_of_round.extend(ours)
+            groups = [max(done.groups) + 1 + i // rl.num_generations for i in range(len(added))]
+            new = Round(added, self.score(number, added), groups)
+            done = done.joined_by(added, new.scored, groups)
             return new.rewards()
 
         kept, told = refill(sampled.rewards(), more, rl.refill_limit)
-        return replace(sampled, sequences=sequences, scored=scored, groups=groups, kept=kept, told=sampled.told | told)
+        return replace(done, kept=kept, told=sampled.told | told)
 
 
 def sample(

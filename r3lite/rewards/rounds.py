@@ -12,11 +12,16 @@ NGRAM = 4  # tokens
 
 
 def round_metrics(
-    episodes: Sequence[Episode], scored: Sequence[Scored | None], turns: Sequence[Sequence[Sequence[int]]]
+    episodes: Sequence[Episode],
+    scored: Sequence[Scored | None],
+    turns: Sequence[Sequence[Sequence[int]]],
+    logprobs: Sequence[Sequence[float]],
 ) -> dict[str, float | None]:
     """Metrics of a round, under TRL's names if it has them. A missing reward (None) is left out of the means.
 
-    `turns` are the sampled tokens of each episode, turn by turn.
+    `turns` are the sampled tokens of each episode, turn by turn, and `logprobs` those of its tokens. `logps/right` is
+    their mean over each right episode's tokens, then over the right episodes, which thus count alike however long they
+    are, as in GRPO's loss; None if there are none. It falls when a collapse begins (arXiv 2512.04220).
     """
     steps = [step for e in episodes for step in e.steps]
     known = [s for s in scored if s is not None]
@@ -46,20 +51,8 @@ def round_metrics(
         rewards = [s.total for e, s in zip(episodes, scored, strict=True) if s and e.question.source == source]
         if rewards:
             metrics[f"reward/{source}"] = statistics.fmean(rewards)
-    return metrics
-
-
-def likelihood_of_right(
-    scored: Sequence[Scored | None], logprobs: Sequence[Sequence[float]]
-) -> dict[str, float | None]:
-    """How many episodes have a right answer, and how likely what they wrote was to the model that sampled it.
-
-    `logprobs` are those of each episode's sampled tokens. `logps/right` is their mean over each right episode's tokens,
-    then over the right episodes, which thus count alike however long they are, as in GRPO's loss; None if there are
-    none. It falls when a collapse begins (arXiv 2512.04220).
-    """
     right = [statistics.fmean(each) for each, reward in zip(logprobs, scored, strict=True) if reward and reward.right]
-    return {"completions/right": len(right), "logps/right": statistics.fmean(right) if right else None}
+    return metrics | {"completions/right": len(right), "logps/right": statistics.fmean(right) if right else None}
 
 
 def turns_of(tokens: Sequence[int], action_mask: Sequence[bool]) -> list[list[int]]:

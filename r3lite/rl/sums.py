@@ -14,16 +14,11 @@ OFF_POLICY, GUIDED = "off_policy/", "teacher/"
 TOKENS = "tokens"  # after the kind: how many tokens the sums are over
 
 
-def kind(name: str) -> str:
-    """The kind of tokens that a metric is of: what its name begins with."""
-    return next((prefix for prefix in (OFF_POLICY, GUIDED) if name.startswith(prefix)), "")
-
-
 def summed(metrics: dict[str, Tensor], off_policy: Tensor | None = None) -> Sums:
     """Sums over the tokens that a metric is of, without gradients; `off_policy` says which these are, None: none."""
     if off_policy is None:
         return {name: x.detach().sum() for name, x in metrics.items()}
-    masks = {name: off_policy if kind(name) == OFF_POLICY else ~off_policy for name in metrics}
+    masks = {name: off_policy if name.startswith(OFF_POLICY) else ~off_policy for name in metrics}
     return {name: (x.detach() * masks[name]).sum() for name, x in metrics.items()}
 
 
@@ -37,9 +32,13 @@ def added(parts: list[Sums]) -> Sums:
 
 
 def means_of(sums: Sums) -> dict[str, float]:
-    """The means, by the counts of tokens that are among the sums."""
-    counts = {name: kind(name) + TOKENS for name in sums}  # where each metric's tokens are counted
-    return {name: float(sums[name]) / sums[count] for name, count in counts.items() if name != count}
+    """The means, by the counts of tokens of each kind that are among the sums."""
+    means = {}
+    for name, total in sums.items():
+        kind = next((prefix for prefix in (OFF_POLICY, GUIDED) if name.startswith(prefix)), "")
+        if name != kind + TOKENS:
+            means[name] = float(total) / sums[kind + TOKENS]
+    return means
 
 
 def sampling_metrics(log_ratios: list[Tensor], clip_low: float, clip_high: float) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from r3lite.core.episode import Retrieve
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.records import InvalidRecord, Record
+from r3lite.core.records import InvalidRecord
 from r3lite.protocols.transcript import Layout
 from r3lite.rollout.fetcher import Fetcher
 from r3lite.rollout.remote import Declined, Gone, Link
@@ -144,11 +144,9 @@ class VllmServer:
         ):
             if (model := reply.text("model")) != self.name:
                 raise InvalidRecord(f"the model is {model}, and not {self.name}")
-            return _tokens(reply.records("choices")[0])
-
-
-def _tokens(choice: Record) -> list[tuple[int, float]]:
-    ids, logprobs = choice.items("token_ids"), choice.record("logprobs").items("token_logprobs")
-    if len(ids) != len(logprobs) or not all(type(i) is int and type(x) in (int, float) for i, x in zip(ids, logprobs)):
-        raise choice.error("token_ids and token_logprobs are not a number for each token")
-    return list(zip(ids, map(float, logprobs)))
+            choice = reply.records("choices")[0]
+            ids, logprobs = choice.items("token_ids"), choice.record("logprobs").items("token_logprobs")
+            numbers = all(type(i) is int and type(x) in (int, float) for i, x in zip(ids, logprobs))
+            if len(ids) != len(logprobs) or not numbers:
+                raise choice.error("token_ids and token_logprobs are not a number for each token")
+        return list(zip(ids, map(float, logprobs)))
