@@ -52,7 +52,8 @@ class Algorithm:
     @property
     def most_off_policy(self) -> int:
         """The most episodes that a round learns from beside those that it samples."""
-        return 0
+        s = self.settings
+        return self.has_traces * s.questions_at(s.trace_share) + self.has_replay * s.questions_at(s.replay_share)
 
     @property
     def kl_weight(self) -> float:

@@ -20,11 +20,6 @@ from r3lite.rl.batch import ActionTokens, Batch
 class Mixed(Grpo):
     own = frozenset({"shaping_gamma"})
 
-    @property
-    def most_off_policy(self) -> int:
-        s = self.settings
-        return self.has_traces * s.questions_at(s.trace_share) + self.has_replay * s.questions_at(s.replay_share)
-
     def loss(self, known: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         off = known.off_policy
         if off is None:
