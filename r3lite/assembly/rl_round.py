@@ -191,6 +191,8 @@ def sample(
     engine: Engine, ranks: Ranks, run: Callable, begun: list, seeds: list[str], retrieve: Retrieve
 ) -> list[Sequence]:
     """The episodes that `engine.run` or `engine.run_on` makes. Each rank samples a part, and gets all of them."""
+    if not seeds:
+        return []
     share = slice(*(len(seeds) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)))
     mine = engine.grant.attempt("sample", run, begun[share], seeds[share], retrieve)
     return [sequence for part in ranks.gather(mine) for sequence in part]
