@@ -48,7 +48,7 @@ class Round:
     told: dict[str, float] = field(default_factory=dict)  # metrics of how they came about
     joined: list[Rollout] = field(default_factory=list)  # off-policy episodes that join the groups
 
-    def joined_by(self, sequences: list[Sequence], scored: list[Scored | None], groups: list[int]) -> "Round":
+    def extended(self, sequences: list[Sequence], scored: list[Scored | None], groups: list[int]) -> "Round":
         """The round with further episodes after its own."""
         sequences, scored = [*self.sequences, *sequences], [*self.scored, *scored]
         return replace(self, sequences=sequences, scored=scored, groups=[*self.groups, *groups])
@@ -156,7 +156,7 @@ class RoundSampler:
         seeds = [f"{self.config.common.seed}/expand {number}/{origin.place}" for origin in chosen]
         added = sample(self.engine, self.ranks, self.engine.run_on, begun, seeds, self.retrieve)
         scored, many = self.score(number, added), len(first.sequences)
-        done = first.joined_by(added, scored, [first.groups[origin.place] for origin in chosen])
+        done = first.extended(added, scored, [first.groups[origin.place] for origin in chosen])
         expanded = {many + i: origin for i, origin in enumerate(chosen)}
         kept = sum(sum(s.action_mask[: s.step_ends[steps - 1] + 1]) for s, steps in begun)
         told = {
@@ -180,7 +180,7 @@ class RoundSampler:
             used.update(s.question.id for s in added)
             groups = [max(done.groups) + 1 + i // rl.num_generations for i in range(len(added))]
             new = Round(added, self.score(number, added), groups)
-            done = done.joined_by(added, new.scored, groups)
+            done = done.extended(added, new.scored, groups)
             return new.rewards()
 
         kept, told = refill(sampled.rewards(), more, rl.refill_limit)
