@@ -16,7 +16,7 @@ from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards import curriculum
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.reward import Scored, score_all
-from r3lite.rewards.rounds import episode_records, round_metrics, turns_of
+from r3lite.rewards.rounds import episode_records, round_metrics
 from r3lite.rl.batch import Rollout
 from r3lite.rl.refill import Rewards, refill, teaches
 from r3lite.rollout.engine import Engine
@@ -63,7 +63,10 @@ class Round:
         """Means over the episodes that the policy sampled from their prompts on; those expanded are told apart."""
         drawn = [i for i in range(len(self.sequences)) if i not in self.expanded]
         sequences, scored = [self.sequences[i] for i in drawn], [self.scored[i] for i in drawn]
-        turns = [turns_of(s.tokens, s.action_mask) for s in sequences]
+        turns = []  # what was sampled; given tokens stand between turns
+        for s in sequences:
+            runs = groupby(zip(s.tokens, s.action_mask, strict=True), key=lambda pair: pair[1])
+            turns.append([[token for token, _ in run] for sampled, run in runs if sampled])
         episodes, logprobs = [s.episode() for s in sequences], [s.logprobs for s in sequences]
         return round_metrics(episodes, scored, turns, logprobs) | self.told
 

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Sequence
-from itertools import groupby
 
 from r3lite.core.episode import CUT_OFF, MALFORMED, Episode
 from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
@@ -53,12 +52,6 @@ def round_metrics(
             metrics[f"reward/{source}"] = statistics.fmean(rewards)
     right = [statistics.fmean(each) for each, reward in zip(logprobs, scored, strict=True) if reward and reward.right]
     return metrics | {"completions/right": len(right), "logps/right": statistics.fmean(right) if right else None}
-
-
-def turns_of(tokens: Sequence[int], action_mask: Sequence[bool]) -> list[list[int]]:
-    """The tokens that the model sampled, turn by turn: given tokens stand between turns."""
-    runs = groupby(zip(tokens, action_mask, strict=True), key=lambda pair: pair[1])
-    return [[token for token, _ in run] for sampled, run in runs if sampled]
 
 
 def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:
