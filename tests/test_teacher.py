@@ -187,7 +187,7 @@ def test_a_trajectory_stands_in_the_place_of_what_failed():
     batch = cached.batch([failed, ROLLOUT], {0: "p", 1: "q"})
     assert batch.tokens.tolist() == [[5, 6, 9, 3, 9], [5, 6, 7, 8, 0]]
     assert batch.action_mask.tolist() == [[False, False, True, False, True], [False, False, True, True, False]]
-    assert batch.returns.tolist() == pytest.approx([0.35, 0.35]) and batch.failed.tolist() == [True, False]
+    assert batch.rewards.sum(-1).tolist() == pytest.approx([0.35, 0.35]) and batch.failed.tolist() == [True, False]
     assert batch.teacher == [LESSON.teacher, None] and batch.groups.tolist() == [1, 1]
     untaught = cached.batch([failed], {0: "q", 1: "p"})
     assert untaught.teacher == [None] and torch.equal(untaught.tokens, Batch.of([failed]).tokens)

@@ -78,7 +78,7 @@ class RLTrainer:
         judge = self.sampler.judge
         found |= (judge.counts() if judge else {}) | watch.laps
         rl_setup.warn_of_no_reward(self.config, self.guard, found)
-        return found, sampled.tokens
+        return found, sum(len(sequence.tokens) for sequence in sampled.sequences)
 
     def rehearse(self) -> None:
         """Learns from the longest episodes that a round may have, and leaves no trace."""

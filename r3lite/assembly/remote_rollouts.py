@@ -21,8 +21,7 @@ from r3lite.models import weights
 from r3lite.retrieval.setup import Setup
 from r3lite.rewards.judge import Judge
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.forward import action_states
+from r3lite.rl.batch import Batch, Rollout, action_states
 from r3lite.rl.learner import Learner
 from r3lite.rollout.remote import LARGEST, REMEDY, RemoteEngine, Worker
 from r3lite.rollout.vllm import VllmServer

@@ -5,7 +5,7 @@ in `rl/algorithms/mixed.py`.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -123,7 +123,7 @@ class Guidance:
         return [question for question in groups for _ in range(size)]
 
     def join(
-        self, number: int, groups: list[str], paid: Sequence[tuple[Rollout, Scored]], replayed: list[str]
+        self, number: int, groups: list[str], paid: Iterable[tuple[Rollout, Scored]], replayed: list[str]
     ) -> tuple[list[Rollout], dict[str, float]]:
         """The off-policy episodes of round `number`, with metrics of where they are from; keeps its own successes.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from r3lite.assembly.rl_guidance import Guidance
-from r3lite.core.episode import CUT_OFF, Episode, Question, Retrieve
+from r3lite.core.episode import CUT_OFF, Question, Retrieve
 from r3lite.datasets.order import QuestionOrder
 from r3lite.datasets.sources import build_mixture
 from r3lite.devices.ranks import ALONE, Ranks
@@ -16,7 +16,7 @@ from r3lite.retrieval.query_cache import QueryCache
 from r3lite.rewards import curriculum
 from r3lite.rewards.judge import Judge
 from r3lite.rewards.reward import Scored, score_all
-from r3lite.rewards.rounds import episode_records, likelihood_of_right, round_metrics, turns_of
+from r3lite.rewards.rounds import episode_records, round_metrics
 from r3lite.rl.batch import Rollout
 from r3lite.rl.refill import Rewards, refill, teaches
 from r3lite.rollout.engine import Engine
@@ -48,13 +48,10 @@ class Round:
     told: dict[str, float] = field(default_factory=dict)  # metrics of how they came about
     joined: list[Rollout] = field(default_factory=list)  # off-policy episodes that join the groups
 
-    @property
-    def episodes(self) -> list[Episode]:
-        return [sequence.episode() for sequence in self.sequences]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(s.tokens) for s in self.sequences)
+    def extended(self, sequences: list[Sequence], scored: list[Scored | None], groups: list[int]) -> "Round":
+        """The round with further episodes after its own."""
+        sequences, scored = [*self.sequences, *sequences], [*self.scored, *scored]
+        return replace(self, sequences=sequences, scored=scored, groups=[*self.groups, *groups])
 
     def rewards(self) -> Rewards:
         """Of each group's episodes."""
@@ -66,14 +63,17 @@ class Round:
         """Means over the episodes that the policy sampled from their prompts on; those expanded are told apart."""
         drawn = [i for i in range(len(self.sequences)) if i not in self.expanded]
         sequences, scored = [self.sequences[i] for i in drawn], [self.scored[i] for i in drawn]
-        turns = [turns_of(s.tokens, s.action_mask) for s in sequences]
-        found = round_metrics([s.episode() for s in sequences], scored, turns)
-        return found | likelihood_of_right(scored, [s.logprobs for s in sequences]) | self.told
+        turns = []  # what was sampled; given tokens stand between turns
+        for s in sequences:
+            runs = groupby(zip(s.tokens, s.action_mask, strict=True), key=lambda pair: pair[1])
+            turns.append([[token for token, _ in run] for sampled, run in runs if sampled])
+        episodes, logprobs = [s.episode() for s in sequences], [s.logprobs for s in sequences]
+        return round_metrics(episodes, scored, turns, logprobs) | self.told
 
     def records(self, number: int) -> list[dict]:
         """The lines of episodes.jsonl."""
         learned = None if self.kept is None else [group in self.kept for group in self.groups]
-        records = episode_records(number, self.episodes, self.scored, learned)
+        records = episode_records(number, [s.episode() for s in self.sequences], self.scored, learned)
         for place, origin in self.expanded.items():
             records[place]["expanded"] = {"from": origin.place, "steps": origin.steps}
         return records
@@ -86,24 +86,17 @@ class Round:
     def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
         """The episodes that are learned from, in numbers; the off-policy ones behind all others.
 
-        `failed_below` tells which have failed, see Scored.failed.
+        One whose judge failed is left out: a missing reward is not a zero, and teaches nothing. `failed_below` tells
+        which have failed, see Scored.failed.
         """
-        own = [replace(rollout, failed=scored.failed(failed_below)) for rollout, scored in self.paid()]
-        groups = {rollout.group for rollout in own}
-        return own + [rollout for rollout in self.joined if rollout.group in groups]
-
-    def paid(self) -> list[tuple[Rollout, Scored]]:
-        """The sampled episodes that are learned from, in numbers, and what each was paid.
-
-        One whose judge failed is left out: a missing reward is not a zero, and teaches nothing.
-        """
-        found = []
+        own = []
         for s, scored, group in zip(self.sequences, self.scored, self.groups, strict=True):
             if scored is not None and (self.kept is None or group in self.kept):
                 rewards, cut_off = list(zip(s.step_ends, scored.steps)), s.finish == CUT_OFF
                 rollout = Rollout(s.tokens, s.action_mask, s.logprobs, s.values, rewards, group, cut_off)
-                found.append((rollout, scored))
-        return found
+                own.append(replace(rollout, failed=scored.failed(failed_below)))
+        groups = {rollout.group for rollout in own}
+        return own + [rollout for rollout in self.joined if rollout.group in groups]
 
 
 @dataclass
@@ -132,7 +125,7 @@ class RoundSampler:
         if self.guidance:
             questions = self.guidance.with_replayed(questions, replayed)
         with watch.stage("rollout"):
-            sequences = self.sampled(self.engine.run, questions, seeds)
+            sequences = sample(self.engine, self.ranks, self.engine.run, questions, seeds, self.retrieve)
         groups = [i // rl.num_generations for i in range(len(sequences))]
         with watch.stage("score"):
             told = curriculum.changing_weights(self.config.reward, number)
@@ -140,7 +133,8 @@ class RoundSampler:
         if self.guidance:
             ids = [question.id for question in questions[:: rl.num_generations]]
             with watch.stage("guide"):
-                joined, told = self.guidance.join(number, ids, sampled.paid(), replayed)
+                paid = zip(sampled.rollouts(), [scored for scored in sampled.scored if scored is not None], strict=True)
+                joined, told = self.guidance.join(number, ids, paid, replayed)
             sampled = replace(sampled, joined=joined, told=sampled.told | told)
         if rl.expand_limit:
             with watch.stage("expand"):
@@ -151,10 +145,6 @@ class RoundSampler:
         if self.cache:
             sampled = replace(sampled, told=sampled.told | self.cache.metrics())
         return sampled
-
-    def sampled(self, run: Callable, begun: list, seeds: list[str]) -> list[Sequence]:
-        """The episodes of `engine.run` or `engine.run_on`."""
-        return sample(self.engine, self.ranks, run, begun, seeds, self.retrieve)
 
     def score(self, number: int, sequences: Many[Sequence]) -> list[Scored | None]:
         """What each episode of round `number` is paid; see `score_all`."""
@@ -167,15 +157,10 @@ class RoundSampler:
         chosen = near_misses(first)[: self.config.rl.expand_limit]
         begun = [(first.sequences[origin.place], origin.steps) for origin in chosen]
         seeds = [f"{self.config.common.seed}/expand {number}/{origin.place}" for origin in chosen]
-        added = self.sampled(self.engine.run_on, begun, seeds)
+        added = sample(self.engine, self.ranks, self.engine.run_on, begun, seeds, self.retrieve)
         scored, many = self.score(number, added), len(first.sequences)
-        done = replace(
-            first,
-            sequences=[*first.sequences, *added],
-            scored=[*first.scored, *scored],
-            groups=[*first.groups, *(first.groups[origin.place] for origin in chosen)],
-            expanded={many + i: origin for i, origin in enumerate(chosen)},
-        )
+        done = first.extended(added, scored, [first.groups[origin.place] for origin in chosen])
+        expanded = {many + i: origin for i, origin in enumerate(chosen)}
         kept = sum(sum(s.action_mask[: s.step_ends[steps - 1] + 1]) for s, steps in begun)
         told = {
             "expand/episodes": len(added),
@@ -185,37 +170,35 @@ class RoundSampler:
             "expand/zero_std_before": _without_variance(first.rewards()),
             "expand/zero_std_after": _without_variance(done.rewards()),
         }
-        return replace(done, told=first.told | told)
+        return replace(done, expanded=expanded, told=first.told | told)
 
     def _refilled(self, number: int, sampled: Round) -> Round:
         """The round with further groups in place of those without variance."""
-        rl, used = self.config.rl, {s.question.id for s in sampled.sequences}
-        sequences, scored, groups = list(sampled.sequences), list(sampled.scored), list(sampled.groups)
+        rl, used, done = self.config.rl, {s.question.id for s in sampled.sequences}, sampled
 
         def more(attempt: int, count: int) -> Rewards:
-            many, start = rl.num_generations, max(groups) + 1
+            nonlocal done
             drawn = self.order.of_refill(number, attempt, count, used)
-            added = self.sampled(self.engine.run, *drawn)
+            added = sample(self.engine, self.ranks, self.engine.run, *drawn, self.retrieve)
             used.update(s.question.id for s in added)
-            new = Round(added, self.score(number, added), [start + i // many for i in range(len(added))])
-            for all_of_round, ours in ((sequences, new.sequences), (scored, new.scored), (groups, new.groups)):
-                all_of_round.extend(ours)
+            groups = [max(done.groups) + 1 + i // rl.num_generations for i in range(len(added))]
+            new = Round(added, self.score(number, added), groups)
+            done = done.extended(added, new.scored, groups)
             return new.rewards()
 
         kept, told = refill(sampled.rewards(), more, rl.refill_limit)
-        return replace(sampled, sequences=sequences, scored=scored, groups=groups, kept=kept, told=sampled.told | told)
+        return replace(done, kept=kept, told=sampled.told | told)
 
 
 def sample(
     engine: Engine, ranks: Ranks, run: Callable, begun: list, seeds: list[str], retrieve: Retrieve
 ) -> list[Sequence]:
-    """The episodes that `run` of an engine makes of what is begun. Each rank samples a part, and gets all of them."""
+    """The episodes that `engine.run` or `engine.run_on` makes. Each rank samples a part, and gets all of them."""
+    if not seeds:
+        return []
     share = slice(*(len(seeds) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1)))
-
-    def work() -> list[Sequence]:  # of more ranks than episodes, some have none
-        return run(begun[share], seeds[share], retrieve) if seeds[share] else []
-
-    return [sequence for part in ranks.gather(engine.grant.attempt("sample", work)) for sequence in part]
+    mine = engine.grant.attempt("sample", run, begun[share], seeds[share], retrieve)
+    return [sequence for part in ranks.gather(mine) for sequence in part]
 
 
 def near_misses(sampled: Round) -> list[Expansion]:
@@ -225,8 +208,8 @@ def near_misses(sampled: Round) -> list[Expansion]:
     one. First come groups without variance; of each group, the episode that found most, then those that found less.
     """
     found, rank = [], {i: teaches(rewards) for i, rewards in enumerate(sampled.rewards())}
-    for place, (episode, paid) in enumerate(zip(sampled.episodes, sampled.scored, strict=True)):
-        news = episode.new_gold()
+    for place, (sequence, paid) in enumerate(zip(sampled.sequences, sampled.scored, strict=True)):
+        news = sequence.episode().new_gold()
         useful = [k for k, new in enumerate(news, 1) if new]
         if useful and paid is not None and not paid.right:
             found.append((sampled.groups[place], -sum(map(len, news)), place, useful[-1]))

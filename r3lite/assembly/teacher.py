@@ -72,8 +72,8 @@ class TeacherInTurns:
         batch = Batch.of(rollouts)
         if not (failed := [i for i, rollout in enumerate(rollouts) if rollout.failed]):
             return batch
-        ranks, grant = self.learner.ranks, self.learner.grant
-        mine = [failed[i] for i in ranks.share(batch.lengths[failed].tolist())]
+        ranks, grant, rows = self.learner.ranks, self.learner.grant, batch.token_rows()
+        mine = [failed[i] for i in ranks.share([len(rows[row]) for row in failed])]
         said = dict(zip(mine, grant.attempt("update", self.read, batch.rows(mine)), strict=True))
         said = {row: of_row for part in ranks.gather(said) for row, of_row in part.items()}
         return replace(batch, teacher=[said.get(row) for row in range(len(rollouts))])

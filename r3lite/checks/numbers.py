@@ -22,8 +22,7 @@ from r3lite.models.weights import resolve_folder
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.protocols.transcript import Layout
-from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.forward import action_logprobs
+from r3lite.rl.batch import Batch, Rollout, action_logprobs
 from r3lite.rollout.decoder import LEAST_COSINE, Decoder, GraphDecoder
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler

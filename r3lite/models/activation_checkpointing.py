@@ -82,7 +82,8 @@ class _Recomputed(torch.autograd.Function):
         ctx.run = run
         # `backward` may be called when another adapter is on: the second run must use the one of the first.
         ctx.adapter = run.switch.active
-        ctx.autocast = _autocast(x.device.type)
+        kind = x.device.type
+        ctx.autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         drops = run.layer.training and ctx.adapter is not None and run.switch.configs[ctx.adapter].dropout > 0
         ctx.random = _random_state(x.device) if drops else None
         if run.host is None:
@@ -116,12 +117,6 @@ def _feed_forward_backward(layer: Layer, x: Tensor, grad: Tensor, tile: int) -> 
         layer.feed_forward(piece).backward(piece_grad)
         result.copy_(piece.grad)
     return grad_x
-
-
-def _autocast(device_type: str) -> torch.autocast:
-    """The autocast that is on now, to be entered again in the backward pass."""
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    return torch.autocast(device_type, dtype, enabled)
 
 
 def _random_state(device: torch.device) -> tuple[torch.device, Tensor, Tensor | None]:

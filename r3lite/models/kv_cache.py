@@ -81,6 +81,7 @@ class KVCache:
     def __init__(
         self, num_layers: int, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ):
+        self.dtype, self.device = dtype, device
         empty = torch.zeros(rows, 2 * kv_heads, 0, head_dim, dtype=dtype, device=device)
         self.blocks = [empty] * num_layers  # each [rows, 2 K, capacity, D]: keys, then values
         self.lengths = [0] * rows  # on the host: reading them from the device would wait for it
@@ -93,14 +94,6 @@ class KVCache:
         """An empty cache for `rows` sequences of a model, in its dtype and on its device."""
         c, weight = model.config, model.head_weight
         return KVCache(c.num_hidden_layers, rows, c.num_key_value_heads, c.head_dim, weight.dtype, weight.device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.blocks[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.blocks[0].device
 
     def reserve(self, slots: int) -> None:
         """Makes room for `slots` tokens a row, one layer at a time so that only one is ever held twice."""

@@ -83,7 +83,9 @@ def token_loss(
         if not grad_entropies or grad_entropies[0] is None:  # the loss does not depend on them
             scale = grad_logprobs / (-_unit(logits.dtype) * temperature)
             if head_grad is not None:
-                _add_product(head_grad, logits, (hidden[rows] * scale[:, None]).to(logits.dtype))
+                scaled = (hidden[rows] * scale[:, None]).to(logits.dtype)
+                for some in _chunks(logits.shape[1], HEAD_ROWS):
+                    head_grad[some] += logits[:, some].t() @ scaled
             return value, measured, linear(logits, head_weight.t()).float() * scale[:, None]
         del logits  # before they are computed again
         grads = grad_logprobs, *grad_entropies
@@ -188,12 +190,6 @@ class _Loss(torch.autograd.Function):
         if ctx.head_grad is not None:
             ctx.head_grad.mul_(grad_total)
         return (grad_hidden * grad_total).to(ctx.dtype), None, None, None, None, None, None
-
-
-def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
-    """Adds logits [n, V] transposed times hidden [n, C] to a total [V, C] in fp32, a few of the V at a time."""
-    for some in _chunks(logits.shape[1], HEAD_ROWS):
-        total[some] += logits[:, some].t() @ hidden
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

@@ -15,6 +15,7 @@ from r3lite.protocols.templates import messages
 
 CUT_OFF, ANSWER_WAS_FORCED, NO_ROOM = "cut_off", "answer_was_forced", "no_room"
 BLANK_QUERY, REPEATED_QUERY = "blank_query", "repeated_query"  # faults of every protocol that searches
+IDLE = frozenset({BLANK_QUERY, REPEATED_QUERY})  # of queries that bring nothing new
 NO_MORE = "Nothing more can be looked up. Give the final answer."
 # Faults that a layout finds, whatever the protocol; worded to follow `step k`.
 LAYOUT_FAULTS = {
@@ -99,9 +100,8 @@ class Protocol(ABC):
     def _messages(self) -> list[dict[str, str]]:
         return messages(self.init_prompt)
 
-    def quoted(self, text: str) -> str:
-        """A question, title or passage as it stands in an episode: nothing in it may look like the protocol's own."""
-        return one_line(text)
+    # A question, title or passage as it stands in an episode: nothing in it may look like the protocol's own.
+    quoted = staticmethod(one_line)
 
     @abstractmethod
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:

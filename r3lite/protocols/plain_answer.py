@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from r3lite.core.episode import Step
-from r3lite.protocols.base import Protocol
+from r3lite.protocols.base import one_line
 from r3lite.protocols.chat import Chat
 from r3lite.protocols.r3 import render_documents
 from r3lite.settings import ProtocolSettings
@@ -27,7 +27,7 @@ class PlainAnswer(Chat):
     searches: bool = False
 
     init_prompt = REQUEST
-    quoted = Protocol.quoted
+    quoted = staticmethod(one_line)
 
     @staticmethod
     def load(settings: ProtocolSettings, searches: bool) -> "PlainAnswer":

@@ -103,10 +103,6 @@ class R3(Protocol):
         return (self.names.documents,)
 
     @cached_property
-    def _step(self) -> re.Pattern:
-        return re.compile(rf"\s*{re.escape(self.names.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?")
-
-    @cached_property
     def heading(self) -> re.Pattern:
         """A heading of a step at the beginning of a line; those of options that are off are plain text."""
         optional = [self.names.queries] * (self.most_queries > 1) + [self.names.verification] * self.verifies
@@ -126,7 +122,11 @@ class R3(Protocol):
         return "\n".join(parts)
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
-        documents, number = render_searches(steps[-1].searches), str(len(steps) + 1)
+        searches, number = steps[-1].searches, str(len(steps) + 1)
+        if len(searches) == 1:
+            documents = render_documents(searches[0].documents)
+        else:  # under their queries
+            documents = render_each([f"{i}. {search.query}" for i, search in enumerate(searches, 1)], searches)
         return filled(self.step_prompt, {"documents": documents, "question": question, "step": number})
 
     @property
@@ -149,7 +149,7 @@ class R3(Protocol):
         A step with a usable query, or else a usable answer, carries it in spite of its faults, so that an episode
         can go on and be rewarded for what is right in it. With both at once, or two answers, neither is usable.
         """
-        opening = self._step.match(text)
+        opening = re.match(rf"\s*{re.escape(self.names.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
         before, *parts = self.heading.split(text[opening.end() :] if opening else text)
         headings, sections = parts[::2], {}
         for heading, section in zip(headings, parts[1::2]):
@@ -164,8 +164,12 @@ class R3(Protocol):
         )
         queries = self._queries(sections, faults)
         answer = _line(sections.get(self.names.answer), "answer", faults)
-        verification = self._verification(sections, faults)
         asks, answers = self.names.query in sections or self.names.queries in sections, self.names.answer in sections
+        verification, order = sections.get(self.names.verification, ""), list(sections)
+        verifies = self.names.verification in sections
+        late = answers and verifies and order.index(self.names.verification) > order.index(self.names.answer)
+        unverified = self.verifies and answers and (late or not verification)
+        faults += named(no_verification=unverified, idle_verification=verifies and not answers)
         faults += named(query_and_answer=asks and answers, no_query_or_answer=not (asks or answers))
         if (asks and answers) or headings.count(self.names.answer) > 1:
             queries, answer = [], None  # it is not clear which of the two is meant
@@ -190,15 +194,6 @@ class R3(Protocol):
         )
         return list(filter(None, queries))[: self.most_queries]
 
-    def _verification(self, sections: dict[str, str], faults: list[str]) -> str:
-        """What a step verifies. Adds to `faults`."""
-        checked, order = sections.get(self.names.verification, ""), list(sections)
-        answers, verifies = (name in sections for name in (self.names.answer, self.names.verification))
-        late = answers and verifies and order.index(self.names.verification) > order.index(self.names.answer)
-        unverified = self.verifies and answers and (late or not checked)
-        faults += named(no_verification=unverified, idle_verification=verifies and not answers)
-        return checked
-
 
 def _line(section: str | None, what: str, faults: list[str]) -> str | None:
     """The query or answer in a section: its only line, or None if there is none. Adds to `faults`."""
@@ -207,13 +202,6 @@ def _line(section: str | None, what: str, faults: list[str]) -> str | None:
     line, _, rest = section.partition("\n")
     faults += named(**{f"text_after_{what}": rest.strip(), f"blank_{what}": not line.strip()})
     return line.strip() or None
-
-
-def render_searches(searches: Sequence[Search]) -> str:
-    """The documents of a step; those of several queries stand under their queries, and are numbered through."""
-    if len(searches) == 1:
-        return render_documents(searches[0].documents)
-    return render_each([f"{number}. {search.query}" for number, search in enumerate(searches, 1)], searches)
 
 
 def render_each(headings: Sequence[str], searches: Sequence[Search]) -> str:

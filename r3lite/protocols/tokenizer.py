@@ -176,10 +176,6 @@ class Tokenizer:
             return self._plain.encode(text, add_special_tokens=False).ids
         return self._plain.encode("\n" + text, add_special_tokens=False).ids[len(self._anchor) :]
 
-    def encode_marked(self, text: str) -> list[int]:
-        """Token ids of what the chat template wrote: markup in it is special tokens."""
-        return self._markup_tokens([text])
-
     def markup_in(self, text: str) -> str | None:
         """The first markup in a text, if it has any."""
         found = self._markup.search(text)
@@ -241,16 +237,16 @@ class Tokenizer:
     @cached_property
     def opening(self) -> list[int]:
         """Tokens between a user message and the assistant's turn."""
-        return self._markup_tokens([self._prompt])
+        return self.encode_marked([self._prompt])
 
     def assistant_turn(self) -> list[int]:
         """Tokens after the end of an assistant turn that open another one."""
         after = self._until_token(self.template.gaps(("user", "assistant"), prompt=True)[-1])[2]
-        return self._markup_tokens([after])
+        return self.encode_marked([after])
 
     def user_turn(self, text: str) -> list[int]:
         """Tokens after the end of an assistant turn: a user turn and the opening of the next assistant turn."""
-        return self._markup_tokens([self._to_user, self._content("user", text), self._prompt])
+        return self.encode_marked([self._to_user, text.strip() if "user" in self._trims else text, self._prompt])
 
     def chat(self, messages: Messages, prompt: bool = False) -> tuple[list[int], list[bool]]:
         """Tokens of a whole conversation of `role` and `content`, and which of them are to be trained on.
@@ -268,7 +264,7 @@ class Tokenizer:
         parts: list[tuple[list[int], bool]] = []  # with whether the assistant wrote them
         given = [gaps[0]]  # markup and contents in turn, since the assistant last wrote
         for message, gap in zip(messages, gaps[1:], strict=True):
-            content = self._content(message["role"], message["content"])
+            content = message["content"].strip() if message["role"] in self._trims else message["content"]
             if message["role"] == "assistant":
                 opening = given[-1].removesuffix(self.lead)
                 content = given[-1][len(opening) :] + content
@@ -276,11 +272,11 @@ class Tokenizer:
                     opening, content = self._with_thought(opening, content)
                 tail, stop, gap = self._until_token(gap)
                 said = self.encode_written(content + tail) + [self._added[token] for token in [stop] if token]
-                parts += [(self._markup_tokens([*given[:-1], opening]), False), (said, message.get("train", True))]
+                parts += [(self.encode_marked([*given[:-1], opening]), False), (said, message.get("train", True))]
                 given = [gap]
             else:
                 given += [content, gap]
-        parts.append((self._markup_tokens(given), False))
+        parts.append((self.encode_marked(given), False))
         return [t for tokens, _ in parts for t in tokens], [by for tokens, by in parts for _ in tokens]
 
     def _with_thought(self, opening: str, text: str) -> tuple[str, str]:
@@ -311,10 +307,7 @@ class Tokenizer:
             return [{"role": "user", "content": f"{system['content']}\n\n{others[0]['content']}"}, *others[1:]]
         return [{"role": "user", "content": system["content"]}, *others]
 
-    def _content(self, role: str, content: str) -> str:
-        return content.strip() if role in self._trims else content
-
-    def _markup_tokens(self, texts: Sequence[str]) -> list[int]:
+    def encode_marked(self, texts: Sequence[str]) -> list[int]:
         """Tokens of markup and contents in turn, beginning with markup.
 
         Only markup has special tokens. Text between two of them is encoded as a whole, as it is in a rendered chat.

@@ -31,7 +31,7 @@ def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[di
             if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
                 raise R3LiteError(f"{template.where}: the chat template does not write {key} ({part[:60]!r})", REMEDY)
         parts.clear()
-        tokens = tokenizer.encode_marked(text)
+        tokens = tokenizer.encode_marked([text])
         ids.extend(tokens)
         trained.extend([is_trained] * len(tokens))
 

@@ -98,7 +98,7 @@ class Layout:
     protocol: base.Protocol
     lengths: LengthSettings
     opening: Opening = Opening()
-    _may_close: dict[int, bool] = field(default_factory=dict, init=False, repr=False)  # see _may_end_stop_string
+    _may_close: dict[int, bool] = field(default_factory=dict, init=False, repr=False)  # see turn_is_over
 
     def __post_init__(self):
         self._thoughts = Thoughts(self.tokenizer, self.protocol.thinks)
@@ -143,9 +143,12 @@ class Layout:
         full = len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length
         if full or turn[-1] == self.tokenizer.stop_id:
             return True
-        # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one.
-        stops = self.protocol.stop_strings
-        return self._may_end_stop_string(turn[-1]) and any(s in self.tokenizer.decode(turn[-len(s) :]) for s in stops)
+        # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one. Few
+        # tokens have its last character, so that little text is decoded.
+        stops, last = self.protocol.stop_strings, turn[-1]
+        if last not in self._may_close:
+            self._may_close[last] = any(s[-1] in self.tokenizer.decode([last]) for s in stops)
+        return self._may_close[last] and any(s in self.tokenizer.decode(turn[-len(s) :]) for s in stops)
 
     def readable(self, transcript: Transcript, ended: bool) -> str:
         """The text of the current turn, from its forced heading up to a stop string, without its thought.
@@ -167,20 +170,13 @@ class Layout:
         held = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         return text[: len(text) - held]
 
-    def _may_end_stop_string(self, token: int) -> bool:
-        """Whether a token has a stop string's last character: few have, so that little text is decoded."""
-        if token not in self._may_close:
-            text = self.tokenizer.decode([token])
-            self._may_close[token] = any(s[-1] in text for s in self.protocol.stop_strings)
-        return self._may_close[token]
-
     def close_turn(self, transcript: Transcript) -> None:
         """Adds the step that the finished turn means.
 
         Then the transcript is finished, or has `pending` queries, or a step is `held` until its answer is given.
         """
         text, steps = self._read(transcript), transcript.steps
-        whole = self._ended(transcript) or self.protocol.is_whole(text)
+        whole = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
         if transcript.held is not None:
             self._close_answer(transcript, text, whole)
             return
@@ -336,9 +332,7 @@ class Layout:
         Before a user turn that is the token that ends the assistant turn, if the model has not written it itself.
         A protocol that goes on in the assistant turn opens another if the model has ended it.
         """
+        ended = transcript.tokens[-1:] == [self.tokenizer.stop_id]
         if self.protocol.user_turns:
-            return [] if self._ended(transcript) or not transcript.tokens else [self.tokenizer.stop_id]
-        return self.tokenizer.assistant_turn() if self._ended(transcript) else []
-
-    def _ended(self, transcript: Transcript) -> bool:
-        return transcript.tokens[-1:] == [self.tokenizer.stop_id]
+            return [] if ended or not transcript.tokens else [self.tokenizer.stop_id]
+        return self.tokenizer.assistant_turn() if ended else []

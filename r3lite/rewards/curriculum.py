@@ -19,7 +19,13 @@ def of_round(settings: RewardSettings, number: int) -> RewardSettings:
     rounds, share = settings.curriculum_rounds, 1.0
     if number <= rounds:
         share = (number - 1) / rounds if settings.curriculum_switch == "linear" else 0.0
-    return replace(settings, rewards=tuple(_at(entry, share) for entry in settings.rewards))
+    rewards = []
+    for entry in settings.rewards:
+        kept = {key: value for key, value in entry.items() if key != FIRST_WEIGHT}
+        if FIRST_WEIGHT in entry:
+            kept["weight"] = share * entry["weight"] + (1 - share) * entry[FIRST_WEIGHT]
+        rewards.append(RewardEntry(kept))
+    return replace(settings, rewards=tuple(rewards))
 
 
 def changing_weights(settings: RewardSettings, number: int) -> dict[str, float]:
@@ -33,11 +39,3 @@ def changing_weights(settings: RewardSettings, number: int) -> dict[str, float]:
 def changes_at(settings: RewardSettings, number: int) -> bool:
     """Whether round `number` has other weights than the one before it."""
     return number > 1 and changing_weights(settings, number) != changing_weights(settings, number - 1)
-
-
-def _at(entry: RewardEntry, share: float) -> RewardEntry:
-    """The entry with its last weight by that share, and its first one by the rest."""
-    kept = {key: value for key, value in entry.items() if key != FIRST_WEIGHT}
-    if FIRST_WEIGHT in entry:
-        kept["weight"] = share * entry["weight"] + (1 - share) * entry[FIRST_WEIGHT]
-    return RewardEntry(kept)

@@ -18,10 +18,11 @@ def relevance(
 ) -> list[float]:
     """At each query, how relevant its documents are to the question, 0 to 1, times the trajectory factor of R3-RAG
     (arXiv 2505.23794, with 0.6, -0.2 and -0.1)."""
-    right = judged_answer(episode, verdict) == 1.0
-    factor = trajectory_factor(episode, right, gamma_correct, gamma_incorrect, gamma_fail)
+    gamma = gamma_fail
+    if episode.prediction:
+        gamma = gamma_correct if verdict.correct else gamma_incorrect
     pairs = zip(episode.steps, verdict.steps, strict=True)
-    return [factor * opinion.relevance if step.searches else 0.0 for step, opinion in pairs]
+    return [(1 + gamma) * opinion.relevance if step.searches else 0.0 for step, opinion in pairs]
 
 
 def coherence(episode: Episode, verdict: Verdict) -> float:
@@ -33,10 +34,3 @@ def query_rationality(episode: Episode, verdict: Verdict) -> float:
     """How sensible the queries are, given what was known, 0 to 1; the mean over the steps that ask, 0 if none does."""
     asked = [v.rationality for s, v in zip(episode.steps, verdict.steps, strict=True) if s.searches]
     return sum(asked) / (len(asked) or 1)
-
-
-def trajectory_factor(episode: Episode, right: bool, correct: float, incorrect: float, fail: float) -> float:
-    """1 + one of three: for a right answer, for a wrong one, or for none (R3-RAG, arXiv 2505.23794)."""
-    if not episode.prediction:
-        return 1 + fail
-    return 1 + (correct if right else incorrect)

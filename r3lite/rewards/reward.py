@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 from r3lite.core.answer_match import answer_scores
 from r3lite.core.episode import Episode
 from r3lite.core.errors import R3LiteError
-from r3lite.protocols.base import REPEATED_QUERY
+from r3lite.protocols.base import IDLE, REPEATED_QUERY
 from r3lite.rewards.judge import Judge
-from r3lite.rewards.judged import trajectory_factor
 from r3lite.rewards.registry import MOST, named_rewards, needs_verdict
-from r3lite.rewards.searching import is_idle
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import RewardSettings
 
@@ -88,12 +86,19 @@ def score(episode: Episode, settings: RewardSettings, verdict: Verdict | None = 
     em, best_f1 = answer_scores(episode)
     correct = bool(verdict and verdict.correct and episode.prediction)
     well_formed = [0.0 if s.faults else settings.format_reward / len(episode.steps) for s in episode.steps]
-    right = correct if settings.outcome_judge else em == 1.0
-    factor = trajectory_factor(episode, right, settings.gamma_correct, settings.gamma_incorrect, settings.gamma_fail)
-    process = [factor * p for p in _process(episode, settings, verdict)]
+    gamma = settings.gamma_fail
+    if episode.prediction:
+        right = correct if settings.outcome_judge else em == 1.0
+        gamma = settings.gamma_correct if right else settings.gamma_incorrect
+    process = []
+    opinions = verdict.steps if verdict else [StepVerdict(0.0, 0.0)] * len(episode.steps)
+    for step, news, opinion in zip(episode.steps, episode.new_gold(), opinions, strict=True):
+        found = settings.process_recall * len(news) / (len(episode.question.gold) or 1)
+        found += settings.process_judge * (opinion.relevance + opinion.coherence) / 2
+        process.append((1 + gamma) * (found if step.searches else 0.0))
     outcome = settings.outcome_em * em + settings.outcome_f1 * best_f1 + settings.outcome_judge * correct
     bonus, penalty = settings.search_bonus, settings.idle_query_penalty
-    search = [-penalty if is_idle(step) else bonus * bool(step.searches) for step in episode.steps]
+    search = [bonus * bool(s.searches) if IDLE.isdisjoint(s.faults) else -penalty for s in episode.steps]
     anew = [step for step in episode.steps if step.searches and REPEATED_QUERY not in step.faults]
     if len(anew) < settings.least_searches:
         outcome = 0.0
@@ -127,14 +132,3 @@ def _refuse_always_missing(episodes: list[Episode], verdicts: list[Verdict | Non
         if pairs and all(reward.rewards(e, v) is None for e, v in pairs):
             remedy = "What it needs, such as gold paragraphs, these questions lack: leave it out, or pass other --data."
             raise R3LiteError(f"the reward {reward.name} is missing for all {len(pairs)} episodes", remedy)
-
-
-def _process(episode: Episode, settings: RewardSettings, verdict: Verdict | None) -> list[float]:
-    """Process reward of each step before the trajectory factor; 0 for a step without a query."""
-    rewards = []
-    opinions = verdict.steps if verdict else [StepVerdict(0.0, 0.0)] * len(episode.steps)
-    for step, news, opinion in zip(episode.steps, episode.new_gold(), opinions, strict=True):
-        reward = settings.process_recall * len(news) / (len(episode.question.gold) or 1)
-        reward += settings.process_judge * (opinion.relevance + opinion.coherence) / 2
-        rewards.append(reward if step.searches else 0.0)
-    return rewards

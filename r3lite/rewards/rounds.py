@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Sequence
-from itertools import groupby
 
 from r3lite.core.episode import CUT_OFF, MALFORMED, Episode
 from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
@@ -12,11 +11,16 @@ NGRAM = 4  # tokens
 
 
 def round_metrics(
-    episodes: Sequence[Episode], scored: Sequence[Scored | None], turns: Sequence[Sequence[Sequence[int]]]
+    episodes: Sequence[Episode],
+    scored: Sequence[Scored | None],
+    turns: Sequence[Sequence[Sequence[int]]],
+    logprobs: Sequence[Sequence[float]],
 ) -> dict[str, float | None]:
     """Metrics of a round, under TRL's names if it has them. A missing reward (None) is left out of the means.
 
-    `turns` are the sampled tokens of each episode, turn by turn.
+    `turns` are the sampled tokens of each episode, turn by turn, and `logprobs` those of its tokens. `logps/right` is
+    their mean over each right episode's tokens, then over the right episodes, which thus count alike however long they
+    are, as in GRPO's loss; None if there are none. It falls when a collapse begins (arXiv 2512.04220).
     """
     steps = [step for e in episodes for step in e.steps]
     known = [s for s in scored if s is not None]
@@ -34,47 +38,20 @@ def round_metrics(
         "malformed_ratio": statistics.fmean(e.finish == MALFORMED for e in episodes),
         "format_adherence": statistics.fmean(not step.faults for step in steps),
         "searches": statistics.fmean(e.searches for e in episodes),
-        "queries/blank_ratio": _share_with(BLANK_QUERY, episodes),
-        "queries/repeated_ratio": _share_with(REPEATED_QUERY, episodes),
     }
+    for name, fault in (("blank", BLANK_QUERY), ("repeated", REPEATED_QUERY)):
+        share = statistics.fmean(any(fault in step.faults for step in e.steps) for e in episodes)
+        metrics[f"queries/{name}_ratio"] = share
     for name in sorted({name for s in known for name in s.parts}):
         values = [s.parts[name] for s in known if s.parts.get(name) is not None]  # no recall without gold paragraphs
         if values:
             metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
-    return metrics | _by_source(episodes, scored)
-
-
-def _by_source(episodes: Sequence[Episode], scored: Sequence[Scored | None]) -> dict[str, float]:
-    """The mean reward of each source's episodes, as `reward/NAME`, if questions are of several sources."""
-    totals: dict[str, list[float]] = {}
-    for episode, reward in zip(episodes, scored, strict=True):
-        if episode.question.source and reward is not None:
-            totals.setdefault(episode.question.source, []).append(reward.total)
-    return {f"reward/{name}": statistics.fmean(rewards) for name, rewards in sorted(totals.items())}
-
-
-def _share_with(fault: str, episodes: Sequence[Episode]) -> float:
-    """Share of the episodes in which a step has a fault."""
-    return statistics.fmean(any(fault in step.faults for step in e.steps) for e in episodes)
-
-
-def likelihood_of_right(
-    scored: Sequence[Scored | None], logprobs: Sequence[Sequence[float]]
-) -> dict[str, float | None]:
-    """How many episodes have a right answer, and how likely what they wrote was to the model that sampled it.
-
-    `logprobs` are those of each episode's sampled tokens. `logps/right` is their mean over each right episode's tokens,
-    then over the right episodes, which thus count alike however long they are, as in GRPO's loss; None if there are
-    none. It falls when a collapse begins (arXiv 2512.04220).
-    """
+    for source in sorted({e.question.source for e in episodes if e.question.source}):
+        rewards = [s.total for e, s in zip(episodes, scored, strict=True) if s and e.question.source == source]
+        if rewards:
+            metrics[f"reward/{source}"] = statistics.fmean(rewards)
     right = [statistics.fmean(each) for each, reward in zip(logprobs, scored, strict=True) if reward and reward.right]
-    return {"completions/right": len(right), "logps/right": statistics.fmean(right) if right else None}
-
-
-def turns_of(tokens: Sequence[int], action_mask: Sequence[bool]) -> list[list[int]]:
-    """The tokens that the model sampled, turn by turn: given tokens stand between turns."""
-    runs = groupby(zip(tokens, action_mask, strict=True), key=lambda pair: pair[1])
-    return [[token for token, _ in run] for sampled, run in runs if sampled]
+    return metrics | {"completions/right": len(right), "logps/right": statistics.fmean(right) if right else None}
 
 
 def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:

@@ -6,8 +6,8 @@ missing reward.
 
 from collections.abc import Hashable
 
-from r3lite.core.episode import Episode, Step
-from r3lite.protocols.base import BLANK_QUERY, REPEATED_QUERY
+from r3lite.core.episode import Episode
+from r3lite.protocols.base import IDLE
 
 
 def gold_recall(episode: Episode) -> list[float] | None:
@@ -59,19 +59,15 @@ def search_count(episode: Episode, most: int = 3) -> list[float]:
 def search_excess(episode: Episode, most: int = 3) -> list[float]:
     """-1 at each step whose query is blank or repeated, and at each search beyond the first `most`; a penalty."""
     numbers = _numbers(episode)
-    return [-float(is_idle(s) or (n is not None and n > most)) for s, n in zip(episode.steps, numbers, strict=True)]
-
-
-def is_idle(step: Step) -> bool:
-    """Whether its query is blank or repeated."""
-    return BLANK_QUERY in step.faults or REPEATED_QUERY in step.faults
+    pairs = zip(episode.steps, numbers, strict=True)
+    return [-float(not IDLE.isdisjoint(s.faults) or (n is not None and n > most)) for s, n in pairs]
 
 
 def _numbers(episode: Episode) -> list[int | None]:
     """Of each step, which search it is, from 1; None if it does not search, or asks nothing new."""
     count, numbers = 0, []
     for step in episode.steps:
-        searches = bool(step.searches) and not is_idle(step)
+        searches = bool(step.searches) and IDLE.isdisjoint(step.faults)
         count += searches
         numbers.append(count if searches else None)
     return numbers

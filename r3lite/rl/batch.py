@@ -6,14 +6,17 @@ token t: whether the model sampled it, its log-probability given the tokens befo
 it, the reward paid after it.
 """
 
-from collections.abc import Iterable
+import random
 from dataclasses import dataclass, fields, replace
 from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from r3lite.models.logprobs import TopTokens
+from r3lite.models.causal_lm import CausalLM
+from r3lite.models.logprobs import CHUNK, TopTokens, token_logprobs
+from r3lite.models.packing import states_before
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Batch:
     failed: Tensor  # [B] bool
     teacher: list[TopTokens | None]  # what it would have said at each row's action tokens; None: nothing
     off_policy: Tensor | None = None  # [B] bool: see Rollout; None: no row is
-    rescored: Tensor | None = None  # [B, T] log-probabilities of the trainer before the round's first step, at actions
+    old: Tensor | None = None  # [B, T] log-probabilities that ratios are taken to, at actions; None: `logprobs`
     reference: Tensor | None = None  # [B, T] log-probabilities under the reference policy, at actions
     advantages: Tensor | None = None  # [B, T] at actions
     value_targets: Tensor | None = None  # [B, T] what the critic should have said, at actions
@@ -68,27 +71,20 @@ class Batch:
 
     @staticmethod
     def of(rollouts: list[Rollout]) -> "Batch":
-        longest = max(len(r.tokens) for r in rollouts)
-
-        def padded(rows, fill, dtype):
-            return torch.tensor([row + [fill] * (longest - len(row)) for row in rows], dtype=dtype)
-
-        def at_actions(rows):
-            flat = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.float32)  # [N]
-            return torch.zeros(mask.shape).masked_scatter(mask, flat)
-
-        mask = padded((r.action_mask for r in rollouts), False, torch.bool)
-        rewards = torch.zeros(len(rollouts), longest)
+        mask = pad_sequence([torch.tensor(r.action_mask) for r in rollouts], batch_first=True)
+        logprobs = torch.tensor([x for r in rollouts for x in r.logprobs], dtype=torch.float32)  # [N]
+        values = torch.tensor([x for r in rollouts for x in r.values], dtype=torch.float32)  # [N]
+        rewards = torch.zeros(mask.shape)
         for i, rollout in enumerate(rollouts):
             for position, amount in rollout.rewards:
                 assert rollout.action_mask[position], "a reward is paid at a token that the model sampled"
                 rewards[i, position] += amount
         assert rewards.isfinite().all(), "a reward is a finite number"
         return Batch(
-            tokens=padded((r.tokens for r in rollouts), 0, torch.long),
+            tokens=pad_sequence([torch.tensor(r.tokens) for r in rollouts], batch_first=True),
             action_mask=mask,
-            logprobs=at_actions(r.logprobs for r in rollouts),
-            values=at_actions(r.values for r in rollouts),
+            logprobs=torch.zeros(mask.shape).masked_scatter(mask, logprobs),
+            values=torch.zeros(mask.shape).masked_scatter(mask, values),
             rewards=rewards,
             groups=torch.tensor([r.group for r in rollouts]),
             cut_off=torch.tensor([r.cut_off for r in rollouts]),
@@ -106,58 +102,29 @@ class Batch:
         tensors = {name: x[index] for name, x in known.items() if isinstance(x, Tensor)}
         return Batch(**tensors, teacher=[self.teacher[i] for i in index])
 
-    @property
-    def old(self) -> Tensor:
-        """The log-probabilities [B, T] that ratios are taken to: the trainer's if it was asked, else the sampler's; of
-        off-policy rows those that they came with."""
-        if self.rescored is None:
-            return self.logprobs
-        if self.off_policy is None:
-            return self.rescored
-        return torch.where(self.off_policy[:, None], self.logprobs, self.rescored)
-
-    @property
-    def returns(self) -> Tensor:
-        """The sum of rewards [B] of each episode."""
-        return self.rewards.sum(-1)
-
-    @property
-    def lengths(self) -> Tensor:
-        """Tokens [B] up to and including each row's last action; no loss depends on those after it."""
-        positions = torch.arange(1, self.tokens.shape[1] + 1)
-        return (positions * self.action_mask).amax(-1)
+    def rescored(self, logprobs: Tensor) -> "Batch":
+        """The batch with the trainer's log-probabilities [B, T] as `old`; off-policy rows keep those they came with."""
+        if self.off_policy is not None:
+            logprobs = torch.where(self.off_policy[:, None], self.logprobs, logprobs)
+        return replace(self, old=logprobs)
 
     def token_rows(self) -> list[list[int]]:
-        """The tokens of each row that the model is run on: the first `lengths` of them."""
-        return [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
+        """The tokens of each row up to and including its last action: no loss depends on those after it."""
+        lengths = (torch.arange(1, self.tokens.shape[1] + 1) * self.action_mask).amax(-1)  # [B]
+        return [row[:length] for row, length in zip(self.tokens.tolist(), lengths.tolist(), strict=True)]
 
-    def by_teacher(self) -> list[list[int]]:
-        """The rows that a teacher says nothing of, and those that it does, apart if there are both."""
-        untaught = [i for i, said in enumerate(self.teacher) if said is None]
-        taught = [i for i, said in enumerate(self.teacher) if said is not None]
-        return [rows for rows in (untaught, taught) if rows]
+    def mini_batches(self, size: int, seed: str, by_group: bool) -> list[list[int]]:
+        """The rows of each optimizer step of an epoch, shuffled by `seed`; the rows of a group stay together if asked.
 
-    def at_actions(self, x: Tensor) -> Tensor:
-        """The entries [N] of x [B, T] at the action tokens, in row-major order."""
-        return x[self.action_mask]
-
-    @property
-    def off_policy_actions(self) -> Tensor | None:
-        """Which of the action tokens are off-policy, [N] bool; None: no row is."""
-        return None if self.off_policy is None else self.at_actions(self.off_policy[:, None].expand(self.tokens.shape))
-
-    def on_policy_only(self, x: Tensor) -> Tensor:
-        """The columns of x [.., N] that belong to on-policy action tokens."""
-        off = self.off_policy_actions
-        if off is None:
-            return x
-        return x[..., torch.nonzero(~off)[:, 0].to(x.device, non_blocking=True)]  # found on the host: no wait
-
-    def mini_batches(self, order: Iterable[int], size: int) -> list[list[int]]:
-        """Rows in this order, in as few parts as hold `size` on-policy ones each, about equally large: a few left over
-        would make a step of their own. An off-policy row goes with the one before it."""
+        In as few steps as hold `size` on-policy rows each, about equally large: a few left over would make a step of
+        their own. An off-policy row goes with the one before it.
+        """
+        units = [[row] for row in range(len(self))]
+        if by_group:
+            units = [torch.nonzero(self.groups == group)[:, 0].tolist() for group in self.groups.unique()]
+        random.Random(seed).shuffle(units)
         parts: list[list[int]] = []
-        for row in order:
+        for row in chain.from_iterable(units):
             if self.off_policy is not None and self.off_policy[row]:
                 parts[-1].append(row)
             else:
@@ -167,7 +134,7 @@ class Batch:
         return [list(chain.from_iterable(parts[start:end])) for start, end in pairwise(cuts)]
 
     def spread(self, x: Tensor) -> Tensor:
-        """The inverse of `at_actions`: a tensor [B, T] with x [N] at the action tokens and 0 elsewhere."""
+        """A tensor [B, T] with x [N] at the action tokens, in row-major order, and 0 elsewhere."""
         return torch.zeros(self.tokens.shape, dtype=x.dtype).masked_scatter(self.action_mask, x)
 
 
@@ -178,37 +145,32 @@ class ActionTokens:
     `known[rows]` is the same for a slice of them. A tensor that the batch does not have is None here.
     """
 
-    old_logprobs: Tensor
+    old_logprobs: Tensor  # ratios are taken to these
+    sampled_logprobs: Tensor  # those that the sampler recorded, which may be the same
     old_values: Tensor
     advantages: Tensor
     weights: Tensor
     reference: Tensor | None
     value_targets: Tensor | None
-    sampled: Tensor | None = None  # log-probabilities of the sampler, if those of old_logprobs are not
     off_policy: Tensor | None = None  # bool: its episode was not sampled in this round
     episode_log_ratios: Tensor | None = None  # mean log-ratio of each token's episode, if the algorithm asks for it
 
     @staticmethod
     def of(batch: Batch, device: torch.device) -> "ActionTokens":
-        def moved(x: Tensor | None) -> Tensor | None:
-            return None if x is None else batch.at_actions(x).to(device, non_blocking=True)
-
-        off = batch.off_policy_actions
+        known = {
+            "old_logprobs": batch.logprobs if batch.old is None else batch.old,
+            "sampled_logprobs": batch.logprobs,
+            "old_values": batch.values,
+            "advantages": batch.advantages,
+            "weights": batch.weights,
+            "reference": batch.reference,
+            "value_targets": batch.value_targets,
+            "off_policy": None if batch.off_policy is None else batch.off_policy[:, None].expand(batch.tokens.shape),
+        }
+        at_actions = {name: None if x is None else x[batch.action_mask] for name, x in known.items()}
         return ActionTokens(
-            old_logprobs=moved(batch.old),
-            old_values=moved(batch.values),
-            advantages=moved(batch.advantages),
-            weights=moved(batch.weights),
-            reference=moved(batch.reference),
-            value_targets=moved(batch.value_targets),
-            sampled=None if batch.rescored is None else moved(batch.logprobs),
-            off_policy=None if off is None else off.to(device, non_blocking=True),
+            **{name: None if x is None else x.to(device, non_blocking=True) for name, x in at_actions.items()}
         )
-
-    @property
-    def sampled_logprobs(self) -> Tensor:
-        """The log-probabilities that the sampler recorded."""
-        return self.old_logprobs if self.sampled is None else self.sampled
 
     def with_episode_log_ratios(self, logprobs: Tensor, lengths: list[int]) -> "ActionTokens":
         """The same with the mean log-ratio of each episode, from log-probabilities [N] of episodes so long."""
@@ -219,3 +181,24 @@ class ActionTokens:
     def __getitem__(self, rows: slice) -> "ActionTokens":
         known = (getattr(self, f.name) for f in fields(self))
         return ActionTokens(*(None if x is None else x[rows] for x in known))
+
+
+def action_states(model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Runs the model over whole episodes: hidden states [N, C] before the action tokens, and these tokens [N].
+
+    N counts action tokens in row-major order of the batch's action mask. A token is predicted by the state before it.
+    """
+    return states_before(model, batch.token_rows(), batch.action_mask.tolist())
+
+
+def action_logprobs(
+    model: CausalLM, batch: Batch, vocabulary: int, temperature: float, chunk: int = CHUNK, entropies: bool = False
+) -> Tensor:
+    """Log-probabilities [N] of the action tokens, under the distributions that they were drawn from; or the entropies
+    [N] of these, in nats.
+
+    The first `vocabulary` rows of the head are the tokens that may be sampled; the temperature is the sampler's.
+    """
+    hidden, targets = action_states(model, batch)
+    head = model.head_weight[:vocabulary]
+    return token_logprobs(hidden, head, targets, temperature, chunk, with_entropy=entropies)[entropies]

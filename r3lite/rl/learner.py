@@ -5,11 +5,9 @@ algorithm by name, no text, no retriever and no judge.
 """
 
 import math
-import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +23,8 @@ from r3lite.models.logprobs import chosen_loss, token_logprobs, token_loss
 from r3lite.models.lora import cast_once, use_adapter
 from r3lite.models.packing import groups
 from r3lite.rl.algorithms.base import Algorithm
-from r3lite.rl.batch import ActionTokens, Batch
-from r3lite.rl.forward import action_logprobs, action_states
-from r3lite.rl.mismatch import sampling_metrics
-from r3lite.rl.sums import GUIDED, OFF_POLICY, TOKENS, Sums, added, means_of, summed
+from r3lite.rl.batch import ActionTokens, Batch, action_logprobs, action_states
+from r3lite.rl.sums import GUIDED, OFF_POLICY, TOKENS, Sums, added, means_of, sampling_metrics, summed
 from r3lite.settings import RLSettings
 
 
@@ -54,20 +50,20 @@ class Learner:
 
     def learn(self, batch: Batch, seed: str) -> dict[str, float]:
         """All optimizer steps of a round; returns its metrics. `seed` orders the mini-batches."""
-        if self.settings.old_logprobs == "trainer":
-            batch = replace(batch, rescored=self.of_all_rows(self.policy_logprobs, batch))
-        if self.settings.kl_beta:
+        s = self.settings
+        if s.old_logprobs == "trainer":
+            batch = batch.rescored(self.of_all_rows(self.policy_logprobs, batch))
+        if s.kl_beta:
             batch = replace(batch, reference=self.of_all_rows(self.reference_logprobs, batch))
         batch = self.algorithm.with_advantages(batch)
-        scaled = self.settings.negative_advantage_scale * batch.advantages
+        scaled = s.negative_advantage_scale * batch.advantages
         batch = replace(batch, advantages=torch.where(batch.advantages < 0, scaled, batch.advantages))
         measured: list[Sums] = []
         log_ratios: list[Tensor] = []  # [2, N] of the first epoch's mini-batches, as `loss` returns them
         norms: list[float] = []
-        epochs = self.settings.update_epochs
-        bar = tqdm(total=epochs * len(batch), desc="learning", unit="episode", **BRIEF)
-        for epoch in range(epochs):
-            for rows in self.mini_batches(batch, f"{seed}/{epoch}"):
+        bar = tqdm(total=s.update_epochs * len(batch), desc="learning", unit="episode", **BRIEF)
+        for epoch in range(s.update_epochs):
+            for rows in batch.mini_batches(s.mini_batch_size, f"{seed}/{epoch}", self.algorithm.has_groups):
                 sums, ratios = self.grant.attempt("update", self.add_gradients, batch.rows(rows))
                 bar.update(len(rows))
                 measured.append(sums)
@@ -82,7 +78,7 @@ class Learner:
         means = {"loss": float(sums.pop("loss")) / len(norms)} | means_of(sums)
         finite = [n for n in norms if math.isfinite(n)]  # a skipped step has none
         means |= {"grad_norm": statistics.fmean(finite or [math.inf])}
-        means |= sampling_metrics(log_ratios, self.settings.clip_low, self.settings.clip_high)
+        means |= sampling_metrics(log_ratios, s.clip_low, s.clip_high)
         return means | self.algorithm.follow_kl(means.get("kl")) | self.algorithm.statistics(batch)
 
     def of_all_rows(self, work: Callable[..., Tensor], *args) -> Tensor:
@@ -109,19 +105,14 @@ class Learner:
         """The mean entropy [B] of the policy at each row's action tokens, in nats."""
         return self.of_all_rows(self.policy_logprobs, batch, True).sum(-1) / batch.action_mask.sum(-1)
 
-    def mini_batches(self, batch: Batch, seed: str) -> list[list[int]]:
-        """The rows of each optimizer step of an epoch; `seed` shuffles what the algorithm keeps together."""
-        units = self.algorithm.units(batch)
-        random.Random(seed).shuffle(units)
-        return batch.mini_batches(chain.from_iterable(units), self.settings.mini_batch_size)
-
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         """This rank's rows, as they go through the model; those that a teacher speaks of have their own loss."""
         rows, most = batch.token_rows(), self.settings.micro_batch_size or len(batch)
-        mine = set(self.ranks.share([len(row) for row in rows]))
+        mine = sorted(self.ranks.share([len(row) for row in rows]))
+        taught = [i for i in mine if batch.teacher[i] is not None]
         return [
             [kind[i] for i in group]
-            for kind in ([i for i in kind if i in mine] for kind in batch.by_teacher())
+            for kind in ([i for i in mine if i not in taught], taught)
             for group in groups([rows[i] for i in kind], self.grant.memory.micro_batch_tokens, most)
         ]
 
@@ -172,14 +163,16 @@ class Learner:
             per_token, metrics = self.algorithm.value_loss(known, values)
             loss = loss + self.settings.value_coefficient * (per_token * known.weights).sum()
             measured = [*measured, summed(metrics)]
-        off = 0 if batch.off_policy is None else int(batch.off_policy_actions.sum())
-        counts = {TOKENS: len(tokens) - off, OFF_POLICY + TOKENS: off}
-        return loss, [*measured, {"loss": loss.detach(), **counts}], batch.on_policy_only(log_ratios)
+        if batch.off_policy is not None:
+            of_tokens = batch.off_policy.repeat_interleave(batch.action_mask.sum(-1))  # found on the host: no wait
+            log_ratios = log_ratios[:, torch.nonzero(~of_tokens)[:, 0].to(log_ratios.device, non_blocking=True)]
+        counts = {TOKENS: log_ratios.shape[1], OFF_POLICY + TOKENS: len(tokens) - log_ratios.shape[1]}
+        return loss, [*measured, {"loss": loss.detach(), **counts}], log_ratios
 
     def guided_loss(self, batch: Batch) -> tuple[Tensor, list[Sums], Tensor]:
         """The same of a micro-batch of which a teacher says something, at every action token; no token has a ratio."""
         self._last = batch
-        weights, teacher = batch.at_actions(batch.weights), torch.cat([said.logprobs for said in batch.teacher])
+        weights, teacher = batch.weights[batch.action_mask], torch.cat([said.logprobs for said in batch.teacher])
 
         def distillation_loss(rows: slice, logprobs: Tensor) -> tuple[Tensor, Sums]:
             weight, said = (x[rows].to(logprobs.device, non_blocking=True) for x in (weights, teacher))

@@ -1,4 +1,9 @@
-"""Losses that algorithms are made of, per token. Pure functions: tensors of one shape in, tensors of that shape out."""
+"""Losses that algorithms are made of, per token, and normalizers: the weight of each token in the loss of a mini-batch,
+which is sum(weight * loss). Pure functions: tensors of one shape in, tensors of that shape out.
+
+A normalizer takes the mask [B, T] of the tokens that have a loss and returns their weights [B, T], 0 elsewhere. They
+differ in what counts alike: each token, or each episode whatever its length.
+"""
 
 import math
 
@@ -73,3 +78,18 @@ def truncated_kl(teacher: Tensor, logprobs: Tensor) -> Tensor:
     """
     rest, left = (x.exp().sum(-1).neg().add(1).clamp(min=LEAST) for x in (teacher, logprobs))
     return (teacher.exp() * (teacher - logprobs)).sum(-1) + rest * (rest.log() - left.log())
+
+
+def token_mean(mask: Tensor) -> Tensor:
+    """The mean over all tokens: a long episode counts more than a short one."""
+    return mask / mask.sum().clamp(min=1)
+
+
+def episode_mean(mask: Tensor) -> Tensor:
+    """The mean over each episode's tokens, then over the episodes: a token of a long episode counts less."""
+    return mask / (mask.sum(-1, keepdim=True).clamp(min=1) * len(mask))
+
+
+def episode_sum(mask: Tensor, constant: int = 1) -> Tensor:
+    """The sum over each episode's tokens, divided by a constant, then the mean over the episodes."""
+    return mask / (constant * len(mask))

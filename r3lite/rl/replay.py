@@ -101,15 +101,9 @@ class ReplayBuffer:
                 kept = self.questions.pop(question, Experience(0.0, ())).successes
                 if kept or new:
                     self.questions[question] = Experience(len(new) / len(group), (kept + new)[-self.generations :])
-        self._make_room()
-
-    def _make_room(self) -> None:
-        """Drops the oldest successes of all."""
-        over = self.count - self.size
-        if over <= 0:
-            return
+        # The oldest successes of all make room.
         ages = [(s.round, name) for name, kept in self.questions.items() for s in kept.successes]
-        for _, question in sorted(ages, key=lambda age: age[0])[:over]:
+        for _, question in sorted(ages, key=lambda age: age[0])[: max(0, len(ages) - self.size)]:
             kept = self.questions[question]
             if len(kept.successes) == 1:
                 del self.questions[question]

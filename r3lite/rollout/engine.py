@@ -7,7 +7,7 @@ imports no retriever. The weights are those of the model it is given, with whate
 import math
 import random
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -86,19 +86,21 @@ class Engine:
         self, sequences: list[Sequence], retrieve: Retrieve, progress: str | None = None, heard: bool = False
     ) -> list[Sequence]:
         """The same sequences, which were opened, at their ends. What is `heard` while it is sampled needs no bar."""
+        if not sequences:  # of more ranks than episodes, some have none
+            return []
         training = self.model.training
         self.model.eval()  # no dropout: the policy that samples is the policy that is trained
         look = bars.named(progress, "answering") | ({"disable": True} if heard else {})
         bar = tqdm(total=len(sequences), unit="episode", **look)
         try:
-            with self.autocast(), Fetcher(retrieve, self.spans) as fetcher, bar:
+            with self.autocast(), closing(Fetcher(retrieve, self.spans)) as fetcher, bar:
                 if pending := [s for s in sequences if s.pending]:  # a baseline's
                     for sequence, documents in fetcher.fetch(pending):
                         self._splice(sequence, documents)
                 opened = [s for s in sequences if s.finish is None]
                 scheduler, decoder = self.begin(opened, min(self.grant.memory.rollout_batch_size, len(opened)))
                 with cast_once(self.model, self.model.head_weight.dtype):
-                    while scheduler.unfinished:
+                    while scheduler.todo or scheduler.rows:
                         self.iterate(scheduler, decoder, fetcher, bar.update)
         finally:
             self.model.train(training)
@@ -111,7 +113,7 @@ class Engine:
             decoder = GraphDecoder(self.model, cache, self.layout.lengths.max_length)
         else:
             decoder = Decoder(self.model, cache)
-        return Scheduler(sequences, cache), decoder
+        return Scheduler(list(sequences), cache), decoder
 
     def iterate(self, scheduler: Scheduler, decoder: Decoder, fetcher: Fetcher, over: Callable[[], object]) -> None:
         """One token more for each row at work, and what follows from it."""

@@ -28,10 +28,8 @@ class Fetcher:
         self.asked_at = 0  # iteration of the first of them
         self.sent: deque[tuple[int, Future]] = deque()  # with the iteration at which the result is taken
 
-    def __enter__(self) -> "Fetcher":
-        return self
-
-    def __exit__(self, *exception) -> None:
+    def close(self) -> None:
+        """Waits for the queries that are under way, and sends no other."""
         self.worker.shutdown(cancel_futures=True)
 
     def fetch(self, sequences: list[Sequence]) -> list[Fetched]:

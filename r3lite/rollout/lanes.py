@@ -76,7 +76,7 @@ class Lanes:
         """
         for scheduler, _ in self.lanes.values():
             self._clear_out(scheduler)
-        busy = [name for name, (scheduler, _) in self.lanes.items() if scheduler.unfinished]
+        busy = [name for name, (scheduler, _) in self.lanes.items() if scheduler.todo or scheduler.rows]
         for name in [name for name in busy if not self._only_waits(name)] or busy:
             scheduler, decoder = self.lanes[name]
             with use_adapter(self.engine.model, name), self.engine.autocast():
@@ -103,5 +103,5 @@ class Lanes:
     def close(self) -> None:
         """Waits for the queries that are under way, and drops everything."""
         for fetcher in self.fetchers.values():
-            fetcher.__exit__()
+            fetcher.close()
         self.held.close()

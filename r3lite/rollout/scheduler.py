@@ -5,6 +5,7 @@ cost. An episode that ends frees its row, and the next one takes it. Knows lengt
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from r3lite.models.kv_cache import KVCache
@@ -13,19 +14,15 @@ from r3lite.rollout.sequence import Sequence
 LEAST_SHARED = 16  # fewer common tokens than this are prefilled again rather than copied
 
 
+@dataclass
 class Scheduler:
     """Assigns sequences to the rows of a cache, in the order in which they came."""
 
-    def __init__(self, sequences: list[Sequence], cache: KVCache):
-        self.todo = list(sequences)
-        self.cache = cache
-        self.rows: list[Sequence] = []  # rows[i] is in row i of the cache
-        self.active = 0
-        self.left: Sequence | None = None  # the last one released: if all rows are free, row 0 still holds it
-
-    @property
-    def unfinished(self) -> bool:
-        return bool(self.todo or self.rows)
+    todo: list[Sequence]
+    cache: KVCache
+    rows: list[Sequence] = field(default_factory=list)  # rows[i] is in row i of the cache
+    active: int = 0
+    left: Sequence | None = None  # the last one released: if all rows are free, row 0 still holds it
 
     @property
     def at_work(self) -> list[Sequence]:
@@ -69,7 +66,7 @@ class Scheduler:
         yield from ((i, self.rows[i]) for i in best.values())
 
     def park(self, sequence: Sequence) -> None:
-        """Takes a sequence that waits for documents from the rows at work."""
+        """Takes a sequence from the rows at work, such as one that waits for documents."""
         self.active -= 1
         self._swap(self.rows.index(sequence), self.active)
 
@@ -80,15 +77,9 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Frees the row of a finished sequence, which was at work."""
-        self.active -= 1
-        self._move(self.active, self.rows.index(sequence))
-        self._move(len(self.rows) - 1, self.active)
+        self.park(sequence)
+        self._swap(self.active, len(self.rows) - 1)
         self.left = self.rows.pop()
-
-    def _move(self, source: int, target: int) -> None:
-        if source != target:
-            self.cache.copy(source, target, self.rows[source].cached)
-            self.rows[target] = self.rows[source]
 
     def _swap(self, i: int, j: int) -> None:
         self.cache.swap(i, j)

@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 from r3lite.core.episode import Retrieve
@@ -79,7 +80,7 @@ class VllmServer:
             self._load(adapter)
         sequences = [ticket.sequence() for ticket in tickets]
         try:
-            with Fetcher(retrieve) as fetcher, ThreadPoolExecutor(len(tickets), "turns") as pool:
+            with closing(Fetcher(retrieve)) as fetcher, ThreadPoolExecutor(len(tickets), "turns") as pool:
                 list(pool.map(lambda sequence: self._finish(sequence, fetcher), sequences))
         except Unanswered as error:
             self.name, error.passes = "", True  # it may have been started anew, without the adapter

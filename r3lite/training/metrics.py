@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -218,11 +219,12 @@ def up_to(path: Path, step: int) -> list[dict]:
     return [record for record in records if record["step"] <= step]
 
 
+@dataclass
 class Stopwatch:
     """Seconds of each stage of a step, as `time/<stage>`; each is a span as well, if spans are recorded."""
 
-    def __init__(self, spans: Spans | None = None):
-        self.spans, self.laps = spans, {}
+    spans: Spans | None = None
+    laps: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

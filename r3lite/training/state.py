@@ -47,7 +47,7 @@ class TrainState:
         """One optimizer step on the gradients of all ranks, clipped together; see Precision.step."""
         if isinstance(self.optimizer, AdamW8):  # which has updated them one by one
             return self.optimizer.finish(), False
-        parameters = optim.parameters(self.optimizer).values()
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.precision.updating = True
         self.ranks.sum_gradients(parameters)
         return self.precision.step(self.optimizer, parameters, self.max_grad_norm)

@@ -90,7 +90,7 @@ def count_of_local_tokens(patch: Patch) -> None:
     add_gradients = Learner.add_gradients
 
     def local(self, batch):
-        mine = batch.rows(self.ranks.share(batch.lengths.tolist()))
+        mine = batch.rows(self.ranks.share([len(row) for row in batch.token_rows()]))
         with undivided(self.ranks):
             return add_gradients(self, mine)
 

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -162,7 +163,7 @@ def test_what_the_thread_of_the_fetcher_makes_is_missed():
         return [[Document("1", "t", str(threading.get_ident()))] for _ in pairs]
 
     made, sequence = [], Sequence(Question("q", "q", ()), stream=None, pending=(Search("a query"),))
-    with LiveTensors() as counter, Fetcher(retrieve) as fetcher:
+    with LiveTensors() as counter, closing(Fetcher(retrieve)) as fetcher:
         fetcher.ask(sequence)
         fetcher.send(idle=True)
         ((_, ((document,),)),) = fetcher.collect(idle=True)

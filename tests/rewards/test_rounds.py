@@ -4,14 +4,14 @@ import pytest
 
 from r3lite.core.episode import Episode, Question, Step
 from r3lite.rewards.reward import Scored
-from r3lite.rewards.rounds import episode_records, likelihood_of_right, round_metrics
+from r3lite.rewards.rounds import episode_records, round_metrics
 
 
 def test_means_of_parts_leave_out_what_is_not_known():
     """A question without gold paragraphs has no recall: no zero in its mean."""
     episode = Episode(Question("q", "q?", ("a",)), [Step("x", answer="a")], "answered")
     scored = [Scored([1.0], {"recall": None, "em": 1.0}), Scored([0.0], {"recall": 0.5, "em": 0.0}), None]
-    measured = round_metrics([episode] * 3, scored, turns=[[[1]], [[2]], [[3, 4], [5, 6]]])
+    measured = round_metrics([episode] * 3, scored, turns=[[[1]], [[2]], [[3, 4], [5, 6]]], logprobs=[[-1.0]] * 3)
     assert measured["rewards/recall/mean"] == 0.5 and measured["rewards/em/mean"] == 0.5
     assert measured["reward"] == 0.5 and measured["missing_rewards"] == 1
     assert measured["completions/mean_length"] == 2
@@ -21,9 +21,11 @@ def test_how_likely_right_episodes_were_to_the_model():
     """Means of -0.2 and -0.5 over their tokens; the wrong one, and the one without a reward, do not count."""
     right, wrong = Scored([1.0], {"em": 1.0}), Scored([0.5], {"em": 0.0})
     logprobs = [[-0.1, -0.3], [-9.0], [-0.4, -0.5, -0.5, -0.6], [-9.0]]
-    measured = likelihood_of_right([right, wrong, right, None], logprobs)
-    assert measured == {"completions/right": 2, "logps/right": pytest.approx(-0.35)}
-    assert likelihood_of_right([wrong], [[-9.0]]) == {"completions/right": 0, "logps/right": None}
+    episode = Episode(Question("q", "q?", ("a",)), [Step("x", answer="a")], "answered")
+    measured = round_metrics([episode] * 4, [right, wrong, right, None], [[[1]]] * 4, logprobs)
+    assert measured["completions/right"] == 2 and measured["logps/right"] == pytest.approx(-0.35)
+    measured = round_metrics([episode], [wrong], [[[1]]], [[-9.0]])
+    assert measured["completions/right"] == 0 and measured["logps/right"] is None
 
 
 def test_an_episode_is_recorded_with_what_it_was_paid():

@@ -12,8 +12,7 @@ from r3lite.models import lora
 from r3lite.models.logprobs import TopTokens
 from r3lite.models.value_head import ValueHead
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.forward import action_logprobs, action_states
+from r3lite.rl.batch import Batch, Rollout, action_logprobs, action_states
 from r3lite.rl.learner import Learner
 from r3lite.settings import LengthSettings, RLSettings
 from r3lite.settings.rl import PAPERS

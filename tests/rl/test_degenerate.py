@@ -40,7 +40,7 @@ def test_advantages_and_weights_are_numbers(algorithm):
         batch = a_round(seed)
         made = ALGORITHMS[algorithm](paper(algorithm), LengthSettings())
         known = made.with_advantages(batch)
-        weights = batch.at_actions(made.weights(known))
+        weights = made.weights(known)[batch.action_mask]
         assert known.advantages.isfinite().all() and not known.advantages[~batch.action_mask].any()
         assert (weights > 0).all()
         if algorithm not in ("dr-grpo", "rloo"):  # sums over tokens: there every token weighs the same
@@ -61,7 +61,7 @@ def test_a_group_is_compared_with_itself_alone():
             assert abs(float(advantages[mine].sum())) < 1e-4 and float(advantages[mine].norm()) <= len(mine) ** 0.5
             alone = grpo.with_advantages(batch.rows(mine.tolist())).advantages[:, 1]
             assert torch.equal(alone, advantages[mine])
-            if len(mine) == 1 or batch.returns[mine].unique().numel() == 1:
+            if len(mine) == 1 or batch.rewards.sum(-1)[mine].unique().numel() == 1:
                 assert not advantages[mine].any()
 
 
@@ -69,7 +69,7 @@ def test_whitened_advantages_have_mean_0_and_variance_1_or_are_all_0():
     ppo = ALGORITHMS["ppo"](paper("ppo", kl_beta=0.0), LengthSettings())
     for seed in ROUNDS:
         batch = a_round(seed)
-        advantages = batch.at_actions(ppo.with_advantages(batch).advantages)
+        advantages = (ppo.with_advantages(batch).advantages)[batch.action_mask]
         variance = float(advantages.var(correction=0)) if len(advantages) > 1 else 0.0
         assert abs(float(advantages.mean())) < 1e-3 and (variance == pytest.approx(1, abs=1e-2) or variance < 1e-3)
 

@@ -45,23 +45,23 @@ def test_several_epochs_and_mini_batches_take_that_many_steps(batch, gradients):
 
 def test_the_reference_is_read_at_actions_only(setup, batch, reference):
     found = setup().learner.reference_logprobs(batch)
-    assert torch.allclose(batch.at_actions(found), reference, atol=1e-6) and not found[~batch.action_mask].any()
-    assert (reference - batch.at_actions(batch.logprobs)).abs().max() > 0.01
+    assert torch.allclose(found[batch.action_mask], reference, atol=1e-6) and not found[~batch.action_mask].any()
+    assert (reference - batch.logprobs[batch.action_mask]).abs().max() > 0.01
 
 
-def test_mini_batches_are_about_as_large(sampled, setup):
+def test_mini_batches_are_about_as_large(sampled):
     """Seven episodes in steps of at most three: the last one is no step of its own."""
     seven = sampled(["..a"] * 7, [1.0] * 7)
     for most, sizes in ((3, [2, 2, 3]), (4, [3, 4]), (5, [3, 4]), (6, [3, 4]), (7, [7]), (9, [7])):
-        steps = setup("ppo", mini_batch_size=most).learner.mini_batches(seven, "s")
+        steps = seven.mini_batches(most, "s", by_group=False)
         assert [len(rows) for rows in steps] == sizes and sorted(chain(*steps)) == list(range(7))
 
 
 @pytest.mark.parametrize(("algorithm", "together"), [("grpo", True), ("ppo", False)])
 def test_mini_batches_keep_together_what_the_algorithm_says(batch, setup, algorithm, together):
     groups = batch.groups.tolist()
-    learner = setup(algorithm, mini_batch_size=groups.count(0)).learner
-    orders = [learner.mini_batches(batch, str(seed)) for seed in range(20)]
+    by_group = setup(algorithm).algorithm.has_groups
+    orders = [batch.mini_batches(groups.count(0), str(seed), by_group) for seed in range(20)]
     assert all(sorted(chain(*order)) == list(range(len(groups))) for order in orders)
     assert len({str(order) for order in orders}) > 1
     assert all(len({groups[i] for i in rows}) == 1 for order in orders for rows in order) == together
@@ -74,7 +74,7 @@ def test_negative_advantages_can_weigh_less(batch, setup, gradients, logprobs, g
     better = advantages.sum(-1) > 0
     assert better.tolist() == [True, False, True, False]
     weights = batch.action_mask / batch.action_mask.sum(-1, keepdim=True) / 4 * better[:, None]
-    loss = -((logprobs - logprobs.detach()).exp() * batch.at_actions(advantages * weights)).sum()
+    loss = -((logprobs - logprobs.detach()).exp() * (advantages * weights)[batch.action_mask]).sum()
     assert torch.allclose(got, gradient_of(loss), atol=1e-6) and got.norm() > 0
 
 
@@ -106,7 +106,7 @@ class Reinforce(Algorithm):
     """-R log pi, a mean over the tokens of the mini-batch: REINFORCE without a baseline."""
 
     def with_advantages(self, batch):
-        return replace(batch, advantages=batch.returns[:, None] * batch.action_mask)
+        return replace(batch, advantages=batch.rewards.sum(-1)[:, None] * batch.action_mask)
 
     def weights(self, batch):
         return batch.action_mask / batch.action_mask.sum()
@@ -117,7 +117,7 @@ class Reinforce(Algorithm):
 
 def test_another_algorithm_needs_no_change_to_the_learner(batch, gradients, logprobs, gradient_of):
     (got,), measured = gradients(batch, Reinforce, kl_beta=0.0, micro_batch_size=1)
-    returns = batch.at_actions(batch.returns[:, None].expand_as(batch.rewards))
+    returns = (batch.rewards.sum(-1)[:, None].expand_as(batch.rewards))[batch.action_mask]
     expected = -(returns * logprobs).mean()
     assert torch.allclose(got, gradient_of(expected), atol=1e-6) and got.norm() > 0
     own = [name for name in measured if not name.startswith("sampling/")]

@@ -42,7 +42,7 @@ def test_old_is_what_it_was_before_the_rounds_first_step(recorded, setup, model)
     made.algorithm.loss = lambda known, *rest: seen.append(known.old_logprobs) or loss(known, *rest)
     before = made.learner.policy_logprobs(recorded)
     made.learner.learn(recorded, "seed")
-    assert torch.equal(torch.cat(seen).sort().values, recorded.at_actions(before).repeat(2).sort().values)
+    assert torch.equal(torch.cat(seen).sort().values, before[recorded.action_mask].repeat(2).sort().values)
 
 
 @pytest.mark.parametrize("cap", [0.9, 1.2, 100.0])
@@ -54,7 +54,7 @@ def test_importance_weights_by_hand(recorded, batch, setup, gradients, logprobs,
     assert ratio.min() < 0.9 and ratio.max() > 1.2
     made = setup("grpo", **TRAINER).algorithm
     advantages = made.with_advantages(batch).advantages
-    weights = batch.at_actions(made.weights(batch) * advantages) * ratio.clamp(max=cap)
+    weights = (made.weights(batch) * advantages)[batch.action_mask] * ratio.clamp(max=cap)
     assert torch.allclose(got, gradient_of(-(weights * logprobs).sum()), atol=1e-6) and got.norm() > 0
     assert measured["sampling/importance_sampling_ratio/mean"] == pytest.approx(float(ratio.mean()), rel=1e-4)
 

@@ -69,7 +69,8 @@ def test_every_parameter_gets_the_gradient_of_the_formula(
         off_policy = taught(off_policy, [1, 2])
     measured = learner.learn(off_policy, "seed")
     plain = Plain(model, learner.value_head)
-    expected = formula(learner.settings, plain, off_policy, learner.mini_batches(off_policy, "seed/0"))
+    steps = off_policy.mini_batches(mini_batch_size, "seed/0", learner.algorithm.has_groups)
+    expected = formula(learner.settings, plain, off_policy, steps)
     assert len(made.steps) == len(expected) == 4 // mini_batch_size
     for got, step in zip(made.steps, expected):
         for part, wanted in zip(got.split([p.numel() for p in plain.parameters]), step, strict=True):
@@ -100,7 +101,7 @@ def test_off_policy_episodes_get_the_gradient_of_the_shaped_ratio(
     learner.grant.memory = replace(learner.grant.memory, loss_chunk=chunk)
     measured = learner.learn(batch, "seed")
     plain = Plain(model, None)
-    steps = learner.mini_batches(batch, "seed/0")
+    steps = batch.mini_batches(mini_batch_size, "seed/0", learner.algorithm.has_groups)
     assert sorted(map(sorted, steps)) == ([[0, 1, 2, 3]] if mini_batch_size == 2 else [[0, 1], [2, 3]])
     for got, step in zip(made.steps, mixed_gradients(learner.settings, plain, batch, steps), strict=True):
         for part, wanted in zip(got.split([p.numel() for p in plain.parameters]), step, strict=True):

@@ -7,8 +7,7 @@ from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import build_protocol
-from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.forward import action_logprobs, action_states
+from r3lite.rl.batch import Batch, Rollout, action_logprobs, action_states
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings, ProtocolSettings
 from tests.protocols.test_plan import DIAMOND

@@ -1,6 +1,7 @@
 """Queries are gathered and sent by iterations that are counted; each sequence gets the documents of its own."""
 
 import random
+from contextlib import closing
 
 from r3lite.core.episode import Document, Failure, Question, Routes, Search
 from r3lite.rollout.fetcher import GATHER, PATIENCE, Fetcher
@@ -24,7 +25,7 @@ def test_all_queries_of_all_sequences_are_one_call():
         return [documents([query, query + "!"]) for _, query in pairs]
 
     one, two = waiting("1", "a", "b"), waiting("2", "c")
-    with Fetcher(retrieve) as fetcher:
+    with closing(Fetcher(retrieve)) as fetcher:
         fetched = fetcher.fetch([one, two])
     assert calls == [[("1", "a"), ("1", "b"), ("2", "c")]]
     assert fetched == [(one, [documents(["a", "a!"]), documents(["b", "b!"])]), (two, [documents(["c", "c!"])])]
@@ -35,7 +36,7 @@ def test_a_query_that_failed_brings_nothing_and_its_sequence_says_why():
         return [Failure("no room") if query == "bad" else documents([query]) for _, query in pairs]
 
     one, two = waiting("1", "a", "bad"), waiting("2", "c")
-    with Fetcher(retrieve) as fetcher:
+    with closing(Fetcher(retrieve)) as fetcher:
         assert fetcher.fetch([one, two]) == [(one, [documents(["a"]), []]), (two, [documents(["c"])])]
     assert (one.failure, two.failure) == ("no room", None)
     assert one.episode().failure == "no room"
@@ -43,7 +44,7 @@ def test_a_query_that_failed_brings_nothing_and_its_sequence_says_why():
 
 def test_queries_wait_for_others_and_documents_for_their_iteration():
     first, second = waiting("1", "a"), waiting("2", "b")
-    with Fetcher(lambda pairs: [documents([query]) for _, query in pairs]) as fetcher:
+    with closing(Fetcher(lambda pairs: [documents([query]) for _, query in pairs])) as fetcher:
         arrivals = {}
         for iteration in range(GATHER + PATIENCE + 1):
             for sequence, _ in fetcher.collect(idle=False):
@@ -57,7 +58,7 @@ def test_queries_wait_for_others_and_documents_for_their_iteration():
 
 
 def test_nothing_is_waited_for_if_no_sequence_is_at_work():
-    with Fetcher(lambda pairs: [documents([query]) for _, query in pairs]) as fetcher:
+    with closing(Fetcher(lambda pairs: [documents([query]) for _, query in pairs])) as fetcher:
         fetcher.ask(waiting("1", "a"))
         fetcher.send(idle=True)
         assert [found for _, found in fetcher.collect(idle=True)] == [[documents(["a"])]]
@@ -77,7 +78,7 @@ def test_each_kind_of_source_is_one_call_of_its_own_retriever():
     one.pending = (Search("a", source="News"), Search("b", source="General"), Search("c", source="News"))
     two.pending = (Search("d", source="Academic"), Search("e"), Search("f", source="News"))
     routes = Routes(named("all"), {"News": named("news"), "Academic": named("papers")})
-    with Fetcher(routes) as fetcher:
+    with closing(Fetcher(routes)) as fetcher:
         fetched = fetcher.fetch([one, two])
     assert sorted(calls) == [
         ("all", [("1", "b"), ("2", "e")]),
@@ -92,6 +93,6 @@ def test_a_source_that_fails_fails_its_own_searches_only():
     one, two = waiting("1"), waiting("2")
     one.pending, two.pending = (Search("a", source="News"), Search("b")), (Search("c", source="General"),)
     failing = {"News": lambda pairs: [Failure("no reply")] * len(pairs)}
-    with Fetcher(Routes(lambda pairs: [documents([query]) for _, query in pairs], failing)) as fetcher:
+    with closing(Fetcher(Routes(lambda pairs: [documents([query]) for _, query in pairs], failing))) as fetcher:
         assert fetcher.fetch([one, two]) == [(one, [[], documents(["b"])]), (two, [documents(["c"])])]
     assert (one.failure, two.failure) == ("no reply", None)

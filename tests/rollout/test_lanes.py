@@ -176,7 +176,7 @@ def test_who_leaves_while_its_documents_are_looked_for_goes_when_they_have_come(
     go_on.set()
     ended += run(lanes)
     assert {s.question.id: s.finish for s in ended} == {"a": CUT_OFF, "b": ANSWERED}
-    assert not lanes.lanes[None][0].unfinished
+    assert lanes.lanes[None][0].rows == []
 
 
 def test_a_lane_that_waits_for_documents_does_not_hold_up_another(lanes_of, visitor, model):
@@ -207,4 +207,4 @@ def test_one_that_had_no_room_to_begin_ends_at_once(lanes_of, visitor):
     sequence = visitor("a")
     sequence.finish = CUT_OFF
     lanes.join(sequence)
-    assert lanes.iterate() == [sequence] and not lanes.lanes[None][0].unfinished
+    assert lanes.iterate() == [sequence] and lanes.lanes[None][0].rows == []

@@ -11,8 +11,7 @@ from r3lite.models import lora
 from r3lite.models.weights import load_model
 from r3lite.protocols.r3 import R3
 from r3lite.protocols.tokenizer import Tokenizer
-from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.forward import action_logprobs
+from r3lite.rl.batch import Batch, Rollout, action_logprobs
 from r3lite.settings import LengthSettings
 
 PROTOCOL = R3("Answer the question step by step. Question: {question}", "{documents}")

@@ -7,8 +7,7 @@ import torch
 
 from r3lite.core.episode import ANSWERED, Document, Question
 from r3lite.protocols.r3 import R3
-from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.forward import action_logprobs, action_states
+from r3lite.rl.batch import Batch, Rollout, action_logprobs, action_states
 from r3lite.rollout.scheduler import _shared
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import LengthSettings

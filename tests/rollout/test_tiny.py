@@ -14,8 +14,7 @@ from r3lite.evaluate import EvaluateConfig
 from r3lite.models import lora
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
-from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.forward import action_logprobs
+from r3lite.rl.batch import Batch, Rollout, action_logprobs
 from r3lite.rollout.sampling import Sampler
 
 

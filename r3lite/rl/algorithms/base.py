@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from r3lite.core.config import UsageError
@@ -12,7 +11,7 @@ from r3lite.rl import losses
 from r3lite.rl.advantages import share_without_variance
 from r3lite.rl.batch import ActionTokens, Batch
 from r3lite.rl.kl import KlFactor
-from r3lite.rl.normalizers import token_mean
+from r3lite.rl.losses import token_mean
 from r3lite.settings import LengthSettings, RLSettings
 
 
@@ -24,7 +23,7 @@ class Algorithm:
     """
 
     has_critic: ClassVar[bool] = False  # if so, a value head is trained, and `value_loss` is its loss
-    has_groups: ClassVar[bool] = False  # if so, the episodes of one question are compared
+    has_groups: ClassVar[bool] = False  # if so, the episodes of one question are compared, and learned from in one step
     has_teacher: ClassVar[bool] = False  # if so, a teacher says of failed episodes what it would have said
     has_episode_ratios: ClassVar[bool] = False  # if so, `known.episode_log_ratios` is there for `log_ratios`
     has_traces: ClassVar[bool] = False  # if so, a teacher's traces join the groups of their questions
@@ -53,7 +52,8 @@ class Algorithm:
     @property
     def most_off_policy(self) -> int:
         """The most episodes that a round learns from beside those that it samples."""
-        return 0
+        s = self.settings
+        return self.has_traces * s.questions_at(s.trace_share) + self.has_replay * s.questions_at(s.replay_share)
 
     @property
     def kl_weight(self) -> float:
@@ -64,7 +64,8 @@ class Algorithm:
         """The rewards [B, T], less beta KL at every action token if that is where the algorithm has its KL."""
         if self.kl_in == "loss" or batch.reference is None:
             return batch.rewards
-        kl = losses.KL_ESTIMATES[self.estimator](batch.old, batch.reference)
+        old = batch.logprobs if batch.old is None else batch.old
+        kl = losses.KL_ESTIMATES[self.estimator](old, batch.reference)
         return batch.rewards - self.kl_weight * kl * batch.action_mask
 
     def returns(self, batch: Batch) -> Tensor:
@@ -79,15 +80,6 @@ class Algorithm:
         """
         of_episodes = self.compare(self.returns(batch), batch.groups)
         return replace(batch, advantages=of_episodes[:, None] * batch.action_mask)
-
-    def units(self, batch: Batch) -> list[list[int]]:
-        """Rows that stay together when an epoch is shuffled into mini-batches: each alone, or the groups.
-
-        Episodes that are compared are learned from in one step, and share one prompt.
-        """
-        if not self.has_groups:
-            return [[i] for i in range(len(batch))]
-        return [torch.nonzero(batch.groups == g)[:, 0].tolist() for g in batch.groups.unique()]
 
     def weights(self, batch: Batch) -> Tensor:
         """The weight [B, T] of each action token in the loss of a mini-batch: the loss is sum(weight * loss). By
@@ -143,4 +135,4 @@ class Algorithm:
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Metrics of the whole round, whose advantages are known."""
-        return {"frac_reward_zero_std": share_without_variance(batch.returns, batch.groups)}
+        return {"frac_reward_zero_std": share_without_variance(batch.rewards.sum(-1), batch.groups)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from r3lite.rl.algorithms.grpo import Grpo
 from r3lite.rl.batch import Batch
-from r3lite.rl.normalizers import token_mean
+from r3lite.rl.losses import token_mean
 
 
 class Dapo(Grpo):

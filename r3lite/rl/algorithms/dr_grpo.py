@@ -12,7 +12,7 @@ from torch import Tensor
 from r3lite.rl.advantages import group_centered
 from r3lite.rl.algorithms.grpo import Grpo
 from r3lite.rl.batch import Batch
-from r3lite.rl.normalizers import episode_sum
+from r3lite.rl.losses import episode_sum
 
 
 class DrGrpo(Grpo):

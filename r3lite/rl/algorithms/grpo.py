@@ -11,7 +11,7 @@ from torch import Tensor
 from r3lite.rl.advantages import group_normalized
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import Batch
-from r3lite.rl.normalizers import episode_mean
+from r3lite.rl.losses import episode_mean
 
 
 class Grpo(Algorithm):

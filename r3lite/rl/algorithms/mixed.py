@@ -20,11 +20,6 @@ from r3lite.rl.batch import ActionTokens, Batch
 class Mixed(Grpo):
     own = frozenset({"shaping_gamma"})
 
-    @property
-    def most_off_policy(self) -> int:
-        s = self.settings
-        return self.has_traces * s.questions_at(s.trace_share) + self.has_replay * s.questions_at(s.replay_share)
-
     def loss(self, known: ActionTokens, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         off = known.off_policy
         if off is None:
@@ -39,5 +34,7 @@ class Mixed(Grpo):
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Also the share of the action tokens that are off-policy."""
-        off = batch.off_policy_actions
-        return super().statistics(batch) | {"off_policy/token_share": 0.0 if off is None else float(off.float().mean())}
+        share = 0.0
+        if batch.off_policy is not None:
+            share = float(batch.off_policy.repeat_interleave(batch.action_mask.sum(-1)).float().mean())
+        return super().statistics(batch) | {"off_policy/token_share": share}

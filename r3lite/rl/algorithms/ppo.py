@@ -33,7 +33,7 @@ class Ppo(Algorithm):
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Also how much of the targets' variance the critic explained while sampling: 1 - Var(R - V) / Var(R)."""
-        error = batch.at_actions(batch.value_targets - batch.values)
-        variance = batch.at_actions(batch.value_targets).var(correction=0)
+        error = (batch.value_targets - batch.values)[batch.action_mask]
+        variance = batch.value_targets[batch.action_mask].var(correction=0)
         explained = 1 - error.var(correction=0) / (variance + 1e-8)
         return super().statistics(batch) | {"explained_variance": float(explained)}

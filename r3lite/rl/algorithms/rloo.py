@@ -13,7 +13,7 @@ from torch import Tensor
 from r3lite.rl.advantages import leave_one_out
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import Batch
-from r3lite.rl.normalizers import episode_sum
+from r3lite.rl.losses import episode_sum
 
 
 class Rloo(Algorithm):

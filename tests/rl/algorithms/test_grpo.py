@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import chain, permutations
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_loss_by_hand():
     """Ratio 1, A = 2, log p = -1, reference -2: -2 - 0.1 * entropy 3 + 0.5 * k3, k3 = e^-1 + 1 - 1 = 0.36788."""
     algorithm = Grpo(RLSettings(algorithm="grpo", kl_beta=0.5, entropy_coefficient=0.1), LengthSettings())
     x = torch.ones(1)
-    known = ActionTokens(-x, 0 * x, advantages=2 * x, weights=x, reference=-2 * x, value_targets=None)
+    known = ActionTokens(-x, -x, 0 * x, advantages=2 * x, weights=x, reference=-2 * x, value_targets=None)
     loss, metrics = algorithm.loss(known, -x, 3 * x)
     assert torch.allclose(loss, torch.tensor([-2 - 0.3 + 0.5 * 0.3678794]))
     assert torch.allclose(metrics["kl"], torch.tensor([0.3678794]))
@@ -41,8 +42,8 @@ def test_the_gradient_equals_the_formula(batch, gradients, logprobs, reference, 
     (got,), _ = gradients(batch, "grpo", kl_beta=0.05)
     loss, at = 0.0, 0
     for i, count in enumerate(batch.action_mask.sum(-1).tolist()):
-        pair = batch.returns[i // 2 * 2 : i // 2 * 2 + 2]
-        advantage = (batch.returns[i] - pair.mean()) / (pair.std() + 1e-4)
+        pair = batch.rewards.sum(-1)[i // 2 * 2 : i // 2 * 2 + 2]
+        advantage = (batch.rewards.sum(-1)[i] - pair.mean()) / (pair.std() + 1e-4)
         rows = slice(at, at + count)
         d = reference[rows] - logprobs[rows]
         ratio = (logprobs[rows] - logprobs[rows].detach()).exp()
@@ -59,9 +60,12 @@ def test_equal_returns_teach_nothing(batch, gradients):
     assert "explained_variance" not in measured
 
 
-def test_groups_are_units():
+def test_groups_stay_together():
+    assert Grpo.has_groups
     made = [Rollout([1, 2], [False, True], [0.0], [0.0], [], group) for group in (0, 1, 0, 1, 2)]
-    assert Grpo(RLSettings(algorithm="grpo"), LengthSettings()).units(Batch.of(made)) == [[0, 2], [1, 3], [4]]
+    steps = Batch.of(made).mini_batches(1, "s", by_group=True)
+    order = [row for step in steps for row in step]
+    assert order in [list(chain(*units)) for units in permutations([[0, 2], [1, 3], [4]])]
 
 
 def test_a_group_of_one_is_refused():

@@ -50,7 +50,7 @@ def test_loss_by_hand(name):
     now = torch.tensor([0.3, 0.3, 0.3, 0.5]).log().requires_grad_()
     entropy, reference = torch.full((4,), 2.0), torch.tensor([0.3, 0.9, 0.9, 0.9]).log()
     known = ActionTokens(
-        old, 0 * old, advantages=torch.tensor([1.0, 1.0, 2.0, 1.0]), weights=0 * old, reference=reference,
+        old, old, 0 * old, advantages=torch.tensor([1.0, 1.0, 2.0, 1.0]), weights=0 * old, reference=reference,
         value_targets=None, off_policy=torch.tensor([False, True, True, True]),
     )  # fmt: skip
     loss, metrics = algorithm(name, kl_beta=0.5, entropy_coefficient=0.1).loss(known, now, entropy)
@@ -67,7 +67,7 @@ def test_a_confident_reference_or_policy_makes_no_nan():
     now = torch.tensor([-200.0]).requires_grad_()
     zero = torch.zeros(1)
     known = ActionTokens(
-        zero, zero, advantages=zero + 1, weights=zero, reference=zero - 1, value_targets=None,
+        zero, zero, zero, advantages=zero + 1, weights=zero, reference=zero - 1, value_targets=None,
         off_policy=torch.tensor([True]),
     )  # fmt: skip
     loss, _ = algorithm("luffy").loss(known, now, zero)
@@ -98,7 +98,8 @@ def test_off_policy_tokens_have_a_gradient(gradients, batch, name):
 
 def test_old_log_probabilities_of_off_policy_episodes_stay(batch):
     rescored = batch.logprobs - 1
-    mixed = replace(batch, rescored=rescored, off_policy=torch.tensor([False, True, False, True]))
+    assert torch.equal(batch.rescored(rescored).old, rescored)
+    mixed = replace(batch, off_policy=torch.tensor([False, True, False, True])).rescored(rescored)
     assert torch.equal(mixed.old[1], batch.logprobs[1]) and torch.equal(mixed.old[0], rescored[0])
 
 
@@ -106,13 +107,12 @@ def test_off_policy_episodes_add_no_steps():
     """72 episodes in mini-batches of 32 would have a third of 8, with the same learning rate."""
     made = [rollout(1, 0.0, group=i // 8) for i in range(64)] + [rollout(1, 1.0, i, True) for i in range(8)]
     batch = Batch.of(made)
-    order = [row for unit in algorithm("luffy").units(batch) for row in unit]
-    parts = batch.mini_batches(order, 32)
+    parts = batch.mini_batches(32, "s", by_group=algorithm("luffy").has_groups)
     assert [len(part) for part in parts] == [36, 36] and sorted(chain(*parts)) == list(range(72))
     assert all(
         {int(batch.groups[i]) for i in part if i >= 64} == {int(batch.groups[i]) for i in part} for part in parts
     )
-    assert Batch.of(made[:64]).mini_batches(range(64), 24) == [[*range(0, 21)], [*range(21, 42)], [*range(42, 64)]]
+    assert [len(part) for part in Batch.of(made[:64]).mini_batches(24, "s", by_group=False)] == [21, 21, 22]
 
 
 def test_how_many_may_join():

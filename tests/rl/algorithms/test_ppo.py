@@ -21,14 +21,13 @@ def test_advantages_weights_and_statistics_by_hand():
     found = algorithm.statistics(known)
     assert found["explained_variance"] == pytest.approx(1 - 0.38**2 / 0.23**2, rel=1e-5)
     assert found["frac_reward_zero_std"] == 1.0
-    assert algorithm.units(batch) == [[0]]
 
 
 def test_losses_by_hand():
     """Ratio 1 and A = 2: -2 - 0.1 * entropy 3; the KL is reported, not in the loss. V = 0.5 is clipped to 0.2."""
     algorithm = Ppo(RLSettings(kl_beta=0.5, entropy_coefficient=0.1, value_clip=0.2), LengthSettings())
     x = torch.ones(1)
-    known = ActionTokens(-x, 0 * x, advantages=2 * x, weights=x, reference=-2 * x, value_targets=x)
+    known = ActionTokens(-x, -x, 0 * x, advantages=2 * x, weights=x, reference=-2 * x, value_targets=x)
     loss, metrics = algorithm.loss(known, -x, 3 * x)
     assert torch.allclose(loss, torch.tensor([-2.3])) and torch.allclose(metrics["kl"], torch.tensor([0.3678794]))
     loss, metrics = algorithm.value_loss(known, 0.5 * x)

@@ -29,7 +29,8 @@ def tokens(**known) -> ActionTokens:
     shape = next(iter(known.values()))
     nothing = torch.zeros_like(shape)
     known = {"old_logprobs": nothing, "old_values": nothing, "advantages": nothing, "weights": nothing, **known}
-    return ActionTokens(**{"reference": None, "value_targets": None, **known})
+    known = {"sampled_logprobs": known["old_logprobs"], "reference": None, "value_targets": None, **known}
+    return ActionTokens(**known)
 
 
 def test_dr_grpo_by_hand():
