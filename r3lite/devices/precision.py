@@ -53,10 +53,10 @@ def has_nvidia_card() -> bool:
 def _warn_of_unused_card() -> None:
     """Warns if there is an NVIDIA card that this PyTorch cannot use: on Windows pip installs a build for the CPU."""
     if has_nvidia_card() and torch.version.cuda is None:
-        cause = f"there is an NVIDIA card, but this PyTorch ({torch.__version__}) was built without CUDA"
+        cause = f"warning: there is an NVIDIA card, but this PyTorch ({torch.__version__}) was built without CUDA"
         remedy = f"Install a CUDA build with the command that {BUILDS} gives for your system"
         without = "or pass --device cpu to be rid of this warning."
-        print(f"warning: {cause}, so the CPU is used.\n  {remedy}, {without}", file=sys.stderr)
+        print(f"{cause}, so the CPU is used.\n  {remedy}, {without}", file=sys.stderr)
 
 
 def _cpu_has_bf16() -> bool:

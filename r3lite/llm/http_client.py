@@ -81,6 +81,7 @@ class Link:
     def __init__(self, url: str, remedy: str, seconds: float, most: int, headers: dict[str, str] | None = None):
         self.url, self.remedy, self.limits = url, remedy, (CONNECT, *[seconds] * 3)
         self._client, self.calls = BoundedClient(most, headers), Calls(seconds)
+        self._secrets = [value.removeprefix("Bearer ") for value in (headers or {}).values()]
 
     def text(self, path: str = "", content: dict | bytes | None = None) -> str:
         """The reply to a GET, or to a POST of JSON or bytes. Raises Unanswered."""
@@ -89,10 +90,12 @@ class Link:
         try:
             return self.calls.run(lambda: self._client.request(*how, timeout=self.limits, **body)).text
         except NoReply as error:
-            status = error.status
+            status, message = error.status, " ".join(str(error).split())
+            for secret in self._secrets:  # a server may repeat what it was sent
+                message = message.replace(secret, "***")
             passes = error.kind in ("timeout", "connection") or status in (408, 429) or status >= 500
             verb = "gives no answer:" if passes else "refuses:" if status else "sends"
-            reason = f"status {status}: {' '.join(str(error).split())[:500]}" if status else str(error)
+            reason = f"status {status}: {message[:500]}" if status else message
             pause = float(error.retry_after) if error.retry_after.isdecimal() else 0.0
             raise Unanswered(f"{self.url} {verb} {reason}", self.remedy, passes, status, pause) from error
 

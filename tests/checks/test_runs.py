@@ -145,9 +145,9 @@ def test_where_equal_runs_differ_nothing_can_be_equal_to_the_bit(monkeypatch):
 
 
 def test_a_run_that_fails_is_an_error_and_one_that_is_stopped_stops(monkeypatch, tmp_path):
-    monkeypatch.setattr(command, "run", lambda *_: 1)
+    monkeypatch.setattr(command.Command, "__call__", lambda *_: 1)
     with pytest.raises(R3LiteError, match="status 1"):
         runs.train(tmp_path, [])
-    monkeypatch.setattr(command, "run", lambda *_: 130)
+    monkeypatch.setattr(command.Command, "__call__", lambda *_: 130)
     with pytest.raises(KeyboardInterrupt):
         runs.train(tmp_path, [])
