@@ -46,8 +46,7 @@ def stand_ins(card: Card) -> Iterator[tuple[Any, str, Any]]:
         return {(g[0][0][0].device, dtype): g for (_, dtype), g in grouped(lists, with_indices).items()}
 
     yield torch._C, "_group_tensors_by_device_and_dtype", by_label
-    # By this a build for CUDA would ask a driver, in each step of an optimizer, whether a graph is being captured.
-    yield torch.accelerator, "current_accelerator", _one(None)
+    yield torch.accelerator, "current_accelerator", _one(None)  # else optimizers of a CUDA build ask the driver
     yield speed, "measure", _no_speed
 
 

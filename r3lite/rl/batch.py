@@ -102,6 +102,16 @@ class Batch:
         tensors = {name: x[index] for name, x in known.items() if isinstance(x, Tensor)}
         return Batch(**tensors, teacher=[self.teacher[i] for i in index])
 
+    @property
+    def old_logprobs(self) -> Tensor:
+        """The log-probabilities [B, T] that ratios are taken to."""
+        return self.logprobs if self.old is None else self.old
+
+    @property
+    def off_policy_actions(self) -> Tensor | None:
+        """Which of the action tokens are off-policy, [N] bool; None: no row is."""
+        return None if self.off_policy is None else self.off_policy.repeat_interleave(self.action_mask.sum(-1))
+
     def rescored(self, logprobs: Tensor) -> "Batch":
         """The batch with the trainer's log-probabilities [B, T] as `old`; off-policy rows keep those they came with."""
         if self.off_policy is not None:
@@ -158,7 +168,7 @@ class ActionTokens:
     @staticmethod
     def of(batch: Batch, device: torch.device) -> "ActionTokens":
         known = {
-            "old_logprobs": batch.logprobs if batch.old is None else batch.old,
+            "old_logprobs": batch.old_logprobs,
             "sampled_logprobs": batch.logprobs,
             "old_values": batch.values,
             "advantages": batch.advantages,

@@ -163,9 +163,8 @@ class Learner:
             per_token, metrics = self.algorithm.value_loss(known, values)
             loss = loss + self.settings.value_coefficient * (per_token * known.weights).sum()
             measured = [*measured, summed(metrics)]
-        if batch.off_policy is not None:
-            of_tokens = batch.off_policy.repeat_interleave(batch.action_mask.sum(-1))  # found on the host: no wait
-            log_ratios = log_ratios[:, torch.nonzero(~of_tokens)[:, 0].to(log_ratios.device, non_blocking=True)]
+        if (off := batch.off_policy_actions) is not None:  # found on the host: no wait
+            log_ratios = log_ratios[:, torch.nonzero(~off)[:, 0].to(log_ratios.device, non_blocking=True)]
         counts = {TOKENS: log_ratios.shape[1], OFF_POLICY + TOKENS: len(tokens) - log_ratios.shape[1]}
         return loss, [*measured, {"loss": loss.detach(), **counts}], log_ratios
 

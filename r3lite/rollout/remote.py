@@ -36,7 +36,7 @@ class Worker:
         self.link, self.facts, self.has = link, facts, ""
 
     def check(self) -> str:
-        """Says what the server is; raises R3LiteError if it would sample something else than the trainer."""
+        """Returns the server's address and dtype; raises R3LiteError if it would not sample as the trainer does."""
 
         def read(reply: Record) -> tuple[str, str, list[tuple[str, str, str]]]:
             theirs = reply.record("facts")

@@ -64,8 +64,7 @@ class Algorithm:
         """The rewards [B, T], less beta KL at every action token if that is where the algorithm has its KL."""
         if self.kl_in == "loss" or batch.reference is None:
             return batch.rewards
-        old = batch.logprobs if batch.old is None else batch.old
-        kl = losses.KL_ESTIMATES[self.estimator](old, batch.reference)
+        kl = losses.KL_ESTIMATES[self.estimator](batch.old_logprobs, batch.reference)
         return batch.rewards - self.kl_weight * kl * batch.action_mask
 
     def returns(self, batch: Batch) -> Tensor:

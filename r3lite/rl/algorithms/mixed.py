@@ -1,6 +1,6 @@
 """What LUFFY and ExGRPO share: GRPO over groups in which some episodes are off-policy.
 
-advantages  GRPO's, over the episodes of a group whoever wrote them
+advantages  GRPO's, over all episodes of a group, on-policy and off-policy
 loss        on-policy tokens: GRPO's
             off-policy tokens: -f(r) A - c_H entropy, f(r) = r / (r + gamma), r = pi / pi_b, without a clip
 normalizer  GRPO's: mean over each episode's action tokens, then mean over the episodes of the mini-batch
@@ -34,7 +34,5 @@ class Mixed(Grpo):
 
     def statistics(self, batch: Batch) -> dict[str, float]:
         """Also the share of the action tokens that are off-policy."""
-        share = 0.0
-        if batch.off_policy is not None:
-            share = float(batch.off_policy.repeat_interleave(batch.action_mask.sum(-1)).float().mean())
-        return super().statistics(batch) | {"off_policy/token_share": share}
+        off = batch.off_policy_actions
+        return super().statistics(batch) | {"off_policy/token_share": 0.0 if off is None else float(off.float().mean())}
