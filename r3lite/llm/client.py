@@ -27,7 +27,7 @@ from r3lite.core.records import InvalidRecord
 from r3lite.llm.cache import ReplyCache, digest
 from r3lite.llm.limits import Budget, RateLimiter, prices_of
 from r3lite.llm.replies import Reply, Request, Service, estimated_tokens, parse, read_complaint, recalled
-from r3lite.llm.transport import Calls, NoReply
+from r3lite.llm.transport import Calls, NoReply, redacted
 from r3lite.settings import JudgeSettings
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 1.0, 60.0  # seconds; doubled at each try
@@ -229,7 +229,7 @@ class Client(CachingClient):
         with self._lock:
             self._counts["input_tokens"] += round(answer.input_tokens)
             self._counts["output_tokens"] += round(answer.output_tokens)
-        text = self._without_key(answer.text)  # in case a server repeats it: a reply is kept on disk
+        text = redacted(answer.text, self.service.secret)  # a reply is kept on disk
         failure = answer.failure or (None if text.strip() else "empty")
         reply = Reply(text=text, failure=failure, detail=answer.detail) if failure else parse(text, request)
         return reply, self._price(answer.input_tokens, answer.output_tokens)
@@ -253,11 +253,8 @@ class Client(CachingClient):
         return kind, message, wait if kind in ("rate_limited", "server") else 0.0
 
     def _redacted(self, text: str) -> str:
-        """One line of at most 300 characters without the key, in case a server repeats it."""
-        return " ".join(self._without_key(text).split())[:300]
-
-    def _without_key(self, text: str) -> str:
-        return text.replace(self.service.secret, "***") if self.service.secret else text
+        """One line of at most 300 characters without the key."""
+        return " ".join(redacted(text, self.service.secret).split())[:300]
 
     def _price(self, input_tokens: float, output_tokens: float) -> float:
         """US dollars; 0 if the price is not known, which no cap on cost allows."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.records import InvalidRecord, Record, Source, parse
-from r3lite.llm.transport import Calls, NoReply
+from r3lite.llm.transport import Calls, NoReply, redacted
 
 try:
     import httpx2 as httpx
@@ -76,12 +76,12 @@ class Unanswered(R3LiteError):
 
 class Link:
     """Requests to one server, each of at most `seconds` and `most` bytes of reply. `remedy` is what to do if one fails;
-    `headers` may hold a key and are never shown."""
+    the values of `headers` are keys, which are never shown."""
 
     def __init__(self, url: str, remedy: str, seconds: float, most: int, headers: dict[str, str] | None = None):
         self.url, self.remedy, self.limits = url, remedy, (CONNECT, *[seconds] * 3)
         self._client, self.calls = BoundedClient(most, headers), Calls(seconds)
-        self._secrets = [value.removeprefix("Bearer ") for value in (headers or {}).values()]
+        self._keys = [value.removeprefix("Bearer ") for value in (headers or {}).values()]
 
     def text(self, path: str = "", content: dict | bytes | None = None) -> str:
         """The reply to a GET, or to a POST of JSON or bytes. Raises Unanswered."""
@@ -90,9 +90,7 @@ class Link:
         try:
             return self.calls.run(lambda: self._client.request(*how, timeout=self.limits, **body)).text
         except NoReply as error:
-            status, message = error.status, " ".join(str(error).split())
-            for secret in self._secrets:  # a server may repeat what it was sent
-                message = message.replace(secret, "***")
+            status, message = error.status, " ".join(redacted(str(error), *self._keys).split())
             passes = error.kind in ("timeout", "connection") or status in (408, 429) or status >= 500
             verb = "gives no answer:" if passes else "refuses:" if status else "sends"
             reason = f"status {status}: {message[:500]}" if status else message

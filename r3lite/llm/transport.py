@@ -11,6 +11,17 @@ from concurrent.futures import Future
 from typing import Any
 
 
+def redacted(text: str, *keys: str) -> str:
+    """The text with `***` instead of each key, which a server may repeat.
+
+    A key that is short or a word is a placeholder for a local server (`EMPTY`, `none`), and may be part of any text.
+    """
+    for key in keys:
+        if len(key) >= (20 if key.isalpha() else 8):
+            text = text.replace(key, "***")
+    return text
+
+
 class Stopped(Exception):
     """The run is over: a thread that waits gives up."""
 

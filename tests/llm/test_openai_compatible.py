@@ -229,6 +229,14 @@ def test_the_key_shows_nowhere(server, asked, tmp_path, caplog):
         assert text and KEY not in text
 
 
+@pytest.mark.parametrize("placeholder", ["x", "EMPTY", "none", "anything", "1"])
+def test_a_placeholder_of_a_key_is_not_cut_out_of_replies(server, asked, monkeypatch, placeholder):
+    """Local servers ask for any key. With the key `none`, the answer `none` came back as `***`."""
+    monkeypatch.setenv("OPENAI_API_KEY", placeholder)
+    server.says(said(f'{{"mark": 1, "reason": "{placeholder} exact none 1"}}'))
+    assert f"{placeholder} exact none 1" in asked().generate(ASK).text
+
+
 def test_replies_of_two_services_are_not_mixed_up(server, asked, tmp_path, monkeypatch):
     server.says(said('{"mark": 1}'))
     assert not asked(tmp_path).generate(ASK).cached and asked(tmp_path).generate(ASK).cached
