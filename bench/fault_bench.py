@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.fault_cases import PLACE, Case, Server, fixtures
-from bench.fault_runs import ROOT, THREADS, Ended, Fault, content, differences, run
+from bench.fault_runs import ROOT, THREADS, Ended, Fault, run
+from bench.folder_content import content, differences
 
 
 @dataclass

@@ -18,7 +18,8 @@ import safetensors.torch
 
 from bench.fault_bench import Bench
 from bench.fault_cases import NAMED, TINY, WORLD, Case, encoder
-from bench.fault_runs import ROOT, Fault, content, differences, run, start
+from bench.fault_runs import ROOT, Fault, run, start
+from bench.folder_content import content, differences
 from r3lite.core.files import shipped
 
 FULL = ("sft", "ppo, exgrpo", "collect, teacher", "index, build", "index, add", "tune_prompt", "export, folder")

@@ -1,4 +1,4 @@
-"""A command run in a process of its own that a fault is done to at one of its moments, and what is in its folder.
+"""A command run in a process of its own that a fault is done to at one of its moments.
 
 Moments are counted: each change to a file under the folder (by Python's audit events), each fsync, each sampled token,
 optimizer step, request and write of a cache. So a kill at moment N is the same in every run, and needs no luck to fall
@@ -26,7 +26,6 @@ from r3lite.core.command import spare_the_machine
 
 ROOT = Path(__file__).parent.parent
 LONGEST = 400  # seconds of a run
-NOT_COMPARED = ("seconds", "judge", "resume")  # times, counts of one process, and how it was started
 THREADS = 1  # of PyTorch, in forked processes
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # Audit events, and how their arguments name a path: its place, and the place of the folder that it is relative to.
@@ -286,55 +285,6 @@ def put_back(seconds: float = 86400.0) -> None:
     """The clock of this process jumps back; a monotonic one does not."""
     now, now_ns = time.time, time.time_ns
     time.time, time.time_ns = lambda: now() - seconds, lambda: now_ns() - int(seconds * 1e9)
-
-
-def content(place: Path) -> dict[str, object]:
-    """What each file of a folder holds, but for times, speeds and memory: equal if two runs did the same."""
-    found: dict[str, object] = {}
-    for path in sorted(place.rglob("*")):
-        name = path.relative_to(place).as_posix()
-        found[f"{name}/" if path.is_dir() else name] = None if path.is_dir() else _read(path)
-    return found
-
-
-def _read(path: Path) -> object:
-    if path.name in ("metrics.jsonl", "episodes.jsonl"):
-        return [_timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    if path.name == "spans.jsonl":  # times; what there is of each step is the same
-        return [len(re.findall('"spanId"', line)) for line in path.read_text(encoding="utf-8").splitlines()]
-    if path.name in ("summary.json", "state.json", "scores.json", "history.json"):
-        return _timeless(json.loads(path.read_text(encoding="utf-8")))
-    if path.name == "manifest.json" and path.parent.name.startswith("checkpoint-"):
-        files = json.loads(path.read_text(encoding="utf-8"))
-        files["files"].pop("state.json", None)
-        return files
-    if path.suffix == ".sqlite":
-        import sqlite3
-
-        with contextlib.closing(sqlite3.connect(path)) as file:
-            assert file.execute("PRAGMA integrity_check").fetchone() == ("ok",), f"{path} is damaged"
-            return sorted(file.execute("SELECT key, vector FROM queries").fetchall())
-    if path.suffix == ".html":
-        text = path.read_text(encoding="utf-8")
-        before, mark, after = text.partition("written on ")
-        return before + after[len("2026-01-01 at 00:00:00") :] if mark else text
-    return path.read_bytes()
-
-
-def _timeless(value):
-    from r3lite.training.metrics import repeatable
-
-    if isinstance(value, dict):
-        return {k: _timeless(v) for k, v in repeatable(value).items() if k not in NOT_COMPARED}
-    return value
-
-
-def differences(one: dict[str, object], other: dict[str, object]) -> list[str]:
-    """Names of files that only one has, or that differ."""
-    found = [f"only uninterrupted: {name}" for name in one.keys() - other.keys()]
-    found += [f"only resumed: {name}" for name in other.keys() - one.keys()]
-    found += [f"differs: {name}" for name in one.keys() & other.keys() if one[name] != other[name]]
-    return sorted(found)
 
 
 def classes(moments: list[tuple[str, str]]) -> dict[tuple[str, str], list[int]]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from bench import fault_runs
 from bench.fault_cases import NAMED, PLACE, Server, fixtures
-from bench.fault_runs import content, preload, run
+from bench.fault_runs import preload, run
+from bench.folder_content import content
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,5 @@
 """python -m r3lite.export: what is written is read by other programs' own readers, and says what the model said."""
 
-import builtins
 import json
 import re
 import subprocess
@@ -14,7 +13,6 @@ from r3lite.assembly import exporter
 from r3lite.assembly.exporter import parity
 from r3lite.core.files import read_record
 from r3lite.models import lora
-from r3lite.models.saving import write_weights
 from r3lite.models.tensor_files import read_tensors
 from r3lite.models.weights import checkpoint_tensors, load_model, resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
@@ -98,17 +96,6 @@ def test_shards_are_read_by_transformers(run, expected, tmp_path):
     one = load_model(tmp_path / "x", torch.float32, "cpu")
     assert index["metadata"]["total_size"] == sum(p.nbytes for p in one.parameters())
     assert (by_transformers(tmp_path / "x") - expected).abs().max() <= 1e-4
-
-
-def test_a_tensor_is_in_one_file_and_files_keep_their_limit(tmp_path):
-    """A tensor that is larger has a file by itself."""
-    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in zip("abcde", (3, 2, 9, 1, 4), strict=True)}
-    write_weights(tmp_path, tensors, 5)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    held = [read_tensors(path) for path in sorted(tmp_path.glob("*.safetensors"))]
-    assert index["metadata"]["total_size"] == 19 and set(index["weight_map"]) == set("abcde")
-    assert sorted(name for file in held for name in file) == list("abcde")
-    assert all(sum(t.nbytes for t in file.values()) <= 5 or list(file) == ["c"] for file in held)
 
 
 @pytest.mark.parametrize(("weights", "rslora"), [("fp32", False), ("fp32", True), ("fp16", False), ("bf16", False)])
@@ -339,32 +326,3 @@ def test_the_adapter_of_another_base_is_refused(run, tmp_path, capsys):
     lora.save_adapter(model, "policy", folder, "other", "0123456789abcdef")
     assert export.main([*TINY, "--adapter", str(folder), "--prompts", "0", "--output", str(tmp_path / "x")]) == 1
     assert "was trained on another base: other" in capsys.readouterr().err and not (tmp_path / "x").exists()
-
-
-def test_without_its_package_gguf_is_refused_by_the_name_of_the_extra(run, tmp_path, monkeypatch, capsys):
-    real = builtins.__import__
-
-    def without(name, *rest, **more):
-        if name == "gguf":
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    flags = [*TINY, "--adapter", str(run), "--form", "gguf", "--output", str(tmp_path / "x")]
-    assert export.main(flags) == 1 and "r3lite[gguf]" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
-
-
-def test_a_tokenizer_that_llama_cpp_would_read_otherwise_is_refused(run, tmp_path, capsys):
-    pytest.importorskip("gguf")
-    import shutil
-
-    folder = tmp_path / "model"
-    shutil.copytree(resolve_folder("tiny"), folder)
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    content["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"\w+|\W+"}
-    path.write_text(json.dumps(content), encoding="utf-8")
-    flags = ["--preset", "tiny", "--model", str(folder), "--adapter", str(run), "--form", "gguf", "--prompts", "0"]
-    assert export.main([*flags, "--output", str(tmp_path / "x")]) == 1
-    assert "texts are split in another way" in capsys.readouterr().err and not (tmp_path / "x").exists()

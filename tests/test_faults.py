@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.fault_runs import Ended, chosen, content, differences
+from bench.fault_runs import Ended, chosen
+from bench.folder_content import content, differences
 
 ROOT = Path(__file__).parent.parent
 

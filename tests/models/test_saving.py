@@ -1,5 +1,7 @@
 """Merged checkpoints: the source's files, the published names, and nothing of a merge that fails."""
 
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -7,7 +9,8 @@ from safetensors import safe_open
 from r3lite.core.errors import R3LiteError
 from r3lite.models import tensor_files
 from r3lite.models.lora import add_adapter
-from r3lite.models.saving import save_merged
+from r3lite.models.saving import save_merged, write_weights
+from r3lite.models.tensor_files import read_tensors
 from r3lite.models.weights import load_model
 
 
@@ -43,3 +46,14 @@ def test_a_merge_that_fails_leaves_nothing(small_model, write_folder, tmp_path, 
     with pytest.raises(OSError, match="no space"):
         save_merged(model, source, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_tensor_is_in_one_file_and_files_keep_their_limit(tmp_path):
+    """A tensor that is larger has a file by itself."""
+    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in zip("abcde", (3, 2, 9, 1, 4), strict=True)}
+    write_weights(tmp_path, tensors, 5)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+    held = [read_tensors(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert index["metadata"]["total_size"] == 19 and set(index["weight_map"]) == set("abcde")
+    assert sorted(name for file in held for name in file) == list("abcde")
+    assert all(sum(t.nbytes for t in file.values()) <= 5 or list(file) == ["c"] for file in held)
