@@ -55,8 +55,8 @@ LOAD = """\
 Measured with {clients} clients for {minutes:g} minutes and a restart in the middle, on {threads} CPU cores:
 {requests_per_second:g} queries per second with all-MiniLM-L6-v2, p50 {p50_ms:.0f} ms, p99 {p99_ms:.0f} ms.
 `serve` with the tiny model (chat, 32 tokens): {chats[requests_per_second]:g} answers per second,
-p50 {chats[p50_ms]:.0f} ms, p99 {chats[p99_ms]:.0f} ms. Clients repeat failed requests: all {sent:,} and {chats[sent]:,} were answered.
-Memory grew by at most {growth:.1%}."""
+p50 {chats[p50_ms]:.0f} ms, p99 {chats[p99_ms]:.0f} ms.
+Clients repeat failed requests: all {sent:,} and {chats[sent]:,} were answered. Memory grew by at most {growth:.1%}."""
 
 
 @functools.cache
