@@ -46,12 +46,8 @@ models see [models.md](models.md).
 - "offload": layer inputs are kept in host memory.
 - "at a time": episodes sampled together.
 
-Each GPU stands for its class. The commands are:
-
-| figure | command |
-|---|---|
-| SFT | `python -m r3lite.plan --card CARD --model MODEL --max-length 1024` or `2048` |
-| a round of PPO | `python -m r3lite.plan --card CARD --model MODEL --algorithm ppo --adapter runs/sft` |
+Each GPU stands for its class. SFT is `python -m r3lite.plan --card CARD --model MODEL --max-length 1024` (or `2048`), a
+round of PPO is `python -m r3lite.plan --card CARD --model MODEL --algorithm ppo --adapter runs/sft`.
 
 Other settings are the defaults. GPUs with more than 4 GB get a `--vram-budget` of one GiB less than their memory,
 because the default budget is at most 4 GiB. All tokens of a row are trained on. A round has 64 episodes of the maximum
