@@ -30,40 +30,37 @@ ROUND = ["--algorithm", "ppo", "--adapter", "runs/sft"]
 SIZES = ("0.5B", "1.5B")
 UNFIT = "does not fit"
 PAGE = """\
-# Cards
+# Laptop GPUs: what fits, and how fast
 
-**Predicted, not measured.** r3lite has run on an H100 and an H200 ([figures.md](figures.md#speed)), but not on these
-cards. This page predicts times on five classes of cards, each represented by one card, from the peak speeds of data
-sheets. No card sustains those, so every time is a best case. On your card, the first command that reports a time
-measures the speeds in a few seconds, and predictions use those from then on.
+**Predicted, not measured.** r3lite has run on an H100 and an H200 only ([figures.md](figures.md#speed)). The times
+below are computed from the peak speeds in data sheets. No GPU sustains those, so every time is a best case.
 
-`python -m r3lite.plan --card "GTX 1650"` plans one run for a card; `python -m bench.cards` prints this page. The cards'
-figures and their sources are in `r3lite/devices/cards.py`. [models.md](models.md) has other models.
-
-## Method
-
-A piece of work takes the time to read its weights or to compute its matrix products, whichever is longer, plus
-attention, elementwise operations and {launch:g} microseconds a kernel (`r3lite/memory/duration.py`).
-`python -m bench.memory` compares the formulas with times measured on a CPU. Not included: loading, retrieval (on the
-CPU: building an index of the paragraphs and encoding every query), offload to host memory, judges, validation and
-checkpoints.
-
-## What fits, and how fast
-
-| figure | command |
-|---|---|
-| SFT | `python -m r3lite.plan --card CARD --model MODEL --max-length 1024` or `2048` |
-| a round of PPO | `python -m r3lite.plan --card CARD --model MODEL --algorithm ppo --adapter runs/sft` |
-
-Other settings are those of the preset `laptop-4gb`. Cards with more than 4 GB get `--vram-budget` one GiB below their
-memory, because the default budget is at most 4 GiB. All tokens of a row are trained on. A round has 64 episodes that
-all reach 4,096 tokens, 1,536 of them sampled, so real rounds take no longer. GRPO, which has no critic, takes as long.
+To predict a run on your GPU: `python -m r3lite.plan --card "GTX 1650"`. On the GPU itself, leave `--card` out: the
+first command that predicts a time measures the GPU's speed in a few seconds, and later predictions use it. For other
+models see [models.md](models.md).
 
 {tables}
 
 - "NF4": the 4-bit base, chosen only if nothing else fits.
-- "recomputed": layers that run again in the backward pass.
+- "recomputed": layers whose activations are recomputed in the backward pass.
+- "offload": layer inputs are kept in host memory.
 - "at a time": episodes sampled together.
+
+Each GPU stands for its class. SFT is `python -m r3lite.plan --card CARD --model MODEL --max-length 1024` (or `2048`), a
+round of PPO is `python -m r3lite.plan --card CARD --model MODEL --algorithm ppo --adapter runs/sft`.
+
+Other settings are the defaults. GPUs with more than 4 GB get a `--vram-budget` of one GiB less than their memory,
+because the default budget is at most 4 GiB. All tokens of a row are trained on. A round has 64 episodes of the maximum
+length: 4,096 tokens, 1,536 of them sampled. Real episodes are shorter. A round of GRPO, which has no critic, takes as
+long.
+
+## Method
+
+The time of an operation is the time to read its weights or to compute its matrix products, whichever is longer, plus
+attention, elementwise operations and {launch:g} microseconds per kernel (`r3lite/memory/duration.py`). Not included:
+loading, retrieval on the CPU, offload to host memory, judges, validation and checkpoints. `python -m bench.memory`
+compares predicted and measured times. `r3lite/devices/cards.py` has the GPUs' figures with their sources;
+`python -m bench.cards` prints this page.
 """
 
 
@@ -120,14 +117,14 @@ def fits(size: str) -> list[dict]:
     for kind, name in CLASSES.items():
         known = card(name)
         assert known
-        row = {"card": f"{kind}: {name}"}
+        row = {"GPU": f"{kind}: {name}"}
         row |= {f"SFT, {tokens:,} tokens": training(planned(flags(known, size, more))) for tokens, more in SFT.items()}
-        rows.append(row | {"a round of PPO, at most": learning(planned(flags(known, size, ROUND)))})
+        rows.append(row | {"a round of PPO": learning(planned(flags(known, size, ROUND)))})
     return rows
 
 
 def page() -> str:
-    tables = [f"### {size}\n\n{records.table(fits(size))}" for size in SIZES]
+    tables = [f"## {size}\n\n{records.table(fits(size))}" for size in SIZES]
     return PAGE.format(
         launch=LAUNCH * 1e6 * duration.CARD.launches,
         tables="\n\n".join(tables),

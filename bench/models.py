@@ -15,7 +15,7 @@ SFT, GRPO = ["--max-length", "1024"], ["--algorithm", "grpo", "--adapter", "runs
 PAGE = """\
 # Models
 
-`--model` takes a folder in the layout of transformers, a hub id, a GGUF file, or `tiny`. These families are computed:
+`--model` takes a folder in the transformers layout, a hub id, a GGUF file, or `tiny`. Supported families:
 
 | `model_type` | families |
 |---|---|
@@ -24,38 +24,39 @@ PAGE = """\
 | `llama` | Llama 1 to 3.3, SmolLM2, TinyLlama, R1 distills of Llama |
 | `mistral` | Mistral without a sliding window |
 
-What a `config.json` asks for beyond that is refused by its name.
+Anything else in a `config.json` is an error that names it.
 
-**Verified:** on random weights of two sizes, logits of each family equal those of transformers within 1e-4 in fp32
-(`pytest tests/models/test_families.py`). Real weights were run of Qwen2.5-Coder-0.5B-Instruct and SmolLM2-135M-Instruct
-only. On two CPU cores in bf16, SFT of 1,024 tokens took 2,094 MiB (2,096 planned) and 877 (878), at 237 and 523
-tokens/s.
+**Verified:** with random weights of two sizes, the logits of each family equal those of transformers within 1e-4 in
+fp32 (`pytest tests/models/test_families.py`). The only real weights tested are Qwen2.5-Coder-0.5B-Instruct and
+SmolLM2-135M-Instruct: on two CPU cores in bf16, SFT with 1,024 tokens took 2,094 MiB (2,096 planned) and 877 MiB (878
+planned), at 237 and 523 tokens/s.
 
 ## What fits into 4 GB
 
-The planned peak in MiB on a card of 4 GB, and the layers that run again in the backward pass: SFT with rows of 1,024
-tokens, and GRPO with 64 episodes of 4,096; *: with `--stream-layers`. `python -m bench.models` prints this.
+Planned peak in MiB on a GPU with 4 GB, for SFT with rows of 1,024 tokens and GRPO with 64 episodes of 4,096. In
+parentheses: layers that are recomputed in the backward pass. The mark * means with `--stream-layers`, "offload" that
+layer inputs are kept in host memory. `python -m bench.models` prints this page.
 
 {table}
 
 ## Chat templates
 
-The folder's own template is rendered and must be reproduced token by token; if it cannot be, both texts are shown.
-Templates of Qwen2, Qwen2.5, Qwen3, Llama 2 and 3, SmolLM2, TinyLlama, Mistral, R1, Phi-3 and Gemma are tested against
-transformers. If a template has no place for a system message, it stands before the first user message. Templates that
-would write today's date write their fixed one.
+r3lite uses the chat template in the model folder. If it cannot build the same tokens as the template, it stops and
+shows both texts. Templates of Qwen2, Qwen2.5, Qwen3, Llama 2 and 3, SmolLM2, TinyLlama, Mistral, R1, Phi-3 and Gemma
+are tested against transformers. If a template has no system role, the system message is put before the first user
+message. Templates that insert today's date get a fixed date.
 
-**Thinking models:** `--thinking off` switches thoughts off where the template can (Qwen3), and is the default there. R1
-distills always think: the thought counts towards `--max-new-tokens` and is no part of a step. SFT on demonstrations
-without thoughts teaches an empty one.
+**Thinking models:** Qwen3 does not think by default; `--thinking on` changes that. R1 distills always think; SFT on
+demonstrations without thoughts teaches them to leave the thought empty. Thoughts count towards `--max-new-tokens` and
+are not part of a step.
 
 ## Quantized files
 
 - `--model FILE.gguf` (extra `gguf`): Q4_0 to Q8_0, K-quants, F16, BF16 and F32 of qwen2, qwen3 and llama files with
-  byte-level BPE. Tokenizer and config are kept in `~/.cache/r3lite`. An adapter belongs to the numbers that it was
-  trained on: the unquantized folder of the same model is another base.
-- Folders of bitsandbytes in NF4 (`*-bnb-4bit`) are read as they are, also those with some dense layers. They take more
-  than r3lite's own NF4: 16 MiB for 0.5B, 59 for 1.5B, 124 for 3B.
+  byte-level BPE. The tokenizer and the config are cached in `~/.cache/r3lite`. An adapter works only with the file that
+  it was trained on, not with the unquantized model.
+- NF4 folders of bitsandbytes (`*-bnb-4bit`), also those with some dense layers. They take more memory than r3lite's own
+  NF4: 16 MiB more for 0.5B, 59 for 1.5B, 124 for 3B.
 """
 
 
