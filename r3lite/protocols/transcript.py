@@ -19,6 +19,7 @@ from r3lite.settings import LengthSettings
 
 ANSWER_ROOM = 32  # tokens kept free for a forced answer, as long as the limit of an episode allows
 LEAST_DOCUMENT = 16  # a document is not cut below this many tokens; it is dropped instead, or the row is too long
+BYTES = "\ufffd"  # decoded from bytes that are not a whole character
 # Tokens of a title. It is cut no further, however little room there is: it tells which passages are gold.
 LONGEST_TITLE = 64
 
@@ -143,12 +144,13 @@ class Layout:
         full = len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length
         if full or turn[-1] == self.tokenizer.stop_id:
             return True
-        # A stop string of n characters spans at most n tokens, and it is only now complete if it ends in this one. Few
-        # tokens have its last character, so that little text is decoded.
+        # A stop string of n bytes spans at most n tokens, and ends in this one if it is complete only now. Few tokens
+        # have its last character, or some bytes of it, so that little text is decoded.
         stops, last = self.protocol.stop_strings, turn[-1]
         if last not in self._may_close:
-            self._may_close[last] = any(s[-1] in self.tokenizer.decode([last]) for s in stops)
-        return self._may_close[last] and any(s in self.tokenizer.decode(turn[-len(s) :]) for s in stops)
+            text = self.tokenizer.decode([last])
+            self._may_close[last] = any(s[-1] in text or (BYTES in text and not s[-1].isascii()) for s in stops)
+        return self._may_close[last] and any(s in self.tokenizer.decode(turn[-len(s.encode()) :]) for s in stops)
 
     def readable(self, transcript: Transcript, ended: bool) -> str:
         """The text of the current turn, from its forced heading up to a stop string, without its thought.
@@ -164,7 +166,7 @@ class Layout:
             return text[: min(found)]
         if ended:
             return text
-        text = text.rstrip("\ufffd")  # what bytes that make no character are decoded to
+        text = text.rstrip(BYTES)
         if THINK.startswith(text.strip()):  # perhaps the beginning of a thought
             return ""
         held = max((n for s in stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)

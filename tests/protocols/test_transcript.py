@@ -6,7 +6,8 @@ import pytest
 
 from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question, Search, Step
 from r3lite.core.errors import R3LiteError
-from r3lite.protocols.r3 import R3
+from r3lite.protocols.markup import Tag
+from r3lite.protocols.r3 import R3, Headings
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import SOLUTION, WORKING_OUT, Tags
 from r3lite.protocols.transcript import LEAST_DOCUMENT, LONGEST_TITLE, OPENINGS, Layout, Transcript
@@ -207,6 +208,23 @@ def test_a_turn_is_over_at_the_token_that_completes_a_stop_string(layout, protoc
             assert not transcript.turn or not layout.turn_is_over(transcript)
             transcript.write([token])
         assert layout.turn_is_over(transcript)
+
+
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        Tags("Q: {question}", search=Tag("<探す>", "</探す>")),
+        R3("Q: {question}", "D: {documents}", names=Headings(documents="見つけた文書")),
+    ],
+)
+def test_a_stop_string_whose_characters_take_several_tokens_ends_a_turn(layout, protocol):
+    """It was looked for in as many tokens as it has characters, and in tokens that have its last character whole."""
+    stop = protocol.stop_strings[0]
+    transcript = opened(layout)
+    for token in layout.tokenizer.encode(f"ask {stop}"):
+        assert not transcript.turn or not layout.turn_is_over(transcript)
+        transcript.write([token])
+    assert layout.turn_is_over(transcript)
 
 
 def test_documents_are_cut_then_dropped_then_an_answer_is_forced(tokenizer, protocol):
